@@ -1,0 +1,1 @@
+"""Quantizer for looped (recurrent-depth) transformers."""

@@ -35,5 +35,5 @@ class SolveError(LoopqError):
     """A layer could not be solved: the message gives layer, pivot, reason and advice."""
 
 
-class SystemError_(LoopqError):
+class SystemContractError(LoopqError):
     """No looped system fits the model, or the model breaks the system's contract."""

@@ -1,0 +1,220 @@
+"""Token sequences to calibrate and to measure on, with the packing said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import CalibrationError, ConfigError
+
+if TYPE_CHECKING:
+    from loopq.systems.base import Batch
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Token sequences and where they come from.
+
+    Parameters
+    ----------
+    sequences : tuple of ndarray, int64, 1-D
+        One for each prompt, none empty.
+    source : str
+        What the tokens are, for the report.
+    packing : str
+        "windows": the text as one string, cut in windows of equal length, what is left over dropped;
+        "prompts": one sequence for each record.
+    n_bytes : int or None
+        UTF-8 bytes that the sequences stand for, where known: bits per byte needs it.
+    """
+
+    sequences: tuple[NDArray[np.int64], ...]
+    source: str
+    packing: str
+    n_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sequences:
+            raise CalibrationError(f"{self.source}: no token sequences; give more text or a shorter --seq-len")
+        for number, sequence in enumerate(self.sequences):
+            if sequence.ndim != 1 or sequence.size == 0:
+                raise CalibrationError(f"{self.source}: prompt {number} is empty")
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in all sequences together."""
+        return sum(s.size for s in self.sequences)
+
+    def digest(self) -> str:
+        """SHA-256 over lengths and ids: two sets with the same digest are the same tokens."""
+        total = hashlib.sha256()
+        for sequence in self.sequences:
+            total.update(np.int64(sequence.size).tobytes())
+            total.update(np.ascontiguousarray(sequence, dtype="<i8").tobytes())
+        return total.hexdigest()
+
+    def take(self, first: int, last: int | None = None) -> TokenSet:
+        """Return the prompts from `first` to `last`."""
+        part = self.sequences[first:last]
+        n_bytes = None
+        if self.n_bytes is not None:
+            n_bytes = round(self.n_bytes * sum(s.size for s in part) / self.n_tokens)
+        return TokenSet(part, self.source, self.packing, n_bytes)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for the report."""
+        return {
+            "source": self.source,
+            "packing": self.packing,
+            "n_prompts": len(self.sequences),
+            "n_tokens": self.n_tokens,
+            "sha256": self.digest(),
+        }
+
+    def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
+        """Yield the prompts in order, neighbours of equal length together, at most `batch_size` at a time."""
+        import torch
+
+        from loopq.systems.base import Batch
+
+        for numbers in self.plan(batch_size):
+            ids = np.stack([self.sequences[i] for i in numbers])
+            yield Batch(torch.from_numpy(ids), tuple(numbers), seed)
+
+    def plan(self, batch_size: int) -> list[list[int]]:
+        """Numbers of the prompts of each batch."""
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1; got {batch_size}")
+        plan: list[list[int]] = []
+        for number, sequence in enumerate(self.sequences):
+            last = plan[-1] if plan else None
+            if last and len(last) < batch_size and self.sequences[last[0]].size == sequence.size:
+                last.append(number)
+            else:
+                plan.append([number])
+        return plan
+
+
+def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
+    """Take sequences of token ids as they are, one prompt each."""
+    return TokenSet(tuple(np.asarray(s, dtype=np.int64).reshape(-1) for s in ids), source, "prompts")
+
+
+def windows(
+    text: str, encode: Encode, seq_len: int, n_prompts: int | None, source: str, prefix: int | None = None
+) -> TokenSet:
+    """Encode a text as one string and cut it in windows.
+
+    Parameters
+    ----------
+    text : str
+        The text.
+    encode : callable
+        Text to token ids, without special tokens.
+    seq_len : int
+        Tokens of a window. A remainder shorter than that is dropped.
+    n_prompts : int or None
+        Windows to keep from the start; None keeps all.
+    source : str
+        Name of the text for the report.
+    prefix : int, optional
+        Token put before each window and not counted as text.
+
+    Raises
+    ------
+    CalibrationError
+        The text has fewer tokens than one window.
+    """
+    if seq_len < 2:
+        raise ConfigError(f"seq_len must be at least 2; got {seq_len}")
+    ids = np.asarray(encode(text), dtype=np.int64)
+    count = ids.size // seq_len
+    if n_prompts is not None:
+        count = min(count, n_prompts)
+    if count == 0:
+        raise CalibrationError(f"{source}: {ids.size} tokens make no window of {seq_len}; give more text")
+    cut = ids[: count * seq_len].reshape(count, seq_len)
+    if prefix is not None:
+        cut = np.concatenate([np.full((count, 1), prefix, dtype=np.int64), cut], axis=1)
+    n_bytes = round(len(text.encode()) * count * seq_len / ids.size)
+    return TokenSet(tuple(cut), source, "windows", n_bytes)
+
+
+def prompts_from_jsonl(path: Path, encode: Encode, field: str, seq_len: int | None, n_prompts: int | None) -> TokenSet:
+    """Read one prompt from each line of a JSON-lines file.
+
+    Parameters
+    ----------
+    path : Path
+        File; a line is an object with `field`, or with `input_ids`.
+    encode : callable
+        Text to token ids.
+    field : str
+        Field that holds the text.
+    seq_len : int or None
+        Longer prompts are cut to this many tokens.
+    n_prompts : int or None
+        Lines to take from the start.
+    """
+    sequences = []
+    n_bytes = 0
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if n_prompts is not None and len(sequences) >= n_prompts:
+            break
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as cause:
+            raise CalibrationError(f"{path}, line {number}: not JSON ({cause})") from cause
+        if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
+            raise CalibrationError(f"{path}, line {number}: no field {field!r} and no 'input_ids'")
+        ids = record["input_ids"] if "input_ids" in record else encode(record[field])
+        sequences.append(np.asarray(ids, dtype=np.int64)[:seq_len])
+        n_bytes += len(str(record.get(field, "")).encode())
+    return TokenSet(tuple(sequences), str(path.name), "prompts", n_bytes or None)
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 text file, or all `*.txt` files of a folder in the order of their names."""
+    try:
+        if path.is_dir():
+            parts = sorted(path.glob("*.txt"))
+            if not parts:
+                raise CalibrationError(f"{path}: the folder has no *.txt file")
+            return "\n".join(part.read_text("utf-8") for part in parts)
+        return path.read_text("utf-8")
+    except OSError as cause:
+        raise CalibrationError(f"{path}: cannot be read ({cause.strerror})") from cause
+    except UnicodeDecodeError as cause:
+        raise CalibrationError(f"{path}: not UTF-8 text (byte {cause.start})") from cause
+
+
+def read_tokens(
+    path: Path, encode: Encode, seq_len: int, n_prompts: int | None, field: str = "text"
+) -> TokenSet:
+    """Read a calibration or evaluation set by the kind of file.
+
+    A `.jsonl` file gives one prompt a line, a `.npy` file an array of token ids (n_prompts, n_tokens), a text
+    file or a folder of text files windows of `seq_len` tokens.
+    """
+    if path.suffix == ".jsonl":
+        return prompts_from_jsonl(path, encode, field, seq_len, n_prompts)
+    if path.suffix == ".npy":
+        try:
+            ids = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as cause:
+            raise CalibrationError(f"{path}: cannot be read as an array ({cause})") from cause
+        if ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise CalibrationError(f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}")
+        return from_ids(ids[:n_prompts, :seq_len], path.name)
+    return windows(read_text(path), encode, seq_len, n_prompts, path.name)

@@ -1,0 +1,177 @@
+"""Owned forward hooks: step t of a parameter is its t-th invocation within one rollout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CalibrationError, NonFiniteError
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sink = Callable[[SharedParameter, int, "Tensor"], None]
+InputKey = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+class Observer:
+    """Hands the input rows of every shared parameter, step by step, to a sink.
+
+    Used as a context manager: the hooks are there inside the block and gone after it, also after an error.
+    Each rollout runs in a scope of its own, where invocations are counted from 0 and checked at the end.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    parameters : sequence of SharedParameter
+        Parameters to watch.
+    sink : callable
+        Called with parameter, step and input rows, Tensor (n_rows, in_features), in the order of the calls.
+    check_finite : bool
+        Refuse NaN and infinity.
+    """
+
+    def __init__(
+        self,
+        system: LoopedSystem,
+        parameters: Sequence[SharedParameter],
+        sink: Sink,
+        *,
+        check_finite: bool = True,
+    ) -> None:
+        self._system = system
+        self._parameters = {id(system.parameter(p)): p for p in parameters}
+        self._sink = sink
+        self._check_finite = check_finite
+        self._counts: dict[str, int] = {}
+        self._batch: Batch | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Observer:
+        names = dict(self._system.model.named_modules(remove_duplicate=False))
+        hooked: set[int] = set()
+        for parameter in self._parameters.values():
+            for owner in parameter.owners:
+                module = names[owner]
+                # One object under two names is one module: a second hook would count its calls twice.
+                if id(module) not in hooked:
+                    hooked.add(id(module))
+                    self._handles.append(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @contextlib.contextmanager
+    def rollout(self, batch: Batch) -> Iterator[None]:
+        """Scope of one rollout: invocations are counted from 0, and checked when it ends.
+
+        Raises
+        ------
+        CalibrationError
+            A parameter was never called, or not as often as its system declares.
+        """
+        if not self._handles:
+            raise CalibrationError("the observer is used outside its block: its hooks are not attached")
+        self._batch = batch
+        self._counts = {p.name: 0 for p in self._parameters.values()}
+        try:
+            yield
+            self._check_counts()
+        finally:
+            self._batch = None
+
+    def _check_counts(self) -> None:
+        for parameter in self._parameters.values():
+            count = self._counts[parameter.name]
+            if count == 0:
+                raise CalibrationError(
+                    f"layer {parameter.name}: selected but never observed: no hooked module that holds it was "
+                    f"called (modules: {', '.join(parameter.owners)}). Exclude it, or declare it as used "
+                    "without a call"
+                )
+            if count != parameter.invocations:
+                raise CalibrationError(
+                    f"layer {parameter.name}: called {count} times in one rollout, its system declares "
+                    f"{parameter.invocations}; depth, caching or chunking differ from what was declared"
+                )
+
+    def _on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A call outside a rollout scope (a warm-up, generation) belongs to no step.
+        if self._batch is None:
+            return
+        parameter = self._parameters[id(module.weight)]
+        step = self._counts[parameter.name]
+        self._counts[parameter.name] = step + 1
+        if step >= parameter.invocations:
+            raise CalibrationError(
+                f"layer {parameter.name}: invocation {step} in one rollout, its system declares "
+                f"{parameter.invocations}; depth, caching or chunking differ from what was declared"
+            )
+        value = args[0] if args else next(iter(kwargs.values()))
+        rows = value.detach().reshape(-1, parameter.in_features)
+        if self._check_finite:
+            self._refuse_non_finite(parameter, step, rows)
+        self._sink(parameter, step, rows)
+
+    def _refuse_non_finite(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
+        import torch
+
+        finite = torch.isfinite(rows)
+        if bool(finite.all()):
+            return
+        row, column = (int(i) for i in torch.nonzero(~finite)[0])
+        assert self._batch is not None
+        per_prompt = max(1, rows.shape[0] // len(self._batch.prompts))
+        prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]
+        raise NonFiniteError(
+            f"layer {parameter.name}, step {step}, row {row} (prompt {prompt}, position {row % per_prompt}), "
+            f"column {column}: {float(rows[row, column])}; the model overflows here: run it in bfloat16 or "
+            "float32, or leave this prompt out"
+        )
+
+
+def input_key(value: Tensor) -> InputKey:
+    """Identity of a tensor's contents as long as it is alive and not written to."""
+    return (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value._version)
+
+
+def find_input_groups(system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int) -> dict[str, str]:
+    """Find the parameters that read the very same input at every invocation, as q, k and v do.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    parameters : sequence of SharedParameter
+        Parameters to group.
+    batch : Batch
+        Prompts of one rollout, small: its inputs are all held until it ends.
+    n_steps : int
+        Depth.
+
+    Returns
+    -------
+    dict of str to str
+        Parameter name to the name of its group's first parameter, the leader.
+    """
+    inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
+    alive = []
+
+    def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
+        # Holding every input keeps its memory from being given to another tensor, so addresses identify.
+        alive.append(rows)
+        inputs[parameter.name].append(input_key(rows))
+
+    with Observer(system, parameters, keep) as observer, observer.rollout(batch):
+        system.rollout(batch, n_steps)
+    leaders: dict[tuple[InputKey, ...], str] = {}
+    return {p.name: leaders.setdefault(tuple(inputs[p.name]), p.name) for p in parameters}

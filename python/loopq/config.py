@@ -1,0 +1,223 @@
+"""Every default and every setting of a run, validated where it comes in.
+
+The Rust core takes each value explicitly; the command line prints its defaults from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from loopq.errors import ConfigError
+
+BITS = (2, 3, 4, 8)
+SCALE_DTYPES = ("float32", "float16", "bfloat16")
+PER_CHANNEL = -1
+
+Precision = Literal["float64", "float32"]
+ScaleMode = Literal["group", "static"]
+ScaleSearch = Literal["max", "mse"]
+
+
+def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """How one weight is quantized.
+
+    Parameters
+    ----------
+    method : str
+        Name of a quantizer (`loopq.quantizers`), or "dense" to leave the layer as it is.
+    bits : int
+        2, 3, 4 or 8.
+    group_size : int
+        Input columns that share a scale; -1 is one scale per output row (per channel). A last group that is
+        shorter has its own scale, taken from its real columns.
+    symmetric : bool
+        Signed codes without a zero point, or unsigned codes with one.
+    damping : float
+        Fraction of mean(diag H) added to the diagonal of H before it is factored (paper, A3).
+    scales : {"group", "static"}
+        "group": taken from the compensated weights when the column sweep reaches the group (the published
+        GPTQ); "static": taken from the original weights before the sweep.
+    scale_search : {"max", "mse"}
+        Largest magnitude of the group, or the scale of least squared error on a shrink grid.
+    scale_dtype : {"float32", "float16", "bfloat16"}
+        Stored type. Scales are rounded to it before any code is computed.
+    act_order : bool
+        Sweep columns by falling diag(H); scales are static then and no index is stored.
+    precision : {"float64", "float32"}
+        Arithmetic of factorisation and sweep.
+    block_size : int
+        Columns swept before the trailing update; it changes speed, never a code.
+    """
+
+    method: str = "gptq"
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    damping: float = 0.01
+    scales: ScaleMode = "group"
+    scale_search: ScaleSearch = "max"
+    scale_dtype: str = "float16"
+    act_order: bool = False
+    precision: Precision = "float64"
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        _choice("bits", self.bits, BITS)
+        _choice("scales", self.scales, ("group", "static"))
+        _choice("scale_search", self.scale_search, ("max", "mse"))
+        _choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
+        _choice("precision", self.precision, ("float64", "float32"))
+        if not isinstance(self.group_size, int) or (self.group_size != PER_CHANNEL and self.group_size < 1):
+            raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
+        if not 0.0 <= self.damping < float("inf"):
+            raise ConfigError(f"damping must be a finite fraction >= 0 of mean(diag H); got {self.damping!r}")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1; got {self.block_size!r}")
+
+
+@dataclass(frozen=True)
+class Override:
+    """Settings for the layers whose name matches a pattern.
+
+    Parameters
+    ----------
+    pattern : str
+        Shell pattern on the parameter name, or a regular expression after the prefix "re:".
+    changes : mapping of str to Any
+        Fields of `LayerConfig` (and "steps") that replace those of the run.
+    """
+
+    pattern: str
+    changes: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        known = {f.name for f in dataclasses.fields(LayerConfig)} | {"steps"}
+        unknown = sorted(set(self.changes) - known)
+        if unknown:
+            raise ConfigError(
+                f"override {self.pattern!r}: unknown setting {', '.join(unknown)}; "
+                f"known: {', '.join(sorted(known))}"
+            )
+
+    def matches(self, name: str) -> bool:
+        """Whether the layer called `name` is meant."""
+        if self.pattern.startswith("re:"):
+            return re.search(self.pattern[3:], name) is not None
+        return fnmatch.fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Settings of one quantization run.
+
+    Parameters
+    ----------
+    layer : LayerConfig
+        What holds for every layer that no override names.
+    steps : str
+        Recurrence steps whose Hessians are summed; see `parse_steps`.
+    overrides : tuple of Override
+        Applied in order; later ones win.
+    include, exclude : tuple of str
+        Patterns of parameter names; what a system leaves dense by default needs an include.
+    rank_threshold : float or None
+        Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
+        eigenvalues out.
+    """
+
+    layer: LayerConfig = field(default_factory=LayerConfig)
+    steps: str = "all"
+    overrides: tuple[Override, ...] = ()
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    rank_threshold: float | None = 1e-3
+
+    def for_layer(self, name: str) -> tuple[LayerConfig, str]:
+        """Settings and steps of the layer called `name`."""
+        changes: dict[str, Any] = {}
+        for override in self.overrides:
+            if override.matches(name):
+                changes.update(override.changes)
+        steps = str(changes.pop("steps", self.steps))
+        return dataclasses.replace(self.layer, **changes), steps
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, the inverse of `from_json`."""
+        data = dataclasses.asdict(self)
+        data["overrides"] = [{"pattern": o.pattern, "changes": dict(o.changes)} for o in self.overrides]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QuantConfig:
+        """Rebuild the settings from plain data."""
+        rest = dict(data)
+        layer = LayerConfig(**rest.pop("layer"))
+        overrides = tuple(Override(o["pattern"], o["changes"]) for o in rest.pop("overrides"))
+        for key in ("include", "exclude"):
+            rest[key] = tuple(rest[key])
+        return cls(layer=layer, overrides=overrides, **rest)
+
+
+_RANGE = re.compile(r"^(\d*):(\d*)$")
+
+
+def parse_steps(spec: str, n_steps: int) -> list[int]:
+    """Read a choice of recurrence steps.
+
+    Parameters
+    ----------
+    spec : str
+        "all" (the trajectory, B2), "first" (step 0 alone, B1), "a:b" (steps a to b-1; "0:8" is the first
+        eight, B3, and "1:" leaves step 0 out, B5), or one number (a single step, B4). Several, joined by
+        commas, are united.
+    n_steps : int
+        Recurrence steps that exist.
+
+    Returns
+    -------
+    list of int
+        Ascending, without repeats, never empty.
+
+    Raises
+    ------
+    ConfigError
+        A step that does not exist, an empty choice, or a spelling that is not known.
+
+    Examples
+    --------
+    >>> parse_steps("all", 4), parse_steps("first", 4), parse_steps("1:", 4), parse_steps("0:2,3", 4)
+    ([0, 1, 2, 3], [0], [1, 2, 3], [0, 1, 3])
+    """
+    chosen: set[int] = set()
+    for raw in spec.split(","):
+        part = raw.strip()
+        found = _RANGE.match(part)
+        if part == "all":
+            steps = range(n_steps)
+        elif part == "first":
+            steps = range(1)
+        elif found:
+            low = int(found[1] or 0)
+            high = int(found[2]) if found[2] else n_steps
+            if high > n_steps:
+                raise ConfigError(f"steps {part!r}: the rollout has {n_steps} steps, 0 to {n_steps - 1}")
+            steps = range(low, high)
+        elif part.isdigit():
+            steps = range(int(part), int(part) + 1)
+        else:
+            raise ConfigError(f"steps {part!r}: use all, first, a:b, a: or one number, joined by commas")
+        if len(steps) == 0 or steps[-1] >= n_steps:
+            raise ConfigError(f"steps {part!r}: the rollout has {n_steps} steps, 0 to {n_steps - 1}")
+        chosen.update(steps)
+    return sorted(chosen)

@@ -1,0 +1,96 @@
+"""Progress of long work, as one line on standard error that keeps itself up to date."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Protocol, TextIO
+
+
+class Progress(Protocol):
+    """What long work tells about itself."""
+
+    def start(self, label: str, total: int, unit: str) -> None:
+        """Begin a stage of `total` units."""
+
+    def advance(self, n: int = 1) -> None:
+        """`n` more units are done."""
+
+    def stop(self) -> None:
+        """The stage has ended."""
+
+    def note(self, text: str) -> None:
+        """Say one line that stays."""
+
+
+class Silent:
+    """Progress that says nothing: what the library uses unless it is given another."""
+
+    def start(self, label: str, total: int, unit: str) -> None:
+        """Ignore the stage."""
+
+    def advance(self, n: int = 1) -> None:
+        """Ignore the units."""
+
+    def stop(self) -> None:
+        """Ignore the end."""
+
+    def note(self, text: str) -> None:
+        """Ignore the line."""
+
+
+class Line:
+    """Progress for a person: a bar on a terminal, a line at the start and end of a stage elsewhere."""
+
+    def __init__(self, stream: TextIO | None = None, every: float = 0.1) -> None:
+        self._stream = stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._every = every
+        self._label = ""
+        self._unit = ""
+        self._total = self._done = 0
+        self._began = self._shown = 0.0
+
+    def start(self, label: str, total: int, unit: str) -> None:
+        """Begin a stage and draw its bar."""
+        self._label, self._total, self._unit, self._done = label, total, unit, 0
+        self._began, self._shown = time.monotonic(), 0.0
+        if self._live:
+            self._draw()
+
+    def advance(self, n: int = 1) -> None:
+        """Count units and redraw, at most ten times a second."""
+        self._done += n
+        if self._live and time.monotonic() - self._shown > self._every:
+            self._draw()
+
+    def stop(self) -> None:
+        """Draw the end of the stage and go to a new line."""
+        self._draw()
+        self._stream.write("\n")
+        self._stream.flush()
+
+    def note(self, text: str) -> None:
+        """Write a line of its own."""
+        self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
+        self._stream.flush()
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._stream.write("\n")
+
+    def _draw(self) -> None:
+        self._shown = time.monotonic()
+        elapsed = self._shown - self._began
+        share = self._done / self._total if self._total else 1.0
+        left = elapsed / share - elapsed if 0 < share < 1 else 0.0
+        filled = round(24 * share)
+        bar = "#" * filled + "." * (24 - filled)
+        end = f"{elapsed:.0f} s, {left:.0f} s left" if share < 1 else f"{elapsed:.1f} s"
+        text = f"{self._label:<10} [{bar}] {self._done}/{self._total} {self._unit}, {end}"
+        self._stream.write(("\r\x1b[K" if self._live else "") + text)
+        self._stream.flush()

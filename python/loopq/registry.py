@@ -1,0 +1,78 @@
+"""Name -> object tables whose errors list the names that exist.
+
+A file that defines a system, a quantizer or a report section registers itself on import; the table imports
+every module of its package on first use, so that adding one touches one file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from loopq.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """A table of named objects of one kind, filled by the modules of one package.
+
+    Parameters
+    ----------
+    kind : str
+        What the entries are, for messages ("system", "quantizer").
+    package : str
+        Package whose modules register entries when they are imported.
+    """
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self._package = package
+        self._entries: dict[str, T] = {}
+        self._loaded = False
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that enters an object under `name`; a name is taken once."""
+
+        def enter(entry: T) -> T:
+            if name in self._entries and self._entries[name] is not entry:
+                raise ConfigError(f"{self.kind} {name!r} is registered twice")
+            self._entries[name] = entry
+            return entry
+
+        return enter
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        package = importlib.import_module(self._package)
+        for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+            importlib.import_module(f"{self._package}.{info.name}")
+        self._loaded = True
+
+    def names(self) -> list[str]:
+        """Every registered name, sorted."""
+        self._load()
+        return sorted(self._entries)
+
+    def __iter__(self) -> Iterator[tuple[str, T]]:
+        self._load()
+        return iter(sorted(self._entries.items()))
+
+    def get(self, name: str) -> T:
+        """Return the entry called `name`.
+
+        Raises
+        ------
+        ConfigError
+            No such entry; the message lists near matches and every name.
+        """
+        self._load()
+        if name in self._entries:
+            return self._entries[name]
+        near = difflib.get_close_matches(name, self._entries, n=3)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(f"unknown {self.kind} {name!r}{hint} Known: {', '.join(self.names())}")

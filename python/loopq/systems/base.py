@@ -1,0 +1,301 @@
+"""What every looped system declares: its rollout, its shared parameters and, where it has one, its step.
+
+A *rollout* is everything the model does for a batch of prompts from the initial state to the output. An
+*invocation* is one call of a shared parameter's module within it, and step t of a parameter is its t-th
+invocation. Parameters are identified by object, not by name, since systems tie one weight to several modules.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from loopq.errors import ConfigError, SystemContractError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Orientation = Literal["out_in", "in_out"]
+Treatment = Literal["gptq", "rtn", "dense"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one length that run together.
+
+    Parameters
+    ----------
+    input_ids : Tensor, int64, shape (n_prompts, n_tokens)
+        Token ids, without padding.
+    prompts : tuple of int
+        Number of each prompt within the whole data set; with `seed` it fixes the prompt's initial state, so
+        that batching changes nothing about it.
+    seed : int
+        Seed of the initial states.
+    """
+
+    input_ids: Tensor
+    prompts: tuple[int, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.input_ids.ndim != 2 or self.input_ids.shape[0] != len(self.prompts):
+            raise ConfigError(
+                f"a batch has input_ids of shape (n_prompts, n_tokens) and a number for each prompt; got "
+                f"shape {tuple(self.input_ids.shape)} and {len(self.prompts)} numbers"
+            )
+
+    def noise(self, *shape: int, std: float = 1.0, cut: float | None = None) -> Tensor:
+        """Draw Gaussian noise, prompt by prompt, from generators of its own.
+
+        Parameters
+        ----------
+        *shape : int
+            Shape for one prompt.
+        std : float
+            Standard deviation.
+        cut : float, optional
+            Draw from the normal distribution truncated at +- `cut` standard deviations.
+
+        Returns
+        -------
+        Tensor, float32, shape (n_prompts, *shape), on the CPU
+            The same numbers for a prompt in whatever batch it runs; the global generator is not touched.
+        """
+        import torch
+
+        rows = []
+        for prompt in self.prompts:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % (1 << 63))
+            if cut is None:
+                rows.append(torch.randn(*shape, generator=generator) * std)
+            else:
+                row = torch.empty(*shape)
+                torch.nn.init.trunc_normal_(row, std=1.0, a=-cut, b=cut, generator=generator)
+                rows.append(row * std)
+        return torch.stack(rows)
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """One weight that the loop uses at every step.
+
+    Parameters
+    ----------
+    name : str
+        Full name of the parameter under its first owner ("transformer.adapter.weight").
+    owners : tuple of str
+        Names of all modules that hold this very parameter, the first owner first.
+    in_features, out_features : int
+        Input and output width of the product.
+    orientation : {"out_in", "in_out"}
+        How the weight is stored: as of `nn.Linear`, or transposed as of GPT-2's `Conv1D`.
+    invocations : int
+        Calls in one rollout at the depth asked for.
+    role : str
+        What the layer is, in the field's words: "adapter", "attention", "mlp", "modulation", "head", ...
+    exposed : bool
+        No identity path leads around it: its error is fed back into the loop whole.
+    treatment : {"gptq", "rtn", "dense"}
+        What is done by default: calibrated, rounded, or left as it is.
+    reason : str
+        Why, where the treatment is not "gptq".
+    """
+
+    name: str
+    owners: tuple[str, ...]
+    in_features: int
+    out_features: int
+    orientation: Orientation
+    invocations: int
+    role: str
+    exposed: bool = False
+    treatment: Treatment = "gptq"
+    reason: str = ""
+
+
+class LoopedSystem(ABC):
+    """Adapter of one kind of looped model.
+
+    A subclass registers itself under its name in `loopq.systems.SYSTEMS`. It takes the model as it is, in
+    whatever precision and on whatever device, and changes nothing about it.
+
+    Attributes
+    ----------
+    name : str
+        Name in the registry.
+    has_steps : bool
+        Whether `embed`, `initial_state`, `step` and `predict` are there; diagnoses that intervene in the
+        loop need them.
+    output : {"logits", "hidden"}
+        What a rollout returns.
+    state_is_random : bool
+        Whether the initial state is drawn, so that pairing of runs matters.
+    """
+
+    name: ClassVar[str]
+    has_steps: ClassVar[bool] = False
+    output: ClassVar[Literal["logits", "hidden"]] = "logits"
+    state_is_random: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @classmethod
+    @abstractmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Whether this adapter fits the model, told by its configuration and structure."""
+
+    @property
+    @abstractmethod
+    def n_steps(self) -> int:
+        """Depth the model is deployed at."""
+
+    @abstractmethod
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Shared weights in the order of their first invocation."""
+
+    @abstractmethod
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run one rollout at a fixed depth, without gradient and without cache.
+
+        Parameters
+        ----------
+        batch : Batch
+            Prompts; their seeds fix the initial states.
+        n_steps : int
+            Depth.
+
+        Returns
+        -------
+        Tensor, shape (n_prompts, n_tokens, vocabulary or width)
+            Logits, or hidden states where `output` says so.
+        """
+
+    def embed(self, batch: Batch) -> Any:
+        """What every step is given besides the state (the prelude's output), or None."""
+        raise self._no_steps()
+
+    def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
+        """State before step 0."""
+        raise self._no_steps()
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """State after step t of n_steps."""
+        raise self._no_steps()
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Output read from a state."""
+        raise self._no_steps()
+
+    def _no_steps(self) -> SystemContractError:
+        return SystemContractError(f"system {self.name!r} has no single-step function")
+
+    def check_depth(self, n_steps: int) -> int:
+        """Return `n_steps` if a rollout can have this depth, else raise `ConfigError`."""
+        if n_steps < 1:
+            raise ConfigError(f"n_steps must be at least 1; got {n_steps}")
+        return n_steps
+
+    def parameter(self, shared: SharedParameter) -> nn.Parameter:
+        """Return the parameter object that `shared` names."""
+        found: nn.Parameter = self.model.get_parameter(shared.name)
+        return found
+
+    def to_device(self, tensor: Tensor, dtype: bool = False) -> Tensor:
+        """Move a tensor to the model's device and, if asked, to its floating type."""
+        first = next(self.model.parameters())
+        return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
+
+
+def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
+    """Map id(parameter) to the names of all modules that hold it as their `weight`, first owner first."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            owners.setdefault(id(weight), []).append(name)
+    return owners
+
+
+def declare(
+    model: nn.Module,
+    modules: Iterable[tuple[str, dict[str, Any]]],
+    invocations: int,
+) -> tuple[SharedParameter, ...]:
+    """Declare the weights of the modules named, each parameter once.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The whole model.
+    modules : iterable of (str, dict)
+        Module name and the fields of `SharedParameter` that differ from the defaults; "role" is required.
+    invocations : int
+        Calls in one rollout, unless a module's fields say otherwise.
+
+    Raises
+    ------
+    SystemContractError
+        A module that is missing, or whose weight is not a matrix.
+    """
+    owners = owners_of_parameters(model)
+    seen: set[int] = set()
+    declared = []
+    for name, fields in modules:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError as error:
+            raise SystemContractError(f"the model has no module {name!r}") from error
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 2:
+            raise SystemContractError(f"module {name!r} has no weight matrix")
+        if id(weight) in seen:
+            continue
+        seen.add(id(weight))
+        orientation: Orientation = "in_out" if type(module).__name__ == "Conv1D" else "out_in"
+        rows, columns = weight.shape
+        out_features, in_features = (rows, columns) if orientation == "out_in" else (columns, rows)
+        others = [other for other in owners[id(weight)] if other != name]
+        declared.append(
+            SharedParameter(
+                name=f"{name}.weight",
+                owners=(name, *others),
+                in_features=in_features,
+                out_features=out_features,
+                orientation=orientation,
+                **({"invocations": invocations} | fields),
+            )
+        )
+    return tuple(declared)
+
+
+def huginn_state_std(width: int) -> float:
+    """Standard deviation of Huginn's initial state per entry, sqrt(2/5), at any width."""
+    return math.sqrt(2.0 / (5.0 * width)) * math.sqrt(width)
+
+
+def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedSystem:
+    """Return the adapter that fits the model.
+
+    Raises
+    ------
+    SystemContractError
+        None fits, or more than one does.
+    """
+    from loopq.systems import SYSTEMS
+
+    fitting = [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
+    if len(fitting) == 1:
+        return fitting[0](model)
+    kind = type(model).__name__
+    if not fitting:
+        raise SystemContractError(
+            f"no looped system fits {kind}; `loopq systems` lists those there are, and --system names one"
+        )
+    raise SystemContractError(
+        f"several systems fit {kind}: {', '.join(c.name for c in fitting)}; choose one with --system"
+    )

@@ -17,6 +17,11 @@ from loopq.errors import ConfigError
 BITS = (2, 3, 4, 8)
 SCALE_DTYPES = ("float32", "float16", "bfloat16")
 PER_CHANNEL = -1
+CALIBRATION_PROMPTS = 128
+EVALUATION_PROMPTS = 64
+SEQ_LEN = 128
+BATCH_SIZE = 8
+SNAPSHOT_SECONDS = 60.0
 
 Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]

@@ -1,0 +1,7 @@
+"""`python -m loopq`."""
+
+import sys
+
+from loopq.cli import main
+
+sys.exit(main())

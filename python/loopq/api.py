@@ -1,0 +1,493 @@
+"""The public functions: quantize a model, solve a dump, evaluate a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.dump import Dump, fingerprint
+from loopq.calibrate.select import Selection, select, treat
+from loopq.checkpoint import native as store
+from loopq.checkpoint.files import RawTensor
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.model_files import model_tensors
+from loopq.checkpoint.native import Checkpoint
+from loopq.config import QuantConfig
+from loopq.errors import CheckpointError, ConfigError
+from loopq.progress import Progress, Silent
+from loopq.quantizers.solve import Solver, Task, tasks_of
+from loopq.systems.base import LoopedSystem, SharedParameter
+
+if TYPE_CHECKING:
+    from loopq.evaluate.compare import Measurement
+    from loopq.systems.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take, told before it starts.
+
+    Parameters
+    ----------
+    memory : int
+        Bytes of Hessian accumulators held at once, and of the largest layer's solve on top.
+    seconds : float
+        Rollouts, accumulation and solve together, from rates measured on this machine a moment ago.
+    n_passes : int
+        Times the calibration set is run: more than one where a memory limit asks for it.
+    """
+
+    memory: int
+    seconds: float
+    n_passes: int
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        passes = f", {self.n_passes} passes over the calibration set" if self.n_passes > 1 else ""
+        return f"about {self.memory / 2**20:.0f} MiB for Hessians and {_duration(self.seconds)}{passes}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def settings_of(
+    config: QuantConfig, *, system: str, n_steps: int, seed: int, calibration: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Everything that fixes a result, as plain data: what a checkpoint's `loopq.json` holds."""
+    return {
+        "quantization": config.to_json(),
+        "system": system,
+        "n_steps": n_steps,
+        "seed": seed,
+        "calibration": dict(calibration),
+    }
+
+
+def quantize(
+    model: str | Path | LoadedModel | LoopedSystem,
+    calibration: TokenSet | Sequence[Sequence[int]] | str | Path | None = None,
+    config: QuantConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    n_steps: int | None = None,
+    n_prompts: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+    memory: int | None = None,
+    threads: int = 0,
+    progress: Progress | None = None,
+    **layer: Any,
+) -> Checkpoint:
+    """Quantize the shared layers of a looped model over its trajectory.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel or LoopedSystem
+        Zoo name, folder or hub id; or a model that is loaded already.
+    calibration : TokenSet, token ids, path, or None
+        Calibration prompts. A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes the
+        text that ships with the zoo and needs a model that reads bytes.
+    config : QuantConfig, optional
+        Settings. Fields of `LayerConfig` and "steps" may be given as keywords instead.
+    out : path, optional
+        Folder for the checkpoint. A run that was interrupted goes on where it stopped.
+    n_steps : int, optional
+        Depth of the rollout; the model's own when absent.
+    n_prompts, seq_len : int, optional
+        Prompts to take and tokens of a window, where `calibration` is text.
+    batch_size : int
+        Prompts that run together.
+    seed : int
+        Seed of the initial states.
+    memory : int, optional
+        Bytes that Hessian accumulators may take; the calibration set is run several times if need be.
+    threads : int
+        Threads of accumulation and solver; 0 takes all cores. It changes no result.
+    progress : Progress, optional
+        Told of prompts and layers.
+
+    Returns
+    -------
+    Checkpoint
+        Quantized layers with a report each, and the rest of the model.
+
+    Raises
+    ------
+    LoopqError
+        Bad settings, calibration or model; the message names the layer and the step.
+
+    Notes
+    -----
+    GPTQ (paper, A3) with H = sum over the steps chosen of X_t^T X_t (Eq. 3), X_t the rows that a layer sees
+    at its t-th invocation in the full-precision rollout.
+
+    Examples
+    --------
+    >>> import loopq
+    >>> result = loopq.quantize("huginn_small", bits=4, group_size=32, n_prompts=2, seq_len=32, n_steps=2)
+    >>> len(result.layers) > 0
+    True
+    """
+    progress = progress or Silent()
+    config = _config(config, layer)
+    loaded = _load(model)
+    tokens = calibration_tokens(loaded, calibration, n_prompts=n_prompts, seq_len=seq_len)
+    folder = Path(out) if out is not None else None
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: exists and is not empty; choose a new folder")
+    run = _Run.prepare(loaded, tokens, config, n_steps, batch_size, seed, threads)
+    estimate = run.estimate(memory)
+    progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate}")
+    work = folder.with_name(f".{folder.name}.work") if folder is not None else None
+    layers = run.solve(memory, work, progress)
+    tensors, ties = model_tensors(loaded.system.model)
+    settings = settings_of(
+        config,
+        system=loaded.system.name,
+        n_steps=run.job.selection.n_steps,
+        seed=seed,
+        calibration=run.job.describe(),
+    )
+    checkpoint = _assemble(layers, tensors, ties, settings, dict(loaded.side_files))
+    if folder is not None:
+        store.write(folder, checkpoint)
+        _verify(folder, checkpoint)
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+    return checkpoint
+
+
+def solve(
+    dump: str | Path,
+    config: QuantConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    threads: int = 0,
+    progress: Progress | None = None,
+    **layer: Any,
+) -> Checkpoint:
+    """Quantize from a calibration dump; needs no torch and gives the very bytes of `quantize`.
+
+    Parameters
+    ----------
+    dump : path
+        Dump of rows or of Hessians.
+    config : QuantConfig, optional
+        Settings, or fields of `LayerConfig` and "steps" as keywords.
+    out : path, optional
+        Folder for the checkpoint. A run that was interrupted goes on where it stopped.
+    threads : int
+        Threads; 0 takes all cores. It changes no result.
+    progress : Progress, optional
+        Told of layers.
+
+    Raises
+    ------
+    DumpError
+        The dump is truncated or altered, or lacks a step that is asked for.
+    """
+    progress = progress or Silent()
+    config = _config(config, layer)
+    source = Dump(Path(dump))
+    manifest = source.manifest
+    folder = Path(out) if out is not None else None
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder}: exists and is not empty; choose a new folder")
+    # What a dump was told to leave out it did not observe; include cannot bring it back.
+    parameters = treat(manifest.parameters, (), config.exclude)
+    tasks, _ = tasks_of(parameters, manifest.leaders, config)
+    work = folder.with_name(f".{folder.name}.work") if folder is not None else None
+    solver = Solver(
+        weight=source.weight,
+        source=source,
+        rank_threshold=config.rank_threshold,
+        threads=threads,
+        work=work,
+        key=fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files),
+        progress=progress,
+    )
+    layers = solver.run(tasks)
+    settings = settings_of(
+        config,
+        system=manifest.system,
+        n_steps=manifest.n_steps,
+        seed=manifest.seed,
+        calibration=manifest.calibration,
+    )
+    checkpoint = _assemble(layers, source.model_tensors(), dict(manifest.ties), settings, source.side_files())
+    if folder is not None:
+        store.write(folder, checkpoint)
+        _verify(folder, checkpoint)
+        solver.clear()
+    return checkpoint
+
+
+def load(folder: str | Path, model: LoadedModel | None = None) -> LoadedModel:
+    """Load a checkpoint as a torch model with dequantized weights.
+
+    Parameters
+    ----------
+    folder : path
+        Checkpoint.
+    model : LoadedModel, optional
+        A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
+
+    Raises
+    ------
+    CheckpointError
+        The checkpoint is damaged, or does not fit the model.
+    """
+    from loopq.systems.load import build_model
+
+    checkpoint = store.read(Path(folder))
+    loaded = model or build_model(checkpoint.side_files, system=checkpoint.settings["system"])
+    store.load_into(loaded.model, checkpoint)
+    return loaded
+
+
+def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
+    """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
+    out = {}
+    for name, layer in checkpoint.layers.items():
+        values = layer.dequantize()
+        out[name] = np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
+    return out
+
+
+def calibration_tokens(
+    loaded: LoadedModel,
+    calibration: TokenSet | Sequence[Sequence[int]] | str | Path | None,
+    *,
+    n_prompts: int | None = None,
+    seq_len: int | None = None,
+) -> TokenSet:
+    """Read calibration prompts in whatever way they were given; see `quantize`."""
+    from loopq.calibrate.data import from_ids, read_tokens, windows
+    from loopq.config import CALIBRATION_PROMPTS, SEQ_LEN
+
+    length = seq_len if seq_len is not None else SEQ_LEN
+    count = n_prompts if n_prompts is not None else CALIBRATION_PROMPTS
+    if isinstance(calibration, TokenSet):
+        return calibration.take(0, n_prompts) if n_prompts is not None else calibration
+    if calibration is None:
+        from loopq import zoo
+
+        if not loaded.reads_bytes:
+            raise ConfigError("this model has a tokenizer of its own: give it a calibration text")
+        return windows(zoo.calibration_text().decode(), loaded.encode, length, count, "embedded calibration text")
+    if isinstance(calibration, str | Path):
+        return read_tokens(Path(calibration), loaded.encode, length, count)
+    return from_ids(list(calibration)[:n_prompts])
+
+
+def _config(config: QuantConfig | None, changes: dict[str, Any]) -> QuantConfig:
+    base = config or QuantConfig()
+    names = {f.name for f in dataclasses.fields(QuantConfig)} - {"layer"}
+    run = {k: changes.pop(k) for k in list(changes) if k in names}
+    try:
+        return dataclasses.replace(base, layer=dataclasses.replace(base.layer, **changes), **run)
+    except TypeError as cause:
+        raise ConfigError(f"unknown setting: {cause}") from cause
+
+
+def _load(model: str | Path | LoadedModel | LoopedSystem) -> LoadedModel:
+    from loopq.systems.load import LoadedModel, load_model
+
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, LoopedSystem):
+        return LoadedModel.of(model)
+    return load_model(str(model))
+
+
+def _assemble(
+    layers: dict[str, QuantizedLayer],
+    tensors: dict[str, RawTensor],
+    ties: dict[str, str],
+    settings: dict[str, Any],
+    side_files: dict[str, bytes],
+) -> Checkpoint:
+    dense = {name: tensor for name, tensor in tensors.items() if name not in layers}
+    kinds = {name: tensors[name].dtype for name in layers}
+    return Checkpoint(layers, dense, ties, settings | {"weight_dtypes": kinds}, side_files)
+
+
+def _verify(folder: Path, checkpoint: Checkpoint) -> None:
+    """Read the checkpoint back and compare every layer with what was solved."""
+    again = store.read(folder)
+    for name, layer in checkpoint.layers.items():
+        if not layer.same_as(again.layers[name]):
+            raise CheckpointError(f"{folder}: layer {name} reads back differently from what was written")
+
+
+@dataclass
+class _Run:
+    """One `quantize`: the job, its tasks, and how they are carried out."""
+
+    job: Collection
+    tasks: list[Task]
+    config: QuantConfig
+    threads: int
+    probe_seconds: float
+
+    @classmethod
+    def prepare(
+        cls,
+        loaded: LoadedModel,
+        tokens: TokenSet,
+        config: QuantConfig,
+        n_steps: int | None,
+        batch_size: int,
+        seed: int,
+        threads: int,
+    ) -> _Run:
+        began = time.monotonic()
+        selection = select(
+            loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed
+        )
+        probe = time.monotonic() - began
+        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+        job = Collection(loaded.system, tokens, selection, batch_size, seed, loaded.side_files)
+        return cls(job, tasks, config, threads, probe)
+
+    def steps(self) -> dict[str, list[int]]:
+        """Steps that each input group must keep: the union over its layers."""
+        steps: dict[str, set[int]] = {}
+        for task in self.tasks:
+            if task.leader:
+                steps.setdefault(task.leader, set()).update(task.steps)
+        return {leader: sorted(s) for leader, s in steps.items()}
+
+    def hessians(self) -> HessianSet:
+        """Empty accumulators: one sum for each group, or each step apart where layers choose differently."""
+        steps = self.steps()
+        apart = any(t.leader and list(t.steps) != steps[t.leader] for t in self.tasks)
+        return HessianSet(self.job, steps, per_step=apart, threads=self.threads)
+
+    def estimate(self, memory: int | None) -> Estimate:
+        """Estimate memory and time from the probe rollout and a short measurement of the core."""
+        sums = self.hessians()
+        passes = sums.passes(memory)
+        held = max((sum(sums.n_bytes(x) for x in p) for p in passes), default=0)
+        widest = max((t.parameter.in_features for t in self.tasks), default=0)
+        rate = _core_rate()
+        tokens = self.job.tokens
+        rollouts = self.probe_seconds * tokens.n_tokens / tokens.sequences[0].size * max(1, len(passes))
+        dims = {p.name: p.in_features for p in self.job.selection.input_groups}
+        accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
+        factor = sum(10 * dims[g] ** 3 for g in sums.steps)
+        sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in self.tasks)
+        return Estimate(held + 24 * widest**2, rollouts + (accumulate + factor + sweep) / rate, len(passes))
+
+    def solve(self, memory: int | None, work: Path | None, progress: Progress) -> dict[str, QuantizedLayer]:
+        """Collect and solve, pass by pass."""
+        sums = self.hessians()
+        parameters: dict[str, SharedParameter] = {p.name: p for p in self.job.selection.parameters}
+        tensors, ties = model_tensors(self.job.system.model)
+        solver = Solver(
+            weight=lambda p: tensors[ties.get(p.name, p.name)],
+            source=sums,
+            rank_threshold=self.config.rank_threshold,
+            threads=self.threads,
+            work=work,
+            key=self.job.fingerprint(self.config.to_json()),
+            progress=progress,
+        )
+        done: dict[str, QuantizedLayer] = {}
+        unobserved = [t for t in self.tasks if t.leader is None]
+        for number, leaders in enumerate(sums.passes(memory) or [[]]):
+            if leaders:
+                folder = work / f"pass-{number}" if work else None
+                sums.run_pass(leaders, work=folder, progress=progress)
+            chosen = [t for t in self.tasks if t.leader in leaders] + (unobserved if number == 0 else [])
+            done.update(solver.run(chosen))
+            for leader in leaders:
+                sums.drop(leader)
+        return {name: done[name] for name in parameters if name in done}
+
+
+def _core_rate() -> float:
+    """Multiply-adds per second of the accumulation, measured for a few milliseconds."""
+    rows = np.ones((512, 256), dtype=np.float32)
+    acc = native.HessianAccumulator(256, [0], per_step=False)
+    acc.update(0, rows)
+    began = time.perf_counter()
+    acc.update(0, rows)
+    return float(512 * 256 * 256 / max(time.perf_counter() - began, 1e-6))
+
+
+def selection_of(loaded: LoadedModel, tokens: TokenSet, config: QuantConfig, n_steps: int | None, seed: int) -> Selection:
+    """Choose the parameters of a run; see `loopq.calibrate.select.select`."""
+    return select(loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed)
+
+
+def evaluate(
+    model: str | Path | LoadedModel | LoopedSystem,
+    checkpoints: Sequence[str | Path],
+    text: TokenSet | str | Path | None = None,
+    *,
+    n_steps: int | None = None,
+    n_prompts: int | None = None,
+    seq_len: int | None = None,
+    batch_size: int = 8,
+    seeds: Sequence[int] = (0,),
+    progress: Progress | None = None,
+) -> list[Measurement]:
+    """Measure checkpoints against the full-precision model on held-out text, with paired initial states.
+
+    Parameters
+    ----------
+    model : str, Path, LoadedModel or LoopedSystem
+        Full-precision model.
+    checkpoints : sequence of paths
+        Native checkpoints of that model.
+    text : TokenSet, path, or None
+        Held-out prompts; None takes the evaluation text that ships with the zoo.
+    n_steps, n_prompts, seq_len, batch_size : int, optional
+        As of `quantize`.
+    seeds : sequence of int
+        Seeds of the initial states; each prompt starts from the same state in every set of weights.
+    progress : Progress, optional
+        Told of prompts.
+
+    Returns
+    -------
+    list of Measurement
+        Full precision first, then the checkpoints in order.
+    """
+    from loopq import zoo
+    from loopq.calibrate.data import windows
+    from loopq.config import EVALUATION_PROMPTS, SEQ_LEN
+    from loopq.evaluate.compare import compare
+
+    loaded = _load(model)
+    if text is None and loaded.reads_bytes:
+        held_out = zoo.evaluation_text().decode()
+        count = n_prompts or EVALUATION_PROMPTS
+        text = windows(held_out, loaded.encode, seq_len or SEQ_LEN, count, "embedded evaluation text")
+    tokens = calibration_tokens(loaded, text, n_prompts=n_prompts, seq_len=seq_len)
+    opened = {str(folder): store.read(Path(folder)) for folder in checkpoints}
+    for folder, checkpoint in opened.items():
+        if checkpoint.settings["system"] != loaded.system.name:
+            raise CheckpointError(
+                f"{folder}: a checkpoint of system {checkpoint.settings['system']!r}; the model is {loaded.system.name!r}"
+            )
+    variants = {folder: weights_of(checkpoint) for folder, checkpoint in opened.items()}
+    return compare(
+        loaded.system, variants, tokens, n_steps=n_steps, seeds=seeds, batch_size=batch_size, progress=progress
+    )

@@ -1,0 +1,491 @@
+"""Run the rollouts of a calibration set and keep what the shared layers saw: as Hessians or as rows."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import loopq._native as native
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.dump import (
+    Manifest,
+    Rows,
+    fingerprint,
+    read_accumulator,
+    rows_to_raw,
+    write_accumulator,
+)
+from loopq.calibrate.hooks import InputKey, Observer, input_key
+from loopq.calibrate.select import Selection
+from loopq.checkpoint.files import RawTensor, free_bytes, read_json, write_json, write_tensors
+from loopq.checkpoint.model_files import model_tensors, write_model
+from loopq.config import SNAPSHOT_SECONDS
+from loopq.errors import CalibrationError, ConfigError, DumpError
+from loopq.progress import Progress, Silent
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROW_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What is collected from whom: the part of the settings that fixes every row.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    tokens : TokenSet
+        Calibration prompts.
+    selection : Selection
+        Parameters, input groups and depth.
+    batch_size : int
+        Prompts that run together.
+    seed : int
+        Seed of the initial states.
+    side_files : mapping of str to bytes
+        Config and tokenizer files that go with the model.
+    """
+
+    system: LoopedSystem
+    tokens: TokenSet
+    selection: Selection
+    batch_size: int = 8
+    seed: int = 0
+    side_files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data for manifests and reports."""
+        return self.tokens.describe() | {"batch_size": self.batch_size}
+
+    def fingerprint(self, *more: Any) -> str:
+        """Identity of the work: weights, tokens and settings."""
+        weights = {
+            name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()
+        }
+        return fingerprint(
+            weights, self.describe(), self.seed, self.selection.n_steps, self.selection.parameters, *more
+        )
+
+
+def _digest(tensor: RawTensor) -> str:
+    import hashlib
+
+    return hashlib.sha256(tensor.data).hexdigest()
+
+
+class _GroupFilter:
+    """Passes on the rows of leaders and checks that the others really read the same tensor."""
+
+    def __init__(self, selection: Selection, sink: Callable[[str, int, Tensor], None]) -> None:
+        self._leaders = selection.leaders
+        self._sink = sink
+        # The leader's tensor is kept alive so that its address cannot be another tensor's by now.
+        self._last: dict[str, tuple[int, InputKey, Tensor]] = {}
+
+    def __call__(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
+        leader = self._leaders[parameter.name]
+        if leader == parameter.name:
+            self._last[leader] = (step, input_key(rows), rows)
+            self._sink(leader, step, rows)
+        elif self._last[leader][:2] != (step, input_key(rows)):
+            raise CalibrationError(
+                f"layer {parameter.name}, step {step}: reads another input than {leader}, which it shared in "
+                "the probe rollout; the model branches on its input: collect them apart with --no-share"
+            )
+
+
+def run_rollouts(
+    job: Collection,
+    sink: Callable[[str, int, Tensor], None],
+    *,
+    only: Sequence[str] | None = None,
+    skip: int = 0,
+    progress: Progress | None = None,
+    label: str = "collect",
+) -> Iterator[int]:
+    """Run every batch and hand the rows of each input group to a sink; yield each batch's number when done.
+
+    Parameters
+    ----------
+    job : Collection
+        What to run.
+    sink : callable
+        Called with leader, step and rows, Tensor (n_rows, in_features), in the order of the calls.
+    only : sequence of str, optional
+        Leaders to observe; all when absent.
+    skip : int
+        Batches that are done already.
+    progress : Progress, optional
+        Told of every prompt.
+    label : str
+        Name of the stage.
+    """
+    progress = progress or Silent()
+    wanted = set(only) if only is not None else None
+    parameters = [
+        p for p in job.selection.observed if wanted is None or job.selection.leaders[p.name] in wanted
+    ]
+    batches = list(job.tokens.batches(job.batch_size, job.seed))
+    progress.start(label, sum(len(b.prompts) for b in batches), "prompts")
+    with Observer(job.system, parameters, _GroupFilter(job.selection, sink)) as observer:
+        for number, batch in enumerate(batches):
+            if number >= skip:
+                with observer.rollout(batch):
+                    job.system.rollout(batch, job.selection.n_steps)
+                yield number
+            progress.advance(len(batch.prompts))
+    progress.stop()
+
+
+def _to_native(rows: Tensor) -> Any:
+    import torch
+
+    host = rows.detach().to("cpu").contiguous()
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view("uint16")
+    if host.dtype not in (torch.float32, torch.float16):
+        host = host.float()
+    return host.numpy()
+
+
+class HessianSet:
+    """Hessian accumulators of every input group, in memory.
+
+    Parameters
+    ----------
+    job : Collection
+        What is collected.
+    steps : mapping of str to list of int
+        For each leader, the steps that are summed.
+    per_step : bool
+        Keep each step's Hessian apart: as many times the memory.
+    threads : int
+        Threads of the accumulation; 0 takes all cores.
+    """
+
+    def __init__(
+        self, job: Collection, steps: Mapping[str, Sequence[int]], *, per_step: bool = False, threads: int = 0
+    ) -> None:
+        self.job = job
+        self.per_step = per_step
+        self.steps = {leader: sorted(s) for leader, s in steps.items()}
+        self._threads = threads
+        self._dims = {p.name: p.in_features for p in job.selection.input_groups}
+        self.accumulators: dict[str, native.HessianAccumulator] = {}
+
+    def n_bytes(self, leader: str) -> int:
+        """Memory of one accumulator: 16 bytes for each entry of the upper triangle, and of each step kept."""
+        dim = self._dims[leader]
+        return 8 * dim * (dim + 1) * (len(self.steps[leader]) if self.per_step else 1)
+
+    def rows(self, leader: str) -> dict[int, int]:
+        """Rows seen at each step."""
+        acc = self.accumulators[leader]
+        return {step: acc.n_rows(step) for step in self.steps[leader]}
+
+    def accumulator(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
+        """Return the accumulator of a leader, which must hold just these steps (or each step apart)."""
+        acc = self.accumulators[leader]
+        if not self.per_step and list(steps) != self.steps[leader]:
+            raise ConfigError(f"layer {leader}: summed over steps {self.steps[leader]}, not {list(steps)}")
+        return acc
+
+    def passes(self, memory: int | None) -> list[list[str]]:
+        """Cut the leaders in runs whose accumulators fit in `memory` bytes together."""
+        runs: list[list[str]] = []
+        used = 0
+        for leader in self.steps:
+            need = self.n_bytes(leader)
+            if memory is not None and need > memory:
+                raise ConfigError(
+                    f"layer {leader}: its Hessian alone takes {need / 2**30:.2f} GiB, above the limit of "
+                    f"{memory / 2**30:.2f} GiB"
+                )
+            if not runs or (memory is not None and used + need > memory):
+                runs.append([])
+                used = 0
+            runs[-1].append(leader)
+            used += need
+        return runs
+
+    def run_pass(
+        self,
+        leaders: Sequence[str],
+        *,
+        work: Path | None = None,
+        every: float = SNAPSHOT_SECONDS,
+        progress: Progress | None = None,
+        label: str = "collect",
+    ) -> None:
+        """Collect the Hessians of some leaders in one run over the calibration set.
+
+        Parameters
+        ----------
+        leaders : sequence of str
+            Leaders of this pass.
+        work : Path, optional
+            Folder for snapshots; a snapshot of the same work found there is gone on with.
+        every : float
+            Seconds between snapshots: what a kill can lose.
+        progress : Progress, optional
+            Told of every prompt.
+        label : str
+            Name of the stage.
+        """
+        progress = progress or Silent()
+        state = _Snapshots(work, self.job.fingerprint(list(leaders), self.steps, self.per_step)) if work else None
+        done, accs = state.load(leaders) if state else (0, {})
+        if done:
+            progress.note(f"going on after batch {done}")
+        for leader in leaders:
+            if leader not in accs:
+                accs[leader] = native.HessianAccumulator(
+                    self._dims[leader], self.steps[leader], per_step=self.per_step, threads=self._threads
+                )
+        chosen = {leader: set(self.steps[leader]) for leader in leaders}
+
+        def sink(leader: str, step: int, rows: Tensor) -> None:
+            if step in chosen[leader]:
+                accs[leader].update(step, _to_native(rows))
+
+        total = len(self.job.tokens.plan(self.job.batch_size))
+        saved = time.monotonic()
+        for number in run_rollouts(self.job, sink, only=leaders, skip=done, progress=progress, label=label):
+            if state and (number + 1 == total or time.monotonic() - saved >= every):
+                state.save(number + 1, accs)
+                saved = time.monotonic()
+        for acc in accs.values():
+            acc.finish()
+        self.accumulators.update(accs)
+
+    def drop(self, leader: str) -> None:
+        """Free one accumulator."""
+        self.accumulators.pop(leader, None)
+
+
+class _Snapshots:
+    """Accumulator states on disk: a new folder for each, the old one removed after the switch."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder = folder
+        self._key = key
+        self._pointer = folder / "snapshot.json"
+
+    def load(self, leaders: Sequence[str]) -> tuple[int, dict[str, native.HessianAccumulator]]:
+        if not self._pointer.is_file():
+            return 0, {}
+        pointer = read_json(self._pointer, DumpError)
+        if pointer.get("key") != self._key:
+            return 0, {}
+        place = self._folder / pointer["folder"]
+        accs = {leader: read_accumulator(place / f"{i:03d}.safetensors") for i, leader in enumerate(leaders)}
+        return int(pointer["batches"]), accs
+
+    def save(self, batches: int, accs: Mapping[str, native.HessianAccumulator]) -> None:
+        place = self._folder / f"snapshot-{batches:06d}"
+        for i, acc in enumerate(accs.values()):
+            write_accumulator(place / f"{i:03d}.safetensors", acc)
+        write_json(self._pointer, {"key": self._key, "folder": place.name, "batches": batches})
+        for old in self._folder.glob("snapshot-*"):
+            if old != place:
+                shutil.rmtree(old)
+
+
+def collect_rows(
+    job: Collection,
+    out: Path,
+    *,
+    rows_dtype: str | None = None,
+    shard_batches: int = 8,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write an activation dump; one that was interrupted is gone on with.
+
+    Parameters
+    ----------
+    job : Collection
+        What is collected.
+    out : Path
+        Folder of the dump.
+    rows_dtype : {"float32", "float16", "bfloat16"}, optional
+        Storage type of the rows; the activations' own when absent, so that nothing is rounded.
+    shard_batches : int
+        Batches of one shard: what a kill can lose.
+    progress : Progress, optional
+        Told of every prompt.
+
+    Raises
+    ------
+    DumpError
+        `out` holds a finished dump, or the beginnings of another.
+    """
+    kind = rows_dtype or str(next(job.system.model.parameters()).dtype).removeprefix("torch.")
+    if kind not in ROW_TYPES:
+        raise ConfigError(f"rows_dtype must be one of {', '.join(ROW_TYPES)}; got {kind!r}")
+    if shard_batches < 1:
+        raise ConfigError(f"shard_batches must be at least 1; got {shard_batches}")
+    key = job.fingerprint(kind, shard_batches)
+    _claim(out, key)
+    need = _rows_bytes(job, kind)
+    if need > free_bytes(out):
+        raise DumpError(f"{out}: the rows take {need / 2**30:.2f} GiB, the disk has {free_bytes(out) / 2**30:.2f}")
+    done = _finished_shards(out)
+    buffer: dict[str, list[Tensor]] = {}
+
+    def sink(leader: str, step: int, rows: Tensor) -> None:
+        buffer.setdefault(f"{leader}/{step}", []).append(rows.detach().clone())
+
+    n_batches = len(job.tokens.plan(job.batch_size))
+    for number in run_rollouts(job, sink, skip=done * shard_batches, progress=progress):
+        if (number + 1) % shard_batches == 0 or number + 1 == n_batches:
+            index = number // shard_batches
+            _write_shard(out, index, (index * shard_batches, number + 1), buffer, ROW_TYPES[kind])
+            buffer.clear()
+    return _finish_rows(job, out, ROW_TYPES[kind])
+
+
+def _rows_bytes(job: Collection, kind: str) -> int:
+    width = sum(p.in_features * p.invocations for p in job.selection.input_groups)
+    return job.tokens.n_tokens * width * (4 if kind == "float32" else 2)
+
+
+def _claim(out: Path, key: str) -> None:
+    pointer = out / "collecting.json"
+    if (out / "manifest.json").exists():
+        raise DumpError(f"{out}: holds a finished dump; choose a new folder")
+    if pointer.is_file():
+        if read_json(pointer, DumpError).get("key") != key:
+            raise DumpError(f"{out}: holds the beginnings of another collection; choose a new folder or remove it")
+        return
+    if out.exists() and any(out.iterdir()):
+        raise DumpError(f"{out}: exists and is not empty; choose a new folder")
+    write_json(pointer, {"key": key})
+
+
+def _finished_shards(out: Path) -> int:
+    count = 0
+    while (out / "shards" / f"{count:05d}.json").is_file():
+        count += 1
+    return count
+
+
+def _write_shard(
+    out: Path, index: int, batches: tuple[int, int], buffer: Mapping[str, list[Tensor]], dtype: str
+) -> None:
+    import torch
+
+    tensors = {name: rows_to_raw(torch.cat(parts), dtype) for name, parts in buffer.items()}
+    path = out / "shards" / f"{index:05d}.safetensors"
+    digest = write_tensors(path, tensors)
+    rows: dict[str, dict[str, int]] = {}
+    for name, tensor in tensors.items():
+        leader, _, step = name.rpartition("/")
+        rows.setdefault(leader, {})[step] = tensor.shape[0]
+    journal = {"sha256": digest, "n_bytes": path.stat().st_size, "batches": list(batches), "rows": rows}
+    write_json(path.with_suffix(".json"), journal)
+
+
+def _finish_rows(job: Collection, out: Path, dtype: str) -> Manifest:
+    rows: Rows = {p.name: {} for p in job.selection.input_groups}
+    files = []
+    for path in sorted((out / "shards").glob("*.json")):
+        journal = read_json(path, DumpError)
+        file = f"shards/{path.stem}.safetensors"
+        files.append({"file": file, "sha256": journal["sha256"], "n_bytes": journal["n_bytes"]})
+        for leader, steps in journal["rows"].items():
+            for step, n in steps.items():
+                rows[leader][int(step)] = rows[leader].get(int(step), 0) + int(n)
+    return _write_manifest(job, out, "rows", dtype, rows, files)
+
+
+def _write_manifest(
+    job: Collection, out: Path, kind: str, dtype: str, rows: Rows, files: Sequence[dict[str, Any]]
+) -> Manifest:
+    tensors, ties = model_tensors(job.system.model)
+    model = write_model(out / "model", tensors, job.side_files)
+    manifest = Manifest(
+        kind=kind,
+        system=job.system.name,
+        n_steps=job.selection.n_steps,
+        seed=job.seed,
+        calibration=job.describe(),
+        rows_dtype=dtype,
+        parameters=job.selection.parameters,
+        leaders=job.selection.leaders,
+        rows=rows,
+        files=tuple(files),
+        model=tuple(model),
+        ties=ties,
+        loopq_version=native.__version__,
+    )
+    manifest.write(out)
+    (out / "collecting.json").unlink(missing_ok=True)
+    return manifest
+
+
+def collect_hessians(
+    job: Collection,
+    out: Path,
+    *,
+    steps: Sequence[int] | None = None,
+    per_step: bool = False,
+    memory: int | None = None,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write a Hessian dump: exact sums that parts collected apart can be merged into.
+
+    Parameters
+    ----------
+    job : Collection
+        What is collected.
+    out : Path
+        Folder of the dump.
+    steps : sequence of int, optional
+        Steps to keep; every invocation of each parameter when absent.
+    per_step : bool
+        Keep each step apart, so that any choice of steps can be made later.
+    memory : int, optional
+        Bytes that accumulators may take; the calibration set is run again for each part that fits.
+    threads : int
+        Threads of the accumulation; 0 takes all cores.
+    progress : Progress, optional
+        Told of every prompt.
+    """
+    wanted = {
+        p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
+        for p in job.selection.input_groups
+    }
+    sums = HessianSet(job, wanted, per_step=per_step, threads=threads)
+    _claim(out, job.fingerprint(wanted, per_step))
+    files: list[dict[str, Any]] = []
+    rows: Rows = {}
+    index = 0
+    for number, leaders in enumerate(sums.passes(memory)):
+        sums.run_pass(leaders, work=out / "work" / str(number), progress=progress)
+        for leader in leaders:
+            file = f"hessians/{index:03d}.safetensors"
+            digest = write_accumulator(out / file, sums.accumulators[leader])
+            n_bytes = (out / file).stat().st_size
+            files.append({"file": file, "sha256": digest, "n_bytes": n_bytes, "leader": leader, "per_step": per_step})
+            rows[leader] = sums.rows(leader)
+            sums.drop(leader)
+            index += 1
+    manifest = _write_manifest(job, out, "hessian", "", rows, files)
+    shutil.rmtree(out / "work", ignore_errors=True)
+    return manifest
+
+
+def batch_of(tokens: TokenSet, number: int, seed: int) -> Batch:
+    """Return one prompt as a batch."""
+    import torch
+
+    return Batch(torch.from_numpy(tokens.sequences[number][None]), (number,), seed)

@@ -1,0 +1,305 @@
+"""The calibration dump on disk: written shard by shard, read without torch. Format: docs/formats/dump.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.checkpoint.files import (
+    RawTensor,
+    Stored,
+    read_header,
+    read_json,
+    read_tensor,
+    read_tensors,
+    sha256,
+    write_json,
+    write_tensors,
+)
+from loopq.checkpoint.model_files import TENSORS, check_files
+from loopq.errors import DumpError, NonFiniteError
+from loopq.systems.base import SharedParameter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMAT = "loopq-dump"
+VERSION = 1
+Rows = dict[str, dict[int, int]]
+
+
+def fingerprint(*parts: Any) -> str:
+    """SHA-256 over plain data: work of another fingerprint is not gone on with."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
+    """Copy input rows to bytes of a storage type ("F32", "F16" or "BF16")."""
+    import torch
+
+    from loopq.checkpoint.model_files import raw
+
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return raw(rows.to(kinds[dtype]))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a dump's `manifest.json` says; the format is specified in docs/formats/dump.md."""
+
+    kind: str
+    system: str
+    n_steps: int
+    seed: int
+    calibration: dict[str, Any]
+    rows_dtype: str
+    parameters: tuple[SharedParameter, ...]
+    leaders: dict[str, str]
+    rows: Rows
+    files: tuple[dict[str, Any], ...]
+    model: tuple[dict[str, Any], ...]
+    ties: dict[str, str]
+    loopq_version: str
+
+    def write(self, folder: Path) -> None:
+        """Write `manifest.json`; the folder is a dump from then on."""
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+        }
+        data["parameters"] = [dataclasses.asdict(p) for p in self.parameters]
+        write_json(folder / "manifest.json", data)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read and check `manifest.json`."""
+        path = folder / "manifest.json"
+        if not path.is_file():
+            raise DumpError(f"{folder}: not a dump: it has no manifest.json (was its collection interrupted?)")
+        data = read_json(path, DumpError)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise DumpError(f"{path}: not the manifest of a loopq dump")
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise DumpError(f"{path}: version {version}; this loopq reads version {VERSION}")
+        try:
+            data["parameters"] = tuple(
+                SharedParameter(**{**p, "owners": tuple(p["owners"])}) for p in data["parameters"]
+            )
+            data["rows"] = {k: {int(t): int(n) for t, n in v.items()} for k, v in data["rows"].items()}
+            data["files"], data["model"] = tuple(data["files"]), tuple(data["model"])
+            return cls(**data)
+        except (KeyError, TypeError, ValueError, AttributeError) as cause:
+            raise DumpError(f"{path}: damaged: {cause}") from cause
+
+
+class Dump:
+    """A dump opened for reading.
+
+    Parameters
+    ----------
+    folder : Path
+        The dump.
+    deep : bool
+        Compare SHA-256 sums, not only sizes; reads every byte once.
+
+    Raises
+    ------
+    DumpError
+        A file is missing, truncated or altered, or things do not add up.
+    """
+
+    def __init__(self, folder: Path, *, deep: bool = True) -> None:
+        self.folder = folder
+        self.manifest = Manifest.read(folder)
+        check_files(folder, list(self.manifest.files), DumpError, deep=deep)
+        check_files(folder / "model", list(self.manifest.model), DumpError, deep=deep)
+        self._headers: dict[str, dict[str, Stored]] = {}
+        if self.manifest.kind == "rows":
+            self._check_rows()
+        elif self.manifest.kind != "hessian":
+            raise DumpError(f"{folder}: kind {self.manifest.kind!r}; known kinds: rows, hessian")
+
+    def _check_rows(self) -> None:
+        dims = {p.name: p.in_features for p in self.manifest.parameters}
+        found: Rows = {leader: {} for leader in self.manifest.rows}
+        for entry in self.manifest.files:
+            path = self.folder / entry["file"]
+            header, _ = read_header(path, DumpError)
+            self._headers[entry["file"]] = header
+            for name, stored in header.items():
+                leader, _, step = name.rpartition("/")
+                if leader not in found or not step.isdigit():
+                    raise DumpError(f"{path}: tensor {name!r} is not in the manifest")
+                if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dims[leader],):
+                    raise DumpError(
+                        f"{path}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; the manifest says "
+                        f"{self.manifest.rows_dtype} [rows, {dims[leader]}]"
+                    )
+                steps = found[leader]
+                steps[int(step)] = steps.get(int(step), 0) + stored.shape[0]
+        if found != self.manifest.rows:
+            raise DumpError(f"{self.folder}: the rows of its shards do not add up to those of the manifest")
+
+    def accumulator(
+        self, leader: str, steps: Sequence[int], *, per_step: bool = False, threads: int = 0
+    ) -> native.HessianAccumulator:
+        """Sum the Hessian of one input group over the steps chosen, streaming from the files.
+
+        Returns
+        -------
+        HessianAccumulator
+            Finished.
+        """
+        if self.manifest.kind == "hessian":
+            return self._stored(leader, steps)
+        dim = next(p.in_features for p in self.manifest.parameters if p.name == leader)
+        acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=threads)
+        for step in steps:
+            for entry in self.manifest.files:
+                stored = self._headers[entry["file"]].get(f"{leader}/{step}")
+                if stored is None:
+                    continue
+                path = self.folder / entry["file"]
+                try:
+                    acc.update_file(step, str(path), stored.offset, stored.shape[0], stored.dtype)
+                except NonFiniteError as cause:
+                    raise NonFiniteError(f"layer {leader}, {path}: {cause}") from cause
+        acc.finish()
+        return acc
+
+    def _stored(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
+        entry = next((e for e in self.manifest.files if e["leader"] == leader), None)
+        if entry is None:
+            raise DumpError(f"{self.folder}: no Hessian for layer {leader}")
+        acc = read_accumulator(self.folder / entry["file"])
+        have = sorted(self.manifest.rows[leader])
+        if not set(steps) <= set(have) or (not entry["per_step"] and list(steps) != have):
+            raise DumpError(
+                f"{self.folder}: layer {leader}: steps {list(steps)} asked for; this file holds "
+                f"{'each of' if entry['per_step'] else 'only the sum over'} steps {have}. Collect again with "
+                "those steps, or with --per-step"
+            )
+        return acc
+
+    def model_tensors(self) -> dict[str, RawTensor]:
+        """Read every tensor of the model."""
+        return read_tensors(self.folder / "model" / TENSORS, DumpError)
+
+    def weight(self, parameter: SharedParameter) -> RawTensor:
+        """Read one weight as it is stored."""
+        path = self.folder / "model" / TENSORS
+        header, _ = read_header(path, DumpError)
+        name = self.manifest.ties.get(parameter.name, parameter.name)
+        if name not in header:
+            raise DumpError(f"{path}: no tensor {name!r}")
+        return read_tensor(path, header[name])
+
+    def side_files(self) -> dict[str, bytes]:
+        """Read config and tokenizer files."""
+        model = self.folder / "model"
+        return {e["file"]: (model / e["file"]).read_bytes() for e in self.manifest.model if e["file"] != TENSORS}
+
+
+def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
+    """Write the exact state of an accumulator; return the SHA-256 of the file."""
+    state = acc.state()
+    arrays = {k: RawTensor.of(v) for k, v in state.items() if isinstance(v, np.ndarray)}
+    plain = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
+    return write_tensors(path, arrays, {"loopq_hessian": json.dumps(plain, sort_keys=True)})
+
+
+def read_accumulator(path: Path) -> native.HessianAccumulator:
+    """Read the exact state of an accumulator."""
+    _, metadata = read_header(path, DumpError)
+    try:
+        state: dict[str, Any] = json.loads(metadata["loopq_hessian"])
+    except (KeyError, ValueError) as cause:
+        raise DumpError(f"{path}: not a Hessian file of loopq") from cause
+    arrays: dict[str, NDArray[Any]] = {k: t.array() for k, t in read_tensors(path, DumpError).items()}
+    try:
+        return native.HessianAccumulator.from_state(state | arrays)
+    except (KeyError, TypeError, ValueError) as cause:
+        raise DumpError(f"{path}: damaged Hessian state: {cause}") from cause
+
+
+def merge(parts: Sequence[Path], out: Path) -> Manifest:
+    """Add Hessian dumps that were collected apart.
+
+    Parameters
+    ----------
+    parts : sequence of Path
+        Hessian dumps of the same model, system, depth and steps.
+    out : Path
+        New dump. The sum is of integers, so that the order of the parts changes no bit of it.
+
+    Raises
+    ------
+    DumpError
+        Parts that do not fit together, or the same calibration tokens and seed twice.
+    """
+    import shutil
+
+    from loopq.errors import ConfigError
+
+    if len(parts) < 2:
+        raise ConfigError("merge needs at least two parts")
+    if out.exists() and any(out.iterdir()):
+        raise DumpError(f"{out}: exists already; choose a new folder")
+    ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / "manifest.json"))
+    _check_parts(ordered)
+    first = ordered[0].manifest
+    rows: Rows = {k: {t: sum(d.manifest.rows[k][t] for d in ordered) for t in v} for k, v in first.rows.items()}
+    files = []
+    for entry in first.files:
+        total = read_accumulator(ordered[0].folder / entry["file"])
+        for other in ordered[1:]:
+            match = next(e for e in other.manifest.files if e["leader"] == entry["leader"])
+            total.merge(read_accumulator(other.folder / match["file"]))
+        path = out / entry["file"]
+        digest = write_accumulator(path, total)
+        files.append({**entry, "sha256": digest, "n_bytes": path.stat().st_size})
+    shutil.copytree(ordered[0].folder / "model", out / "model")
+    calibration = {
+        "source": "merged",
+        "parts": [d.manifest.calibration | {"seed": d.manifest.seed} for d in ordered],
+        "n_prompts": sum(int(d.manifest.calibration["n_prompts"]) for d in ordered),
+        "n_tokens": sum(int(d.manifest.calibration["n_tokens"]) for d in ordered),
+    }
+    merged = dataclasses.replace(first, rows=rows, files=tuple(files), calibration=calibration)
+    merged.write(out)
+    return merged
+
+
+def _check_parts(dumps: Sequence[Dump]) -> None:
+    first = dumps[0].manifest
+    seen: dict[tuple[str, int], Path] = {}
+    for dump in dumps:
+        m = dump.manifest
+        if m.kind != "hessian":
+            raise DumpError(f"{dump.folder}: a dump of rows; only Hessian dumps are merged")
+        for what in ("system", "n_steps", "parameters", "leaders", "model", "ties"):
+            if getattr(m, what) != getattr(first, what):
+                raise DumpError(f"{dump.folder}: its {what} differ from those of {dumps[0].folder}")
+        if {k: sorted(v) for k, v in m.rows.items()} != {k: sorted(v) for k, v in first.rows.items()}:
+            raise DumpError(f"{dump.folder}: its steps differ from those of {dumps[0].folder}")
+        for part in m.calibration.get("parts", [m.calibration | {"seed": m.seed}]):
+            key = (str(part.get("sha256")), int(part["seed"]))
+            if key in seen:
+                raise DumpError(f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count twice")
+            seen[key] = dump.folder
+
+
+def total_rows(rows: Mapping[int, int]) -> int:
+    """Rows over all steps."""
+    return sum(rows.values())

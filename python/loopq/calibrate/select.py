@@ -1,0 +1,113 @@
+"""Which shared parameters are quantized, which are observed, and which read the same input."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hooks import find_input_groups
+from loopq.errors import ConfigError
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Shared parameters of one run.
+
+    Parameters
+    ----------
+    parameters : tuple of SharedParameter
+        All that the system declares, with the treatment this run gives them.
+    leaders : dict of str to str
+        For every parameter that is observed, the first parameter that reads the same input.
+    n_steps : int
+        Depth of the rollout.
+    """
+
+    parameters: tuple[SharedParameter, ...]
+    leaders: dict[str, str]
+    n_steps: int
+
+    @property
+    def observed(self) -> tuple[SharedParameter, ...]:
+        """Parameters whose inputs are collected."""
+        return tuple(p for p in self.parameters if p.name in self.leaders)
+
+    @property
+    def input_groups(self) -> tuple[SharedParameter, ...]:
+        """Leaders: one parameter for each distinct input."""
+        return tuple(p for p in self.observed if self.leaders[p.name] == p.name)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(
+        re.search(p[3:], name) is not None if p.startswith("re:") else fnmatch.fnmatchcase(name, p)
+        for p in patterns
+    )
+
+
+def treat(
+    parameters: Sequence[SharedParameter], include: Sequence[str], exclude: Sequence[str]
+) -> tuple[SharedParameter, ...]:
+    """Apply include and exclude patterns to what a system declares.
+
+    Raises
+    ------
+    ConfigError
+        A pattern that matches no parameter, or nothing left to quantize.
+    """
+    for pattern in (*include, *exclude):
+        if not any(_matches(p.name, [pattern]) for p in parameters):
+            raise ConfigError(
+                f"pattern {pattern!r} matches no shared parameter; there are: "
+                + ", ".join(p.name for p in parameters)
+            )
+    treated = []
+    for p in parameters:
+        if _matches(p.name, exclude):
+            treated.append(dataclasses.replace(p, treatment="dense", reason="excluded by pattern"))
+        elif p.treatment == "dense" and _matches(p.name, include):
+            treated.append(dataclasses.replace(p, treatment="gptq", reason=""))
+        else:
+            treated.append(p)
+    if all(p.treatment == "dense" for p in treated):
+        raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
+    return tuple(treated)
+
+
+def select(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    seed: int = 0,
+) -> Selection:
+    """Choose the parameters of a run and find who shares inputs, by one rollout of the first prompt.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    tokens : TokenSet
+        Calibration prompts; the first is run.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    include, exclude : sequence of str
+        Patterns of parameter names.
+    seed : int
+        Seed of the initial state.
+    """
+    import torch
+
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    parameters = treat(system.shared_parameters(depth), include, exclude)
+    observed = [p for p in parameters if p.treatment == "gptq"]
+    probe = Batch(torch.from_numpy(tokens.sequences[0][None]), (0,), seed)
+    leaders = find_input_groups(system, observed, probe, depth) if observed else {}
+    return Selection(parameters, leaders, depth)

@@ -1,0 +1,163 @@
+"""One quantized layer: codes, scales, and what was done to get them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.checkpoint.files import RawTensor, float_to_raw
+from loopq.errors import CheckpointError
+
+_SCALE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A weight matrix on an integer grid.
+
+    Parameters
+    ----------
+    name : str
+        Name of the parameter ("transformer.adapter.weight").
+    bits : int
+        2, 3, 4 or 8.
+    group_size : int
+        Input columns of a scale; -1 is one scale per output row.
+    symmetric : bool
+        Signed codes in [-2^(b-1), 2^(b-1)-1], or codes in [0, 2^b-1] with zero points.
+    codes : ndarray, int8 (symmetric) or uint8, shape (out_features, in_features)
+        Integer codes.
+    scales : ndarray, float32, shape (out_features, n_groups)
+        Scales, already rounded to `scale_dtype`.
+    zeros : ndarray, uint8, shape (out_features, n_groups), or None
+        Zero points of an asymmetric grid.
+    scale_dtype : str
+        Stored type of the scales.
+    orientation : {"out_in", "in_out"}
+        How the model stores the weight.
+    report : mapping of str to Any
+        What was asked, what was done, and what it cost.
+    """
+
+    name: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    codes: NDArray[Any]
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.uint8] | None
+    scale_dtype: str
+    orientation: str = "out_in"
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return (code - zero) * scale, float32, shape (out_features, in_features)."""
+        width = self.shape[1] if self.group_size == -1 else self.group_size
+        out: NDArray[np.float32] = native.dequantize(self.codes, self.scales, self.zeros, width)
+        return out
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of packed codes, scales and zero points."""
+        return sum(t.data.size for n, t in self.tensors().items() if not n.endswith("weight_shape"))
+
+    @property
+    def module(self) -> str:
+        """Name of the module that holds the weight."""
+        return self.name.removesuffix(".weight")
+
+    def tensors(self) -> dict[str, RawTensor]:
+        """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""
+        offset = 1 << (self.bits - 1) if self.symmetric else 0
+        packed = native.pack_dense(self.codes, self.bits, offset)
+        out = {
+            "weight_packed": RawTensor.of(packed),
+            "weight_scale": float_to_raw(self.scales, _SCALE_NAMES[self.scale_dtype]),
+            "weight_shape": RawTensor.of(np.array(self.shape, dtype=np.int64)),
+        }
+        if self.zeros is not None:
+            # Zero points are packed along the output dimension, so that a group is a column.
+            packed_zeros = native.pack_dense(np.ascontiguousarray(self.zeros.T), self.bits, 0)
+            out["weight_zero_point"] = RawTensor.of(np.ascontiguousarray(packed_zeros.T))
+        return {f"{self.module}.{key}": tensor for key, tensor in out.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """Plain data that, with the tensors, gives the layer back."""
+        return {
+            "name": self.name,
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+            "scale_dtype": self.scale_dtype,
+            "orientation": self.orientation,
+            "shape": list(self.shape),
+        }
+
+    @classmethod
+    def from_tensors(
+        cls, settings: Mapping[str, Any], tensors: Mapping[str, RawTensor], report: Mapping[str, Any], where: str
+    ) -> QuantizedLayer:
+        """Rebuild a layer from its stored tensors, checking every shape, dtype and code range.
+
+        Raises
+        ------
+        CheckpointError
+            Names the file and the tensor.
+        """
+        fields = {k: v for k, v in settings.items() if k != "shape"}
+        rows, columns = (int(n) for n in settings["shape"])
+        bits, group = int(settings["bits"]), int(settings["group_size"])
+        module = str(settings["name"]).removesuffix(".weight")
+        n_groups = 1 if group == -1 else -(-columns // group)
+
+        def get(key: str, dtype: str, shape: tuple[int, ...]) -> RawTensor:
+            name = f"{module}.{key}"
+            if name not in tensors:
+                raise CheckpointError(f"{where}: tensor {name!r} is missing")
+            tensor = tensors[name]
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
+                )
+            return tensor
+
+        shape = get("weight_shape", "I64", (2,)).array()
+        if tuple(int(n) for n in shape) != (rows, columns):
+            raise CheckpointError(f"{where}: tensor '{module}.weight_shape' says {shape.tolist()}, expected {[rows, columns]}")
+        words = -(-columns * bits // 32)
+        offset = 1 << (bits - 1) if settings["symmetric"] else 0
+        packed = get("weight_packed", "I32", (rows, words)).array()
+        codes = native.unpack_dense(np.ascontiguousarray(packed), bits, columns, offset)
+        scales = get("weight_scale", _SCALE_NAMES[str(settings["scale_dtype"])], (rows, n_groups)).float32()
+        if not np.isfinite(scales).all() or (scales <= 0).any():
+            raise CheckpointError(f"{where}: tensor '{module}.weight_scale' holds a scale that is not positive and finite")
+        zeros = None
+        if not settings["symmetric"]:
+            stored = get("weight_zero_point", "I32", (-(-rows * bits // 32), n_groups)).array()
+            zeros = native.unpack_dense(np.ascontiguousarray(stored.T), bits, rows, 0)
+            zeros = np.ascontiguousarray(zeros.T.astype(np.uint8))
+        return cls(**fields, codes=codes, scales=scales, zeros=zeros, report=dict(report))
+
+    def same_as(self, other: QuantizedLayer) -> bool:
+        """Whether codes, scales and zero points are equal, bit for bit."""
+        zeros = (self.zeros is None) == (other.zeros is None) and (
+            self.zeros is None or other.zeros is None or np.array_equal(self.zeros, other.zeros)
+        )
+        return (
+            np.array_equal(self.codes, other.codes) and np.array_equal(self.scales, other.scales) and zeros
+        )
+
+    def with_report(self, **more: Any) -> QuantizedLayer:
+        """Return the layer with more in its report."""
+        return dataclasses.replace(self, report={**self.report, **more})

@@ -1,0 +1,137 @@
+"""The main job on the embedded model: rounding, one-step and trajectory calibration side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from loopq.api import weights_of
+from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.data import TokenSet, windows
+from loopq.calibrate.select import Selection, select
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.model_files import model_tensors
+from loopq.checkpoint.native import Checkpoint
+from loopq.config import BATCH_SIZE, LayerConfig, QuantConfig
+from loopq.evaluate.compare import Measurement, compare
+from loopq.progress import Progress, Silent
+from loopq.quantizers.solve import Solver, tasks_of
+from loopq.systems.base import LoopedSystem
+
+ARMS = (("RTN", "rtn", "all"), ("GPTQ, one step", "gptq", "first"), ("GPTQ, trajectory", "gptq", "all"))
+GRIDS = ((4, 32), (3, 32))
+
+
+def solve_arm(
+    sums: HessianSet, selection: Selection, system: LoopedSystem, config: QuantConfig, threads: int = 0
+) -> dict[str, QuantizedLayer]:
+    """Quantize a selection once from Hessians that are there for each step.
+
+    Parameters
+    ----------
+    sums : HessianSet
+        Accumulators, each step apart.
+    selection : Selection
+        Parameters and input groups.
+    system : LoopedSystem
+        Full-precision model.
+    config : QuantConfig
+        Settings of this arm.
+    threads : int
+        Threads; 0 takes all cores.
+    """
+    tensors, ties = model_tensors(system.model)
+    tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, config.rank_threshold, threads)
+    return solver.run(tasks)
+
+
+def run(
+    model: str = "huginn_small",
+    *,
+    grids: Sequence[tuple[int, int]] = GRIDS,
+    seeds: Sequence[int] = (0, 1, 2),
+    n_calibration: int = 64,
+    n_evaluation: int = 32,
+    seq_len: int = 128,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize the embedded model by each arm on each grid and measure it on held-out text.
+
+    Returns
+    -------
+    dict
+        "reference": full precision's measurement; "grids": for each grid its arms' measurements with bytes;
+        "layers": the report of the trajectory arm on the first grid; and the settings.
+    """
+    from loopq import zoo
+    from loopq.systems.load import load_model
+
+    progress = progress or Silent()
+    loaded = load_model(model)
+    system = loaded.system
+    calibration = windows(zoo.calibration_text().decode(), loaded.encode, seq_len, n_calibration, "embedded calibration text")
+    held_out = windows(zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text")
+    sums, selection = collect_all_steps(system, calibration, threads=threads, progress=progress)
+    variants = {}
+    sizes: dict[str, int] = {}
+    layers: list[dict[str, Any]] = []
+    tensors, ties = model_tensors(system.model)
+    dense_bytes = sum(t.data.size for t in tensors.values())
+    for bits, group in grids:
+        for label, method, steps in ARMS:
+            config = QuantConfig(LayerConfig(method=method, bits=bits, group_size=group), steps=steps)
+            solved = solve_arm(sums, selection, system, config, threads)
+            checkpoint = Checkpoint(solved, {k: v for k, v in tensors.items() if k not in solved}, ties, {})
+            name = f"{label} INT{bits} g{group}"
+            variants[name] = weights_of(checkpoint)
+            sizes[name] = checkpoint.n_bytes
+            if (method, steps) == ("gptq", "all") and not layers:
+                layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
+    measured = compare(system, variants, held_out, seeds=seeds, batch_size=BATCH_SIZE, progress=progress)
+    by_name = {m.name: m for m in measured}
+    return {
+        "model": model,
+        "n_steps": system.n_steps,
+        "calibration": calibration.describe(),
+        "evaluation": held_out.describe(),
+        "seeds": list(seeds),
+        "reference": measured[0].summary() | {"n_bytes": dense_bytes},
+        "grids": [
+            {
+                "bits": bits,
+                "group_size": group,
+                "arms": [
+                    _arm(label, by_name[f"{label} INT{bits} g{group}"], sizes[f"{label} INT{bits} g{group}"])
+                    for label, _, _ in ARMS
+                ],
+            }
+            for bits, group in grids
+        ],
+        "layers": layers,
+    }
+
+
+def _arm(label: str, measurement: Measurement, n_bytes: int) -> dict[str, Any]:
+    return dataclasses.replace(measurement, name=label).summary() | {"n_bytes": n_bytes}
+
+
+def collect_all_steps(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    batch_size: int = BATCH_SIZE,
+    seed: int = 0,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> tuple[HessianSet, Selection]:
+    """Collect the Hessian of every shared layer at every step, each step apart."""
+    selection = select(system, tokens, n_steps=n_steps, seed=seed)
+    job = Collection(system, tokens, selection, batch_size, seed)
+    steps = {p.name: list(range(p.invocations)) for p in selection.input_groups}
+    sums = HessianSet(job, steps, per_step=True, threads=threads)
+    sums.run_pass(list(steps), progress=progress)
+    return sums, selection

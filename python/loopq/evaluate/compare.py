@@ -1,0 +1,195 @@
+"""KL, agreement and bits per byte of quantized weights against full precision, with paired initial states."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import CheckpointError, ConfigError
+from loopq.progress import Progress, Silent
+from loopq.systems.base import Batch, LoopedSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights = Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one set of weights did on held-out prompts.
+
+    Parameters
+    ----------
+    name : str
+        Name of the weights.
+    kl : ndarray, float64, shape (n_seeds, n_prompts)
+        KL(full precision || quantized) in nats, mean over a prompt's positions. For a system whose output is
+        hidden states: squared relative l2 error of the output instead.
+    agreement : ndarray, float64, shape (n_seeds, n_prompts)
+        Share of positions with the same top-1 token. For hidden states: cosine similarity.
+    nll : ndarray, float64, shape (n_seeds, n_prompts)
+        Negative log-likelihood of the next token in nats, mean over the positions that have one.
+    bytes_per_token : float or None
+        UTF-8 bytes of a token on average; None where they are not known.
+    output : {"logits", "hidden"}
+        What the system's rollout returns.
+    """
+
+    name: str
+    kl: NDArray[np.float64]
+    agreement: NDArray[np.float64]
+    nll: NDArray[np.float64]
+    bytes_per_token: float | None
+    output: str
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood per token."""
+        return math.exp(float(self.nll.mean()))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Mean negative log-likelihood in bits for a byte of text."""
+        if self.bytes_per_token is None:
+            return None
+        return float(self.nll.mean()) / math.log(2.0) / self.bytes_per_token
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data: means, and the spread over seeds where there are several."""
+        data: dict[str, Any] = {
+            "name": self.name,
+            "output": self.output,
+            "kl": float(self.kl.mean()),
+            "agreement": float(self.agreement.mean()),
+            "n_seeds": int(self.kl.shape[0]),
+            "n_prompts": int(self.kl.shape[1]),
+            "kl_by_seed": [float(v) for v in self.kl.mean(axis=1)],
+            "agreement_by_seed": [float(v) for v in self.agreement.mean(axis=1)],
+        }
+        if self.output == "logits":
+            data |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        return data
+
+
+@contextlib.contextmanager
+def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
+    """Put other weights into the model, in place, and the old ones back afterwards, also after an error.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    weights : mapping of str to ndarray, float32
+        Parameter name to new values in the model's own orientation.
+    """
+    import torch
+
+    parameters = {name: system.model.get_parameter(name) for name in weights}
+    for name, parameter in parameters.items():
+        if tuple(parameter.shape) != weights[name].shape:
+            raise CheckpointError(
+                f"layer {name}: weights of shape {list(weights[name].shape)}, the model has {list(parameter.shape)}"
+            )
+    saved = {name: p.detach().clone() for name, p in parameters.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(saved[name])
+
+
+def compare(
+    system: LoopedSystem,
+    variants: Mapping[str, Weights],
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    seeds: Sequence[int] = (0,),
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[Measurement]:
+    """Measure several sets of weights against the model's own, on the same prompts and initial states.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The full-precision model's adapter.
+    variants : mapping of str to weights
+        Name to the parameters that differ (see `replaced`).
+    tokens : TokenSet
+        Held-out prompts of at least two tokens.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seeds : sequence of int
+        Seeds of the initial states. Each prompt starts from the same state in every variant.
+    batch_size : int
+        Prompts that run together.
+    progress : Progress, optional
+        Told of every prompt.
+
+    Returns
+    -------
+    list of Measurement
+        Full precision first, then the variants in order.
+
+    Raises
+    ------
+    ConfigError
+        A prompt of one token: it has nothing to predict.
+    """
+    progress = progress or Silent()
+    if min(s.size for s in tokens.sequences) < 2:
+        raise ConfigError("every evaluation prompt needs at least two tokens")
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    names = ["full precision", *variants]
+    scores = {name: np.zeros((3, len(seeds), len(tokens.sequences))) for name in names}
+    progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
+    for row, seed in enumerate(seeds):
+        for batch in tokens.batches(batch_size, seed):
+            reference = _output(system, batch, depth)
+            columns = list(batch.prompts)
+            scores[names[0]][:, row, columns] = _score(system, reference, reference, batch)
+            for name, weights in variants.items():
+                with replaced(system, weights):
+                    out = _output(system, batch, depth)
+                scores[name][:, row, columns] = _score(system, reference, out, batch)
+            progress.advance(len(columns))
+    progress.stop()
+    width = tokens.n_bytes / tokens.n_tokens if tokens.n_bytes else None
+    return [Measurement(name, *scores[name], width, system.output) for name in names]
+
+
+def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
+    """Rollout's output in float64 log-probabilities, or hidden states in float64."""
+    out = system.rollout(batch, n_steps).double()
+    return out.log_softmax(-1) if system.output == "logits" else out
+
+
+def _score(system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch) -> NDArray[np.float64]:
+    """KL, agreement and negative log-likelihood of each prompt, shape (3, n_prompts)."""
+    if system.output == "hidden":
+        return _score_hidden(reference, out)
+    kl = (reference.exp() * (reference - out)).sum(-1).mean(-1)
+    same = (reference.argmax(-1) == out.argmax(-1)).double().mean(-1)
+    target = system.to_device(batch.input_ids)[:, 1:, None]
+    nll = -out[:, :-1].gather(-1, target).squeeze(-1).mean(-1)
+    return np.stack([v.cpu().numpy() for v in (kl, same, nll)])
+
+
+def _score_hidden(reference: Tensor, out: Tensor) -> NDArray[np.float64]:
+    a, b = reference.flatten(1), out.flatten(1)
+    error = (a - b).square().sum(1) / a.square().sum(1)
+    cosine = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+    return np.stack([v.cpu().numpy() for v in (error, cosine, error * float("nan"))])

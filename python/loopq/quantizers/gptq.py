@@ -1,0 +1,47 @@
+"""GPTQ (paper, A3): columns rounded one by one, each error spread over the columns still to come."""
+
+from __future__ import annotations
+
+import loopq._native as native
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.errors import SolveError
+from loopq.quantizers import QUANTIZERS
+from loopq.quantizers.base import Problem, core_group_size, layer_from
+
+
+class GPTQ:
+    """Minimise tr(D H D^T) column by column, D = W^ - W, with H summed over the steps chosen.
+
+    A Hessian that cannot be factored at the damping asked for is an error: damping is never raised and
+    rounding never put in its place unasked.
+    """
+
+    needs_hessian = True
+
+    def __call__(self, problem: Problem) -> QuantizedLayer:
+        """Quantize the layer."""
+        config = problem.config
+        if problem.hessian is None:
+            raise SolveError(f"layer {problem.name}: GPTQ needs the layer's activations, and none were collected")
+        try:
+            result = native.gptq(
+                problem.weight,
+                problem.hessian,
+                bits=config.bits,
+                group_size=core_group_size(config),
+                symmetric=config.symmetric,
+                damping=config.damping,
+                precision=config.precision,
+                scale_dtype=config.scale_dtype,
+                scales=config.scales,
+                scale_search=config.scale_search,
+                act_order=config.act_order,
+                block_size=config.block_size,
+                threads=problem.threads,
+            )
+        except SolveError as cause:
+            raise SolveError(f"layer {problem.name}: {cause}") from cause
+        return layer_from(problem, result, "gptq")
+
+
+QUANTIZERS.register("gptq")(GPTQ())

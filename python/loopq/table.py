@@ -1,0 +1,44 @@
+"""Tables for a terminal: aligned columns, numbers to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table as text.
+
+    Parameters
+    ----------
+    header : sequence of str
+        Column heads.
+    rows : sequence of sequences
+        Cells; None is shown as a dash. A column whose cells are all numbers or dashes is set to the right.
+    """
+    cells = [["-" if c is None else str(c) for c in row] for row in rows]
+    widths = [max(len(head), *(len(row[i]) for row in cells)) if cells else len(head) for i, head in enumerate(header)]
+    right = [all(_is_number(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+        return "  ".join(parts).rstrip()
+
+    rule = "  ".join("-" * w for w in widths)
+    return "\n".join([line(header), rule, *(line(row) for row in cells)])
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.lstrip("+-").replace(".", "", 1).rstrip("%x").replace("e-", "").replace("e+", "").isdigit()
+
+
+def size(n_bytes: float) -> str:
+    """Bytes for a person: kB, MB and GB are powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.2f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def short(value: float | None, digits: int = 3) -> str | None:
+    """A number in few characters; None stays None."""
+    return None if value is None else f"{value:.{digits}g}"

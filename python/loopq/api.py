@@ -163,7 +163,7 @@ def quantize(
         seed=seed,
         calibration=run.job.describe(),
     )
-    checkpoint = _assemble(layers, tensors, ties, settings, dict(loaded.side_files))
+    checkpoint = _assemble(layers, tensors, ties, settings, side_files(loaded))
     if folder is not None:
         store.write(folder, checkpoint)
         _verify(folder, checkpoint)
@@ -252,7 +252,7 @@ def load(folder: str | Path, model: LoadedModel | None = None) -> LoadedModel:
     CheckpointError
         The checkpoint is damaged, or does not fit the model.
     """
-    from loopq.systems.load import build_model
+    from loopq.systems.build import build_model
 
     checkpoint = store.read(Path(folder))
     loaded = model or build_model(checkpoint.side_files, system=checkpoint.settings["system"])
@@ -287,7 +287,7 @@ def calibration_tokens(
     if calibration is None:
         from loopq import zoo
 
-        if not loaded.reads_bytes:
+        if loaded.tokenizer is not None:
             raise ConfigError("this model has a tokenizer of its own: give it a calibration text")
         return windows(zoo.calibration_text().decode(), loaded.encode, length, count, "embedded calibration text")
     if isinstance(calibration, str | Path):
@@ -306,13 +306,27 @@ def _config(config: QuantConfig | None, changes: dict[str, Any]) -> QuantConfig:
 
 
 def _load(model: str | Path | LoadedModel | LoopedSystem) -> LoadedModel:
-    from loopq.systems.load import LoadedModel, load_model
+    from loopq.systems.load import LoadedModel, describe, encode_bytes, load_model
 
     if isinstance(model, LoadedModel):
         return model
-    if isinstance(model, LoopedSystem):
-        return LoadedModel.of(model)
-    return load_model(str(model))
+    if not isinstance(model, LoopedSystem):
+        return load_model(model)
+    return LoadedModel(
+        model=model.model,
+        system=model,
+        encode=encode_bytes,
+        tokenizer=None,
+        config={},
+        folder=None,
+        config_files=(),
+        report=describe(model.model, type(model.model).__name__, "module"),
+    )
+
+
+def side_files(loaded: LoadedModel) -> dict[str, bytes]:
+    """Read the config and tokenizer files that go with a model's weights."""
+    return {path.name: path.read_bytes() for path in loaded.config_files}
 
 
 def _assemble(
@@ -362,7 +376,7 @@ class _Run:
         )
         probe = time.monotonic() - began
         tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-        job = Collection(loaded.system, tokens, selection, batch_size, seed, loaded.side_files)
+        job = Collection(loaded.system, tokens, selection, batch_size, seed, side_files(loaded))
         return cls(job, tasks, config, threads, probe)
 
     def steps(self) -> dict[str, list[int]]:
@@ -476,7 +490,7 @@ def evaluate(
     from loopq.evaluate.compare import compare
 
     loaded = _load(model)
-    if text is None and loaded.reads_bytes:
+    if text is None and loaded.tokenizer is None:
         held_out = zoo.evaluation_text().decode()
         count = n_prompts or EVALUATION_PROMPTS
         text = windows(held_out, loaded.encode, seq_len or SEQ_LEN, count, "embedded evaluation text")

@@ -218,7 +218,7 @@ def _quantize(args: argparse.Namespace) -> int:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from loopq.api import calibration_tokens
+    from loopq.api import calibration_tokens, side_files
     from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
     from loopq.calibrate.select import select
     from loopq.config import parse_steps
@@ -228,7 +228,7 @@ def _collect(args: argparse.Namespace) -> int:
     selection = select(
         loaded.system, tokens, n_steps=args.n_steps, include=args.include, exclude=args.exclude, seed=args.seed
     )
-    job = Collection(loaded.system, tokens, selection, args.batch_size, args.seed, loaded.side_files)
+    job = Collection(loaded.system, tokens, selection, args.batch_size, args.seed, side_files(loaded))
     out = Path(args.out)
     with Line() as progress:
         if args.hessian:

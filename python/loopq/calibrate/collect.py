@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.dump import (
@@ -21,7 +24,7 @@ from loopq.calibrate.dump import (
 )
 from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.select import Selection
-from loopq.checkpoint.files import RawTensor, free_bytes, read_json, write_json, write_tensors
+from loopq.checkpoint.files import RawTensor, free_bytes, read_json, read_tensors, write_json, write_tensors
 from loopq.checkpoint.model_files import model_tensors, write_model
 from loopq.config import SNAPSHOT_SECONDS
 from loopq.errors import CalibrationError, ConfigError, DumpError
@@ -241,62 +244,103 @@ class HessianSet:
             Name of the stage.
         """
         progress = progress or Silent()
-        state = _Snapshots(work, self.job.fingerprint(list(leaders), self.steps, self.per_step)) if work else None
-        done, accs = state.load(leaders) if state else (0, {})
+        parts = _Parts(self, leaders, work)
+        done = parts.resume()
         if done:
             progress.note(f"going on after batch {done}")
-        for leader in leaders:
-            if leader not in accs:
-                accs[leader] = native.HessianAccumulator(
-                    self._dims[leader], self.steps[leader], per_step=self.per_step, threads=self._threads
-                )
-        chosen = {leader: set(self.steps[leader]) for leader in leaders}
-
-        def sink(leader: str, step: int, rows: Tensor) -> None:
-            if step in chosen[leader]:
-                accs[leader].update(step, _to_native(rows))
-
         total = len(self.job.tokens.plan(self.job.batch_size))
         saved = time.monotonic()
-        for number in run_rollouts(self.job, sink, only=leaders, skip=done, progress=progress, label=label):
-            if state and (number + 1 == total or time.monotonic() - saved >= every):
-                state.save(number + 1, accs)
+        for number in run_rollouts(self.job, parts.add, only=leaders, skip=done, progress=progress, label=label):
+            if work and (number + 1 == total or time.monotonic() - saved >= every):
+                parts.save(number + 1)
                 saved = time.monotonic()
-        for acc in accs.values():
-            acc.finish()
-        self.accumulators.update(accs)
+        self.accumulators.update(parts.finish())
+
+    def empty(self, leader: str) -> native.HessianAccumulator:
+        """Return a new accumulator for a leader."""
+        return native.HessianAccumulator(
+            self._dims[leader], self.steps[leader], per_step=self.per_step, threads=self._threads
+        )
 
     def drop(self, leader: str) -> None:
         """Free one accumulator."""
         self.accumulators.pop(leader, None)
 
 
-class _Snapshots:
-    """Accumulator states on disk: a new folder for each, the old one removed after the switch."""
+class _Parts:
+    """The accumulators of one pass, saved to disk part by part so that a kill loses little.
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self._folder = folder
-        self._key = key
-        self._pointer = folder / "snapshot.json"
+    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole
+    blocks only, and the rows of the block that is still open are saved beside it. Parts are integer sums:
+    added up at the end they are the bits of a run without a stop.
+    """
 
-    def load(self, leaders: Sequence[str]) -> tuple[int, dict[str, native.HessianAccumulator]]:
-        if not self._pointer.is_file():
-            return 0, {}
-        pointer = read_json(self._pointer, DumpError)
-        if pointer.get("key") != self._key:
-            return 0, {}
-        place = self._folder / pointer["folder"]
-        accs = {leader: read_accumulator(place / f"{i:03d}.safetensors") for i, leader in enumerate(leaders)}
-        return int(pointer["batches"]), accs
+    def __init__(self, owner: HessianSet, leaders: Sequence[str], work: Path | None) -> None:
+        self._owner = owner
+        self._leaders = list(leaders)
+        self._chosen = {leader: set(owner.steps[leader]) for leader in leaders}
+        self._work = work
+        self._n_parts = 0
+        self._accs = {leader: owner.empty(leader) for leader in leaders}
+        self._open: dict[tuple[str, int], NDArray[Any]] = {}
+        self._key = owner.job.fingerprint(self._leaders, owner.steps, owner.per_step) if work else ""
 
-    def save(self, batches: int, accs: Mapping[str, native.HessianAccumulator]) -> None:
-        place = self._folder / f"snapshot-{batches:06d}"
-        for i, acc in enumerate(accs.values()):
-            write_accumulator(place / f"{i:03d}.safetensors", acc)
-        write_json(self._pointer, {"key": self._key, "folder": place.name, "batches": batches})
-        for old in self._folder.glob("snapshot-*"):
-            if old != place:
-                shutil.rmtree(old)
+    def add(self, leader: str, step: int, rows: Tensor) -> None:
+        """Take the rows of one invocation."""
+        if step not in self._chosen[leader]:
+            return
+        host = _to_native(rows)
+        if self._work is None:
+            self._accs[leader].update(step, host)
+            return
+        waiting = self._open.pop((leader, step), None)
+        if waiting is not None:
+            host = np.concatenate([waiting, host])
+        whole = host.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
+        if whole:
+            self._accs[leader].update(step, np.ascontiguousarray(host[:whole]))
+        if whole < host.shape[0]:
+            self._open[leader, step] = host[whole:].copy()
+
+    def save(self, batches: int) -> None:
+        """Write what was added since the last part; switch to it by one rename."""
+        assert self._work is not None
+        place = self._work / f"part-{self._n_parts:05d}"
+        for i, leader in enumerate(self._leaders):
+            self._accs[leader].finish()
+            write_accumulator(place / f"{i:03d}.safetensors", self._accs[leader])
+            self._accs[leader] = self._owner.empty(leader)
+        kinds = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
+        waiting = {f"{k}/{t}": RawTensor.of(v, kinds[v.dtype.name]) for (k, t), v in self._open.items()}
+        write_tensors(place / "open.safetensors", waiting)
+        self._n_parts += 1
+        write_json(self._work / "parts.json", {"key": self._key, "n_parts": self._n_parts, "batches": batches})
+
+    def resume(self) -> int:
+        """Go on with parts of the same work, if there are any; return the batches that are done."""
+        if self._work is None or not (self._work / "parts.json").is_file():
+            return 0
+        found = read_json(self._work / "parts.json", DumpError)
+        if found.get("key") != self._key:
+            return 0
+        self._n_parts = int(found["n_parts"])
+        place = self._work / f"part-{self._n_parts - 1:05d}"
+        for name, tensor in read_tensors(place / "open.safetensors", DumpError).items():
+            leader, _, step = name.rpartition("/")
+            self._open[leader, int(step)] = tensor.array()
+        return int(found["batches"])
+
+    def finish(self) -> dict[str, native.HessianAccumulator]:
+        """Close the open blocks and add the parts up."""
+        for (leader, step), rows in self._open.items():
+            self._accs[leader].update(step, np.ascontiguousarray(rows))
+        for i, leader in enumerate(self._leaders):
+            self._accs[leader].finish()
+            for number in range(self._n_parts):
+                assert self._work is not None
+                part = self._work / f"part-{number:05d}" / f"{i:03d}.safetensors"
+                self._accs[leader].merge(read_accumulator(part))
+        return self._accs
 
 
 def collect_rows(

@@ -1,0 +1,103 @@
+"""Measure a finished model and write its card; every number on a card comes from ``measured.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from recipes import Recipe
+
+from loopq.zoo._model import ZooModel
+from loopq.zoo.measure import bits_per_byte, state_movement
+
+N_SEQUENCES = 256
+SOURCE = """\
+Trained on the novels of the English Novel Corpus (ELTeC-eng), edited by Lou Burnard, in European Literary
+Text Collection (ELTeC), COST Action Distant Reading for European Literary History, version 1.0.1, April 2021,
+DOI 10.5281/zenodo.3533868. The texts are in the public domain; the collection's markup is CC BY 4.0 and was
+removed; quotes, dashes and accents were reduced to ASCII."""
+
+
+def measure(model: ZooModel, held_out: np.ndarray, recipe: Recipe) -> dict[str, Any]:
+    """Return bits per byte for N = 1 .. 2N, the state's movement by step, and the verdict."""
+    # Spread over all held-out novels, so that no single author decides.
+    stride = (len(held_out) - recipe.seq_len - 1) // N_SEQUENCES
+    rows = np.stack([held_out[i * stride :][: recipe.seq_len + 1] for i in range(N_SEQUENCES)]).astype(
+        np.int64
+    )
+    full = model.config.n_steps
+    bpb = {str(n): round(bits_per_byte(model, rows, n), 4) for n in range(1, 2 * full + 1)}
+    moves = [round(m, 4) for m in state_movement(model, rows[:64], full)]
+    gap = bpb["1"] - bpb[str(full)]
+    return {
+        "n_parameters": sum(t.numel() for t in model.own_state().values()),
+        "full_depth": full,
+        "n_sequences": N_SEQUENCES,
+        "seq_len": recipe.seq_len,
+        "bits_per_byte": bpb,
+        "state_movement": moves,
+        "gap_bits_per_byte": round(gap, 4),
+        "accepted": recipe.margin is None or gap > recipe.margin,
+    }
+
+
+def write_card(folder: Path, name: str, results: dict[str, Any]) -> None:
+    """Write ``measured.json`` and ``README.md`` beside the weights."""
+    _replace(folder / "measured.json", json.dumps(results, indent=1, sort_keys=True) + "\n")
+    _replace(folder / "README.md", card_text(name, results))
+
+
+def card_text(name: str, results: dict[str, Any]) -> str:
+    """Return the card of a model as Markdown."""
+    recipe, cost = results["recipe"], results["cost"]
+    full = results["full_depth"]
+    bpb = results["bits_per_byte"]
+    size = ", ".join(f"{k} {v}" for k, v in recipe["config"].items())
+    verdict = (
+        f"One step costs {results['gap_bits_per_byte']:.2f} bits per byte more than {full} steps."
+        if recipe["margin"] is not None
+        else "Not looped: a control."
+    )
+    lines = [
+        f"# {name}",
+        "",
+        f"`loopq.zoo.{recipe['module']}.{recipe['model_class']}`, {results['n_parameters']:,} parameters "
+        f"({size}), byte level, weights stored in float16.",
+        "",
+        verdict,
+        "",
+        "| depth N | " + " | ".join(bpb) + " |",
+        "|---|" + "---|" * len(bpb),
+        "| bits per byte | " + " | ".join(f"{v:.3f}" for v in bpb.values()) + " |",
+        "",
+        "| step t | " + " | ".join(str(t) for t in range(len(results["state_movement"]))) + " |",
+        "|---|" + "---|" * len(results["state_movement"]),
+        "| state movement | " + " | ".join(f"{m:.3f}" for m in results["state_movement"]) + " |",
+        "",
+        f"Measured on {results['n_sequences']} sequences of {results['seq_len']} bytes spread over "
+        f"the held-out novels ({', '.join(results['held_out_novels'])}), weights as stored, start states of seed 0. "
+        "State movement is the mean of |s(t+1) - s(t)| / |s(t)| over positions, at full depth.",
+        "",
+        "## Training",
+        "",
+        f"`python benches/zoo/train.py {name}`: {cost['n_steps']:,} steps, {cost['n_tokens']:,} bytes, "
+        f"{cost['wall_s'] / 60:.1f} minutes on {cost['threads']} CPU thread ({cost['machine']}, torch "
+        f"{cost['torch']}), seed {recipe['seed']}, depth drawn from {recipe['depth'][0]} to "
+        f"{recipe['depth'][1]} at each step, gradient through all steps.",
+        "",
+        "## Data and licence",
+        "",
+        SOURCE,
+        "",
+        "The weights are under the Apache License 2.0, as the rest of loopq.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _replace(path: Path, text: str) -> None:
+    tmp = path.with_suffix(".part")
+    tmp.write_text(text, encoding="utf-8")
+    tmp.replace(path)

@@ -1,0 +1,141 @@
+"""Every zoo model, tiny and untrained: determinism, steps, invocation counts, save and load."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from loopq import zoo  # noqa: E402
+from loopq.errors import CheckpointError, ConfigError  # noqa: E402
+from loopq.zoo._model import ZooModel  # noqa: E402
+
+from .tiny import TINY, tiny  # noqa: E402
+
+IDS = torch.arange(3 * 12).reshape(3, 12) * 7 % 251
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=sorted(TINY))
+def model(request: pytest.FixtureRequest) -> ZooModel:
+    return tiny(request.param)
+
+
+def linear_calls(model: ZooModel, depth: int) -> Counter[str]:
+    """Return how often each linear module is called in one rollout of the given depth."""
+    calls: Counter[str] = Counter()
+    hooks = []
+    for name, module in model.named_modules():
+        if hasattr(module, "weight") and module.weight is not None and module.weight.ndim == 2:
+            calls[name] = 0
+            hooks.append(module.register_forward_hook(lambda *_, key=name: calls.update([key])))
+    with torch.no_grad():
+        model(IDS, num_steps=depth, seed=0)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+@torch.no_grad()
+def test_same_seed_gives_the_same_bits(model: ZooModel) -> None:
+    first = model(IDS, seed=3)
+    assert first.shape == (3, 12, 256)
+    assert first.dtype == torch.float32
+    assert torch.equal(first, model(IDS, seed=3))
+    assert torch.isfinite(first).all()
+
+
+@torch.no_grad()
+def test_logits_look_only_back(model: ZooModel) -> None:
+    full = model(IDS, seed=3)
+    init = model.states(IDS, seed=3)[0][:, :7]
+    part = model(IDS[:, :7], init_state=init)
+    torch.testing.assert_close(part, full[:, :7], atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_chained_single_steps_are_the_rollout(model: ZooModel) -> None:
+    embeds = model.embed_inputs(IDS)
+    state = model.initialize_state(embeds, seed=5)
+    for step in range(3):
+        state = model.iterate_one_step(embeds, state, step, 3)
+    assert torch.equal(model.predict_from_latents(state), model(IDS, num_steps=3, seed=5))
+
+
+@torch.no_grad()
+def test_depth_changes_the_answer(model: ZooModel) -> None:
+    one, three = model(IDS, num_steps=1, seed=1), model(IDS, num_steps=3, seed=1)
+    assert (one - three).abs().max() > 1e-3
+
+
+def test_rows_do_not_depend_on_the_batch_they_are_in(model: ZooModel) -> None:
+    with torch.no_grad():
+        whole = model.rollout(IDS, seed=2)
+        last = model.rollout(IDS[1:], seed=2, first_row=1)
+    torch.testing.assert_close(last, whole[1:], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_each_shared_linear_is_called_once_a_step(model: ZooModel, depth: int) -> None:
+    calls = linear_calls(model, depth)
+    expected = TINY[model.config.model_type.removeprefix("loopq-zoo-")].calls(model, depth)
+    assert dict(calls) == expected
+
+
+def test_gradient_reaches_every_used_parameter(model: ZooModel) -> None:
+    model.training_loss(IDS, 3).backward()
+    unused = {n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
+    assert unused == TINY[model.config.model_type.removeprefix("loopq-zoo-")].unused
+
+
+def test_save_then_load_is_exact(model: ZooModel, tmp_path: Path) -> None:
+    model.save(tmp_path / "m")
+    again = zoo.load(tmp_path / "m")
+    assert type(again) is type(model)
+    assert not again.training
+    assert again.config == model.config
+    for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(a, b), name
+    with torch.no_grad():
+        assert torch.equal(model(IDS, seed=1), again(IDS, seed=1))
+
+
+def test_stored_in_half_precision_is_the_rounded_model(model: ZooModel, tmp_path: Path) -> None:
+    model.save(tmp_path, torch.float16)
+    again = type(model).load(tmp_path)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert b.dtype == torch.float32
+        assert torch.equal(a.half().float(), b)
+
+
+def test_damaged_folders_are_refused(model: ZooModel, tmp_path: Path) -> None:
+    model.save(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="not a readable zoo model"):
+        zoo.load(tmp_path)
+    weights.write_bytes(content)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"n_embd": 32', '"n_embd": 64'))
+    with pytest.raises(CheckpointError, match="do not fit the config"):
+        zoo.load(tmp_path)
+
+
+def test_bad_inputs_are_refused(model: ZooModel) -> None:
+    with pytest.raises(ConfigError, match="num_steps must be at least 1"):
+        model(IDS, num_steps=0)
+    with pytest.raises(ConfigError, match="input_ids must be an integer array"):
+        model(IDS.float())
+    with pytest.raises(ConfigError, match="unknown settings"):
+        type(model).from_config({"n_embd": 32, "widht": 3})
+    with pytest.raises(ConfigError, match="model_type"):
+        type(model).from_config({"model_type": "other"})

@@ -1,0 +1,1 @@
+"""Measuring a quantized model against its full-precision self."""

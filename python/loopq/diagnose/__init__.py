@@ -1,0 +1,1 @@
+"""What a loop does to its own error: calibration blindness, feedback exposure, sensitivity, stability."""

@@ -1,0 +1,103 @@
+"""Overlap of eigenspaces between steps and between seeds, next to what chance would give (D8)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import LoopedSystem
+
+Floats = NDArray[np.float64]
+
+
+def leading_space(moment: Floats, k: int) -> Floats:
+    """Top-k eigenvectors of a symmetric matrix, float64, shape (dim, k)."""
+    if not 1 <= k <= len(moment):
+        raise ConfigError(f"k must lie between 1 and the dimension {len(moment)}; got {k}")
+    _, vectors = np.linalg.eigh(moment)
+    space: Floats = vectors[:, ::-1][:, :k]
+    return space
+
+
+def overlap(a: Floats, b: Floats, k: int) -> float:
+    """Mean squared cosine of the principal angles between two top-k eigenspaces (D8).
+
+    Parameters
+    ----------
+    a, b : ndarray, float64, shape (dim, dim)
+        Uncentred second moments.
+    k : int
+        Dimension of the spaces.
+
+    Returns
+    -------
+    float
+        ||U^T V||_F^2 / k: 1 for equal spaces, `chance(k, dim)` on average for unrelated ones.
+    """
+    if a.shape != b.shape:
+        raise ConfigError(f"moments of one space are compared; got shapes {a.shape} and {b.shape}")
+    return float(np.linalg.norm(leading_space(a, k).T @ leading_space(b, k)) ** 2 / k)
+
+
+def chance(k: int, dim: int) -> float:
+    """Expected overlap of two random k-dimensional spaces: k / dim."""
+    return k / dim
+
+
+def state_moments(
+    system: LoopedSystem, tokens: TokenSet, n_steps: int, steps: Sequence[int], seed: int, batch_size: int = 8
+) -> dict[int, Floats]:
+    """Uncentred second moments of the state that enters some steps, float64, shape (width, width)."""
+    from loopq.diagnose.rollouts import trace
+
+    moments: dict[int, Floats] = {}
+    for batch in tokens.batches(batch_size, seed):
+        run = trace(system, batch, n_steps, read=())
+        for step in steps:
+            rows = run.states[step].double().cpu().numpy()
+            rows = rows.reshape(-1, rows.shape[-1])
+            moments[step] = moments.get(step, 0.0) + rows.T @ rows
+    return moments
+
+
+def subspace_survey(
+    moments: Mapping[int, Mapping[int, Floats]], ks: Sequence[int] = (32, 64)
+) -> list[dict[str, Any]]:
+    """Compare the first and last step of every seed, and every two seeds at each of these steps.
+
+    Parameters
+    ----------
+    moments : mapping of seed to mapping of step to ndarray
+        Second moments of the state (`state_moments`).
+    ks : sequence of int
+        Dimensions of the spaces; those above half the width are left out, since chance fills them.
+
+    Returns
+    -------
+    list of dict
+        `between`, `k`, `overlap`, `chance`, `dim`.
+    """
+    seeds = list(moments)
+    steps = sorted(moments[seeds[0]])
+    dim = len(moments[seeds[0]][steps[0]])
+    pairs: list[tuple[str, Floats, Floats]] = []
+    for seed in seeds:
+        for a, b in itertools.pairwise(steps):
+            pairs.append((f"steps {a} and {b}, seed {seed}", moments[seed][a], moments[seed][b]))
+    for first, second in itertools.combinations(seeds, 2):
+        for step in steps:
+            pairs.append((f"seeds {first} and {second}, step {step}", moments[first][step], moments[second][step]))
+    return [
+        {"between": label, "k": k, "overlap": overlap(a, b, k), "chance": chance(k, dim), "dim": dim}
+        for k in ks
+        if 2 * k <= dim
+        for label, a, b in pairs
+    ]

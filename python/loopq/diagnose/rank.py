@@ -1,0 +1,193 @@
+"""Calibration blindness: which input directions a layer's Hessian sees, at which step (D1-D7)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.diagnose.hessians import StepHessians
+from loopq.errors import ConfigError, NonFiniteError
+
+Floats = NDArray[np.float64]
+
+FOCAL = 1e-3
+THRESHOLDS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+_MAX_POINTS = 400
+
+
+def spectrum(hessian: Floats) -> Floats:
+    """Eigenvalues of a Hessian, largest first, in float64.
+
+    Raises
+    ------
+    NonFiniteError
+        NaN or infinity in the matrix.
+
+    Notes
+    -----
+    A sum of outer products has no negative eigenvalue; what rounding makes negative is 0.
+    """
+    if not np.isfinite(hessian).all():
+        row, column = (int(i) for i in np.argwhere(~np.isfinite(hessian))[0])
+        raise NonFiniteError(f"H[{row}, {column}] is {hessian[row, column]}; collect the Hessian again")
+    values: Floats = np.maximum(np.linalg.eigvalsh(hessian)[::-1], 0.0)
+    return values
+
+
+def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
+    """Number of eigenvalues above `threshold` times the largest (D1); 0 for a zero matrix.
+
+    Parameters
+    ----------
+    values : ndarray, float64, shape (dim,)
+        Eigenvalues, in any order.
+    threshold : float
+        tau, between 0 and 1; the paper's is 1e-3.
+    """
+    if not 0.0 <= threshold < 1.0:
+        raise ConfigError(f"a rank threshold lies in [0, 1); got {threshold}")
+    return int((values > threshold * values.max()).sum())
+
+
+def effective_rank(values: Floats) -> float:
+    """exp(-sum p log p) with p the eigenvalues' shares (D5): n for a flat spectrum of n directions."""
+    total = float(values.sum())
+    if total <= 0.0:
+        return 0.0
+    p = values[values > 0] / total
+    return float(np.exp(-(p * np.log(p)).sum()))
+
+
+def stable_rank(values: Floats) -> float:
+    """tr(H) / lambda_max (D5)."""
+    top = float(values.max())
+    return float(values.sum()) / top if top > 0 else 0.0
+
+
+def felt_directions(values: Floats, damping: float) -> dict[str, float]:
+    """Directions that the solver feels through its damping.
+
+    Parameters
+    ----------
+    values : ndarray, float64, shape (dim,)
+        Eigenvalues.
+    damping : float
+        Fraction of mean(diag H) that is added to the diagonal.
+
+    Returns
+    -------
+    dict
+        `above`: eigenvalues above mu = damping * mean(lambda); `degrees`: sum lambda / (lambda + mu);
+        `relative_mu`: mu / lambda_max, the threshold that `above` amounts to.
+    """
+    mu = damping * float(values.mean())
+    top = float(values.max())
+    if top <= 0.0:
+        return {"above": 0, "degrees": 0.0, "relative_mu": 0.0}
+    degrees = float((values / (values + mu)).sum()) if mu > 0 else float((values > 0).sum())
+    return {"above": int((values > mu).sum()), "degrees": degrees, "relative_mu": mu / top}
+
+
+def describe_spectrum(values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01) -> dict[str, Any]:
+    """Every count of one spectrum: ranks by threshold, effective and stable rank, trace, felt directions."""
+    return {
+        "rank": thresholded_rank(values),
+        "ranks": {f"{tau:g}": thresholded_rank(values, tau) for tau in thresholds},
+        "effective_rank": effective_rank(values),
+        "stable_rank": stable_rank(values),
+        "trace": float(values.sum()),
+        "largest": float(values.max()),
+        "felt": felt_directions(values, damping),
+    }
+
+
+def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float]]:
+    """Spectrum for a plot: all eigenvalues, or at most `max_points` evenly spread in log index."""
+    n = len(values)
+    index = np.arange(n) if n <= max_points else np.unique(np.geomspace(1, n, max_points).round().astype(int)) - 1
+    return {"index": (index + 1).tolist(), "value": values[index].tolist()}
+
+
+def rank_gain(deployed: int, first: int) -> float | None:
+    """Accumulated over step-0 rank (D3); None where step 0 has rank 0."""
+    return deployed / first if first else None
+
+
+def layer_ranks(
+    hessians: StepHessians,
+    blocks: Mapping[str, slice] | None = None,
+    thresholds: Sequence[float] = THRESHOLDS,
+    damping: float = 0.01,
+) -> dict[str, Any]:
+    """Everything D1-D7 of one layer.
+
+    Parameters
+    ----------
+    hessians : StepHessians
+        Per-step Hessians, all over the same token positions.
+    blocks : mapping of str to slice, optional
+        Parts of a concatenated input ("state", "embedding"); each is surveyed on its own too.
+    thresholds : sequence of float
+        Thresholds of the rank sweep.
+    damping : float
+        Damping of the solver, for the directions it feels.
+
+    Returns
+    -------
+    dict
+        `per_step`: rank, trace and rows of each H_t (D4); `first`, `last`, `all`: counts of H_0, H_{N-1} and
+        the sum (D1, D5); `rank_ratio` (D2), `rank_gain` (D3), `step0_trace_share`, `trace_ratio_0_1` (D7);
+        `spectra` (D6); `blocks`: the same for each block.
+    """
+    out = _survey(hessians, slice(0, hessians.dim), thresholds, damping)
+    if blocks:
+        out["blocks"] = {name: _survey(hessians, part, thresholds, damping) for name, part in blocks.items()}
+    return out
+
+
+def _survey(hessians: StepHessians, part: slice, thresholds: Sequence[float], damping: float) -> dict[str, Any]:
+    steps = list(hessians.steps)
+    dim = len(range(*part.indices(hessians.dim)))
+    per_step, kept = [], {}
+    for step in steps:
+        values = spectrum(hessians.matrix([step])[part, part])
+        if step in (steps[0], steps[-1]):
+            kept[step] = values
+        per_step.append(
+            {
+                "step": step,
+                "rank": thresholded_rank(values),
+                "trace": float(values.sum()),
+                "n_rows": hessians.n_rows(step),
+            }
+        )
+    deployed = spectrum(hessians.matrix(steps)[part, part])
+    first, last = kept[steps[0]], kept[steps[-1]]
+    traces = [float(s["trace"]) for s in per_step]
+    found = {
+        "dim": dim,
+        "per_step": per_step,
+        "first": describe_spectrum(first, thresholds, damping),
+        "last": describe_spectrum(last, thresholds, damping),
+        "all": describe_spectrum(deployed, thresholds, damping),
+        "step0_trace_share": traces[0] / sum(traces) if sum(traces) > 0 else None,
+        "trace_ratio_0_1": traces[0] / traces[1] if len(traces) > 1 and traces[1] > 0 else None,
+        "spectra": {"first": curve(first), "last": curve(last), "all": curve(deployed)},
+    }
+    found["rank_ratio"] = found["first"]["rank"] / dim
+    found["rank_gain"] = rank_gain(found["all"]["rank"], found["first"]["rank"])
+    return found
+
+
+def bottleneck(layers: Mapping[str, Mapping[str, Any]]) -> str:
+    """Layer with the lowest step-0 rank ratio (D2); the earlier one on a tie."""
+    return min(layers, key=lambda name: layers[name]["rank_ratio"])
+
+
+def largest_gain(layers: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Layer with the largest rank gain (D3), or None where no layer has one."""
+    known = [name for name in layers if layers[name]["rank_gain"] is not None]
+    return max(known, key=lambda name: layers[name]["rank_gain"]) if known else None

@@ -1,0 +1,223 @@
+"""Ranks, spectra, overlaps and proxies on matrices whose answers are known."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopq.diagnose import overlap, proxy, rank
+from loopq.diagnose.hessians import ArrayHessians
+from loopq.errors import ConfigError, NonFiniteError
+
+
+def orthogonal(n, seed=0):
+    return np.linalg.qr(np.random.default_rng(seed).normal(size=(n, n)))[0]
+
+
+KNOWN = np.array([1000.0, 500.0, 1.5, 0.9, 1e-2, 1e-4, 0.0, 0.0])
+
+
+def test_counts_of_a_known_diagonal():
+    values = rank.spectrum(np.diag(KNOWN))
+    np.testing.assert_allclose(values, KNOWN, atol=1e-12)
+    assert [rank.thresholded_rank(values, t) for t in rank.THRESHOLDS] == [2, 2, 3, 4, 4, 5]
+    assert rank.stable_rank(values) == pytest.approx(KNOWN.sum() / 1000)
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 1e6), st.integers(0, 5))
+def test_rank_does_not_change_under_scaling_and_rotation(scale, seed):
+    q = orthogonal(len(KNOWN), seed)
+    values = rank.spectrum(scale * q @ np.diag(KNOWN) @ q.T)
+    assert rank.thresholded_rank(values) == 3
+    assert rank.effective_rank(values) == pytest.approx(rank.effective_rank(KNOWN), rel=1e-6)
+
+
+def test_rank_is_at_most_the_number_of_rows():
+    x = np.random.default_rng(0).normal(size=(7, 40))
+    values = rank.spectrum(x.T @ x)
+    assert rank.thresholded_rank(values, 1e-9) == 7
+
+
+def test_flat_spectrum_has_full_effective_and_stable_rank():
+    flat = np.full(37, 4.2)
+    assert rank.effective_rank(flat) == pytest.approx(37)
+    assert rank.stable_rank(flat) == pytest.approx(37)
+    assert rank.effective_rank(np.zeros(3)) == 0.0
+    assert rank.thresholded_rank(np.zeros(3)) == 0
+
+
+def test_felt_directions_of_a_flat_spectrum():
+    felt = rank.felt_directions(np.full(10, 3.0), damping=0.01)
+    assert felt["above"] == 10
+    assert felt["degrees"] == pytest.approx(10 / 1.01)
+    # A spike of 1.8 stable rank in 10,560 directions: 1 % damping acts at 1.7e-6 of the largest.
+    spike = np.zeros(10_560)
+    spike[:2] = [1.0, 0.8]
+    assert rank.felt_directions(spike, 0.01)["relative_mu"] == pytest.approx(1.7e-6, rel=0.01)
+    assert rank.felt_directions(spike, 0.10)["relative_mu"] == pytest.approx(1.7e-5, rel=0.01)
+
+
+def test_layer_survey_of_a_blind_first_step():
+    # Step 0 lives in one direction; step 1 and 2 in all of them, equally strong.
+    rng = np.random.default_rng(0)
+    first = np.outer(rng.normal(size=500), np.eye(16)[0])
+    later = [rng.normal(size=(500, 16)) for _ in range(2)]
+    found = rank.layer_ranks(ArrayHessians.of_rows([first, *later]))
+    assert [s["rank"] for s in found["per_step"]] == [1, 16, 16]
+    assert [s["n_rows"] for s in found["per_step"]] == [500, 500, 500]
+    assert found["first"]["rank"] == 1
+    assert found["all"]["rank"] == 16
+    assert found["rank_gain"] == 16.0
+    assert found["rank_ratio"] == 1 / 16
+    traces = [np.sum(x**2) for x in (first, *later)]
+    assert found["step0_trace_share"] == pytest.approx(traces[0] / sum(traces))
+    assert found["trace_ratio_0_1"] == pytest.approx(traces[0] / traces[1])
+    assert found["spectra"]["all"]["index"] == list(range(1, 17))
+
+
+def test_dominant_step_hides_the_later_ones():
+    # The trace share of the paper's Ouro bottleneck: later steps have full rank, the sum has rank 1.
+    rng = np.random.default_rng(0)
+    first = np.outer(rng.normal(size=500), np.eye(16)[0]) * 300
+    found = rank.layer_ranks(ArrayHessians.of_rows([first, rng.normal(size=(500, 16))]))
+    assert found["step0_trace_share"] > 0.99
+    assert found["per_step"][1]["rank"] == 16
+    assert found["all"]["rank"] == 1
+    assert found["rank_gain"] == 1.0
+
+
+def test_blocks_are_surveyed_on_their_own():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([1e-3 * rng.normal(size=(200, 8)), np.outer(rng.normal(size=200), np.ones(8))], axis=1)
+    found = rank.layer_ranks(
+        ArrayHessians.of_rows([x, x]), {"state": slice(0, 8), "embedding": slice(8, 16)}
+    )
+    # Seen as a whole the state half is below the threshold; on its own it is full.
+    assert found["first"]["rank"] == 1
+    assert found["blocks"]["state"]["first"]["rank"] == 8
+    assert found["blocks"]["embedding"]["first"]["rank"] == 1
+    assert found["blocks"]["state"]["dim"] == 8
+
+
+def test_bottleneck_and_largest_gain():
+    layers = {
+        "a": {"rank_ratio": 0.5, "rank_gain": 1.1},
+        "b": {"rank_ratio": 0.01, "rank_gain": 4.0},
+        "c": {"rank_ratio": 0.2, "rank_gain": None},
+    }
+    assert rank.bottleneck(layers) == "b"
+    assert rank.largest_gain(layers) == "b"
+    assert rank.largest_gain({"c": layers["c"]}) is None
+
+
+def test_long_spectra_are_thinned_with_their_ends():
+    points = rank.curve(np.linspace(5, 1, 10_000))
+    assert len(points["index"]) <= 400
+    assert (points["index"][0], points["index"][-1]) == (1, 10_000)
+    assert (points["value"][0], points["value"][-1]) == (5.0, 1.0)
+
+
+def test_damaged_hessian_is_refused():
+    h = np.eye(3)
+    h[1, 2] = np.nan
+    with pytest.raises(NonFiniteError, match=r"H\[1, 2\]"):
+        rank.spectrum(h)
+    with pytest.raises(ConfigError, match="stacked"):
+        ArrayHessians(np.eye(3), [1])
+    with pytest.raises(ConfigError, match="threshold"):
+        rank.thresholded_rank(np.ones(3), 1.5)
+
+
+def test_overlap_of_a_space_with_itself_and_with_its_complement():
+    q = orthogonal(20)
+    a = q[:, :5] @ np.diag([5.0, 4, 3, 2, 1]) @ q[:, :5].T
+    b = q[:, 5:10] @ q[:, 5:10].T
+    assert overlap.overlap(a, a, 5) == pytest.approx(1.0)
+    assert overlap.overlap(a, b, 5) == pytest.approx(0.0, abs=1e-12)
+    assert overlap.overlap(a, a + 1e-3 * b, 5) == pytest.approx(1.0)
+
+
+def test_overlap_of_random_spaces_is_chance():
+    rng = np.random.default_rng(0)
+    d, k = 60, 6
+    found = [
+        overlap.overlap(*(x.T @ x for x in (rng.normal(size=(k, d)), rng.normal(size=(k, d)))), k)
+        for _ in range(200)
+    ]
+    assert np.mean(found) == pytest.approx(overlap.chance(k, d), rel=0.05)
+
+
+def test_chance_levels_of_the_paper():
+    # The paper's 0.571 %, 0.631 % and 1.25 % are chance.
+    assert round(100 * overlap.chance(32, 5280), 3) == 0.606
+    assert round(100 * overlap.chance(64, 5280), 3) == 1.212
+
+
+def test_subspace_survey_pairs_steps_and_seeds():
+    rng = np.random.default_rng(0)
+
+    def noise():
+        x = rng.normal(size=(40, 30))
+        return x.T @ x
+
+    shared = np.diag([9.0] * 4 + [0.1] * 26)
+    found = overlap.subspace_survey({0: {0: noise(), 7: shared}, 1: {0: noise(), 7: shared}}, ks=(4, 20))
+    assert {f["k"] for f in found} == {4}
+    by = {f["between"]: f["overlap"] for f in found}
+    assert by["seeds 0 and 1, step 7"] == pytest.approx(1.0)
+    assert by["seeds 0 and 1, step 0"] < 0.5
+    assert len(by) == 4
+
+
+def test_proxy_is_the_squared_output_error():
+    rng = np.random.default_rng(0)
+    x, d = rng.normal(size=(50, 8)), rng.normal(size=(3, 8))
+    assert proxy.proxy(d, x.T @ x) == pytest.approx(np.sum((x @ d.T) ** 2))
+    with pytest.raises(ConfigError, match="does not fit"):
+        proxy.proxy(d, np.eye(7))
+
+
+def test_step_proxies_sum_to_the_deployed_proxy():
+    rng = np.random.default_rng(0)
+    h = ArrayHessians.of_rows([rng.normal(size=(30, 8)) * s for s in (1.0, 3.0, 2.0)])
+    d = rng.normal(size=(5, 8))
+    steps = proxy.step_proxies(d, h)
+    assert steps.sum() == pytest.approx(proxy.proxy(d, h.matrix([0, 1, 2])))
+    found = proxy.summarise_proxies({"a": steps, "b": steps})
+    np.testing.assert_allclose(found["per_step"], 2 * steps)
+    assert found["max_over_min"] == pytest.approx(steps.max() / steps.min())
+    assert found["step0_share"] == pytest.approx(steps[0] / steps.sum())
+    assert found["uniform_share"] == 1 / 3
+
+
+def test_late_step_wins_counts_layers():
+    h = {"a": np.eye(4), "b": np.eye(4)}
+    small, big = np.full((2, 4), 0.1), np.full((2, 4), 0.5)
+    assert proxy.late_step_wins({"a": small, "b": big}, {"a": big, "b": small}, h) == (1, 2)
+    with pytest.raises(ConfigError, match="same layers"):
+        proxy.late_step_wins({"a": small}, {"b": small}, h)
+
+
+def test_magnitude_stability():
+    rng = np.random.default_rng(0)
+    scale = np.exp(rng.normal(size=64))
+    stable = ArrayHessians.of_rows([rng.normal(size=(4000, 64)) * scale * s for s in (1.0, 20.0)])
+    assert proxy.magnitude_stability(stable)["first_last"] > 0.99
+    moved = ArrayHessians.of_rows([rng.normal(size=(4000, 64)) * s for s in (scale, rng.permutation(scale))])
+    assert abs(proxy.magnitude_stability(moved)["first_last"]) < 0.5
+    flat = ArrayHessians.of_rows([np.eye(4), np.eye(4)])
+    assert proxy.magnitude_stability(flat)["first_last"] is None
+
+
+def test_marchenko_pastur_bulk_explains_the_papers_sweep():
+    # Pure noise next to one huge direction: the number of noise eigenvalues above a threshold is set by
+    # rows and width alone, here checked against the law's own count.
+    rng = np.random.default_rng(0)
+    d, n, top = 200, 400, 3000.0
+    x = rng.normal(size=(n, d))
+    x[:, 0] *= np.sqrt(top * n) / np.linalg.norm(x[:, 0])
+    values = rank.spectrum(x.T @ x / n)
+    edge = (1 - np.sqrt(d / n)) ** 2
+    assert rank.thresholded_rank(values, 0.5 * edge / top) == d
+    assert rank.thresholded_rank(values, 2 * (1 + np.sqrt(d / n)) ** 2 / top) == 1

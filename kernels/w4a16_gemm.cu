@@ -1,0 +1,578 @@
+// out[M, N] = x[M, K] @ (s * q)[N, K]^T  (+ bias) (+ addend)    for int4 weights q and 1 <= M <= 32 tokens per launch.
+//
+// Contract, layout and limits: kernels/README.md. How it works, in the order of the code:
+//
+// * Weights are the A operand of mma.m16n8k16 (16 output columns), tokens are B (8 tokens): one or seven tokens
+//   cost one mma per 16x16 block, sixteen cost two, and nothing is spent on tokens that are not there.
+// * q - 8 is made exact in the activation's own 16-bit type (bits of 128 + u, minus 136, or 1024 + u, minus 1032), a group is
+//   summed in float32 and only the float32 sum is multiplied by the scale. No weight is ever rounded.
+// * Two neighbouring strips of 16 columns make a *pair*; a warp multiplies both with the same x fragment. Two tiles
+//   of 64 rows make a *stage*: 2 KB of weights. A block owns `pairs` x `stages` of a K slice, as one list with K
+//   running fastest, cut into equal runs, one per warp. Every warp streams its own run through its own ring in
+//   shared memory: there is no block barrier in the main loop, and warps x (kStages - 1) x 2 KB are in flight.
+// * x of the slice lies in shared memory for the whole launch.
+// * A pair that several warps share is summed over the warps, a pair that several slices share over the slices,
+//   always in ascending K order: the result does not depend on which warp or block happens to finish first.
+//
+// Compile-time choices (macros at the bottom): activation type, token tiles kMt in {1,2,4} of 8 tokens, where groups
+// end (kFold: 0 = every 32 rows, 1 = every 64, 2 = at multiples of 64 << group_shift), ring depth kStages,
+// and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
+
+#include "primitives.cuh"
+
+namespace loopq {
+
+constexpr int kTileRows = 64;     // K per tile
+constexpr int kTileBytes = 512;   // 64 x 16 int4
+constexpr int kStageTiles = 2;    // tiles of one strip per stage
+constexpr int kPairColumns = 32;
+constexpr int kScaleRowBytes = kPairColumns * 4;
+
+enum Flags : int {
+    kOutFloat32 = 1,       // else the activation type
+    kScalesFloat32 = 2,    // 32-bit scales, else 16-bit
+    kScalesFloat16 = 4,    // 16-bit scales are float16, else bfloat16
+    kEvictFirst = 8        // weights leave the L2 first
+};
+
+struct Bf16 {
+    static constexpr u32 kMagic = 0x43004300u;      // 128, twice
+    static constexpr u32 kOne = 0x3f803f80u;
+    static constexpr u32 kMinusOffset = 0xc308c308u;  // -(128 + 8)
+    LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_bf16x2(a, b, c); }
+    LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
+    LQ_DEVICE_MEMBER u16 round(float v) { return float_to_bf16(v); }
+    // Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
+    LQ_DEVICE_MEMBER void unpack(u32 word, u32 (&a)[4]) {
+        a[0] = fma2((word & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+        a[2] = fma2(((word >> 4) & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+        a[1] = fma2(((word >> 8) & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+        a[3] = fma2(((word >> 12) & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+    }
+};
+
+struct Fp16 {
+    static constexpr u32 kMagic = 0x64006400u;         // 1024, twice
+    static constexpr u32 kOne = 0x3c003c00u;
+    static constexpr u32 kMinusOffset = 0xe408e408u;   // -(1024 + 8)
+    static constexpr u32 kSixteenth = 0x2c002c00u;
+    static constexpr u32 kMinusOffset16 = 0xd480d480u; // -(1024 / 16 + 8): a nibble in place counts sixteenfold
+    LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
+    LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
+    LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
+    LQ_DEVICE_MEMBER void unpack(u32 word, u32 (&a)[4]) {
+        const u32 high = word >> 8;
+        a[0] = fma2((word & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+        a[2] = fma2((word & 0x00f000f0u) | kMagic, kSixteenth, kMinusOffset16);
+        a[1] = fma2((high & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+        a[3] = fma2((high & 0x00f000f0u) | kMagic, kSixteenth, kMinusOffset16);
+    }
+};
+
+struct Arguments {
+    const void* x;             // [m, k_end - k_begin] activations, row stride x_stride elements
+    const void* weights;       // [n/16, k_tiles, 128] words
+    const void* scales;        // [scale_rows, n]
+    void* out;                 // [m, n], row stride out_stride elements
+    const void* bias;          // [n] float32, or null
+    const void* addend;        // [m, n] float32, row stride addend_stride, or null
+    void* partials;            // [slices, pairs, 256 * kMt] float32, unused with one slice
+    void* counters;            // [pairs] u32, zero before and after, unused with one slice
+    int m, n, k_tiles, k_begin, k_end;
+    int x_stride, out_stride, addend_stride;
+    int group_shift, scale_rows, flags;
+};
+
+// One warp's share of a block and the block's share of the problem; all of it uniform across the warp.
+struct Share {
+    int pair0, pairs;        // the block's pairs
+    int tile0, tiles;        // the block's K slice
+    int stages;              // per pair
+    int warps, warp, lane;
+    int begin, end;          // the warp's run in the block's list of pairs * stages stages
+};
+
+LQ_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+LQ_DEVICE int run_start(const Share& s, int warp) { return (int)((long long)s.pairs * s.stages * warp / s.warps); }
+
+// The warp whose run holds a stage: the inverse of run_start.
+LQ_DEVICE int run_owner(const Share& s, int stage) {
+    return (int)((((long long)stage + 1) * s.warps - 1) / ((long long)s.pairs * s.stages));
+}
+
+LQ_DEVICE Share make_share(const Arguments& p) {
+    Share s;
+    const int all_pairs = (p.n / 16 + 1) / 2;
+    const int first_tile = p.k_begin / kTileRows;
+    const int all_tiles = (p.k_end + kTileRows - 1) / kTileRows - first_tile;
+    s.pair0 = all_pairs * block_x() / grid_x();
+    s.pairs = all_pairs * (block_x() + 1) / grid_x() - s.pair0;
+    s.tile0 = first_tile + all_tiles * block_y() / grid_y();
+    s.tiles = first_tile + all_tiles * (block_y() + 1) / grid_y() - s.tile0;
+    s.stages = (s.tiles + kStageTiles - 1) / kStageTiles;
+    s.warps = thread_count() / 32;
+    s.warp = thread_index() / 32;
+    s.lane = thread_index() % 32;
+    s.begin = run_start(s, s.warp);
+    s.end = run_start(s, s.warp + 1);
+    return s;
+}
+
+template <class Act, int kMt, int kFold, int kStages, bool kBulk>
+struct Gemm {
+    static constexpr int kScaleRows = kFold == 0 ? 2 * kStageTiles : kStageTiles;
+    static constexpr int kStageBytes = 2 * kStageTiles * kTileBytes + kScaleRows * kScaleRowBytes;
+    static constexpr int kRingBytes = kStages * kStageBytes;
+    static constexpr int kFragmentBytes = 2 * kMt * 32 * 16;  // one pair of one warp, float32
+    static_assert(kRingBytes >= kFragmentBytes, "a drained ring must hold one pair's sums");
+
+    typedef float Sums[2][kMt][4];  // [strip][token tile][fragment]
+
+    const Arguments& p;
+    Share s;
+    u32 x_address, x_pitch, head_slots, rings, barriers;
+    u64 policy;
+
+    // ---- shared memory: x | one slot of sums per warp | one ring per warp | barriers ----------------------------
+
+    LQ_DEVICE_METHOD Gemm(const Arguments& arguments) : p(arguments), s(make_share(arguments)) {
+        x_address = shared_base();
+        // 16 bytes beyond a multiple of 128 put eight rows of a column on different banks.
+        x_pitch = (u32)s.tiles * (kTileRows * 2) + 16;
+        head_slots = x_address + x_pitch * (u32)p.m;
+        rings = head_slots + (u32)(s.warps * kFragmentBytes);
+        barriers = rings + (u32)(s.warps * kRingBytes);
+        policy = l2_policy((p.flags & kEvictFirst) != 0);
+    }
+
+    LQ_DEVICE_METHOD u32 ring(int warp) const { return rings + (u32)(warp * kRingBytes); }
+    LQ_DEVICE_METHOD u32 head_slot(int warp) const { return head_slots + (u32)(warp * kFragmentBytes); }
+    LQ_DEVICE_METHOD u32 barrier(int slot) const { return barriers + (u32)((s.warp * kStages + slot) * 8); }
+
+    // ---- weights and scales on their way in -------------------------------------------------------------------------
+
+    // Whether the sum since the last group boundary is complete after this tile: its group ends, or the segment does.
+    LQ_DEVICE_METHOD bool folds_after(int tile, int in_pair, int flat) const {
+        const int next = tile + 1;
+        if ((next & ((1 << p.group_shift) - 1)) == 0) return true;
+        const bool last_stage = in_pair == s.stages - 1 || flat == s.end - 1;
+        const int stage_end = smaller(s.tile0 + (in_pair + 1) * kStageTiles, s.tile0 + s.tiles);
+        return last_stage && next == stage_end;
+    }
+
+    LQ_DEVICE_METHOD const char* weight_source(int strip, int tile) const {
+        return (const char*)p.weights + ((long long)strip * p.k_tiles + tile) * kTileBytes;
+    }
+
+    // Row `row` of a stage's scales: which tile, and which row of the scale matrix (the last one where K ends early).
+    LQ_DEVICE_METHOD int scale_row(int tile, int row) const {
+        const int index = kFold == 0 ? 2 * tile + (row & 1) : kFold == 1 ? tile : tile >> p.group_shift;
+        return smaller(index, p.scale_rows - 1);
+    }
+
+    LQ_DEVICE_METHOD bool scales_wanted(int tile, int in_pair, int flat) const {
+        if (tile >= s.tile0 + s.tiles) return false;
+        return kFold != 2 || folds_after(tile, in_pair, flat);
+    }
+
+    LQ_DEVICE_METHOD void fetch(int flat, int in_pair, int pair, int slot) const {
+        const u32 to = ring(s.warp) + (u32)(slot * kStageBytes);
+        const int tile = s.tile0 + in_pair * kStageTiles;
+        const int tiles = smaller(kStageTiles, s.tile0 + s.tiles - tile);
+        // An odd number of strips leaves the last pair half empty; its second half repeats the first and is not stored.
+        const int strip = 2 * pair;
+        const int other = smaller(strip + 1, p.n / 16 - 1);
+        if (kBulk) {
+            fetch_bulk(flat, in_pair, slot, to, tile, tiles, strip, other);
+        } else {
+            fetch_lanes(flat, in_pair, to, tile, tiles, strip, other);
+        }
+    }
+
+    LQ_DEVICE_METHOD void fetch_lanes(int flat, int in_pair, u32 to, int tile, int tiles, int strip, int other) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const char* from = weight_source(i == 0 ? strip : other, tile) + s.lane * 16;
+#pragma unroll
+            for (int t = 0; t < kStageTiles; ++t) {
+                if (t < tiles) {
+                    copy_async16(to + (u32)((i * kStageTiles + t) * kTileBytes + s.lane * 16), from + t * kTileBytes, policy);
+                }
+            }
+        }
+        // 16-byte pieces of the scale rows, one per lane: 8 per row of float32, 4 per row of 16-bit scales.
+        const int element_shift = (p.flags & kScalesFloat32) ? 2 : 1;
+        const int pieces_shift = element_shift + 1;
+        const int row = s.lane >> pieces_shift;
+        const int piece = s.lane & ((1 << pieces_shift) - 1);
+        const int half = piece >> (pieces_shift - 1);
+        const int row_tile = tile + (kFold == 0 ? row / 2 : row);
+        if (row < kScaleRows && scales_wanted(row_tile, in_pair, flat)) {
+            const long long column = (long long)scale_row(row_tile, row) * p.n + (half == 0 ? strip : other) * 16;
+            const char* from = (const char*)p.scales + (column << element_shift)
+                               + (piece & ((1 << (pieces_shift - 1)) - 1)) * 16;
+            copy_async16(to + (u32)(2 * kStageTiles * kTileBytes + row * kScaleRowBytes + piece * 16), from, policy);
+        }
+    }
+
+    LQ_DEVICE_METHOD void fetch_bulk(int flat, int in_pair, int slot, u32 to, int tile, int tiles,
+                                     int strip, int other) const {
+        const int element_shift = (p.flags & kScalesFloat32) ? 2 : 1;
+        const u32 half_row_bytes = 16u << element_shift;
+        if (s.lane == 0) {
+            u32 bytes = (u32)(2 * tiles * kTileBytes);
+#pragma unroll
+            for (int row = 0; row < kScaleRows; ++row) {
+                const int row_tile = tile + (kFold == 0 ? row / 2 : row);
+                if (scales_wanted(row_tile, in_pair, flat)) bytes += 2 * half_row_bytes;
+            }
+            barrier_expect(barrier(slot), bytes);
+        }
+        warp_sync();
+        if (s.lane < 2) {
+            copy_bulk(to + (u32)(s.lane * kStageTiles * kTileBytes), weight_source(s.lane == 0 ? strip : other, tile),
+                      (u32)(tiles * kTileBytes), barrier(slot), policy);
+        } else if (s.lane < 2 + 2 * kScaleRows) {
+            const int row = (s.lane - 2) >> 1;
+            const int half = s.lane & 1;
+            const int row_tile = tile + (kFold == 0 ? row / 2 : row);
+            if (scales_wanted(row_tile, in_pair, flat)) {
+                const long long column = (long long)scale_row(row_tile, row) * p.n + (half == 0 ? strip : other) * 16;
+                copy_bulk(to + (u32)(2 * kStageTiles * kTileBytes + row * kScaleRowBytes) + (u32)half * half_row_bytes,
+                          (const char*)p.scales + (column << element_shift), half_row_bytes, barrier(slot), policy);
+            }
+        }
+    }
+
+    // ---- activations ------------------------------------------------------------------------------------------------
+
+    // Copies x of the slice, with zeros outside [k_begin, k_end): weights there are padding or belong to another range.
+    LQ_DEVICE_METHOD void stage_activations() const {
+        const int pieces = s.tiles * (kTileRows / 8);
+        const int all = p.m * pieces;
+        const int first_k = s.tile0 * kTileRows;
+        constexpr int kBatch = 4;  // loads in flight per thread
+        for (int base = thread_index(); base < all; base += kBatch * thread_count()) {
+            Vec4 v[kBatch];
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                const int i = base + j * thread_count();
+                const int row = i / pieces;
+                const int k = first_k + (i - row * pieces) * 8;
+                v[j] = Vec4{0, 0, 0, 0};
+                if (i < all && k >= p.k_begin && k < p.k_end) {
+                    v[j] = ld_global4((const u16*)p.x + (long long)row * p.x_stride + (k - p.k_begin));
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+                const int i = base + j * thread_count();
+                const int row = i / pieces;
+                if (i < all) st_shared4(x_address + (u32)row * x_pitch + (u32)(i - row * pieces) * 16, v[j]);
+            }
+        }
+    }
+
+    // ---- products ---------------------------------------------------------------------------------------------------
+
+    LQ_DEVICE_METHOD float scale_at(u32 row_address, int column) const {
+        if (p.flags & kScalesFloat32) return bits_to_float(ld_shared1(row_address + (u32)column * 4));
+        const u16 bits = ld_shared_half(row_address + (u32)column * 2);
+        return (p.flags & kScalesFloat16) ? f16_to_float(bits) : bf16_to_float(bits);
+    }
+
+    // sums += scale * part; part = 0. Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
+    LQ_DEVICE_METHOD void fold(u32 row_address, Sums& part, Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float low = scale_at(row_address, i * 16 + s.lane / 4);
+            const float high = scale_at(row_address, i * 16 + s.lane / 4 + 8);
+#pragma unroll
+            for (int t = 0; t < kMt; ++t) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    sums[i][t][r] = fma_rn(r < 2 ? low : high, part[i][t][r], sums[i][t][r]);
+                    part[i][t][r] = 0.0f;
+                }
+            }
+        }
+    }
+
+    LQ_DEVICE_METHOD void multiply_half_tile(const u32 (&words)[2][4], int half, u32 x_tile, const u32 (&x_rows)[kMt],
+                                             Sums& part) const {
+        u32 a[2][2][4];  // [k16 step][strip]
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) Act::unpack(words[i][2 * half + j], a[j][i]);
+#pragma unroll
+        for (int t = 0; t < kMt; ++t) {
+            u32 b[4];
+            load_matrix4(b, x_tile + x_rows[t] + (u32)(half * 64));
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) Act::mma(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+        }
+    }
+
+    LQ_DEVICE_METHOD void consume(int flat, int in_pair, int slot, const u32 (&x_rows)[kMt], Sums& part, Sums& sums) const {
+        const u32 stage = ring(s.warp) + (u32)(slot * kStageBytes);
+        const u32 scale_rows = stage + (u32)(2 * kStageTiles * kTileBytes);
+#pragma unroll
+        for (int t = 0; t < kStageTiles; ++t) {
+            const int in_slice = in_pair * kStageTiles + t;
+            if (in_slice < s.tiles) {
+                u32 words[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const Vec4 v = ld_shared4(stage + (u32)((i * kStageTiles + t) * kTileBytes + s.lane * 16));
+                    words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+                }
+                const u32 x_tile = x_address + (u32)(in_slice * kTileRows * 2);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    multiply_half_tile(words, half, x_tile, x_rows, part);
+                    if (kFold == 0) fold(scale_rows + (u32)((2 * t + half) * kScaleRowBytes), part, sums);
+                }
+                if (kFold == 1 || (kFold == 2 && folds_after(s.tile0 + in_slice, in_pair, flat))) {
+                    fold(scale_rows + (u32)(t * kScaleRowBytes), part, sums);
+                }
+            }
+        }
+    }
+
+    // ---- sums on their way out --------------------------------------------------------------------------------------
+
+    LQ_DEVICE_METHOD void clear(Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int t = 0; t < kMt; ++t)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) sums[i][t][r] = 0.0f;
+    }
+
+    LQ_DEVICE_METHOD void put_slot(u32 address, const Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int t = 0; t < kMt; ++t) st_shared4(address + (u32)(((i * kMt + t) * 32 + s.lane) * 16), pack(sums[i][t]));
+    }
+
+    LQ_DEVICE_METHOD void add_slot(u32 address, Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int t = 0; t < kMt; ++t) add(ld_shared4(address + (u32)(((i * kMt + t) * 32 + s.lane) * 16)), sums[i][t]);
+    }
+
+    LQ_DEVICE_METHOD char* partial(int slice, int pair) const {
+        const long long all_pairs = (p.n / 16 + 1) / 2;
+        return (char*)p.partials + (slice * all_pairs + pair) * kFragmentBytes + s.lane * 16;
+    }
+
+    LQ_DEVICE_METHOD static Vec4 pack(const float (&v)[4]) {
+        return Vec4{float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
+    }
+
+    LQ_DEVICE_METHOD static void add(Vec4 v, float (&sum)[4]) {
+        sum[0] += bits_to_float(v.x), sum[1] += bits_to_float(v.y);
+        sum[2] += bits_to_float(v.z), sum[3] += bits_to_float(v.w);
+    }
+
+    // All of the slice is in `sums`: to the output if the slice is all of K, else to the workspace.
+    LQ_DEVICE_METHOD void finish_slice(int pair, const Sums& sums) const {
+        if (grid_y() == 1) {
+            store(pair, sums);
+            return;
+        }
+        char* to = partial(block_y(), pair);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int t = 0; t < kMt; ++t) st_global4(to + (i * kMt + t) * 512, pack(sums[i][t]));
+    }
+
+    LQ_DEVICE_METHOD void store(int pair, const Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+            for (int r = 0; r < 4; r += 2) {
+                const int column = pair * kPairColumns + i * 16 + s.lane / 4 + r * 4;
+                if (column >= p.n) continue;
+                const float bias = p.bias ? bits_to_float(ld_global1((const float*)p.bias + column)) : 0.0f;
+#pragma unroll
+                for (int t = 0; t < kMt; ++t) {
+#pragma unroll
+                    for (int c = 0; c < 2; ++c) {
+                        const int token = t * 8 + (s.lane % 4) * 2 + c;
+                        if (token < p.m) store_one(token, column, sums[i][t][r + c] + bias);
+                    }
+                }
+            }
+        }
+    }
+
+    LQ_DEVICE_METHOD void store_one(int token, int column, float value) const {
+        if (p.addend) {
+            value += bits_to_float(ld_global1((const float*)p.addend + (long long)token * p.addend_stride + column));
+        }
+        const long long at = (long long)token * p.out_stride + column;
+        if (p.flags & kOutFloat32) {
+            st_global1((float*)p.out + at, float_to_bits(value));
+        } else {
+            st_global_half((u16*)p.out + at, Act::round(value));
+        }
+    }
+
+    // ---- the launch -------------------------------------------------------------------------------------------------
+
+    LQ_DEVICE_METHOD void run() {
+        if (kBulk) {
+            if (s.lane < kStages) barrier_init(barrier(s.lane), 1);
+            barrier_init_fence();
+            warp_sync();
+        }
+        int fetch_in_pair = s.begin % s.stages;
+        int fetch_pair = s.pair0 + s.begin / s.stages;
+        int fetched = s.begin;
+        // Weights never depend on an earlier kernel: fill the ring before waiting for x.
+        for (int slot = 0; slot < kStages - 1; ++slot) {
+            if (fetched < s.end) fetch_next(fetched, fetch_in_pair, fetch_pair, slot);
+            if (!kBulk) copy_async_commit();
+        }
+        wait_for_previous_kernel();
+        stage_activations();
+        block_sync();
+        stream(fetched, fetch_in_pair, fetch_pair);
+        block_sync();
+        let_next_kernel_start();
+        join_warps();
+        if (grid_y() > 1) join_slices();
+    }
+
+    LQ_DEVICE_METHOD void fetch_next(int& fetched, int& in_pair, int& pair, int slot) const {
+        fetch(fetched, in_pair, pair, slot);
+        ++fetched;
+        if (++in_pair == s.stages) {
+            in_pair = 0;
+            ++pair;
+        }
+    }
+
+    LQ_DEVICE_METHOD void stream(int fetched, int fetch_in_pair, int fetch_pair) const {
+        u32 x_rows[kMt];
+#pragma unroll
+        for (int t = 0; t < kMt; ++t) {
+            // Tokens beyond M repeat the last one: their products are finite or not as it is, and are never stored.
+            x_rows[t] = (u32)smaller(t * 8 + s.lane % 8, p.m - 1) * x_pitch + (u32)(s.lane / 8) * 16;
+        }
+        Sums sums, part;
+        clear(sums);
+        clear(part);
+        int in_pair = s.begin % s.stages;
+        int pair = s.pair0 + s.begin / s.stages;
+        int segment_start = in_pair;
+        int slot = 0;
+        u32 parity = 0;
+        for (int flat = s.begin; flat < s.end; ++flat) {
+            if (kBulk) {
+                barrier_wait(barrier(slot), parity);
+            } else {
+                copy_async_wait<kStages - 2>();
+            }
+            // Every lane sees the stage's scales, and is done with the stage before, whose slot is refilled now.
+            warp_sync();
+            if (fetched < s.end) fetch_next(fetched, fetch_in_pair, fetch_pair, slot == 0 ? kStages - 1 : slot - 1);
+            if (!kBulk) copy_async_commit();
+            consume(flat, in_pair, slot, x_rows, part, sums);
+            if (++slot == kStages) {
+                slot = 0;
+                parity ^= 1;
+            }
+            ++in_pair;
+            if (in_pair == s.stages || flat == s.end - 1) {
+                end_segment(pair, segment_start, in_pair, sums);
+                clear(sums);
+                in_pair = 0;
+                segment_start = 0;
+                ++pair;
+            }
+        }
+    }
+
+    // Stages [from, to) of a pair are summed. Whole pairs leave; the first part of a pair stays in the warp's own ring,
+    // which is drained by then (nothing follows it in the run), any other part in the warp's head slot.
+    LQ_DEVICE_METHOD void end_segment(int pair, int from, int to, const Sums& sums) const {
+        if (from == 0 && to == s.stages) {
+            finish_slice(pair, sums);
+        } else if (from == 0) {
+            warp_sync();
+            put_slot(ring(s.warp), sums);
+        } else {
+            put_slot(head_slot(s.warp), sums);
+        }
+    }
+
+    LQ_DEVICE_METHOD void join_warps() const {
+        for (int i = s.warp; i < s.pairs; i += s.warps) {
+            const int first = run_owner(s, i * s.stages);
+            const int last = run_owner(s, (i + 1) * s.stages - 1);
+            if (first == last) continue;
+            Sums sums;
+            clear(sums);
+            add_slot(ring(first), sums);
+            for (int warp = first + 1; warp <= last; ++warp) {
+                if (run_start(s, warp) < run_start(s, warp + 1)) add_slot(head_slot(warp), sums);
+            }
+            finish_slice(s.pair0 + i, sums);
+        }
+    }
+
+    // The block that brings a pair's last slice adds all slices of that pair, in order, and leaves the counter at zero.
+    LQ_DEVICE_METHOD void join_slices() const {
+        fence_gpu();
+        block_sync();
+        for (int base = s.warp; base < s.pairs; base += 32 * s.warps) {
+            const int mine = base + s.lane * s.warps;
+            u32 last = 0;
+            if (mine < s.pairs) {
+                u32* counter = (u32*)p.counters + s.pair0 + mine;
+                last = atomic_add(counter, 1) == (u32)grid_y() - 1 ? 1u : 0u;
+                if (last) st_global1(counter, 0);
+            }
+            fence_gpu();
+            for (int j = 0; j < 32 && base + j * s.warps < s.pairs; ++j) {
+                if (shuffle_from(last, j) == 0) continue;
+                const int pair = s.pair0 + base + j * s.warps;
+                Sums sums;
+                clear(sums);
+                for (int slice = 0; slice < grid_y(); ++slice) {
+                    const char* from = partial(slice, pair);
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+#pragma unroll
+                        for (int t = 0; t < kMt; ++t) add(ld_global4_l2(from + (i * kMt + t) * 512), sums[i][t]);
+                }
+                store(pair, sums);
+            }
+        }
+    }
+};
+
+}  // namespace loopq
+
+// One entry per compilation; the host emulation instantiates the template itself.
+#ifdef LQ_ACT
+LQ_KERNEL void __launch_bounds__(LQ_THREADS, 1) loopq_w4a16_gemm(
+    const void* x, const void* weights, const void* scales, void* out, const void* bias, const void* addend,
+    void* partials, void* counters, int m, int n, int k_tiles, int k_begin, int k_end,
+    int x_stride, int out_stride, int addend_stride, int group_shift, int scale_rows, int flags) {
+    const loopq::Arguments arguments = {x, weights, scales, out, bias, addend, partials, counters,
+                                        m, n, k_tiles, k_begin, k_end,
+                                        x_stride, out_stride, addend_stride, group_shift, scale_rows, flags};
+    loopq::Gemm<loopq::LQ_ACT, LQ_MT, LQ_FOLD, LQ_STAGES, LQ_BULK> gemm(arguments);
+    gemm.run();
+}
+#endif

@@ -1,0 +1,1 @@
+"""CUDA kernels: packed layout, loading, the int4 product and the modules built on it."""

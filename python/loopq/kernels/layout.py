@@ -1,0 +1,206 @@
+"""The packed layout `lq-w4` of the int4 kernel in NumPy: the plain twin of `kernels/README.md`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loopq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "K_STEP",
+    "N_STEP",
+    "TILE_K",
+    "WORDS_PER_TILE",
+    "from_marlin",
+    "marlin_scales_to_rows",
+    "pack_w4",
+    "packed_shape",
+    "unpack_w4",
+]
+
+K_STEP = 32
+"""The input width must be a multiple of this."""
+N_STEP = 16
+"""The output width must be a multiple of this: one strip."""
+TILE_K = 64
+"""Rows of a tile; a short last tile is filled up with zeros."""
+WORDS_PER_TILE = 128
+_OFFSET = 8
+"""A code q in -8..7 is stored as q + 8; padding is stored as 8, exactly zero."""
+
+
+def packed_shape(out_features: int, in_features: int) -> tuple[int, int]:
+    """Shape of the packed weight: (strips of 16 outputs, words of a strip).
+
+    Raises
+    ------
+    ConfigError
+        If the widths are not multiples of 16 (outputs) and 32 (inputs).
+    """
+    if out_features <= 0 or in_features <= 0 or out_features % N_STEP or in_features % K_STEP:
+        raise ConfigError(
+            f"the int4 kernel takes an output width that is a multiple of {N_STEP} and an input width "
+            f"that is a multiple of {K_STEP}; got ({out_features}, {in_features}). Keep this layer unpacked"
+        )
+    return out_features // N_STEP, -(-in_features // TILE_K) * WORDS_PER_TILE
+
+
+def pack_w4(codes: NDArray[np.int8]) -> NDArray[np.int32]:
+    """Pack int4 codes into the kernel's layout.
+
+    Parameters
+    ----------
+    codes : ndarray of int8, shape (out, in)
+        Values in -8..7; `out` a multiple of 16, `in` a multiple of 32.
+
+    Returns
+    -------
+    ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
+        A strip of 16 outputs per row.
+
+    Raises
+    ------
+    ConfigError
+        On another shape or a code outside -8..7.
+
+    Notes
+    -----
+    With K = in rounded up to 64, KT = K / 64 and u = q + 8::
+
+        word(k, n) = ((n >> 4) * KT + (k >> 6)) * 128 + (4 (n & 7) + ((k & 7) >> 1)) * 4 + ((k >> 4) & 3)
+        nibble(k, n) = 2 ((n >> 3) & 1) + ((k >> 3) & 1) + 4 (k & 1)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codes = np.arange(16 * 32).reshape(16, 32).astype(np.int8) % 16 - 8
+    >>> bool((unpack_w4(pack_w4(codes), 32) == codes).all())
+    True
+    """
+    out_features, in_features = codes.shape
+    shape = packed_shape(out_features, in_features)
+    if codes.min() < -_OFFSET or codes.max() > 7:
+        raise ConfigError(f"int4 codes lie in -8..7; got {codes.min()}..{codes.max()}")
+    tiles = shape[1] // WORDS_PER_TILE
+    stored = np.full((out_features, tiles * TILE_K), _OFFSET, np.uint32)
+    stored[:, :in_features] = codes.astype(np.int32) + _OFFSET
+    # n = (strip, half, column), k = (tile, step of 16, high 8, pair, odd)
+    split = stored.reshape(shape[0], 2, 8, tiles, 4, 2, 4, 2)
+    words = np.zeros((shape[0], tiles, 8, 4, 4), np.uint32)
+    for half in range(2):
+        for high in range(2):
+            for odd in range(2):
+                nibble = split[:, half, :, :, :, high, :, odd]  # (strip, column, tile, step, pair)
+                words |= nibble.transpose(0, 2, 1, 4, 3) << np.uint32(4 * (2 * half + high + 4 * odd))
+    return words.reshape(shape).view(np.int32)
+
+
+def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
+    """Codes (out, in) of a packed weight; the inverse of `pack_w4`.
+
+    Raises
+    ------
+    ConfigError
+        If `packed` does not have the shape that `in_features` asks for.
+    """
+    strips = packed.shape[0]
+    if packed.ndim != 2 or packed.shape != packed_shape(strips * N_STEP, in_features):
+        raise ConfigError(f"packed weight of shape {packed.shape} does not hold {in_features} inputs")
+    tiles = packed.shape[1] // WORDS_PER_TILE
+    words = np.ascontiguousarray(packed).view(np.uint32).reshape(strips, tiles, 8, 4, 4)
+    codes = np.empty((strips, 2, 8, tiles, 4, 2, 4, 2), np.int8)
+    for half in range(2):
+        for high in range(2):
+            for odd in range(2):
+                nibble = (words >> np.uint32(4 * (2 * half + high + 4 * odd))) & np.uint32(15)
+                codes[:, half, :, :, :, high, :, odd] = (
+                    nibble.transpose(0, 2, 1, 4, 3).astype(np.int8) - _OFFSET
+                )
+    return codes.reshape(strips * N_STEP, tiles * TILE_K)[:, :in_features].copy()
+
+
+def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -> NDArray[np.int32]:
+    """Packed weight from Marlin's: the same words in another order, padding of the file cut off.
+
+    Parameters
+    ----------
+    words : ndarray of int32, shape (K / 16, 2 N)
+        Marlin's 4-bit layout of a K x N matrix; K and N may exceed the layer's widths (padding).
+    in_features, out_features : int
+        Widths of the layer.
+
+    Returns
+    -------
+    ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
+
+    Raises
+    ------
+    ConfigError
+        If the file's matrix is smaller than the layer, or padding in a short last tile is not zero.
+
+    Notes
+    -----
+    Marlin's word (16-row tile kt, 64-column tile nt, lane, j) goes to native word
+    ``((4 nt + j) KT + (kt >> 2)) * 128 + 4 lane + (kt & 3)``; no nibble moves.
+    """
+    shape = packed_shape(out_features, in_features)
+    k16, double_n = words.shape
+    if k16 * 16 < in_features or double_n // 2 < out_features or double_n % 128:
+        raise ConfigError(
+            f"a Marlin weight of shape {words.shape} holds at most {k16 * 16} inputs and {double_n // 2} "
+            f"outputs; the layer has {in_features} and {out_features}"
+        )
+    tiles = shape[1] // WORDS_PER_TILE
+    zero = np.uint32(0x88888888)
+    source = np.ascontiguousarray(words).view(np.uint32).reshape(k16, double_n // 128, 32, 4)
+    filled = np.full((tiles * 4, *source.shape[1:]), zero, np.uint32)
+    used = min(k16, tiles * 4)
+    filled[:used] = source[:used]
+    native = filled.reshape(tiles, 4, -1, 32, 4).transpose(2, 4, 0, 3, 1)  # (nt, j, tile, lane, step)
+    native = native.reshape(-1, tiles, 32, 4)[: shape[0]]
+    if np.any(native[:, -1, :, (in_features % TILE_K or TILE_K) // 16 :] != zero):
+        raise ConfigError(
+            f"rows beyond {in_features} of a Marlin weight are not zero: is this the layer's width?"
+        )
+    return np.ascontiguousarray(native).reshape(shape).view(np.int32)
+
+
+def marlin_scales_to_rows(
+    scales: NDArray[Any], group_size: int, in_features: int, out_features: int
+) -> NDArray[Any]:
+    """Scales (groups, out) in plain order from Marlin's permuted ones; padded columns are cut off.
+
+    Parameters
+    ----------
+    scales : ndarray, shape (groups, N)
+        As stored in the file; one row means per channel (also where K equals the group size).
+    group_size : int
+        -1 per channel.
+    in_features, out_features : int
+        Widths of the layer.
+
+    Returns
+    -------
+    ndarray, shape (ceil(in / group_size), out)
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer groups or columns than the layer needs.
+    """
+    groups = 1 if group_size == -1 else -(-in_features // group_size)
+    if scales.shape[0] < groups or scales.shape[1] < out_features:
+        raise ConfigError(
+            f"Marlin scales of shape {scales.shape} do not cover {groups} groups of {out_features} outputs"
+        )
+    n = np.arange(scales.shape[1])
+    if scales.shape[0] == 1:
+        stored_at = (n & ~31) + 8 * ((n & 7) >> 1) + 2 * ((n & 31) >> 3) + (n & 1)
+    else:
+        stored_at = (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)
+    return np.ascontiguousarray(scales[:groups, stored_at[:out_features]])

@@ -1,0 +1,220 @@
+"""How one product is cut up for the int4 kernel: pure arithmetic, the same on every machine.
+
+The cut decides the order in which partial sums are added. It depends on the layer and the device; up to 16
+tokens share one cut and up to 32 another, so that a token has the same bits among 1, 7 and 16 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from loopq.errors import ConfigError
+
+__all__ = ["A100", "H200", "DeviceLimits", "GemmShape", "Plan", "Variant", "fold_of", "make_plan"]
+
+TOKENS_PER_LAUNCH = 32
+_TILE_ROWS = 64
+_STAGE_TILES = 2
+_STAGE_WEIGHT_BYTES = 2048
+_SLOT_BYTES = 1024  # float32 sums of one pair of strips for 8 tokens
+_PER_CHANNEL_SHIFT = 30
+# Rough per-SM figures for ranking cuts, in clocks; only their ratios matter.
+_DRAM_BYTES_PER_CLOCK = 19.0
+_L2_BYTES_PER_CLOCK = 48.0
+_JOIN_CLOCKS = 1500.0
+_MAX_SLICES = 32
+_DEPTHS = (6, 5, 4, 3, 2)
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a cut depends on: multiprocessors, shared memory per block in bytes, compute capability."""
+
+    multiprocessors: int
+    shared_bytes: int
+    capability: tuple[int, int]
+
+
+A100 = DeviceLimits(108, 166_912, (8, 0))
+H200 = DeviceLimits(132, 232_448, (9, 0))
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """One product: K range `k_begin..k_end` of a layer, its outputs and its group size (-1: per channel)."""
+
+    out_features: int
+    k_begin: int
+    k_end: int
+    group_size: int
+    token_tiles: int
+
+    @property
+    def pairs(self) -> int:
+        return (self.out_features // 16 + 1) // 2
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.k_end // _TILE_ROWS) - self.k_begin // _TILE_ROWS
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    activation: str  # "bf16" or "fp16"
+    token_tiles: int
+    fold: int
+    stages: int
+    bulk: bool
+
+    @property
+    def threads(self) -> int:
+        return 32 * max_warps(self.token_tiles)
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DLQ_ACT={'Bf16' if self.activation == 'bf16' else 'Fp16'}",
+            f"-DLQ_MT={self.token_tiles}",
+            f"-DLQ_FOLD={self.fold}",
+            f"-DLQ_STAGES={self.stages}",
+            f"-DLQ_BULK={int(self.bulk)}",
+            f"-DLQ_THREADS={self.threads}",
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Grid (`blocks` along the outputs, `slices` along K), warps per block, ring depth and shared memory."""
+
+    blocks: int
+    slices: int
+    warps: int
+    stages: int
+    slice_tiles: int
+    fold: int
+    group_shift: int
+    bulk: bool
+
+    def shared_bytes(self, tokens: int, token_tiles: int) -> int:
+        return _shared_bytes(self, tokens, token_tiles)
+
+
+def fold_of(group_size: int) -> tuple[int, int]:
+    """Compile-time fold mode and `group_shift` for a group size.
+
+    Raises
+    ------
+    ConfigError
+        If the kernel has no such group size.
+    """
+    if group_size == -1:
+        return 2, _PER_CHANNEL_SHIFT
+    if group_size == 32:
+        return 0, 0
+    if group_size == 64:
+        return 1, 0
+    if group_size >= 128 and group_size & (group_size - 1) == 0:
+        return 2, (group_size // _TILE_ROWS).bit_length() - 1
+    raise ConfigError(
+        f"the int4 kernel has group sizes 32, 64, 128 and larger powers of two, and -1 for per channel; "
+        f"got {group_size}"
+    )
+
+
+def token_tiles_for(tokens: int) -> int:
+    """Token tiles of 8 in the compiled variant that takes `tokens` (at most 32) tokens."""
+    return 1 if tokens <= 8 else 2 if tokens <= 16 else 4
+
+
+def max_warps(token_tiles: int) -> int:
+    # Registers per thread: at most 128 with 16 warps, 168 with 12.
+    return 16 if token_tiles <= 2 else 12
+
+
+def _stage_bytes(fold: int) -> int:
+    return _STAGE_WEIGHT_BYTES + (4 if fold == 0 else 2) * 128
+
+
+def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
+    x = tokens * (plan.slice_tiles * _TILE_ROWS * 2 + 16)
+    ring = plan.stages * _stage_bytes(plan.fold)
+    barriers = 8 * plan.stages if plan.bulk else 0
+    return x + plan.warps * (token_tiles * _SLOT_BYTES + ring + barriers)
+
+
+def _clocks(shape: GemmShape, plan: Plan, token_tiles: int) -> float:
+    pairs = -(-shape.pairs // plan.blocks)
+    stages = -(-plan.slice_tiles // _STAGE_TILES)
+    stream = pairs * stages * _stage_bytes(plan.fold) / _DRAM_BYTES_PER_CLOCK
+    x = token_tiles * 8 * plan.slice_tiles * _TILE_ROWS * 2 / _L2_BYTES_PER_CLOCK
+    join = 0.0
+    if plan.slices > 1:
+        join = _JOIN_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / _L2_BYTES_PER_CLOCK
+    return stream + 0.5 * x + join
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    shape: GemmShape,
+    device: DeviceLimits,
+    bulk: bool = False,
+    stages: int | None = None,
+    slices: int | None = None,
+) -> Plan:
+    """The cheapest cut that fits the device.
+
+    Parameters
+    ----------
+    shape : GemmShape
+    device : DeviceLimits
+    bulk : bool
+        Weights by bulk copies (compute capability 9.0 and up).
+    stages, slices : int or None
+        Fix the ring depth or the number of K slices (for measurements).
+
+    Raises
+    ------
+    ConfigError
+        If no cut fits, or bulk copies are asked of a device that has none.
+    """
+    if bulk and device.capability < (9, 0):
+        raise ConfigError(f"bulk copies need compute capability 9.0; this device has {device.capability}")
+    fold, shift = fold_of(shape.group_size)
+    # One cut for up to 16 tokens, another for up to 32: chosen for the largest of the class.
+    class_tiles = 2 if shape.token_tiles <= 2 else 4
+    shallowest = 3 if device.capability >= (9, 0) else 2
+    depths = tuple(d for d in _DEPTHS if d >= shallowest) if stages is None else (stages,)
+    best: tuple[float, Plan] | None = None
+    slice_range = (
+        range(1, min(_MAX_SLICES, shape.tiles, device.multiprocessors) + 1) if slices is None else [slices]
+    )
+    for n_slices in slice_range:
+        blocks = min(device.multiprocessors // n_slices, shape.pairs)
+        slice_tiles = -(-shape.tiles // n_slices)
+        work = (shape.pairs // blocks) * -(-(shape.tiles // n_slices) // _STAGE_TILES)
+        warps = max(1, min(max_warps(class_tiles), work))
+        plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift, bulk)
+        if _deepest(plan, depths, class_tiles, device) is None:
+            continue
+        cost = _clocks(shape, plan, class_tiles)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    # The ring's depth does not change a sum, so fewer tokens may have a deeper one.
+    depth = None if best is None else _deepest(best[1], depths, shape.token_tiles, device)
+    if best is None or depth is None:
+        raise ConfigError(
+            f"no cut of {shape} fits a device with {device.shared_bytes} bytes of shared memory per block"
+        )
+    return replace(best[1], stages=depth)
+
+
+def _deepest(plan: Plan, depths: tuple[int, ...], token_tiles: int, device: DeviceLimits) -> int | None:
+    for depth in depths:
+        if depth * _stage_bytes(plan.fold) < token_tiles * _SLOT_BYTES:
+            continue
+        if _shared_bytes(replace(plan, stages=depth), token_tiles * 8, token_tiles) <= device.shared_bytes:
+            return depth
+    return None

@@ -1,0 +1,112 @@
+"""The packed layout: formulas of kernels/README.md against the vectorised packer, and from Marlin."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopq.errors import ConfigError
+from loopq.kernels import layout
+
+
+def random_codes(out_features: int, in_features: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-8, 8, (out_features, in_features)).astype(np.int8)
+
+
+def pack_by_formula(codes: np.ndarray) -> np.ndarray:
+    n_all, k_all = codes.shape
+    tiles = -(-k_all // 64)
+    words = np.zeros((n_all // 16) * tiles * 128, np.uint32)
+    for n in range(n_all):
+        for k in range(tiles * 64):
+            stored = int(codes[n, k]) + 8 if k < k_all else 8
+            word = ((n >> 4) * tiles + (k >> 6)) * 128 + (4 * (n & 7) + ((k & 7) >> 1)) * 4 + ((k >> 4) & 3)
+            nibble = 2 * ((n >> 3) & 1) + ((k >> 3) & 1) + 4 * (k & 1)
+            words[word] |= np.uint32(stored << (4 * nibble))
+    return words.reshape(n_all // 16, -1).view(np.int32)
+
+
+def marlin_by_formula(codes: np.ndarray) -> np.ndarray:
+    """Marlin's word for every (k, n); codes (out, in), in a multiple of 16, out of 64."""
+    n_all, k_all = codes.shape
+    words = np.zeros(k_all // 16 * 2 * n_all, np.uint32)
+    k, n = np.meshgrid(np.arange(k_all), np.arange(n_all), indexing="ij")
+    at = (k >> 4) * 2 * n_all + (n >> 6) * 128 + (4 * (n & 7) + ((k & 7) >> 1)) * 4 + ((n >> 4) & 3)
+    nibble = 2 * ((n >> 3) & 1) + ((k >> 3) & 1) + 4 * (k & 1)
+    np.bitwise_or.at(
+        words,
+        at.ravel(),
+        ((codes.T.astype(np.uint32) + 8) & 15).ravel() << (4 * nibble).ravel().astype(np.uint32),
+    )
+    return words.reshape(k_all // 16, 2 * n_all).view(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(16, 32), (16, 64), (48, 96), (32, 160), (64, 128)]
+)
+def test_packer_follows_the_formula(out_features: int, in_features: int) -> None:
+    codes = random_codes(out_features, in_features)
+    np.testing.assert_array_equal(layout.pack_w4(codes), pack_by_formula(codes))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_unpack_undoes_pack(strips: int, steps: int, seed: int) -> None:
+    codes = random_codes(strips * 16, steps * 32, seed)
+    np.testing.assert_array_equal(layout.unpack_w4(layout.pack_w4(codes), steps * 32), codes)
+
+
+def test_padding_is_the_code_of_zero() -> None:
+    packed = layout.pack_w4(np.full((16, 32), -8, np.int8)).view(np.uint32).reshape(32, 4)
+    assert (packed[:, :2] == 0).all()
+    assert (packed[:, 2:] == 0x88888888).all()
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "pad_k", "pad_n"), [(128, 256, 0, 0), (96, 64, 32, 0), (160, 80, 96, 176), (64, 16, 64, 240)]
+)
+def test_marlin_words_are_a_permutation(k: int, n: int, pad_k: int, pad_n: int) -> None:
+    codes = random_codes(n, k)
+    padded = np.pad(codes, ((0, pad_n), (0, pad_k)))
+    np.testing.assert_array_equal(layout.from_marlin(marlin_by_formula(padded), k, n), layout.pack_w4(codes))
+
+
+def test_marlin_scales_come_back_in_order() -> None:
+    rng = np.random.default_rng(3)
+    plain = rng.standard_normal((5, 128)).astype(np.float32)
+    n = np.arange(128)
+    stored = np.empty_like(plain)
+    stored[:, (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)] = plain
+    np.testing.assert_array_equal(layout.marlin_scales_to_rows(stored, 128, 544, 112), plain[:, :112])
+    one = plain[:1]
+    stored = np.empty_like(one)
+    stored[:, (n & ~31) + 8 * ((n & 7) >> 1) + 2 * ((n & 31) >> 3) + (n & 1)] = one
+    np.testing.assert_array_equal(layout.marlin_scales_to_rows(stored, -1, 544, 128), one)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (24, 64), (16, 48), (0, 32)])
+def test_other_widths_are_refused(shape: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"multiple of 16.*multiple of 32"):
+        layout.packed_shape(*shape)
+
+
+def test_codes_outside_int4_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"-8\.\.7; got 0\.\.8"):
+        layout.pack_w4(np.tile(np.arange(0, 9, 8, dtype=np.int8), (16, 16)))
+
+
+def test_unpack_refuses_another_width() -> None:
+    with pytest.raises(ConfigError, match="does not hold 128 inputs"):
+        layout.unpack_w4(layout.pack_w4(random_codes(16, 64)), 128)
+
+
+def test_marlin_refuses_what_does_not_fit() -> None:
+    words = marlin_by_formula(random_codes(64, 64))
+    with pytest.raises(ConfigError, match="at most 64 inputs and 64 outputs"):
+        layout.from_marlin(words, 128, 64)
+    with pytest.raises(ConfigError, match="rows beyond 32"):
+        layout.from_marlin(words, 32, 64)
+    with pytest.raises(ConfigError, match="do not cover 2 groups"):
+        layout.marlin_scales_to_rows(np.ones((1, 64), np.float32), 128, 256, 64)

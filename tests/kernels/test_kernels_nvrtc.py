@@ -1,0 +1,61 @@
+"""Every kernel compiles for sm_80 and sm_90 without spills; needs NVRTC, no GPU and no driver."""
+
+from __future__ import annotations
+
+import kernel_nvrtc
+import pytest
+
+from loopq.kernels.plan import Variant
+from loopq.kernels.sources import translation_unit
+
+pytestmark = pytest.mark.skipif(
+    kernel_nvrtc.library() is None,
+    reason="NO NVRTC: the CUDA kernels are NOT compiled here; install the extra cuda12 or cuda13",
+)
+
+# Registers a block of `threads` may use per thread, of the 65,536 of a multiprocessor.
+LIMIT = {512: 128, 384: 168}
+
+
+def variants(architecture: str) -> list[Variant]:
+    """Every kind of code, not every combination: other ring depths are compiled for one fold only."""
+    found = [
+        Variant(activation, token_tiles, fold, 4, bulk)
+        for activation in ("bf16", "fp16")
+        for token_tiles in (1, 2, 4)
+        for fold in (0, 1, 2)
+        for bulk in (False, True)
+        if not (bulk and architecture == "sm_80") and (activation == "bf16" or fold == 2)
+    ]
+    return found + [Variant("bf16", 1, 2, stages, False) for stages in (2, 3, 5, 6)]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_gemm_compiles_without_spills(architecture: str) -> None:
+    source = translation_unit("w4a16_gemm.cu")
+    for variant in variants(architecture):
+        options = [f"-arch={architecture}", "-std=c++17", *variant.defines]
+        cubin = kernel_nvrtc.compile_cubin(source, "w4a16_gemm.cu", options)
+        used = kernel_nvrtc.resources(cubin, "loopq_w4a16_gemm")
+        assert used.stack_bytes == 0, f"{variant} for {architecture} spills {used}"
+        assert used.registers <= LIMIT[variant.threads], (
+            f"{variant} for {architecture} needs {used.registers}"
+        )
+
+
+def test_a_spill_would_be_seen() -> None:
+    """The check above reads the right field: 32 warps of the widest variant need a stack."""
+    source = translation_unit("w4a16_gemm.cu")
+    defines = [d for d in Variant("bf16", 4, 0, 4, False).defines if "THREADS" not in d]
+    cubin = kernel_nvrtc.compile_cubin(
+        source, "w4a16_gemm.cu", ["-arch=sm_90", *defines, "-DLQ_THREADS=1024"]
+    )
+    assert kernel_nvrtc.resources(cubin, "loopq_w4a16_gemm").stack_bytes > 0
+
+
+def test_errors_name_the_file_and_line() -> None:
+    source = translation_unit("w4a16_gemm.cu").replace("kTileBytes = 512;", "kTileBytes = no_such_name;")
+    with pytest.raises(RuntimeError, match=r"kernels/w4a16_gemm\.cu\(\d+\): error"):
+        kernel_nvrtc.compile_cubin(
+            source, "w4a16_gemm.cu", ["-arch=sm_80", *Variant("bf16", 1, 2, 4, False).defines]
+        )

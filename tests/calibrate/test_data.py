@@ -1,0 +1,79 @@
+"""Token sets: packing rules, kinds of file, and refusals that name the place."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from loopq.calibrate.data import TokenSet, from_ids, read_tokens, windows
+from loopq.errors import CalibrationError, ConfigError
+from loopq.systems.load import encode_bytes
+
+
+def test_windows_cut_the_text_and_drop_the_rest():
+    made = windows("abcdefghij", encode_bytes, 4, None, "letters")
+    assert [bytes(s.astype(np.uint8)) for s in made.sequences] == [b"abcd", b"efgh"]
+    assert made.n_bytes == 8
+    assert made.describe()["n_tokens"] == 8
+
+
+def test_batches_keep_order_and_never_mix_lengths():
+    made = from_ids([[1, 2], [3, 4], [5, 6, 7], [8, 9]])
+    assert made.plan(8) == [[0, 1], [2], [3]]
+    assert [tuple(b.prompts) for b in made.batches(1)] == [(0,), (1,), (2,), (3,)]
+
+
+def test_kinds_of_file(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world, hello")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "abc"}) + "\n\n" + json.dumps({"input_ids": [7, 8]}))
+    np.save(tmp_path / "c.npy", np.arange(12).reshape(3, 4))
+    assert len(read_tokens(tmp_path / "a.txt", encode_bytes, 6, None).sequences) == 3
+    assert [s.tolist() for s in read_tokens(tmp_path / "b.jsonl", encode_bytes, 6, None).sequences] == [
+        [97, 98, 99],
+        [7, 8],
+    ]
+    assert read_tokens(tmp_path / "c.npy", encode_bytes, 3, 2).sequences[1].tolist() == [4, 5, 6]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "2.txt").write_text("second")
+    (tmp_path / "texts" / "1.txt").write_text("first")
+    assert bytes(read_tokens(tmp_path / "texts", encode_bytes, 5, 1).sequences[0].astype(np.uint8)) == b"first"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.txt", b"abc", "3 tokens make no window of 8"),
+        ("b.txt", b"\xff\xfe", "not UTF-8 text"),
+        ("c.jsonl", b"{]", "line 1: not JSON"),
+        ("d.jsonl", b'{"body": "x"}', "no field 'text'"),
+        ("e.jsonl", b"", "no token sequences"),
+        ("f.jsonl", b'{"text": ""}', "prompt 0 is empty"),
+        ("g.npy", b"nonsense", "cannot be read as an array"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, name, content, match):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(CalibrationError, match=match):
+        read_tokens(path, encode_bytes, 8, None)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(CalibrationError, match=r"nowhere\.txt: cannot be read"):
+        read_tokens(tmp_path / "nowhere.txt", encode_bytes, 8, None)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match="seq_len"):
+        windows("abc", encode_bytes, 1, None, "x")
+    with pytest.raises(ConfigError, match="batch_size"):
+        from_ids([[1]]).plan(0)
+    with pytest.raises(CalibrationError):
+        TokenSet((), "nothing", "prompts")
+
+
+def test_digest_tells_sequences_apart():
+    assert from_ids([[1, 2], [3]]).digest() != from_ids([[1], [2, 3]]).digest()
+    assert from_ids([[1, 2]]).digest() == from_ids([np.array([1, 2])]).digest()

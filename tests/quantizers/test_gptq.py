@@ -1,0 +1,143 @@
+"""The core's GPTQ against the published algorithm in NumPy float64, on random and on collected Hessians."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.select import select
+from loopq.config import LayerConfig
+from loopq.errors import SolveError
+from loopq.quantizers import QUANTIZERS, Problem
+from tests.quantizers.reference import gptq
+
+
+def solve(method, weight, hessian, **settings):
+    return QUANTIZERS.get(method)(
+        Problem("layer.weight", weight, hessian, LayerConfig(method=method, **settings), "out_in", 2, {})
+    )
+
+
+def correlated(rng, d, rows=None):
+    """A Hessian with a few strong directions, as activations have them."""
+    x = rng.normal(size=(rows or 2 * d, d)) @ (np.eye(d) + 0.5 * rng.normal(size=(d, d)) / np.sqrt(d))
+    x += 3 * rng.normal(size=(len(x), 1)) * rng.normal(size=d)
+    return x.T @ x
+
+
+def assert_same_codes(layer, codes, scale):
+    """Equal codes; rows may differ only after a tie that rounding error decides, and those are rare."""
+    differing = (layer.codes != codes).any(axis=1)
+    assert differing.mean() <= 0.01, f"{differing.sum()} of {len(differing)} rows differ"
+    np.testing.assert_allclose(layer.scales[~differing], scale[~differing], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "d", "bits", "group_size"),
+    [(24, 64, 4, 32), (17, 100, 3, 32), (8, 33, 2, 16), (16, 160, 4, 128), (9, 96, 8, -1), (32, 512, 4, 128), (20, 200, 3, -1)],
+)
+@pytest.mark.parametrize("scales", ["group", "static"])
+@pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
+def test_codes_equal_the_reference(rows, d, bits, group_size, scales, scale_dtype):
+    rng = np.random.default_rng(d + bits)
+    weight = rng.normal(size=(rows, d)).astype(np.float32)
+    hessian = correlated(rng, d)
+    settings = {"bits": bits, "group_size": group_size, "damping": 0.01, "scales": scales, "scale_dtype": scale_dtype}
+    layer = solve("gptq", weight, hessian, **settings)
+    codes, scale, _ = gptq(weight, hessian, **settings)
+    assert_same_codes(layer, codes, scale)
+
+
+def test_asymmetric_codes_equal_the_reference():
+    rng = np.random.default_rng(0)
+    weight = (rng.normal(size=(16, 96)) + 0.7).astype(np.float32)
+    hessian = correlated(rng, 96)
+    settings = {"bits": 4, "group_size": 32, "damping": 0.01, "symmetric": False, "scale_dtype": "float32"}
+    layer = solve("gptq", weight, hessian, **settings)
+    codes, scale, zero = gptq(weight, hessian, **settings)
+    assert_same_codes(layer, codes, scale)
+    np.testing.assert_array_equal(layer.zeros, zero)
+
+
+def test_codes_equal_the_reference_on_collected_hessians(tiny, tokens):
+    selection = select(tiny.system, tokens)
+    sums = HessianSet(Collection(tiny.system, tokens, selection), {p.name: [0, 1, 2] for p in selection.input_groups})
+    sums.run_pass(list(sums.steps))
+    for p in selection.observed:
+        weight = tiny.system.parameter(p).detach().numpy()
+        hessian = sums.accumulators[selection.leaders[p.name]].matrix()
+        layer = solve("gptq", weight, hessian, bits=3, group_size=20, damping=0.01, scale_dtype="float32")
+        codes, scale, _ = gptq(weight, hessian, bits=3, group_size=20, damping=0.01)
+        assert_same_codes(layer, codes, scale)
+
+
+@pytest.mark.parametrize("group_size", [-1, 16, 24])
+def test_gptq_with_identity_hessian_is_rtn(group_size):
+    rng = np.random.default_rng(1)
+    weight = rng.normal(size=(12, 72)).astype(np.float32)
+    for c in (1.0, 3e-5, 7e8):
+        settings = {"bits": 4, "group_size": group_size}
+        assert solve("gptq", weight, c * np.eye(72), **settings).same_as(solve("rtn", weight, None, **settings))
+
+
+def test_scaling_the_hessian_changes_no_code():
+    rng = np.random.default_rng(2)
+    weight, hessian = rng.normal(size=(12, 80)).astype(np.float32), correlated(rng, 80)
+    plain = solve("gptq", weight, hessian, bits=3, group_size=32)
+    for c in (2.0**-20, 2.0, 2.0**30):
+        assert solve("gptq", weight, c * hessian, bits=3, group_size=32).same_as(plain)
+    assert np.array_equal(solve("gptq", weight, 2 / 137 * hessian, bits=3, group_size=32).codes, plain.codes)
+
+
+def test_block_size_and_threads_change_no_code():
+    rng = np.random.default_rng(3)
+    weight, hessian = rng.normal(size=(40, 150)).astype(np.float32), correlated(rng, 150)
+    config = LayerConfig(bits=3, group_size=32)
+    gptq_ = QUANTIZERS.get("gptq")
+    plain = gptq_(Problem("x", weight, hessian, config, "out_in", 1, {}))
+    for block in (1, 7, 32, 100, 1000):
+        for threads in (1, 2):
+            other = LayerConfig(bits=3, group_size=32, block_size=block)
+            assert gptq_(Problem("x", weight, hessian, other, "out_in", threads, {})).same_as(plain)
+
+
+def test_permuting_rows_permutes_the_result():
+    rng = np.random.default_rng(4)
+    weight, hessian = rng.normal(size=(10, 64)).astype(np.float32), correlated(rng, 64)
+    order = rng.permutation(10)
+    plain = solve("gptq", weight, hessian, bits=4, group_size=16)
+    assert np.array_equal(solve("gptq", weight[order], hessian, bits=4, group_size=16).codes, plain.codes[order])
+
+
+def test_gptq_lowers_the_proxy():
+    rng = np.random.default_rng(5)
+    for d in (32, 128):
+        weight, hessian = rng.normal(size=(24, d)).astype(np.float32), correlated(rng, d)
+        loss = {}
+        for method in ("rtn", "gptq"):
+            error = solve(method, weight, hessian, bits=3, group_size=32).dequantize() - weight
+            loss[method] = np.trace(error @ hessian @ error.T)
+        assert loss["gptq"] < loss["rtn"]
+
+
+def test_singular_hessian_without_damping_is_an_error_with_advice():
+    rng = np.random.default_rng(6)
+    x = rng.normal(size=(5, 20))
+    with pytest.raises(SolveError, match=r"layer layer\.weight: .*damping"):
+        solve("gptq", rng.normal(size=(4, 20)).astype(np.float32), x.T @ x, damping=0.0, bits=4, group_size=-1)
+
+
+def test_gptq_without_activations_is_an_error():
+    with pytest.raises(SolveError, match="needs the layer's activations"):
+        solve("gptq", np.ones((2, 4), np.float32), None)
+
+
+def test_rtn_is_idempotent_and_within_half_a_step():
+    rng = np.random.default_rng(7)
+    weight = rng.normal(size=(16, 90)).astype(np.float32)
+    layer = solve("rtn", weight, None, bits=4, group_size=32, scale_dtype="float32")
+    again = solve("rtn", layer.dequantize(), None, bits=4, group_size=32, scale_dtype="float32")
+    np.testing.assert_array_equal(again.dequantize(), layer.dequantize())
+    step = np.repeat(layer.scales, [32, 32, 26], axis=1)
+    assert (np.abs(weight - layer.dequantize()) <= step * 0.5000001).all()

@@ -1,0 +1,416 @@
+"""The compiled core of loopq: Hessians, factors, quantizers and packing on plain arrays.
+
+Everything here takes and gives NumPy arrays, releases the interpreter, answers Ctrl-C, and gives the same bits for
+any ``threads`` and ``block_size``. ``threads = 0`` means all that the process may use. ``progress`` is called about
+ten times a second with the share of the work that is done, between 0 and 1; what it raises stops the work.
+"""
+
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import Any, Literal, TypedDict, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__version__: str
+
+_ScaleType = Literal["float32", "float16", "bfloat16"]
+_Precision = Literal["float64", "float32"]
+_Progress = Callable[[float], object]
+
+class _State(TypedDict):
+    spec_version: int
+    dim: int
+    steps: list[int]
+    per_step: bool
+    n_rows: list[int]
+    hi: list[NDArray[np.int64]]
+    lo: list[NDArray[np.int64]]
+
+def cpu_features() -> list[str]:
+    """Name the instruction sets that this machine runs; the last one is in use.
+
+    Returns
+    -------
+    list of str
+        Out of ``'portable'``, ``'avx2+fma'``, ``'avx512'``, ``'avx512+bf16'``.
+    """
+
+@final
+class HessianAccumulator:
+    """``H_t = X_t^T X_t`` summed over rows, per loop step, reproducibly.
+
+    The rows of one step form one sequence in the order in which they come. It is cut in blocks of 512 rows from the
+    step's first row, whatever the calls; products are summed in float32 within a block and exactly, on a fixed grid
+    of ``2^-68``, between blocks. So threads, chunking, shards and merging cannot change a bit, and the sum of
+    ``H_t`` over ``t`` is ``H`` exactly. The spec is ``docs/formats/hessian.md``.
+
+    Parameters
+    ----------
+    dim : int
+        Columns of a row.
+    steps : sequence of int
+        The loop steps that will come, ascending, each once.
+    per_step : bool
+        Keep one Hessian per step (about ``8 * dim**2`` bytes each) or only their sum.
+    threads : int
+        Number of threads; 0 for all.
+    isa : str, optional
+        One of `cpu_features`; the best by default. The rows' type and this choose the float32 sums within a block:
+        all but ``'avx512+bf16'`` with bfloat16 rows give the same bits.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        `dim`, `steps`, `threads` or `isa` outside what is allowed.
+    """
+
+    def __new__(
+        cls, dim: int, steps: Sequence[int], *, per_step: bool, threads: int = 0, isa: str | None = None
+    ) -> HessianAccumulator: ...
+    @property
+    def dim(self) -> int:
+        """Columns of a row."""
+    @property
+    def steps(self) -> list[int]:
+        """The loop steps, ascending."""
+    @property
+    def per_step(self) -> bool:
+        """Whether there is one Hessian per step."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the exact sums and by rows that wait for their block to fill."""
+    def update(self, step: int, rows: NDArray[Any]) -> None:
+        """Add rows to a step. A refused call changes nothing.
+
+        Parameters
+        ----------
+        step : int
+            One of `steps`.
+        rows : ndarray of float32, float16 or uint16, shape (n, dim)
+            C-contiguous; uint16 holds bfloat16 bits. One accumulator takes one type.
+
+        Raises
+        ------
+        loopq.errors.NonFiniteError
+            NaN or infinity, named by step, row (counted from the step's first row) and column.
+        loopq.errors.SolveError
+            Magnitudes above ``2^23``, or a sum that would pass ``2^56``.
+        loopq.errors.ConfigError
+            An unknown step, another width or type, or an update after `finish`.
+        """
+    def update_file(
+        self, step: int, path: str | PathLike[str], offset: int, n_rows: int, dtype: Literal["BF16", "F16", "F32"]
+    ) -> None:
+        """Add rows that lie in a file, memory-mapped, from byte `offset` on.
+
+        Parameters
+        ----------
+        step : int
+            One of `steps`.
+        path : path-like
+            The file; it must not be written to meanwhile.
+        offset : int
+            Bytes before the first row; any alignment.
+        n_rows : int
+            Rows of `dim` values each.
+        dtype : {'BF16', 'F16', 'F32'}
+            Their type, by its safetensors name.
+
+        Raises
+        ------
+        loopq.errors.DumpError
+            The file cannot be read or ends too early.
+        """
+    def n_rows(self, step: int) -> int:
+        """Count the rows that a step has seen."""
+    def finish(self) -> None:
+        """Work off partial blocks; no update is taken afterwards. Further calls do nothing."""
+    def matrix(
+        self,
+        steps: Sequence[int] | None = None,
+        *,
+        dtype: _Precision = "float64",
+        weights: Sequence[float] | None = None,
+    ) -> NDArray[np.floating[Any]]:
+        """Give the full symmetric Hessian, summed over steps.
+
+        Parameters
+        ----------
+        steps : sequence of int, optional
+            Which steps; all by default. With ``per_step=False`` only all of them.
+        dtype : {'float64', 'float32'}
+            The exact sum is rounded once to float64, and from there to float32.
+        weights : sequence of float, optional
+            One per step, 0 or more: each ``H_t`` is rounded to float64, multiplied, and added in ascending order of
+            steps. Without weights the sum over steps is exact.
+
+        Returns
+        -------
+        ndarray, shape (dim, dim)
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            Not finished, unknown steps, or steps asked of a Hessian that only holds the sum.
+        """
+    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """Give the diagonal of the Hessian summed over steps, shape (dim,)."""
+    def trace(self, step: int | None = None) -> float:
+        """Give ``tr H_t`` of one step, or of the sum over all steps."""
+    def merge(self, other: HessianAccumulator) -> None:
+        """Add another finished accumulator: any order and any grouping of merges give the same bits.
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            Widths, steps or `per_step` differ, or one of the two is not finished.
+        """
+    def state(self) -> _State:
+        """Give the exact state.
+
+        Returns
+        -------
+        dict
+            ``spec_version``, ``dim``, ``steps``, ``per_step``, ``n_rows`` (per step), and the lists ``hi`` and
+            ``lo`` with one int64 array of ``dim * (dim + 1) / 2`` per matrix: the packed upper triangle, row-major,
+            of ``(hi * 2^62 + lo) * 2^-68``.
+        """
+    @staticmethod
+    def from_state(state: _State, *, threads: int = 0) -> HessianAccumulator:
+        """Make a finished accumulator from `state`'s result.
+
+        Raises
+        ------
+        loopq.errors.DumpError
+            The state breaks its format.
+        """
+
+@final
+class Factor:
+    """The reversed Cholesky factor of a damped Hessian, to be shared by layers with the same input.
+
+    ``H + damping * mean(diag H) * I = R R^T`` with ``R`` upper triangular.
+
+    Parameters
+    ----------
+    h : ndarray of float64 or float32, shape (dim, dim)
+        Its upper triangle is read.
+    damping : float
+        Fraction of the mean diagonal.
+    precision : {'float64', 'float32'}
+        In which the factor is computed, stored and used.
+    act_order : bool
+        Take columns by descending diagonal of `h`.
+    threads : int
+        Number of threads; 0 for all.
+    progress : callable, optional
+        Called with the share done.
+
+    Raises
+    ------
+    loopq.errors.SolveError
+        All of `h` is zero, or a pivot is not positive (named by column).
+    loopq.errors.NonFiniteError
+        NaN or infinity in `h`.
+    """
+
+    def __new__(
+        cls,
+        h: NDArray[np.floating[Any]],
+        damping: float,
+        precision: _Precision = "float64",
+        *,
+        act_order: bool = False,
+        threads: int = 0,
+        progress: _Progress | None = None,
+    ) -> Factor: ...
+    @property
+    def dim(self) -> int:
+        """Columns of the Hessian."""
+    @property
+    def precision(self) -> str:
+        """``'float64'`` or ``'float32'``."""
+    @property
+    def damping(self) -> float:
+        """The fraction asked for."""
+    @property
+    def damping_abs(self) -> float:
+        """What was added to the diagonal."""
+    @property
+    def act_order(self) -> bool:
+        """Whether columns are taken by descending diagonal."""
+    @property
+    def n_dead_columns(self) -> int:
+        """Columns whose diagonal was zero before damping."""
+    @property
+    def pivots(self) -> NDArray[np.float64]:
+        """``R_jj^2`` in the order of the factor: what a unit error in a column costs after compensation."""
+
+def rtn(
+    w: NDArray[np.float32],
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool = True,
+    scale_dtype: _ScaleType = "float32",
+    scale_search: Literal["max", "mse"] = "max",
+    weights_diag: NDArray[np.float64] | None = None,
+    threads: int = 0,
+    progress: _Progress | None = None,
+) -> dict[str, Any]:
+    """Round every weight to the nearest point of its group's grid.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    bits : {2, 3, 4, 8}
+        Bits per code.
+    group_size : int
+        Columns per scale; 0 or -1 for one scale per row. A ragged last group has its own scale.
+    symmetric : bool
+        Codes ``-2^(b-1)..2^(b-1)-1`` with ``scale = max|w| / (2^(b-1)-1)``, or ``0..2^b-1`` with a zero point.
+    scale_dtype : {'float32', 'float16', 'bfloat16'}
+        Scales are rounded to it before codes are computed.
+    scale_search : {'max', 'mse'}
+        Scale from the largest magnitude, or the best of 70 shrunken ones by (weighted) square error.
+    weights_diag : ndarray of float64, shape (dim,), optional
+        Weights of the columns in the scale search.
+    threads : int
+        Number of threads; 0 for all.
+    progress : callable, optional
+        Called with the share done.
+
+    Returns
+    -------
+    dict
+        ``codes`` (int8 if symmetric, else uint8; (m, dim)), ``scales`` (float32, (m, G)), ``zeros`` (uint8, (m, G),
+        or None).
+
+    Raises
+    ------
+    loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
+        A setting that is not allowed; NaN or infinity in `w`; a scale that `scale_dtype` cannot hold.
+    """
+
+def gptq(
+    w: NDArray[np.float32],
+    h: NDArray[np.floating[Any]],
+    *,
+    bits: int,
+    group_size: int,
+    damping: float,
+    symmetric: bool = True,
+    precision: _Precision = "float64",
+    scale_dtype: _ScaleType = "float32",
+    scales: Literal["group", "static"] = "group",
+    scale_search: Literal["max", "mse"] = "max",
+    act_order: bool = False,
+    block_size: int = 128,
+    factor: Factor | None = None,
+    energy: bool = True,
+    threads: int = 0,
+    progress: _Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize a weight column by column against a Hessian.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    h : ndarray of float64 or float32, shape (dim, dim)
+        ``X^T X`` over the calibration rows; any positive factor changes no code.
+    bits, group_size, symmetric, scale_dtype
+        As in `rtn`.
+    damping : float
+        Fraction of the mean diagonal that is added to the diagonal.
+    precision : {'float64', 'float32'}
+        Of factor and weight updates.
+    scales : {'group', 'static'}
+        Take a group's scale when the sweep reaches it, from the updated weights, or before, from the original ones.
+    scale_search : {'max', 'mse'}
+        As in `rtn`; the weights of the search are the factor's pivots.
+    act_order : bool
+        Take columns by descending diagonal of `h`. Groups keep their columns, so no ``g_idx`` is needed; asks for
+        ``scales='static'``.
+    block_size : int
+        Columns between two long updates; changes no code.
+    factor : Factor, optional
+        Made from the same `h`, damping, precision and order.
+    energy : bool
+        Compute ``tr(W H W^T)``, which costs about as much as the solve.
+    threads : int
+        Number of threads; 0 for all.
+    progress : callable, optional
+        Called with the share done.
+
+    Returns
+    -------
+    dict
+        ``codes``, ``scales``, ``zeros`` as in `rtn`; ``proxy`` = ``tr(D H D^T)`` with ``D = W^ - W``,
+        ``proxy_damped``, ``energy`` and ``proxy_relative`` (None without `energy`), ``damping_abs``,
+        ``n_dead_columns``, ``min_pivot``, ``max_pivot``, ``order`` (int64 (dim,) with `act_order`, else None).
+
+    Raises
+    ------
+    loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
+        As in `rtn` and `Factor`.
+
+    Notes
+    -----
+    With ``H' = R R^T`` and ``A = R diag(R)^-1``, column ``j`` is rounded at
+    ``w_j + sum_{i<j} (w_i - q_i) A_ij``, which gives the codes of GPTQ's inverse form.
+    """
+
+def dequantize(
+    codes: NDArray[np.int8] | NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    zeros: NDArray[np.uint8] | None,
+    group_size: int,
+) -> NDArray[np.float32]:
+    """Give ``code * scale`` of int8 codes, or ``(code - zero) * scale`` of uint8 codes, in float32, shape (m, dim)."""
+
+def proxy(
+    w: NDArray[np.float32], w_hat: NDArray[np.float32] | None, h: NDArray[np.floating[Any]], threads: int = 0
+) -> float:
+    """Give ``tr((W^ - W) H (W^ - W)^T)`` in float64; ``w_hat=None`` stands for zero and gives ``tr(W H W^T)``."""
+
+def eigvalsh(h: NDArray[np.floating[Any]], threads: int = 0) -> NDArray[np.float64]:
+    """Give all eigenvalues of a symmetric matrix, ascending, in float64. Its upper triangle is read."""
+
+def pack_dense(
+    codes: NDArray[np.int8] | NDArray[np.uint8], bits: int, zero_offset: int = 0
+) -> NDArray[np.int32]:
+    """Pack codes along the last axis: code ``j`` plus `zero_offset` takes bits ``[j*b, (j+1)*b)``, low bit first.
+
+    Returns
+    -------
+    ndarray of int32, shape (m, ceil(dim * bits / 32))
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        Bits that do not exist, or a code that does not fit.
+    """
+
+def unpack_dense(
+    packed: NDArray[np.int32], bits: int, dim: int, zero_offset: int = 0
+) -> NDArray[np.int8] | NDArray[np.uint8]:
+    """Undo `pack_dense`: uint8 codes if `zero_offset` is 0, else int8 codes ``u - zero_offset``, shape (m, dim)."""
+
+def marlin_pack(
+    codes: NDArray[np.int8] | NDArray[np.uint8], scales: NDArray[np.float32]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Pack 4-bit symmetric codes (N, K) and scales (N, G) to Marlin's ``(K/16, 2N)`` words and ``(G, N)`` scales.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        ``K`` is no multiple of 16 or ``N`` none of 64, or a code does not fit.
+    """
+
+def marlin_unpack(
+    packed: NDArray[np.int32], scales: NDArray[np.float32]
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Undo `marlin_pack`."""

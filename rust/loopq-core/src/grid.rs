@@ -1,0 +1,347 @@
+//! Quantization grids: scales, zero points and codes of one group.
+//!
+//! Codes are kept *biased*: `u` in `0..2^b`, value `(u - z) * s`. A symmetric grid has `z = 2^(b-1)` everywhere, so
+//! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`.
+
+use crate::{dims, Error, Result};
+
+/// How scales are stored. They are rounded to it before any code is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleType {
+    /// Single precision.
+    F32,
+    /// Half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl ScaleType {
+    /// The type with that `NumPy` or torch name.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "float32" => Ok(Self::F32),
+            "float16" => Ok(Self::F16),
+            "bfloat16" => Ok(Self::Bf16),
+            _ => Err(Error::setting(
+                "scale_dtype",
+                format!("{name:?}"),
+                "'float32', 'float16', 'bfloat16'",
+            )),
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+        }
+    }
+
+    /// Rounds through float32 to the stored type, half to even.
+    #[must_use]
+    pub fn round(self, scale: f64) -> f32 {
+        let single = scale as f32;
+        match self {
+            Self::F32 => single,
+            Self::F16 => half::f16::from_f32(single).to_f32(),
+            Self::Bf16 => half::bf16::from_f32(single).to_f32(),
+        }
+    }
+}
+
+/// How a group's scale is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Search {
+    /// From the largest magnitude.
+    Max,
+    /// The best of [`SHRINK_STEPS`] shrunken scales by weighted square error.
+    Mse,
+}
+
+impl Search {
+    /// The search with that name.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "max" => Ok(Self::Max),
+            "mse" => Ok(Self::Mse),
+            _ => Err(Error::setting(
+                "scale_search",
+                format!("{name:?}"),
+                "'max', 'mse'",
+            )),
+        }
+    }
+}
+
+/// Scales tried by [`Search::Mse`]: `1 - k / 100` of the largest, `k = 0..SHRINK_STEPS`.
+pub const SHRINK_STEPS: usize = 70;
+
+/// A grid's settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Bits per code: 2, 3, 4 or 8.
+    pub bits: u32,
+    /// Columns per scale; 0 for one scale per row.
+    pub group_size: usize,
+    /// Whether zero sits in the middle of the codes.
+    pub symmetric: bool,
+    /// How scales are stored.
+    pub scale_type: ScaleType,
+    /// How scales are found.
+    pub search: Search,
+}
+
+impl Grid {
+    /// Refuses bits outside the formats that exist.
+    pub fn check(&self) -> Result<()> {
+        match self.bits {
+            2 | 3 | 4 | 8 => Ok(()),
+            other => Err(Error::setting("bits", other, "2, 3, 4, 8")),
+        }
+    }
+
+    /// Columns per group in a row of `dim`.
+    #[must_use]
+    pub fn group(&self, dim: usize) -> usize {
+        if self.group_size == 0 {
+            dim.max(1)
+        } else {
+            self.group_size
+        }
+    }
+
+    /// Groups in a row of `dim`; the last may be ragged.
+    #[must_use]
+    pub fn n_groups(&self, dim: usize) -> usize {
+        dim.div_ceil(self.group(dim))
+    }
+
+    /// Largest biased code.
+    #[must_use]
+    pub fn top(&self) -> u8 {
+        ((1_u32 << self.bits) - 1) as u8
+    }
+
+    /// Zero point of a symmetric grid.
+    #[must_use]
+    pub fn middle(&self) -> u8 {
+        1 << (self.bits - 1)
+    }
+
+    /// Fits scale and zero point to a group's values. `weights` (one per value, or none) weigh [`Search::Mse`].
+    ///
+    /// # Errors
+    /// [`Error::ScaleRange`] with row and group 0: the caller knows where it is.
+    pub fn fit(&self, values: &[f64], weights: Option<&[f64]>) -> Result<Level> {
+        let low = values.iter().copied().fold(0.0, f64::min);
+        let high = values.iter().copied().fold(0.0, f64::max);
+        if low == 0.0 && high == 0.0 {
+            return Ok(Level {
+                scale: 1.0,
+                zero: if self.symmetric { self.middle() } else { 0 },
+            });
+        }
+        let full = self.level(low, high, 1.0)?;
+        if self.search == Search::Max {
+            return Ok(full);
+        }
+        let mut best = (self.cost(full, values, weights), full);
+        for k in 1..SHRINK_STEPS {
+            let Ok(level) = self.level(low, high, 1.0 - k as f64 / 100.0) else {
+                break;
+            };
+            let cost = self.cost(level, values, weights);
+            if cost < best.0 {
+                best = (cost, level);
+            }
+        }
+        Ok(best.1)
+    }
+
+    fn level(&self, low: f64, high: f64, shrink: f64) -> Result<Level> {
+        let exact = if self.symmetric {
+            high.max(-low) / f64::from(self.middle() - 1) * shrink
+        } else {
+            (high - low) / f64::from(self.top()) * shrink
+        };
+        let scale = self.scale_type.round(exact);
+        if scale == 0.0 || !scale.is_finite() {
+            let what = if scale == 0.0 { "zero" } else { "infinite" };
+            return Err(Error::ScaleRange {
+                row: 0,
+                group: 0,
+                value: exact,
+                what,
+                dtype: self.scale_type.name(),
+            });
+        }
+        let zero = if self.symmetric {
+            self.middle()
+        } else {
+            (-low * shrink / f64::from(scale))
+                .round_ties_even()
+                .clamp(0.0, f64::from(self.top())) as u8
+        };
+        Ok(Level { scale, zero })
+    }
+
+    fn cost(&self, level: Level, values: &[f64], weights: Option<&[f64]>) -> f64 {
+        let top = self.top();
+        let error = |v: f64| {
+            let d = v - f64::from(level.value(level.code(v, top)));
+            d * d
+        };
+        match weights {
+            None => values.iter().map(|&v| error(v)).sum(),
+            Some(weights) => values
+                .iter()
+                .zip(weights)
+                .map(|(&v, &w)| w * error(v))
+                .sum(),
+        }
+    }
+}
+
+/// Scale and zero point of one group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Level {
+    /// Distance of neighbouring values.
+    pub scale: f32,
+    /// The code of zero.
+    pub zero: u8,
+}
+
+impl Level {
+    /// The nearest biased code; the quotient is taken in double precision and rounded half to even.
+    #[inline(always)]
+    #[must_use]
+    pub fn code(self, value: f64, top: u8) -> u8 {
+        let steps = (value / f64::from(self.scale)).round_ties_even();
+        (steps + f64::from(self.zero)).clamp(0.0, f64::from(top)) as u8
+    }
+
+    /// What a code stands for.
+    #[inline(always)]
+    #[must_use]
+    pub fn value(self, code: u8) -> f32 {
+        (f32::from(code) - f32::from(self.zero)) * self.scale
+    }
+}
+
+/// A quantized matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Quantized {
+    /// Biased codes, row-major.
+    pub codes: Vec<u8>,
+    /// Scales (rows, groups).
+    pub scales: Vec<f32>,
+    /// Zero points (rows, groups).
+    pub zeros: Vec<u8>,
+}
+
+/// `(code - zero) * scale` for every entry; the product is rounded to float32.
+pub fn dequantize(
+    codes: &[u8],
+    scales: &[f32],
+    zeros: &[u8],
+    rows: usize,
+    dim: usize,
+    group: usize,
+) -> Result<Vec<f32>> {
+    dims::check_matrix("codes", codes, rows, dim)?;
+    let n_groups = dim.div_ceil(group.max(1));
+    dims::check_matrix("scales", scales, rows, n_groups)?;
+    dims::check_matrix("zeros", zeros, rows, n_groups)?;
+    let mut out = Vec::with_capacity(codes.len());
+    for r in 0..rows {
+        for (j, chunk) in codes[r * dim..(r + 1) * dim]
+            .chunks(group.max(1))
+            .enumerate()
+        {
+            let level = Level {
+                scale: scales[r * n_groups + j],
+                zero: zeros[r * n_groups + j],
+            };
+            out.extend(chunk.iter().map(|&code| level.value(code)));
+        }
+    }
+    Ok(out)
+}
+
+/// Signed codes of a symmetric grid: `u - 2^(bits - 1)`.
+pub fn to_signed(codes: &[u8], bits: u32) -> Vec<i8> {
+    let middle = 1_u8 << (bits - 1);
+    codes
+        .iter()
+        .map(|&u| u.wrapping_sub(middle) as i8)
+        .collect()
+}
+
+/// Biased codes of signed ones: `q + zero_offset`, each checked to fit `bits` bits.
+pub fn to_biased(codes: &[i8], dim: usize, bits: u32, zero_offset: i64) -> Result<Vec<u8>> {
+    let top = (1_i64 << bits) - 1;
+    codes
+        .iter()
+        .enumerate()
+        .map(|(i, &q)| {
+            let u = i64::from(q) + zero_offset;
+            if (0..=top).contains(&u) {
+                return Ok(u as u8);
+            }
+            let (row, column) = (i / dim.max(1), i % dim.max(1));
+            Err(Error::CodeRange {
+                row,
+                column,
+                value: i64::from(q),
+                bits,
+                zero_offset,
+            })
+        })
+        .collect()
+}
+
+/// Signed codes `u - zero_offset`; refuses what int8 cannot hold.
+pub fn to_signed_by(codes: &[u8], zero_offset: i64) -> Result<Vec<i8>> {
+    codes
+        .iter()
+        .enumerate()
+        .map(|(column, &u)| {
+            let value = i64::from(u) - zero_offset;
+            i8::try_from(value).map_err(|_| Error::CodeRange {
+                row: 0,
+                column,
+                value,
+                bits: 8,
+                zero_offset,
+            })
+        })
+        .collect()
+}
+
+/// `code * scale` for signed codes of a symmetric grid.
+pub fn dequantize_signed(
+    codes: &[i8],
+    scales: &[f32],
+    rows: usize,
+    dim: usize,
+    group: usize,
+) -> Result<Vec<f32>> {
+    dims::check_matrix("codes", codes, rows, dim)?;
+    let n_groups = dim.div_ceil(group.max(1));
+    dims::check_matrix("scales", scales, rows, n_groups)?;
+    let mut out = Vec::with_capacity(codes.len());
+    for r in 0..rows {
+        for (j, chunk) in codes[r * dim..(r + 1) * dim]
+            .chunks(group.max(1))
+            .enumerate()
+        {
+            let scale = scales[r * n_groups + j];
+            out.extend(chunk.iter().map(|&code| f32::from(code) * scale));
+        }
+    }
+    Ok(out)
+}

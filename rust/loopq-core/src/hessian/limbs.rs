@@ -1,0 +1,51 @@
+//! A sum on a fixed grid: `value = (hi * 2^62 + lo) * 2^-68`, `0 <= lo < 2^62`.
+
+/// Bits of the low limb; the two limbs together are one integer in units of `2^UNIT_EXPONENT`.
+pub const LIMB_BITS: u32 = 62;
+
+/// Exponent of the grid.
+pub const UNIT_EXPONENT: i32 = -68;
+
+const MASK: i64 = (1 << LIMB_BITS) - 1;
+const HI_PER_ONE: f32 = 64.0;
+const ONE_PER_HI: f32 = 1.0 / 64.0;
+const LO_PER_ONE: f32 = 295_147_905_179_352_825_856.0; // 2^68
+
+/// Adds float32 sums to their limbs. Exact for magnitudes of `2^-44` and more; below, the sum is rounded to the grid,
+/// half to even. Magnitudes stay below `2^56`, which the row limit guarantees.
+#[inline(always)]
+pub(crate) fn add(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
+    for ((&sum, hi), lo) in sums.iter().zip(hi).zip(lo) {
+        let whole = (sum * HI_PER_ONE).trunc();
+        // |sum - whole / 64| < 1/64 and both are multiples of sum's last place, so the difference is exact.
+        let rest = whole.mul_add(-ONE_PER_HI, sum);
+        let fine = (rest * LO_PER_ONE).round_ties_even() as i64;
+        add_one(hi, lo, whole as i64, fine);
+    }
+}
+
+/// Adds one number on the grid, whose low part may be negative, and keeps `lo` in its range.
+#[inline(always)]
+pub(crate) fn add_one(hi: &mut i64, lo: &mut i64, add_hi: i64, add_lo: i64) {
+    let sum = *lo + add_lo;
+    *hi += add_hi + (sum >> LIMB_BITS);
+    *lo = sum & MASK;
+}
+
+/// The whole sum as one integer in grid units.
+#[inline]
+pub(crate) fn integer(hi: i64, lo: i64) -> i128 {
+    (i128::from(hi) << LIMB_BITS) + i128::from(lo)
+}
+
+/// The sum rounded once to double precision.
+#[inline]
+pub(crate) fn to_f64(units: i128) -> f64 {
+    // 2^-68 is a power of two and the product is never subnormal: no second rounding.
+    units as f64 * f64::from(LO_PER_ONE).recip()
+}
+
+/// Whether a stored pair is one that [`add_one`] can have left.
+pub(crate) fn is_canonical(lo: i64) -> bool {
+    (0..=MASK).contains(&lo)
+}

@@ -1,0 +1,37 @@
+//! `H_t = X_t^T X_t`, summed over rows so that the result does not depend on how the rows arrive.
+//!
+//! The spec is `docs/formats/hessian.md`; in short: the rows of one step form one sequence, cut in blocks of
+//! [`BLOCK_ROWS`] from its first row; the products of a block are summed in float32; each block's sum is then added to
+//! a fixed-point number on a grid of `2^-68`. Adding integers is associative, so order, threads, shards and merging
+//! cannot change a bit, and the sum over `t` of `H_t` is `H` exactly.
+
+mod accumulate;
+mod limbs;
+mod matrix;
+mod rows;
+mod state;
+
+pub use accumulate::{Accumulator, Settings};
+pub use limbs::{LIMB_BITS, UNIT_EXPONENT};
+pub use state::{MatrixState, State, SPEC_VERSION};
+
+/// Rows whose products are summed in float32 before they reach the exact grid.
+pub const BLOCK_ROWS: usize = 512;
+
+/// Columns of a packed panel, and side of the square in which entries are stored.
+pub(crate) const PANEL: usize = 48;
+
+/// Panels per side of the square that one thread works on at a time.
+pub(crate) const MACRO: usize = 4;
+
+/// Largest magnitude of a row entry: `BLOCK_ROWS` squares of it stay within the range of one block's sum.
+pub const ROW_LIMIT: f64 = 8_388_608.0;
+
+/// Largest entry of a Hessian: half the range of the grid, so that float32 rounding cannot reach its end.
+pub const SUM_LIMIT: f64 = 72_057_594_037_927_936.0;
+
+/// Rounds a matrix to single precision.
+#[must_use]
+pub fn narrow(values: &[f64]) -> Vec<f32> {
+    values.iter().map(|&v| v as f32).collect()
+}

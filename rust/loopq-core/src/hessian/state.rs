@@ -1,0 +1,107 @@
+//! The exact state as plain integers, for files.
+
+use crate::hessian::accumulate::{Accumulator, Settings};
+use crate::hessian::matrix::{upper_index, ExactMatrix};
+use crate::{dims, Error, Result};
+
+/// Version of the summation and of the state's layout (`docs/formats/hessian.md`).
+pub const SPEC_VERSION: i64 = 1;
+
+/// One exact matrix: row-major packed upper triangles of both limbs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MatrixState {
+    /// Multiples of `2^-6`.
+    pub hi: Vec<i64>,
+    /// Multiples of `2^-68`, `0 <= lo < 2^62`.
+    pub lo: Vec<i64>,
+}
+
+/// Everything that an accumulator is, once finished.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct State {
+    /// [`SPEC_VERSION`] of the writer.
+    pub spec_version: i64,
+    /// Columns.
+    pub dim: usize,
+    /// Steps, ascending.
+    pub steps: Vec<usize>,
+    /// One matrix per step, or one for their sum.
+    pub per_step: bool,
+    /// Rows per step.
+    pub n_rows: Vec<u64>,
+    /// The matrices, in the order of the steps.
+    pub matrices: Vec<MatrixState>,
+}
+
+impl Accumulator {
+    /// The exact state.
+    pub fn state(&self) -> Result<State> {
+        self.check_finished()?;
+        let Settings {
+            dim,
+            steps,
+            per_step,
+            ..
+        } = self.settings.clone();
+        let n = dims::n_upper(dim)?;
+        let matrices = self.matrices.iter().map(|m| {
+            let mut out = MatrixState {
+                hi: vec![0; n],
+                lo: vec![0; n],
+            };
+            m.for_each(|i, j, hi, lo| {
+                let at = upper_index(dim, i, j);
+                out.hi[at] = hi;
+                out.lo[at] = lo;
+            });
+            out
+        });
+        let n_rows = steps
+            .iter()
+            .map(|&s| self.n_rows(s))
+            .collect::<Result<_>>()?;
+        Ok(State {
+            spec_version: SPEC_VERSION,
+            dim,
+            n_rows,
+            per_step,
+            matrices: matrices.collect(),
+            steps,
+        })
+    }
+
+    /// A finished accumulator with that state.
+    pub fn from_state(state: &State, threads: usize) -> Result<Self> {
+        if state.spec_version != SPEC_VERSION {
+            let reason = format!(
+                "spec version {} where this loopq reads {SPEC_VERSION}",
+                state.spec_version
+            );
+            return Err(Error::BadState(reason));
+        }
+        let expected = if state.per_step { state.steps.len() } else { 1 };
+        if state.matrices.len() != expected || state.n_rows.len() != state.steps.len() {
+            return Err(Error::BadState(format!(
+                "{} steps need {expected} matrices and {} row counts; found {} and {}",
+                state.steps.len(),
+                state.steps.len(),
+                state.matrices.len(),
+                state.n_rows.len()
+            )));
+        }
+        let settings = Settings {
+            dim: state.dim,
+            steps: state.steps.clone(),
+            per_step: state.per_step,
+            threads,
+            isa: crate::simd::Isa::best(),
+        };
+        let mut matrices = Vec::with_capacity(expected);
+        for saved in &state.matrices {
+            let mut matrix = ExactMatrix::zeros(state.dim)?;
+            matrix.load(&saved.hi, &saved.lo)?;
+            matrices.push(matrix);
+        }
+        Self::restore(settings, matrices, &state.n_rows)
+    }
+}

@@ -1,0 +1,4 @@
+//! Bit layouts of stored codes.
+
+pub mod dense;
+pub mod marlin;

@@ -1,0 +1,45 @@
+//! From `W` and `H` to codes and scales.
+
+mod gptq;
+mod proxy;
+mod rtn;
+
+pub use gptq::{gptq, GptqReport, Scales};
+pub use proxy::proxy;
+pub use rtn::rtn;
+
+use crate::error::name_of;
+use crate::{dims, Error, Result};
+
+/// Checks shape and finiteness of a weight.
+pub(crate) fn check_weight(what: &'static str, w: &[f32], rows: usize, dim: usize) -> Result<()> {
+    dims::check_matrix(what, w, rows, dim)?;
+    if dim == 0 {
+        return Err(Error::shape(what, "1 or more columns", 0));
+    }
+    w.iter().position(|v| !v.is_finite()).map_or(Ok(()), |at| {
+        let value = name_of(f64::from(w[at]));
+        Err(Error::NonFiniteMatrix {
+            what,
+            row: at / dim,
+            column: at % dim,
+            value,
+        })
+    })
+}
+
+/// Puts row and group into a scale's error.
+pub(crate) fn located(error: Error, row: usize, group: usize) -> Error {
+    match error {
+        Error::ScaleRange {
+            value, what, dtype, ..
+        } => Error::ScaleRange {
+            row,
+            group,
+            value,
+            what,
+            dtype,
+        },
+        other => other,
+    }
+}

@@ -1,0 +1,109 @@
+//! Packed layouts.
+
+use loopq_core::pack::{dense, marlin};
+use loopq_core::{grid, Error};
+use numpy::{PyArray2, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+use crate::door::{raise, run};
+use crate::hessian::matrix;
+use crate::solving::Codes;
+
+/// Words as the int32 that other tools store.
+fn as_i32(words: Vec<u32>) -> Vec<i32> {
+    words.into_iter().map(u32::cast_signed).collect()
+}
+
+fn as_u32(words: &[i32]) -> Vec<u32> {
+    words.iter().map(|w| w.cast_unsigned()).collect()
+}
+
+/// Biased codes out of either kind.
+fn biased(codes: &Codes<'_>, bits: u32, zero_offset: i64) -> PyResult<Result<Vec<u8>, Error>> {
+    let [_, dim] = codes.shape();
+    Ok(match codes {
+        Codes::Signed(codes) => grid::to_biased(codes.as_slice()?, dim, bits, zero_offset),
+        Codes::Biased(codes) => Ok(codes.as_slice()?.to_vec()),
+    })
+}
+
+#[pyfunction]
+#[pyo3(signature = (codes, bits, zero_offset = 0))]
+pub(crate) fn pack_dense<'py>(
+    py: Python<'py>,
+    codes: &Bound<'py, PyAny>,
+    bits: u32,
+    zero_offset: i64,
+) -> PyResult<Bound<'py, PyArray2<i32>>> {
+    let codes = Codes::take(codes)?;
+    let [rows, dim] = codes.shape();
+    let n_words = dense::words(dim, bits).map_err(|e| raise(py, &e))?;
+    let flat = biased(&codes, bits, zero_offset)?;
+    let words = run(py, None, |_| dense::pack(&flat?, rows, dim, bits))?;
+    matrix(py, as_i32(words), [rows, n_words])
+}
+
+#[pyfunction]
+#[pyo3(signature = (packed, bits, dim, zero_offset = 0))]
+pub(crate) fn unpack_dense<'py>(
+    py: Python<'py>,
+    packed: PyReadonlyArray2<'py, i32>,
+    bits: u32,
+    dim: usize,
+    zero_offset: i64,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (rows, words) = (packed.shape()[0], as_u32(packed.as_slice()?));
+    let codes = run(py, None, |_| dense::unpack(&words, rows, dim, bits))?;
+    if zero_offset == 0 {
+        return Ok(matrix(py, codes, [rows, dim])?.into_any());
+    }
+    let signed = grid::to_signed_by(&codes, zero_offset).map_err(|e| raise(py, &e))?;
+    Ok(matrix(py, signed, [rows, dim])?.into_any())
+}
+
+#[pyfunction]
+#[pyo3(signature = (codes, scales))]
+pub(crate) fn marlin_pack<'py>(
+    py: Python<'py>,
+    codes: &Bound<'py, PyAny>,
+    scales: PyReadonlyArray2<'py, f32>,
+) -> PyResult<(Bound<'py, PyArray2<i32>>, Bound<'py, PyArray2<f32>>)> {
+    let codes = Codes::take(codes)?;
+    let [n, k] = codes.shape();
+    let n_groups = scales.shape()[1];
+    let flat = biased(&codes, 4, 8)?;
+    let scales = scales.as_slice()?;
+    let (words, stored) = run(py, None, |_| {
+        Ok((
+            marlin::pack(&flat?, k, n)?,
+            marlin::pack_scales(scales, n, n_groups)?,
+        ))
+    })?;
+    Ok((
+        matrix(py, as_i32(words), [k / 16, 2 * n])?,
+        matrix(py, stored, [n_groups, n])?,
+    ))
+}
+
+#[pyfunction]
+#[pyo3(signature = (packed, scales))]
+pub(crate) fn marlin_unpack<'py>(
+    py: Python<'py>,
+    packed: PyReadonlyArray2<'py, i32>,
+    scales: PyReadonlyArray2<'py, f32>,
+) -> PyResult<(Bound<'py, PyArray2<i8>>, Bound<'py, PyArray2<f32>>)> {
+    let (k, n) = (packed.shape()[0] * 16, packed.shape()[1] / 2);
+    let n_groups = scales.shape()[0];
+    let words = as_u32(packed.as_slice()?);
+    let stored = scales.as_slice()?;
+    let (codes, scales) = run(py, None, |_| {
+        Ok((
+            marlin::unpack(&words, k, n)?,
+            marlin::unpack_scales(stored, n, n_groups)?,
+        ))
+    })?;
+    Ok((
+        matrix(py, grid::to_signed(&codes, 4), [n, k])?,
+        matrix(py, scales, [n, n_groups])?,
+    ))
+}

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 __version__: str
 
+#: Rows whose products are summed in float32 before they reach the exact grid (docs/formats/hessian.md).
+BLOCK_ROWS: int
+
 _ScaleType = Literal["float32", "float16", "bfloat16"]
 _Precision = Literal["float64", "float32"]
 _Progress = Callable[[float], object]

@@ -8,10 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, cast
 
 import loopq._native as native
 from loopq.checkpoint.files import (
@@ -26,7 +23,7 @@ from loopq.checkpoint.files import (
     write_tensors,
 )
 from loopq.checkpoint.model_files import TENSORS, check_files
-from loopq.errors import DumpError, NonFiniteError
+from loopq.errors import DumpError, LoopqError, NonFiniteError
 from loopq.systems.base import SharedParameter
 
 if TYPE_CHECKING:
@@ -212,24 +209,37 @@ class Dump:
 
 
 def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
-    """Write the exact state of an accumulator; return the SHA-256 of the file."""
-    state = acc.state()
-    arrays = {k: RawTensor.of(v) for k, v in state.items() if isinstance(v, np.ndarray)}
-    plain = {k: v for k, v in state.items() if not isinstance(v, np.ndarray)}
-    return write_tensors(path, arrays, {"loopq_hessian": json.dumps(plain, sort_keys=True)})
+    """Write the exact state of a finished accumulator; return the SHA-256 of the file.
+
+    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for
+    each step that is kept apart; everything else is JSON under the metadata key "loopq_hessian".
+    """
+    state: dict[str, Any] = dict(acc.state())
+    arrays = {
+        f"{limb}.{i:03d}": RawTensor.of(values) for limb in ("hi", "lo") for i, values in enumerate(state.pop(limb))
+    }
+    return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
 
 
 def read_accumulator(path: Path) -> native.HessianAccumulator:
-    """Read the exact state of an accumulator."""
+    """Read the exact state of an accumulator.
+
+    Raises
+    ------
+    DumpError
+        Not such a file, truncated, or with a state that cannot be.
+    """
     _, metadata = read_header(path, DumpError)
     try:
         state: dict[str, Any] = json.loads(metadata["loopq_hessian"])
     except (KeyError, ValueError) as cause:
         raise DumpError(f"{path}: not a Hessian file of loopq") from cause
-    arrays: dict[str, NDArray[Any]] = {k: t.array() for k, t in read_tensors(path, DumpError).items()}
+    tensors = read_tensors(path, DumpError)
+    for limb in ("hi", "lo"):
+        state[limb] = [t.array() for name, t in sorted(tensors.items()) if name.startswith(limb)]
     try:
-        return native.HessianAccumulator.from_state(state | arrays)
-    except (KeyError, TypeError, ValueError) as cause:
+        return native.HessianAccumulator.from_state(cast(Any, state))
+    except (LoopqError, KeyError, TypeError, ValueError) as cause:
         raise DumpError(f"{path}: damaged Hessian state: {cause}") from cause
 
 

@@ -20,6 +20,7 @@ fn cpu_features() -> Vec<String> {
 #[pymodule]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add("BLOCK_ROWS", loopq_core::hessian::BLOCK_ROWS)?;
     m.add_function(wrap_pyfunction!(cpu_features, m)?)?;
     m.add_class::<hessian::HessianAccumulator>()?;
     m.add_class::<solving::Factor>()?;

@@ -1,0 +1,232 @@
+"""Load a looped model: a name of the zoo, a folder, or (with transformers) a hub id."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.checkpoint.files import read_json
+from loopq.errors import CheckpointError, ConfigError, SystemContractError
+from loopq.lazy import require
+from loopq.systems import SYSTEMS
+from loopq.systems.base import LoopedSystem, find_system
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Encode = Callable[[str], Sequence[int]]
+ZOO_PREFIX = "loopq-zoo-"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading found: everything that is not as the checkpoint says it should be.
+
+    Parameters
+    ----------
+    source : str
+        What was asked for.
+    kind : str
+        "zoo" or "transformers".
+    dtype : str
+        Floating types of the parameters, joined by commas.
+    n_parameters : int
+        Numbers in all parameters, a tied one counted once.
+    missing : tuple of str
+        Parameters the checkpoint does not have and no tie supplies.
+    unexpected : tuple of str
+        Tensors of the checkpoint that the model has no place for.
+    tied : tuple of tuple of str
+        Names that stand for one parameter, the first name first.
+    repaired : tuple of str
+        Buffers that came back with other values than a freshly built model has, and were set right.
+    notes : tuple of str
+        Anything else worth saying.
+    """
+
+    source: str
+    kind: str
+    dtype: str
+    n_parameters: int
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    repaired: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+        text = [f"{self.source}: {self.kind} model, {self.n_parameters:,} parameters, {self.dtype}"]
+        text += [f"tied: {' = '.join(names)}" for names in self.tied]
+        text += [f"not in the checkpoint: {name}" for name in self.missing]
+        text += [f"in the checkpoint but not in the model: {name}" for name in self.unexpected]
+        text += [f"buffer set right: {name}" for name in self.repaired]
+        return text + list(self.notes)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to roll out.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode, on its device.
+    system : LoopedSystem
+        Its adapter.
+    encode : callable
+        Text to token ids, without special tokens.
+    tokenizer : object or None
+        The tokenizer behind `encode`; None where a token is a byte.
+    config : dict
+        Contents of ``config.json``.
+    folder : Path or None
+        Where the files lie.
+    config_files : tuple of Path
+        Files other than weights that belong to the checkpoint (configuration, tokenizer, remote code).
+    report : LoadReport
+        What loading found.
+    """
+
+    model: nn.Module
+    system: LoopedSystem
+    encode: Encode
+    tokenizer: Any
+    config: dict[str, Any]
+    folder: Path | None
+    config_files: tuple[Path, ...]
+    report: LoadReport = field(repr=False)
+
+
+def encode_bytes(text: str) -> list[int]:
+    """Token ids of a byte-level model: the UTF-8 bytes of the text."""
+    return list(text.encode("utf-8"))
+
+
+def parse_dtype(dtype: str | None) -> torch.dtype | None:
+    """Turn "float32", "bfloat16" or "float16" into torch's type; None stays None."""
+    if dtype is None:
+        return None
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    found: torch.dtype = getattr(require("torch"), dtype)
+    return found
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of parameters that are one object, in the order of their first names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadReport:
+    """Make the report of a model that is loaded."""
+    parameters = list(model.parameters())
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
+    return LoadReport(
+        source=source,
+        kind=kind,
+        dtype=", ".join(kinds),
+        n_parameters=sum(p.numel() for p in parameters),
+        tied=tied_names(model),
+        **findings,
+    )
+
+
+def choose_system(model: nn.Module, system: str | None) -> LoopedSystem:
+    """Return the adapter named, or the one that fits the model.
+
+    Raises
+    ------
+    SystemContractError
+        None fits, several do, or the one named does not.
+    """
+    if system is None:
+        return find_system(model)
+    cls = SYSTEMS.get(system)
+    if not cls.matches(model):
+        raise SystemContractError(
+            f"system {system!r} does not fit {type(model).__name__}; leave --system out to have it found"
+        )
+    return cls(model)
+
+
+def load_model(
+    spec: str | Path,
+    *,
+    system: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> LoadedModel:
+    """Load a looped model and find its adapter.
+
+    Parameters
+    ----------
+    spec : str or Path
+        Name of a zoo model (`loopq.zoo.available`) or a folder with ``config.json`` and safetensors.
+    system : str, optional
+        Name of the adapter, where it is not to be found by itself.
+    trust_remote_code : bool
+        Allow the checkpoint to bring and run its own Python code.
+    allow_pickle : bool
+        Allow weights in pickle files (``*.bin``), which can run code when they are read.
+    dtype : {"float32", "bfloat16", "float16"}, optional
+        Cast the model; what the checkpoint holds when absent.
+    device : str
+        Device of the model.
+
+    Returns
+    -------
+    LoadedModel
+
+    Raises
+    ------
+    ConfigError
+        Nothing of this name, or a dtype that is not known.
+    CheckpointError
+        Files that are damaged or do not fit.
+    SystemContractError
+        No looped system fits the model.
+    """
+    wanted = parse_dtype(dtype)
+    folder = _find_folder(spec)
+    config = read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / 'config.json'}: not a JSON object")
+    if not str(config.get("model_type", "")).startswith(ZOO_PREFIX):
+        raise ConfigError(f"{folder}: model_type {config.get('model_type')!r} is not one of the zoo's")
+    model = importlib.import_module("loopq.zoo").load(folder)
+    model = model.to(device=device, dtype=wanted).eval()
+    return LoadedModel(
+        model=model,
+        system=choose_system(model, system),
+        encode=encode_bytes,
+        tokenizer=None,
+        config=config,
+        folder=folder,
+        config_files=(folder / "config.json",),
+        report=describe(model, str(spec), "zoo"),
+    )
+
+
+def _find_folder(spec: str | Path) -> Path:
+    folder = Path(spec)
+    if (folder / "config.json").is_file():
+        return folder
+    zoo = importlib.import_module("loopq.zoo")
+    found: dict[str, Path] = zoo._folders()
+    if str(spec) in found:
+        return found[str(spec)]
+    raise ConfigError(
+        f"no model {str(spec)!r}: neither a folder with a config.json nor one of the zoo: "
+        f"{', '.join(found) or '(none here)'}"
+    )

@@ -41,14 +41,14 @@ class Huginn(LoopedSystem):
     def n_steps(self) -> int:
         """`config.mean_recurrence` (the zoo: `config.n_steps`)."""
         config = self.model.config
-        return int(config.n_steps if self._zoo else config.mean_recurrence)  # type: ignore[union-attr,arg-type]
+        return int(config.n_steps if self._zoo else config.mean_recurrence)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Adapter, then Wqkv, proj, fc and proj of every core block: 17 at Huginn's four blocks."""
         modules: list[tuple[str, dict[str, Any]]] = [
             ("transformer.adapter", {"role": "adapter", "exposed": True})
         ]
-        for i in range(len(self.model.transformer.core_block)):  # type: ignore[union-attr,arg-type]
+        for i in range(len(self.model.transformer.core_block)):
             for suffix, role in _LINEARS:
                 modules.append((f"transformer.core_block.{i}.{suffix}", {"role": role}))
         return declare(self.model, modules, n_steps)
@@ -68,7 +68,7 @@ class Huginn(LoopedSystem):
 
     def embed(self, batch: Batch) -> Tensor:
         """Prelude's output, Tensor (n_prompts, n_tokens, width)."""
-        out = self.model.embed_inputs(self.to_device(batch.input_ids))  # type: ignore[operator]
+        out = self.model.embed_inputs(self.to_device(batch.input_ids))
         embedding: Tensor = out if self._zoo else out[0]
         return embedding
 
@@ -78,13 +78,13 @@ class Huginn(LoopedSystem):
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One pass through adapter and core blocks."""
-        out = self.model.iterate_one_step(embedding, state)  # type: ignore[operator]
+        out = self.model.iterate_one_step(embedding, state)
         after: Tensor = out if self._zoo else out[0]
         return after
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """Coda and head."""
-        out = self.model.predict_from_latents(state)  # type: ignore[operator]
+        out = self.model.predict_from_latents(state)
         logits: Tensor = out.logits if hasattr(out, "logits") else out
         return logits
 
@@ -93,6 +93,6 @@ class Huginn(LoopedSystem):
         return str(getattr(self.model.config, "model_type", "")).startswith("loopq-zoo")
 
     def _noise(self, batch: Batch) -> Tensor:
-        width = int(self.model.transformer.adapter.weight.shape[0])  # type: ignore[union-attr,arg-type]
+        width = int(self.model.transformer.adapter.weight.shape[0])
         noise = batch.noise(batch.input_ids.shape[1], width, std=huginn_state_std(width), cut=3.0)
         return self.to_device(noise, dtype=True)

@@ -117,7 +117,9 @@ def test_memory_limit_means_more_passes_and_the_same_bytes(loaded, tokens, tmp_p
 
 @pytest.mark.parametrize(("at", "rollouts"), [(0, 4), (4, 3), (9, 1), (11, 1), (14, 1)])
 def test_quantize_goes_on_after_a_kill(loaded, tokens, tmp_path, plain, monkeypatch, at, rollouts):
-    monkeypatch.setattr(HessianSet.run_pass, "__kwdefaults__", {**HessianSet.run_pass.__kwdefaults__, "every": 0.0})
+    monkeypatch.setattr(
+        HessianSet.run_pass, "__kwdefaults__", {**HessianSet.run_pass.__kwdefaults__, "every": 0.0}
+    )
     out = tmp_path / "killed"
     with pytest.raises(Kill):
         loopq.quantize(loaded, tokens, out=out, batch_size=3, progress=Killer(at), **SETTINGS)
@@ -189,7 +191,9 @@ def test_modes_really_differ(loaded, tokens):
 
 
 def test_layers_may_choose_their_own_steps(loaded, tokens):
-    config = QuantConfig(overrides=(Override("*adapter*", {"steps": "first", "bits": 8}), Override("*.1.*", {"method": "rtn"})))
+    config = QuantConfig(
+        overrides=(Override("*adapter*", {"steps": "first", "bits": 8}), Override("*.1.*", {"method": "rtn"}))
+    )
     result = loopq.quantize(loaded, tokens, config, **SETTINGS)
     reports = {name: layer.report for name, layer in result.layers.items()}
     adapter = reports["transformer.adapter.weight"]
@@ -274,7 +278,8 @@ def test_rows_in_bfloat16_and_float16(loaded, tokens, tmp_path, plain):
         collect_rows(job_of(loaded, tokens), tmp_path / kind, rows_dtype=kind)
         result = loopq.solve(tmp_path / kind, **SETTINGS)
         same = [
-            (layer.codes == store.read(plain).layers[name].codes).mean() for name, layer in result.layers.items()
+            (layer.codes == store.read(plain).layers[name].codes).mean()
+            for name, layer in result.layers.items()
         ]
         assert min(same) > 0.95
     with pytest.raises(ConfigError, match="rows_dtype"):
@@ -350,7 +355,10 @@ def test_damaged_checkpoints_are_refused(plain, tmp_path):
         (index(lambda d: d.update(version=7)), "version 7"),
         (index(lambda d: d.pop("layers")), "no layers"),
         (index(lambda d: d["layers"][0].update(bits=8)), r"transformer\.adapter\.weight_packed"),
-        (index(lambda d: d["layers"][0].update(scale_dtype="float32")), r"transformer\.adapter\.weight_scale"),
+        (
+            index(lambda d: d["layers"][0].update(scale_dtype="float32")),
+            r"transformer\.adapter\.weight_scale",
+        ),
         (index(lambda d: d["layers"][0].update(shape=[1, 2])), "weight_shape"),
         (index(lambda d: d["layers"][0].update(name="nothing.weight")), "is missing"),
     ]:
@@ -395,7 +403,9 @@ def test_solving_needs_no_torch(dump, tmp_path, plain):
         f"sys.exit(main(['solve', {str(dump)!r}, '--out', {str(tmp_path / 'bare')!r}, '--bits', '3', "
         "'--group-size', '20']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "transformer.adapter.weight" in done.stdout
     assert (tmp_path / "bare" / "loopq.json").is_file()

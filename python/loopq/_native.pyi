@@ -103,7 +103,12 @@ class HessianAccumulator:
             An unknown step, another width or type, or an update after `finish`.
         """
     def update_file(
-        self, step: int, path: str | PathLike[str], offset: int, n_rows: int, dtype: Literal["BF16", "F16", "F32"]
+        self,
+        step: int,
+        path: str | PathLike[str],
+        offset: int,
+        n_rows: int,
+        dtype: Literal["BF16", "F16", "F32"],
     ) -> None:
         """Add rows that lie in a file, memory-mapped, from byte `offset` on.
 

@@ -289,7 +289,9 @@ def calibration_tokens(
 
         if loaded.tokenizer is not None:
             raise ConfigError("this model has a tokenizer of its own: give it a calibration text")
-        return windows(zoo.calibration_text().decode(), loaded.encode, length, count, "embedded calibration text")
+        return windows(
+            zoo.calibration_text().decode(), loaded.encode, length, count, "embedded calibration text"
+        )
     if isinstance(calibration, str | Path):
         return read_tokens(Path(calibration), loaded.encode, length, count)
     return from_ids(list(calibration)[:n_prompts])
@@ -445,9 +447,13 @@ def _core_rate() -> float:
     return float(512 * 256 * 256 / max(time.perf_counter() - began, 1e-6))
 
 
-def selection_of(loaded: LoadedModel, tokens: TokenSet, config: QuantConfig, n_steps: int | None, seed: int) -> Selection:
+def selection_of(
+    loaded: LoadedModel, tokens: TokenSet, config: QuantConfig, n_steps: int | None, seed: int
+) -> Selection:
     """Choose the parameters of a run; see `loopq.calibrate.select.select`."""
-    return select(loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed)
+    return select(
+        loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed
+    )
 
 
 def evaluate(
@@ -499,9 +505,16 @@ def evaluate(
     for folder, checkpoint in opened.items():
         if checkpoint.settings["system"] != loaded.system.name:
             raise CheckpointError(
-                f"{folder}: a checkpoint of system {checkpoint.settings['system']!r}; the model is {loaded.system.name!r}"
+                f"{folder}: a checkpoint of system {checkpoint.settings['system']!r}; "
+                f"the model is {loaded.system.name!r}"
             )
     variants = {folder: weights_of(checkpoint) for folder, checkpoint in opened.items()}
     return compare(
-        loaded.system, variants, tokens, n_steps=n_steps, seeds=seeds, batch_size=batch_size, progress=progress
+        loaded.system,
+        variants,
+        tokens,
+        n_steps=n_steps,
+        seeds=seeds,
+        batch_size=batch_size,
+        progress=progress,
     )

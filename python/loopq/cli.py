@@ -49,7 +49,9 @@ def _override(text: str) -> Override:
 
 def _add_quantizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quantizer")
-    group.add_argument("--method", default=_LAYER.method, help="quantizer: gptq, rtn, ... (default %(default)s)")
+    group.add_argument(
+        "--method", default=_LAYER.method, help="quantizer: gptq, rtn, ... (default %(default)s)"
+    )
     group.add_argument("--bits", type=int, default=_LAYER.bits, help="2, 3, 4 or 8 (default %(default)s)")
     group.add_argument(
         "--group-size",
@@ -57,7 +59,9 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
         default=_LAYER.group_size,
         help="input columns of a scale; -1: one scale per output row (default %(default)s)",
     )
-    group.add_argument("--asymmetric", action="store_true", help="unsigned codes with a zero point for each group")
+    group.add_argument(
+        "--asymmetric", action="store_true", help="unsigned codes with a zero point for each group"
+    )
     group.add_argument(
         "--steps",
         default="all",
@@ -69,13 +73,21 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
         default=_LAYER.damping,
         help="fraction of mean(diag H) added to the diagonal (default %(default)s)",
     )
-    group.add_argument("--scales", choices=("group", "static"), default=_LAYER.scales, help="default %(default)s")
-    group.add_argument("--scale-search", choices=("max", "mse"), default=_LAYER.scale_search, help="default %(default)s")
+    group.add_argument(
+        "--scales", choices=("group", "static"), default=_LAYER.scales, help="default %(default)s"
+    )
+    group.add_argument(
+        "--scale-search", choices=("max", "mse"), default=_LAYER.scale_search, help="default %(default)s"
+    )
     group.add_argument(
         "--scale-dtype", choices=defaults.SCALE_DTYPES, default=_LAYER.scale_dtype, help="default %(default)s"
     )
-    group.add_argument("--act-order", action="store_true", help="sweep columns by falling diag(H); no index is stored")
-    group.add_argument("--precision", choices=("float64", "float32"), default=_LAYER.precision, help="default %(default)s")
+    group.add_argument(
+        "--act-order", action="store_true", help="sweep columns by falling diag(H); no index is stored"
+    )
+    group.add_argument(
+        "--precision", choices=("float64", "float32"), default=_LAYER.precision, help="default %(default)s"
+    )
     group.add_argument(
         "--layer",
         action="append",
@@ -84,8 +96,12 @@ def _add_quantizer(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=>NAME=VALUE,...",
         help="other settings for layers that match, e.g. '*adapter*=>bits=8,steps=first'; repeatable",
     )
-    group.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="leave these layers dense")
-    group.add_argument("--no-rank", action="store_true", help="leave the rank (eigenvalues) out of the report")
+    group.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="leave these layers dense"
+    )
+    group.add_argument(
+        "--no-rank", action="store_true", help="leave the rank (eigenvalues) out of the report"
+    )
 
 
 def _config(args: argparse.Namespace) -> QuantConfig:
@@ -116,11 +132,18 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="adapter to use, if it is not found by itself")
     parser.add_argument("--n-steps", type=int, help="depth of the rollout (default: the model's own)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the initial states (default %(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=defaults.BATCH_SIZE, help="prompts that run together (default %(default)s)"
+        "--seed", type=int, default=0, help="seed of the initial states (default %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=0, help="threads; 0 takes all cores; changes no result")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=defaults.BATCH_SIZE,
+        help="prompts that run together (default %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads; 0 takes all cores; changes no result"
+    )
 
 
 def _add_text(parser: argparse.ArgumentParser, what: str, n_prompts: int) -> None:
@@ -129,9 +152,14 @@ def _add_text(parser: argparse.ArgumentParser, what: str, n_prompts: int) -> Non
         metavar="FILE",
         help="text, folder of *.txt, .jsonl or .npy of token ids (default: the text that ships with loopq)",
     )
-    parser.add_argument("--n-prompts", type=int, default=n_prompts, help="prompts to take (default %(default)s)")
     parser.add_argument(
-        "--seq-len", type=int, default=defaults.SEQ_LEN, help="tokens of a window of text (default %(default)s)"
+        "--n-prompts", type=int, default=n_prompts, help="prompts to take (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        default=defaults.SEQ_LEN,
+        help="tokens of a window of text (default %(default)s)",
     )
 
 
@@ -191,7 +219,9 @@ def _print_checkpoint(checkpoint: Any, out: str | None) -> None:
     print("loss: tr(D H D^T) / tr(W H W^T), D the weight error; RTN: the same grid, rounded to nearest")
     packed = sum(layer.n_bytes for layer in checkpoint.layers.values())
     weights = sum(int(layer.codes.size) for layer in checkpoint.layers.values())
-    print(f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight")
+    print(
+        f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight"
+    )
     if out:
         print(f"written to {out}, read back and compared")
 
@@ -226,7 +256,12 @@ def _collect(args: argparse.Namespace) -> int:
     loaded = _load(args)
     tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
     selection = select(
-        loaded.system, tokens, n_steps=args.n_steps, include=args.include, exclude=args.exclude, seed=args.seed
+        loaded.system,
+        tokens,
+        n_steps=args.n_steps,
+        include=args.include,
+        exclude=args.exclude,
+        seed=args.seed,
     )
     job = Collection(loaded.system, tokens, selection, args.batch_size, args.seed, side_files(loaded))
     out = Path(args.out)
@@ -234,7 +269,13 @@ def _collect(args: argparse.Namespace) -> int:
         if args.hessian:
             steps = parse_steps(args.steps, selection.n_steps)
             manifest = collect_hessians(
-                job, out, steps=steps, per_step=args.per_step, memory=args.memory, threads=args.threads, progress=progress
+                job,
+                out,
+                steps=steps,
+                per_step=args.per_step,
+                memory=args.memory,
+                threads=args.threads,
+                progress=progress,
             )
         else:
             manifest = collect_rows(
@@ -373,7 +414,9 @@ def _demo(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
-    top = argparse.ArgumentParser(prog="loopq", description=loopq.__doc__.splitlines()[0] if loopq.__doc__ else None)
+    top = argparse.ArgumentParser(
+        prog="loopq", description=loopq.__doc__.splitlines()[0] if loopq.__doc__ else None
+    )
     top.add_argument("--version", action="version", version=f"loopq {loopq.__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -387,21 +430,29 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
     _add_text(sub, "calibration", defaults.CALIBRATION_PROMPTS)
     _add_quantizer(sub)
-    sub.add_argument("--include", action="append", default=[], metavar="PATTERN", help="quantize these layers too")
+    sub.add_argument(
+        "--include", action="append", default=[], metavar="PATTERN", help="quantize these layers too"
+    )
     sub.add_argument("--memory", type=_memory, help="limit for Hessians, as in 8G: more passes over the text")
 
     sub = command("collect", _collect, "run the rollouts and keep what the shared layers see")
     _add_model(sub)
     sub.add_argument("--out", required=True, metavar="DUMP", help="folder for the dump")
     _add_text(sub, "calibration", defaults.CALIBRATION_PROMPTS)
-    sub.add_argument("--include", action="append", default=[], metavar="PATTERN", help="observe these layers too")
-    sub.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="do not observe these layers")
+    sub.add_argument(
+        "--include", action="append", default=[], metavar="PATTERN", help="observe these layers too"
+    )
+    sub.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="do not observe these layers"
+    )
     sub.add_argument("--hessian", action="store_true", help="keep exact Hessian sums instead of rows")
     sub.add_argument("--steps", default="all", help="with --hessian: steps to sum (default %(default)s)")
     sub.add_argument("--per-step", action="store_true", help="with --hessian: keep each step apart")
     sub.add_argument("--memory", type=_memory, help="with --hessian: limit for accumulators, as in 8G")
     sub.add_argument(
-        "--rows-dtype", choices=("float32", "float16", "bfloat16"), help="storage of the rows (default: the model's own)"
+        "--rows-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="storage of the rows (default: the model's own)",
     )
     sub.add_argument("--shard-batches", type=int, default=8, help="batches of one file (default %(default)s)")
 
@@ -419,7 +470,9 @@ def parser() -> argparse.ArgumentParser:
     _add_model(sub)
     sub.add_argument("checkpoints", nargs="+", metavar="DIR")
     _add_text(sub, "text", defaults.EVALUATION_PROMPTS)
-    sub.add_argument("--n-seeds", type=int, default=1, help="paired initial states of each prompt (default %(default)s)")
+    sub.add_argument(
+        "--n-seeds", type=int, default=1, help="paired initial states of each prompt (default %(default)s)"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
 
     sub = command("inspect", _inspect, "say what a checkpoint or a dump holds")

@@ -26,6 +26,7 @@ SNAPSHOT_SECONDS = 60.0
 Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]
 ScaleSearch = Literal["max", "mse"]
+ScaleType = Literal["float32", "float16", "bfloat16"]
 
 
 def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -72,7 +73,7 @@ class LayerConfig:
     damping: float = 0.01
     scales: ScaleMode = "group"
     scale_search: ScaleSearch = "max"
-    scale_dtype: str = "float16"
+    scale_dtype: ScaleType = "float16"
     act_order: bool = False
     precision: Precision = "float64"
     block_size: int = 128

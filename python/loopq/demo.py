@@ -72,8 +72,12 @@ def run(
     progress = progress or Silent()
     loaded = load_model(model)
     system = loaded.system
-    calibration = windows(zoo.calibration_text().decode(), loaded.encode, seq_len, n_calibration, "embedded calibration text")
-    held_out = windows(zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text")
+    calibration = windows(
+        zoo.calibration_text().decode(), loaded.encode, seq_len, n_calibration, "embedded calibration text"
+    )
+    held_out = windows(
+        zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text"
+    )
     sums, selection = collect_all_steps(system, calibration, threads=threads, progress=progress)
     variants = {}
     sizes: dict[str, int] = {}

@@ -16,7 +16,10 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         Cells; None is shown as a dash. A column whose cells are all numbers or dashes is set to the right.
     """
     cells = [["-" if c is None else str(c) for c in row] for row in rows]
-    widths = [max(len(head), *(len(row[i]) for row in cells)) if cells else len(head) for i, head in enumerate(header)]
+    widths = [
+        max(len(head), *(len(row[i]) for row in cells)) if cells else len(head)
+        for i, head in enumerate(header)
+    ]
     right = [all(_is_number(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -28,7 +31,10 @@ def render(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell == "-" or cell.lstrip("+-").replace(".", "", 1).rstrip("%x").replace("e-", "").replace("e+", "").isdigit()
+    return (
+        cell == "-"
+        or cell.lstrip("+-").replace(".", "", 1).rstrip("%x").replace("e-", "").replace("e+", "").isdigit()
+    )
 
 
 def size(n_bytes: float) -> str:

@@ -27,7 +27,9 @@ def test_batches_keep_order_and_never_mix_lengths():
 
 def test_kinds_of_file(tmp_path):
     (tmp_path / "a.txt").write_text("hello world, hello")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "abc"}) + "\n\n" + json.dumps({"input_ids": [7, 8]}))
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "abc"}) + "\n\n" + json.dumps({"input_ids": [7, 8]})
+    )
     np.save(tmp_path / "c.npy", np.arange(12).reshape(3, 4))
     assert len(read_tokens(tmp_path / "a.txt", encode_bytes, 6, None).sequences) == 3
     assert [s.tolist() for s in read_tokens(tmp_path / "b.jsonl", encode_bytes, 6, None).sequences] == [
@@ -38,7 +40,9 @@ def test_kinds_of_file(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "2.txt").write_text("second")
     (tmp_path / "texts" / "1.txt").write_text("first")
-    assert bytes(read_tokens(tmp_path / "texts", encode_bytes, 5, 1).sequences[0].astype(np.uint8)) == b"first"
+    assert (
+        bytes(read_tokens(tmp_path / "texts", encode_bytes, 5, 1).sequences[0].astype(np.uint8)) == b"first"
+    )
 
 
 @pytest.mark.parametrize(

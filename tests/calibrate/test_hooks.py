@@ -26,7 +26,9 @@ def test_steps_are_invocations_and_logits_are_untouched(tiny, tokens):
     before = tiny.system.rollout(batch, 3)
     seen = []
     parameters = tiny.system.shared_parameters(3)
-    with Observer(tiny.system, parameters, lambda p, t, x: seen.append((p.name, t, tuple(x.shape)))) as observer:
+    with Observer(
+        tiny.system, parameters, lambda p, t, x: seen.append((p.name, t, tuple(x.shape)))
+    ) as observer:
         for _ in range(2):
             with observer.rollout(batch):
                 during = tiny.system.rollout(batch, 3)
@@ -41,7 +43,10 @@ def test_hooks_are_gone_after_an_error(tiny, tokens):
         raise RuntimeError("sink is full")
 
     with pytest.raises(RuntimeError, match="sink is full"):
-        with Observer(tiny.system, tiny.system.shared_parameters(3), fail) as observer, observer.rollout(_batch(tokens)):
+        with (
+            Observer(tiny.system, tiny.system.shared_parameters(3), fail) as observer,
+            observer.rollout(_batch(tokens)),
+        ):
             tiny.system.rollout(_batch(tokens), 3)
     assert _n_hooks(tiny.model) == 0
 
@@ -79,7 +84,10 @@ def test_one_module_under_two_names_counts_once(tiny, tokens):
     assert set(adapter.owners) == {"transformer.adapter", "alias"}
     seen = []
     batch = _batch(tokens)
-    with Observer(tiny.system, [adapter], lambda p, t, x: seen.append(t)) as observer, observer.rollout(batch):
+    with (
+        Observer(tiny.system, [adapter], lambda p, t, x: seen.append(t)) as observer,
+        observer.rollout(batch),
+    ):
         tiny.system.rollout(batch, 3)
     assert seen == [0, 1, 2]
 
@@ -101,7 +109,9 @@ def test_nan_is_named_by_layer_step_and_row(tiny, tokens):
         job = Collection(tiny.system, tokens, select_without(tiny, tokens, handle, fc, poison))
         sums = HessianSet(job, {p.name: [0, 1, 2] for p in job.selection.input_groups})
         calls.clear()
-        with pytest.raises(NonFiniteError, match=r"core_block\.1\.mlp\.fc\.weight, step 1, row 29 \(prompt 1, position 5\)"):
+        with pytest.raises(
+            NonFiniteError, match=r"core_block\.1\.mlp\.fc\.weight, step 1, row 29 \(prompt 1, position 5\)"
+        ):
             sums.run_pass(list(sums.steps))
     finally:
         handle.remove()

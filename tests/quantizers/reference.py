@@ -33,7 +33,9 @@ def to_grid(column, scale, zero, bits, symmetric):
     return np.clip(np.round(column / scale) + zero, low, high)
 
 
-def gptq(weight, hessian, *, bits, group_size, damping, symmetric=True, scales="group", scale_dtype="float32"):
+def gptq(
+    weight, hessian, *, bits, group_size, damping, symmetric=True, scales="group", scale_dtype="float32"
+):
     """Return codes, scales and zero points."""
     w = weight.astype(np.float64).copy()
     original = w.copy()

@@ -37,7 +37,15 @@ def assert_same_codes(layer, codes, scale):
 
 @pytest.mark.parametrize(
     ("rows", "d", "bits", "group_size"),
-    [(24, 64, 4, 32), (17, 100, 3, 32), (8, 33, 2, 16), (16, 160, 4, 128), (9, 96, 8, -1), (32, 512, 4, 128), (20, 200, 3, -1)],
+    [
+        (24, 64, 4, 32),
+        (17, 100, 3, 32),
+        (8, 33, 2, 16),
+        (16, 160, 4, 128),
+        (9, 96, 8, -1),
+        (32, 512, 4, 128),
+        (20, 200, 3, -1),
+    ],
 )
 @pytest.mark.parametrize("scales", ["group", "static"])
 @pytest.mark.parametrize("scale_dtype", ["float32", "float16"])
@@ -45,7 +53,13 @@ def test_codes_equal_the_reference(rows, d, bits, group_size, scales, scale_dtyp
     rng = np.random.default_rng(d + bits)
     weight = rng.normal(size=(rows, d)).astype(np.float32)
     hessian = correlated(rng, d)
-    settings = {"bits": bits, "group_size": group_size, "damping": 0.01, "scales": scales, "scale_dtype": scale_dtype}
+    settings = {
+        "bits": bits,
+        "group_size": group_size,
+        "damping": 0.01,
+        "scales": scales,
+        "scale_dtype": scale_dtype,
+    }
     layer = solve("gptq", weight, hessian, **settings)
     codes, scale, _ = gptq(weight, hessian, **settings)
     assert_same_codes(layer, codes, scale)
@@ -64,7 +78,9 @@ def test_asymmetric_codes_equal_the_reference():
 
 def test_codes_equal_the_reference_on_collected_hessians(tiny, tokens):
     selection = select(tiny.system, tokens)
-    sums = HessianSet(Collection(tiny.system, tokens, selection), {p.name: [0, 1, 2] for p in selection.input_groups})
+    sums = HessianSet(
+        Collection(tiny.system, tokens, selection), {p.name: [0, 1, 2] for p in selection.input_groups}
+    )
     sums.run_pass(list(sums.steps))
     for p in selection.observed:
         weight = tiny.system.parameter(p).detach().numpy()
@@ -80,7 +96,9 @@ def test_gptq_with_identity_hessian_is_rtn(group_size):
     weight = rng.normal(size=(12, 72)).astype(np.float32)
     for c in (1.0, 3e-5, 7e8):
         settings = {"bits": 4, "group_size": group_size}
-        assert solve("gptq", weight, c * np.eye(72), **settings).same_as(solve("rtn", weight, None, **settings))
+        assert solve("gptq", weight, c * np.eye(72), **settings).same_as(
+            solve("rtn", weight, None, **settings)
+        )
 
 
 def test_scaling_the_hessian_changes_no_code():
@@ -109,7 +127,9 @@ def test_permuting_rows_permutes_the_result():
     weight, hessian = rng.normal(size=(10, 64)).astype(np.float32), correlated(rng, 64)
     order = rng.permutation(10)
     plain = solve("gptq", weight, hessian, bits=4, group_size=16)
-    assert np.array_equal(solve("gptq", weight[order], hessian, bits=4, group_size=16).codes, plain.codes[order])
+    assert np.array_equal(
+        solve("gptq", weight[order], hessian, bits=4, group_size=16).codes, plain.codes[order]
+    )
 
 
 def test_gptq_lowers_the_proxy():
@@ -127,7 +147,9 @@ def test_singular_hessian_without_damping_is_an_error_with_advice():
     rng = np.random.default_rng(6)
     x = rng.normal(size=(5, 20))
     with pytest.raises(SolveError, match=r"layer layer\.weight: .*damping"):
-        solve("gptq", rng.normal(size=(4, 20)).astype(np.float32), x.T @ x, damping=0.0, bits=4, group_size=-1)
+        solve(
+            "gptq", rng.normal(size=(4, 20)).astype(np.float32), x.T @ x, damping=0.0, bits=4, group_size=-1
+        )
 
 
 def test_gptq_without_activations_is_an_error():

@@ -70,9 +70,7 @@ class Collection:
 
     def fingerprint(self, *more: Any) -> str:
         """Identity of the work: weights, tokens and settings."""
-        weights = {
-            name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()
-        }
+        weights = {name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()}
         return fingerprint(
             weights, self.describe(), self.seed, self.selection.n_steps, self.selection.parameters, *more
         )
@@ -81,7 +79,7 @@ class Collection:
 def _digest(tensor: RawTensor) -> str:
     import hashlib
 
-    return hashlib.sha256(tensor.data).hexdigest()
+    return hashlib.sha256(tensor.data.data).hexdigest()
 
 
 class _GroupFilter:
@@ -250,7 +248,9 @@ class HessianSet:
             progress.note(f"going on after batch {done}")
         total = len(self.job.tokens.plan(self.job.batch_size))
         saved = time.monotonic()
-        for number in run_rollouts(self.job, parts.add, only=leaders, skip=done, progress=progress, label=label):
+        for number in run_rollouts(
+            self.job, parts.add, only=leaders, skip=done, progress=progress, label=label
+        ):
             if work and (number + 1 == total or time.monotonic() - saved >= every):
                 parts.save(number + 1)
                 saved = time.monotonic()
@@ -314,7 +314,9 @@ class _Parts:
         waiting = {f"{k}/{t}": RawTensor.of(v, kinds[v.dtype.name]) for (k, t), v in self._open.items()}
         write_tensors(place / "open.safetensors", waiting)
         self._n_parts += 1
-        write_json(self._work / "parts.json", {"key": self._key, "n_parts": self._n_parts, "batches": batches})
+        write_json(
+            self._work / "parts.json", {"key": self._key, "n_parts": self._n_parts, "batches": batches}
+        )
 
     def resume(self) -> int:
         """Go on with parts of the same work, if there are any; return the batches that are done."""
@@ -380,7 +382,9 @@ def collect_rows(
     _claim(out, key)
     need = _rows_bytes(job, kind)
     if need > free_bytes(out):
-        raise DumpError(f"{out}: the rows take {need / 2**30:.2f} GiB, the disk has {free_bytes(out) / 2**30:.2f}")
+        raise DumpError(
+            f"{out}: the rows take {need / 2**30:.2f} GiB, the disk has {free_bytes(out) / 2**30:.2f}"
+        )
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
 
@@ -407,7 +411,9 @@ def _claim(out: Path, key: str) -> None:
         raise DumpError(f"{out}: holds a finished dump; choose a new folder")
     if pointer.is_file():
         if read_json(pointer, DumpError).get("key") != key:
-            raise DumpError(f"{out}: holds the beginnings of another collection; choose a new folder or remove it")
+            raise DumpError(
+                f"{out}: holds the beginnings of another collection; choose a new folder or remove it"
+            )
         return
     if out.exists() and any(out.iterdir()):
         raise DumpError(f"{out}: exists and is not empty; choose a new folder")
@@ -519,7 +525,9 @@ def collect_hessians(
             file = f"hessians/{index:03d}.safetensors"
             digest = write_accumulator(out / file, sums.accumulators[leader])
             n_bytes = (out / file).stat().st_size
-            files.append({"file": file, "sha256": digest, "n_bytes": n_bytes, "leader": leader, "per_step": per_step})
+            files.append(
+                {"file": file, "sha256": digest, "n_bytes": n_bytes, "leader": leader, "per_step": per_step}
+            )
             rows[leader] = sums.rows(leader)
             sums.drop(leader)
             index += 1

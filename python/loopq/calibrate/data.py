@@ -44,7 +44,9 @@ class TokenSet:
 
     def __post_init__(self) -> None:
         if not self.sequences:
-            raise CalibrationError(f"{self.source}: no token sequences; give more text or a shorter --seq-len")
+            raise CalibrationError(
+                f"{self.source}: no token sequences; give more text or a shorter --seq-len"
+            )
         for number, sequence in enumerate(self.sequences):
             if sequence.ndim != 1 or sequence.size == 0:
                 raise CalibrationError(f"{self.source}: prompt {number} is empty")
@@ -149,7 +151,9 @@ def windows(
     return TokenSet(tuple(cut), source, "windows", n_bytes)
 
 
-def prompts_from_jsonl(path: Path, encode: Encode, field: str, seq_len: int | None, n_prompts: int | None) -> TokenSet:
+def prompts_from_jsonl(
+    path: Path, encode: Encode, field: str, seq_len: int | None, n_prompts: int | None
+) -> TokenSet:
     """Read one prompt from each line of a JSON-lines file.
 
     Parameters
@@ -165,7 +169,7 @@ def prompts_from_jsonl(path: Path, encode: Encode, field: str, seq_len: int | No
     n_prompts : int or None
         Lines to take from the start.
     """
-    sequences = []
+    sequences: list[NDArray[np.int64]] = []
     n_bytes = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if n_prompts is not None and len(sequences) >= n_prompts:
@@ -215,6 +219,8 @@ def read_tokens(
         except (OSError, ValueError) as cause:
             raise CalibrationError(f"{path}: cannot be read as an array ({cause})") from cause
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
-            raise CalibrationError(f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}")
+            raise CalibrationError(
+                f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}"
+            )
         return from_ids(ids[:n_prompts, :seq_len], path.name)
     return windows(read_text(path), encode, seq_len, n_prompts, path.name)

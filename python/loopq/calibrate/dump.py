@@ -82,7 +82,9 @@ class Manifest:
         """Read and check `manifest.json`."""
         path = folder / "manifest.json"
         if not path.is_file():
-            raise DumpError(f"{folder}: not a dump: it has no manifest.json (was its collection interrupted?)")
+            raise DumpError(
+                f"{folder}: not a dump: it has no manifest.json (was its collection interrupted?)"
+            )
         data = read_json(path, DumpError)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise DumpError(f"{path}: not the manifest of a loopq dump")
@@ -169,7 +171,7 @@ class Dump:
                     continue
                 path = self.folder / entry["file"]
                 try:
-                    acc.update_file(step, str(path), stored.offset, stored.shape[0], stored.dtype)
+                    acc.update_file(step, str(path), stored.offset, stored.shape[0], cast(Any, stored.dtype))
                 except NonFiniteError as cause:
                     raise NonFiniteError(f"layer {leader}, {path}: {cause}") from cause
         acc.finish()
@@ -205,7 +207,9 @@ class Dump:
     def side_files(self) -> dict[str, bytes]:
         """Read config and tokenizer files."""
         model = self.folder / "model"
-        return {e["file"]: (model / e["file"]).read_bytes() for e in self.manifest.model if e["file"] != TENSORS}
+        return {
+            e["file"]: (model / e["file"]).read_bytes() for e in self.manifest.model if e["file"] != TENSORS
+        }
 
 
 def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
@@ -216,7 +220,9 @@ def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
     """
     state: dict[str, Any] = dict(acc.state())
     arrays = {
-        f"{limb}.{i:03d}": RawTensor.of(values) for limb in ("hi", "lo") for i, values in enumerate(state.pop(limb))
+        f"{limb}.{i:03d}": RawTensor.of(values)
+        for limb in ("hi", "lo")
+        for i, values in enumerate(state.pop(limb))
     }
     return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
 
@@ -269,7 +275,9 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
     ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / "manifest.json"))
     _check_parts(ordered)
     first = ordered[0].manifest
-    rows: Rows = {k: {t: sum(d.manifest.rows[k][t] for d in ordered) for t in v} for k, v in first.rows.items()}
+    rows: Rows = {
+        k: {t: sum(d.manifest.rows[k][t] for d in ordered) for t in v} for k, v in first.rows.items()
+    }
     files = []
     for entry in first.files:
         total = read_accumulator(ordered[0].folder / entry["file"])
@@ -306,7 +314,9 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
         for part in m.calibration.get("parts", [m.calibration | {"seed": m.seed}]):
             key = (str(part.get("sha256")), int(part["seed"]))
             if key in seen:
-                raise DumpError(f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count twice")
+                raise DumpError(
+                    f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count twice"
+                )
             seen[key] = dump.folder
 
 

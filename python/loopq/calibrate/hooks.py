@@ -144,7 +144,9 @@ def input_key(value: Tensor) -> InputKey:
     return (value.data_ptr(), tuple(value.shape), tuple(value.stride()), value._version)
 
 
-def find_input_groups(system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int) -> dict[str, str]:
+def find_input_groups(
+    system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
+) -> dict[str, str]:
     """Find the parameters that read the very same input at every invocation, as q, k and v do.
 
     Parameters

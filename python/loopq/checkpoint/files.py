@@ -117,7 +117,9 @@ def float_to_raw(values: NDArray[np.float32], dtype: str) -> RawTensor:
     return RawTensor.of(values.astype({"F32": np.float32, "F16": np.float16}[dtype]))
 
 
-def read_header(path: Path, error: type[LoopqError] = CheckpointError) -> tuple[dict[str, Stored], dict[str, str]]:
+def read_header(
+    path: Path, error: type[LoopqError] = CheckpointError
+) -> tuple[dict[str, Stored], dict[str, str]]:
     """Read and check the header of a safetensors file.
 
     Returns
@@ -155,7 +157,9 @@ def read_header(path: Path, error: type[LoopqError] = CheckpointError) -> tuple[
         except (KeyError, TypeError, ValueError) as cause:
             raise error(f"{path}: tensor {name!r}: its header entry is damaged") from cause
         if n_bytes != last - first or first < 0:
-            raise error(f"{path}: tensor {name!r}: {last - first} bytes for shape {list(stored.shape)} {stored.dtype}")
+            raise error(
+                f"{path}: tensor {name!r}: {last - first} bytes for shape {list(stored.shape)} {stored.dtype}"
+            )
         if start + last > size:
             raise error(f"{path}: truncated: tensor {name!r} ends at byte {start + last}, the file at {size}")
         tensors[name] = stored
@@ -196,7 +200,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None) -> str:
+def write_tensors(
+    path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None
+) -> str:
     """Write a safetensors file whole.
 
     Tensors lie in the order of falling item size and then of names, as the safetensors library puts them, so
@@ -218,7 +224,9 @@ def write_tensors(path: Path, tensors: Mapping[str, RawTensor], metadata: Mappin
     text += b" " * (-len(text) % 8)
     total = hashlib.sha256()
     with replacing(path) as temporary, temporary.open("wb") as file:
-        for part in (struct.pack("<Q", len(text)) + text, *(tensors[name].data.data for name in order)):
+        parts: list[bytes | memoryview] = [struct.pack("<Q", len(text)) + text]
+        parts += [tensors[name].data.data for name in order]
+        for part in parts:
             file.write(part)
             total.update(part)
     return total.hexdigest()

@@ -106,7 +106,11 @@ class QuantizedLayer:
 
     @classmethod
     def from_tensors(
-        cls, settings: Mapping[str, Any], tensors: Mapping[str, RawTensor], report: Mapping[str, Any], where: str
+        cls,
+        settings: Mapping[str, Any],
+        tensors: Mapping[str, RawTensor],
+        report: Mapping[str, Any],
+        where: str,
     ) -> QuantizedLayer:
         """Rebuild a layer from its stored tensors, checking every shape, dtype and code range.
 
@@ -134,19 +138,23 @@ class QuantizedLayer:
 
         shape = get("weight_shape", "I64", (2,)).array()
         if tuple(int(n) for n in shape) != (rows, columns):
-            raise CheckpointError(f"{where}: tensor '{module}.weight_shape' says {shape.tolist()}, expected {[rows, columns]}")
+            raise CheckpointError(
+                f"{where}: tensor '{module}.weight_shape' says {shape.tolist()}, expected {[rows, columns]}"
+            )
         words = -(-columns * bits // 32)
         offset = 1 << (bits - 1) if settings["symmetric"] else 0
         packed = get("weight_packed", "I32", (rows, words)).array()
         codes = native.unpack_dense(np.ascontiguousarray(packed), bits, columns, offset)
         scales = get("weight_scale", _SCALE_NAMES[str(settings["scale_dtype"])], (rows, n_groups)).float32()
         if not np.isfinite(scales).all() or (scales <= 0).any():
-            raise CheckpointError(f"{where}: tensor '{module}.weight_scale' holds a scale that is not positive and finite")
+            raise CheckpointError(
+                f"{where}: tensor '{module}.weight_scale' holds a scale that is not positive and finite"
+            )
         zeros = None
         if not settings["symmetric"]:
             stored = get("weight_zero_point", "I32", (-(-rows * bits // 32), n_groups)).array()
-            zeros = native.unpack_dense(np.ascontiguousarray(stored.T), bits, rows, 0)
-            zeros = np.ascontiguousarray(zeros.T.astype(np.uint8))
+            unpacked = native.unpack_dense(np.ascontiguousarray(stored.T), bits, rows, 0)
+            zeros = np.ascontiguousarray(unpacked.T.astype(np.uint8))
         return cls(**fields, codes=codes, scales=scales, zeros=zeros, report=dict(report))
 
     def same_as(self, other: QuantizedLayer) -> bool:
@@ -154,9 +162,7 @@ class QuantizedLayer:
         zeros = (self.zeros is None) == (other.zeros is None) and (
             self.zeros is None or other.zeros is None or np.array_equal(self.zeros, other.zeros)
         )
-        return (
-            np.array_equal(self.codes, other.codes) and np.array_equal(self.scales, other.scales) and zeros
-        )
+        return np.array_equal(self.codes, other.codes) and np.array_equal(self.scales, other.scales) and zeros
 
     def with_report(self, **more: Any) -> QuantizedLayer:
         """Return the layer with more in its report."""

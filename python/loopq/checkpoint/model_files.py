@@ -74,7 +74,9 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, RawTensor], dict[str, str
     return tensors, ties
 
 
-def write_model(folder: Path, tensors: Mapping[str, RawTensor], side_files: Mapping[str, bytes]) -> list[dict[str, Any]]:
+def write_model(
+    folder: Path, tensors: Mapping[str, RawTensor], side_files: Mapping[str, bytes]
+) -> list[dict[str, Any]]:
     """Write tensors and side files; return `{file, sha256, n_bytes}` for each, sorted by name."""
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
@@ -88,7 +90,9 @@ def write_model(folder: Path, tensors: Mapping[str, RawTensor], side_files: Mapp
     return sorted(entries, key=lambda e: str(e["file"]))
 
 
-def check_files(folder: Path, entries: list[dict[str, Any]], error: type[LoopqError], *, deep: bool = True) -> None:
+def check_files(
+    folder: Path, entries: list[dict[str, Any]], error: type[LoopqError], *, deep: bool = True
+) -> None:
     """Check that files are there, whole and unaltered.
 
     Raises
@@ -101,7 +105,9 @@ def check_files(folder: Path, entries: list[dict[str, Any]], error: type[LoopqEr
         if not path.is_file():
             raise error(f"{path}: missing")
         if path.stat().st_size != entry["n_bytes"]:
-            raise error(f"{path}: truncated or altered: {path.stat().st_size} bytes instead of {entry['n_bytes']}")
+            raise error(
+                f"{path}: truncated or altered: {path.stat().st_size} bytes instead of {entry['n_bytes']}"
+            )
         if deep and sha256(path) != entry["sha256"]:
             raise error(f"{path}: altered: its SHA-256 is not the one in the manifest")
         if path.suffix == ".safetensors":

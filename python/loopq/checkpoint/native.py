@@ -81,7 +81,8 @@ class Checkpoint:
 def report_lines(layers: Iterable[QuantizedLayer]) -> str:
     """Return the run report: one JSON object for each layer, keys sorted."""
     return "".join(
-        json.dumps({"layer": layer.name, **layer.report}, sort_keys=True, allow_nan=False) + "\n" for layer in layers
+        json.dumps({"layer": layer.name, **layer.report}, sort_keys=True, allow_nan=False) + "\n"
+        for layer in layers
     )
 
 
@@ -99,7 +100,9 @@ def write(out: Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
     need = checkpoint.n_bytes
     if need > free_bytes(out):
-        raise CheckpointError(f"{out}: takes {need / 2**20:.1f} MiB, the disk has {free_bytes(out) / 2**20:.1f}")
+        raise CheckpointError(
+            f"{out}: takes {need / 2**20:.1f} MiB, the disk has {free_bytes(out) / 2**20:.1f}"
+        )
     temporary = out.with_name(f".{out.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -220,7 +223,9 @@ def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
         )
     for name, tensor in state.items():
         if tuple(own[name].shape) != tensor.shape:
-            raise CheckpointError(f"tensor {name!r}: shape {list(tensor.shape)}, the model has {list(own[name].shape)}")
+            raise CheckpointError(
+                f"tensor {name!r}: shape {list(tensor.shape)}, the model has {list(own[name].shape)}"
+            )
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(to_torch(tensor))

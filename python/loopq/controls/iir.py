@@ -129,7 +129,9 @@ def row(name: str, bits: int, form: str = "companion") -> Row:
     )
 
 
-def table(forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS) -> list[dict[str, Any]]:
+def table(
+    forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS
+) -> list[dict[str, Any]]:
     """All filters at all widths, as plain data.
 
     Returns

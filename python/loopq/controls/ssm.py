@@ -138,7 +138,9 @@ def find_mixers(model: nn.Module) -> dict[int, nn.Module]:
     """
     found = [m for m in model.modules() if all(hasattr(m, n) for n in COMPONENTS)]
     if not found:
-        raise SystemContractError(f"{type(model).__name__} has no selective-scan layer with {', '.join(COMPONENTS)}")
+        raise SystemContractError(
+            f"{type(model).__name__} has no selective-scan layer with {', '.join(COMPONENTS)}"
+        )
     return dict(enumerate(found))
 
 
@@ -238,7 +240,9 @@ def gaussian_error(weight: Floats, norm: float, seed: int) -> Floats:
     return out
 
 
-def perturbed_capture(model: nn.Module, layer: int, component: str, error: Floats, ids: Sequence[int]) -> Scan:
+def perturbed_capture(
+    model: nn.Module, layer: int, component: str, error: Floats, ids: Sequence[int]
+) -> Scan:
     """Run with `error` added to one component's weight, which is put back afterwards."""
     torch = require("torch")
     weight = component_weight(find_mixers(model)[layer], component)
@@ -298,7 +302,9 @@ def component_study(
         reference = [capture(model, layer, ids).states() for ids in prompts]
         for name in components:
             error = errors[layer, name]
-            kinds = [("int4", error)] + [(f"gaussian seed {s}", gaussian_error(error, norm, s)) for s in seeds]
+            kinds = [("int4", error)] + [
+                (f"gaussian seed {s}", gaussian_error(error, norm, s)) for s in seeds
+            ]
             for kind, delta in kinds:
                 runs = [
                     diverge(perturbed_capture(model, layer, name, delta, ids).states(), ref)

@@ -168,7 +168,10 @@ def compare(
             progress.advance(len(columns))
     progress.stop()
     width = tokens.n_bytes / tokens.n_tokens if tokens.n_bytes else None
-    return [Measurement(name, *scores[name], width, system.output) for name in names]
+    return [
+        Measurement(name, scores[name][0], scores[name][1], scores[name][2], width, system.output)
+        for name in names
+    ]
 
 
 def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:

@@ -22,7 +22,9 @@ class GPTQ:
         """Quantize the layer."""
         config = problem.config
         if problem.hessian is None:
-            raise SolveError(f"layer {problem.name}: GPTQ needs the layer's activations, and none were collected")
+            raise SolveError(
+                f"layer {problem.name}: GPTQ needs the layer's activations, and none were collected"
+            )
         try:
             result = native.gptq(
                 problem.weight,

@@ -126,7 +126,12 @@ class Solver:
         if path is None:
             return
         digest = write_tensors(path, layer.tensors())
-        journal = {"key": self.key, "sha256": digest, "settings": layer.settings(), "report": dict(layer.report)}
+        journal = {
+            "key": self.key,
+            "sha256": digest,
+            "settings": layer.settings(),
+            "report": dict(layer.report),
+        }
         write_json(path.with_suffix(".json"), journal)
 
     def _resume(self, task: Task) -> QuantizedLayer | None:
@@ -136,7 +141,9 @@ class Solver:
         journal = read_json(path.with_suffix(".json"))
         if journal["key"] != self.key:
             return None
-        return QuantizedLayer.from_tensors(journal["settings"], read_tensors(path), journal["report"], str(path))
+        return QuantizedLayer.from_tensors(
+            journal["settings"], read_tensors(path), journal["report"], str(path)
+        )
 
     def clear(self) -> None:
         """Remove the work folder."""
@@ -153,7 +160,8 @@ class _Seen:
 
     @classmethod
     def of(cls, acc: native.HessianAccumulator, task: Task) -> _Seen:
-        return cls(acc.matrix(list(task.steps)), {t: acc.n_rows(t) for t in task.steps})
+        hessian = np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
+        return cls(hessian, {t: acc.n_rows(t) for t in task.steps})
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
@@ -186,6 +194,11 @@ def oriented(stored: RawTensor, parameter: SharedParameter) -> NDArray[np.float3
     return weight
 
 
+def _relative_error(value: NDArray[np.float32], target: NDArray[np.float32]) -> float:
+    """||value - target||_F / ||target||_F, 0 for a zero target that is met."""
+    return float(np.linalg.norm(value - target)) / max(float(np.linalg.norm(target)), 1e-30)
+
+
 def _account(
     task: Task, layer: QuantizedLayer, weight: NDArray[np.float32], seen: _Seen | None, threads: int
 ) -> dict[str, Any]:
@@ -203,7 +216,7 @@ def _account(
         "n_bytes": layer.n_bytes,
         "steps": list(task.steps) if seen else [],
         "n_rows": sum(seen.rows.values()) if seen else 0,
-        "weight_error": float(np.linalg.norm(layer.dequantize() - weight) / max(np.linalg.norm(weight), 1e-30)),
+        "weight_error": _relative_error(layer.dequantize(), weight),
     }
     if seen is None:
         return account | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}

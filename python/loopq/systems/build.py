@@ -51,11 +51,17 @@ def build_model(
         else:
             transformers = require("transformers")
             settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            auto = transformers.AutoModelForCausalLM if config.get("architectures") else transformers.AutoModel
+            auto = (
+                transformers.AutoModelForCausalLM if config.get("architectures") else transformers.AutoModel
+            )
             model = auto.from_config(settings, trust_remote_code=trust_remote_code).eval()
             if any(f.startswith("tokenizer") for f in side_files):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    encode = encode_bytes if tokenizer is None else (lambda t: list(tokenizer(t, add_special_tokens=False).input_ids))
+    encode = (
+        encode_bytes
+        if tokenizer is None
+        else (lambda t: list(tokenizer(t, add_special_tokens=False).input_ids))
+    )
     return LoadedModel(
         model=model,
         system=choose_system(model, system),

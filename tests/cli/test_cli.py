@@ -1,0 +1,178 @@
+"""The command line as a user meets it: what it prints, what it leaves, how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from loopq.cli import _spans, main, parser
+
+TINY = ["--n-prompts", "6", "--seq-len", "24", "--batch-size", "2"]
+
+
+@pytest.fixture
+def model(tiny_folder):
+    return str(tiny_folder)
+
+
+def run(capsys, *args):
+    """Run a command; return its exit code, output and errors."""
+    code = main([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_quantize_evaluate_inspect(model, tmp_path, capsys):
+    out = tmp_path / "q"
+    code, text, err = run(capsys, "quantize", model, "--out", out, "--bits", "3", "--group-size", "16", *TINY)
+    assert code == 0
+    assert "9 layers, 3 steps: about" in err
+    assert "transformer.core_block.1.mlp.proj.weight" in text
+    assert "read back and compared" in text
+    assert "0-2" in text
+    for line in (out / "report.jsonl").read_text().splitlines():
+        report = json.loads(line)
+        assert report["method_asked"] == report["method_done"] == "gptq"
+        assert report["proxy"] < report["proxy_rtn"]
+        assert report["n_rows"] == 6 * 24 * 3
+        assert 1 <= report["rank"] <= report["shape"][1]
+    code, text, _ = run(
+        capsys, "evaluate", model, out, "--n-prompts", "4", "--seq-len", "24", "--n-seeds", "2", "--json"
+    )
+    reference, quantized = json.loads(text)
+    assert code == 0
+    assert reference["kl"] == 0.0
+    assert quantized["kl"] > 0.0
+    assert quantized["n_seeds"] == 2
+    assert abs(quantized["bits_per_byte"] - reference["bits_per_byte"]) < 0.1
+    code, text, _ = run(capsys, "inspect", out)
+    assert code == 0
+    assert "INT3" in text
+    assert json.loads(run(capsys, "inspect", out, "--json")[1])["settings"]["system"] == "huginn"
+
+
+def test_collect_solve_merge(model, tmp_path, capsys):
+    dump = tmp_path / "dump"
+    code, text, _ = run(capsys, "collect", model, "--out", dump, *TINY)
+    assert code == 0
+    assert "rows dump of system huginn, 3 steps" in text
+    assert run(capsys, "solve", dump, "--out", tmp_path / "s", "--steps", "1:")[0] == 0
+    assert "1-2" in run(capsys, "inspect", tmp_path / "s")[1]
+    for seed in (0, 1):
+        part = tmp_path / f"part{seed}"
+        assert run(capsys, "collect", model, "--out", part, "--hessian", "--seed", seed, *TINY)[0] == 0
+    code, text, _ = run(capsys, "merge", tmp_path / "part0", tmp_path / "part1", "--out", tmp_path / "both")
+    assert code == 0
+    assert "12 prompts, 288 tokens from merged" in text
+    code, text, _ = run(
+        capsys, "solve", tmp_path / "both", "--out", tmp_path / "m", "--layer", "*adapter*=>bits=8"
+    )
+    assert code == 0
+    assert "INT8" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "match"),
+    [
+        (["quantize", "nowhere", "--out", "{tmp}/o"], 2, "no model 'nowhere'"),
+        (
+            ["quantize", "{model}", "--out", "{tmp}/o", "--bits", "5"],
+            2,
+            "bits must be one of 2, 3, 4, 8; got 5",
+        ),
+        (["quantize", "{model}", "--out", "{tmp}/o", "--group-size", "0"], 2, "group_size must be -1"),
+        (["quantize", "{model}", "--out", "{tmp}/o", "--steps", "7"], 2, "the rollout has 3 steps, 0 to 2"),
+        (["quantize", "{model}", "--out", "{tmp}/o", "--method", "gptk"], 2, "did you mean gptq"),
+        (["quantize", "{model}", "--out", "{tmp}/o", "--exclude", "zzz"], 2, "matches no shared parameter"),
+        (["quantize", "{model}", "--out", "{tmp}/o", "--n-steps", "0"], 2, "n_steps must be at least 1"),
+        (
+            ["quantize", "{model}", "--out", "{tmp}/o", "--calibration", "{empty}"],
+            1,
+            "0 tokens make no window",
+        ),
+        (["quantize", "{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], 1, "cannot be read"),
+        (["solve", "{tmp}", "--out", "{tmp}/o"], 1, "not a dump"),
+        (["inspect", "{tmp}"], 1, "not a dump"),
+        (["evaluate", "{model}", "{tmp}"], 1, "not a loopq checkpoint"),
+        (["merge", "{tmp}", "--out", "{tmp}/o"], 2, "at least two parts"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(model, tmp_path, capsys, args, code, match):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    got, out, err = run(capsys, *(a.format(model=model, tmp=tmp_path, empty=empty) for a in args))
+    assert got == code
+    assert match in err
+    assert "loopq: error: " in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_real_kill_loses_nothing_that_was_written(model, tmp_path):
+    """SIGKILL during collection; the same command then ends with the bytes of an unbroken run."""
+    args = [sys.executable, "-m", "loopq", "collect", model, "--n-prompts", "200", "--seq-len", "64",
+            "--batch-size", "1", "--shard-batches", "2", "--out"]  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*args, whole], check=True, capture_output=True, env=os.environ)
+    process = subprocess.Popen(
+        [*args, killed], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ
+    )
+    deadline = time.monotonic() + 60
+    while not (killed / "shards" / "00003.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "manifest.json").exists()
+    subprocess.run([*args, killed], check=True, capture_output=True, env=os.environ)
+    for path in whole.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
+
+
+def test_interrupt_has_its_own_code(monkeypatch, capsys):
+    def stop(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loopq.cli._inspect", stop)
+    assert main(["inspect", "x"]) == 130
+    assert "goes on where it stopped" in capsys.readouterr().err
+
+
+def test_memory_and_overrides_are_read():
+    args = parser().parse_args(
+        ["quantize", "m", "--out", "o", "--memory", "1.5G", "--layer", "*a*=>bits=8,steps=1:,method=rtn"]
+    )
+    assert args.memory == 1.5 * 2**30
+    assert args.layer[0].changes == {"bits": 8, "steps": "1:", "method": "rtn"}
+    for bad in (
+        ["--memory", "much"],
+        ["--layer", "bits=8"],
+        ["--layer", "*=>bits"],
+        ["--layer", "*=>colour=3"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            parser().parse_args(["quantize", "m", "--out", "o", *bad])
+        assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"), [([], "-"), ([0], "0"), ([0, 1, 2], "0-2"), ([1, 3, 4, 7], "1,3-4,7")]
+)
+def test_spans(steps, text):
+    assert _spans(steps) == text
+
+
+def test_help_prints_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["quantize", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default 128)" in text
+    assert "all | first | 0:8 | 31 | 1:" in text

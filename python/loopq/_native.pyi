@@ -12,6 +12,22 @@ from typing import Any, Literal, TypedDict, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "Factor",
+    "HessianAccumulator",
+    "__version__",
+    "cpu_features",
+    "dequantize",
+    "eigvalsh",
+    "gptq",
+    "marlin_pack",
+    "marlin_unpack",
+    "pack_dense",
+    "proxy",
+    "rtn",
+    "unpack_dense",
+]
+
 __version__: str
 
 #: Rows whose products are summed in float32 before they reach the exact grid (docs/formats/hessian.md).

@@ -3,10 +3,10 @@
 use rayon::prelude::*;
 
 use crate::hessian::limbs;
-use crate::hessian::rows::PackedBlock;
+use crate::hessian::rows::{Lanes, PackedBlock};
 use crate::hessian::{MACRO, PANEL};
 use crate::pool::pool;
-use crate::simd::{tile, Isa, MR};
+use crate::simd::{add_limbs, tile_pairs, Isa, Real, MR};
 use crate::{dims, Error, Result, Watch};
 
 const TILE: usize = PANEL * PANEL;
@@ -163,21 +163,20 @@ impl Patch {
         let mut sums = [0.0_f32; MR * PANEL];
         for block in blocks {
             for (t, &(pi, pj)) in self.pairs.iter().enumerate() {
-                let (a, b) = (block.panel(pi), block.panel(pj));
                 for r in (0..PANEL).step_by(MR) {
-                    sums.fill(0.0);
-                    tile(
-                        isa,
-                        block.n_rows,
-                        &a[r..],
-                        PANEL,
-                        b,
-                        PANEL,
-                        &mut sums,
-                        PANEL,
-                    );
+                    match &block.lanes {
+                        Lanes::Single(lanes) => {
+                            let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
+                            sums.fill(0.0);
+                            f32::tile(isa, block.depth, &a[r..], PANEL, b, PANEL, &mut sums, PANEL);
+                        }
+                        Lanes::Pairs(lanes) => {
+                            let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
+                            tile_pairs(isa, block.depth, &a[r..], PANEL, b, PANEL, &mut sums, PANEL);
+                        }
+                    }
                     let at = t * TILE + r * PANEL..t * TILE + (r + MR) * PANEL;
-                    limbs::add(&sums, &mut self.hi[at.clone()], &mut self.lo[at]);
+                    add_limbs(isa, &sums, &mut self.hi[at.clone()], &mut self.lo[at]);
                 }
             }
         }

@@ -12,6 +12,7 @@ mod rows;
 mod state;
 
 pub use accumulate::{Accumulator, Settings};
+pub(crate) use limbs::add as add_limbs_portable;
 pub use limbs::{LIMB_BITS, UNIT_EXPONENT};
 pub use state::{MatrixState, State, SPEC_VERSION};
 

@@ -65,30 +65,82 @@ fn locate(rows: Rows<'_>, step: usize, first_row: u64) -> Error {
     }
 }
 
-/// One block of rows (at most [`BLOCK_ROWS`]) as panels of [`PANEL`] columns: entry `(k, j)` of panel `p` is
-/// `lanes[(p * n_rows + k) * PANEL + j]`; columns past the last are zero.
+/// The numbers of a packed block.
+pub(crate) enum Lanes {
+    /// One row per line, in single precision.
+    Single(Vec<f32>),
+    /// Two rows per line: the even row's bf16 bits in the low half of a word, the odd row's in the high half.
+    Pairs(Vec<u32>),
+}
+
+/// One block of rows (at most [`BLOCK_ROWS`]) as panels of [`PANEL`] columns: line `k` of panel `p` starts at
+/// `(p * depth + k) * PANEL`; columns past the last, and the row that an odd number lacks, are zero.
 pub(crate) struct PackedBlock {
-    pub(crate) n_rows: usize,
-    pub(crate) lanes: Vec<f32>,
+    /// Lines per panel.
+    pub(crate) depth: usize,
+    pub(crate) lanes: Lanes,
 }
 
 impl PackedBlock {
-    pub(crate) fn pack(rows: Rows<'_>) -> Self {
+    pub(crate) fn pack(rows: Rows<'_>, pairs: bool) -> Self {
         debug_assert!(rows.n_rows() <= BLOCK_ROWS);
-        let (n_rows, dim) = (rows.n_rows(), rows.dim());
-        let mut lanes = vec![0.0; dim.div_ceil(PANEL) * n_rows * PANEL];
-        for (p, panel) in lanes.chunks_exact_mut((n_rows * PANEL).max(1)).enumerate() {
-            let columns = PANEL.min(dim - p * PANEL);
-            for (k, line) in panel.chunks_exact_mut(PANEL).enumerate() {
-                for (j, lane) in line[..columns].iter_mut().enumerate() {
-                    *lane = value(rows, k * dim + p * PANEL + j);
+        let panels = rows.dim().div_ceil(PANEL);
+        if pairs && rows.dtype() == RowType::Bf16 {
+            let depth = rows.n_rows().div_ceil(2);
+            let mut lanes = vec![0; panels * depth * PANEL];
+            pack_pairs(rows, depth, &mut lanes);
+            return Self { depth, lanes: Lanes::Pairs(lanes) };
+        }
+        let depth = rows.n_rows();
+        let mut lanes = vec![0.0; panels * depth * PANEL];
+        pack_single(rows, &mut lanes);
+        Self { depth, lanes: Lanes::Single(lanes) }
+    }
+
+    pub(crate) fn panel<'a, T>(&self, lanes: &'a [T], p: usize) -> &'a [T] {
+        let size = self.depth * PANEL;
+        &lanes[p * size..(p + 1) * size]
+    }
+}
+
+/// Copies rows to panels line by line; rows are read in order, which is what memory likes best.
+fn pack_single(rows: Rows<'_>, lanes: &mut [f32]) {
+    let depth = rows.n_rows();
+    for k in 0..depth {
+        let row = rows.slice(k, 1).bytes();
+        for (p, bytes) in row.chunks(PANEL * rows.dtype().size()).enumerate() {
+            let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
+            match rows.dtype() {
+                RowType::F32 => {
+                    for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(4)) {
+                        *lane = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+                    }
+                }
+                RowType::Bf16 => {
+                    for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
+                        *lane = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+                    }
+                }
+                RowType::F16 => {
+                    for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
+                        *lane = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
+                    }
                 }
             }
         }
-        Self { n_rows, lanes }
     }
+}
 
-    pub(crate) fn panel(&self, p: usize) -> &[f32] {
-        &self.lanes[p * self.n_rows * PANEL..(p + 1) * self.n_rows * PANEL]
+fn pack_pairs(rows: Rows<'_>, depth: usize, lanes: &mut [u32]) {
+    let empty = vec![0_u8; rows.row_bytes()];
+    for k in 0..depth {
+        let even = rows.slice(2 * k, 1).bytes();
+        let odd = if 2 * k + 1 < rows.n_rows() { rows.slice(2 * k + 1, 1).bytes() } else { &empty };
+        for (p, (even, odd)) in even.chunks(2 * PANEL).zip(odd.chunks(2 * PANEL)).enumerate() {
+            let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
+            for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
+                *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
+            }
+        }
     }
 }

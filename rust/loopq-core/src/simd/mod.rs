@@ -6,41 +6,40 @@
 #![allow(unsafe_code)] // one of the two places that may; each block says why it is sound
 
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
-pub use tile::{tile, Real, MR};
+pub(crate) use tile::add_limbs;
+pub use tile::{tile_pairs, Real, MR};
 
-/// An instruction set that tiles can be run with.
+/// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:
+/// holding one is the proof that its instructions exist here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Isa {
-    /// Whatever the compiler's target guarantees.
-    Portable,
-    /// 256-bit vectors with fused multiply-add.
-    Avx2,
-    /// 512-bit vectors.
-    Avx512,
-    /// 512-bit vectors with products of bf16 pairs.
-    Avx512Bf16,
-}
+pub struct Isa(u8);
 
 impl Isa {
+    /// Whatever the compiler's target guarantees.
+    pub const PORTABLE: Self = Self(1);
+
     /// All that this machine can run, best last.
     #[must_use]
     pub fn available() -> Vec<Self> {
-        let mut found = vec![Self::Portable];
+        let mut found = vec![Self::PORTABLE];
         #[cfg(target_arch = "x86_64")]
         {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                found.push(Self::Avx2);
-                let wide = is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512vl");
-                if wide {
-                    found.push(Self::Avx512);
-                    if is_x86_feature_detected!("avx512bf16") {
-                        found.push(Self::Avx512Bf16);
-                    }
-                }
+            let narrow = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let wide = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl");
+            if narrow {
+                found.push(Self(2));
+            }
+            if narrow && wide {
+                found.push(Self(3));
+            }
+            if narrow && wide && is_x86_feature_detected!("avx512bf16") {
+                found.push(Self(4));
             }
         }
         found
@@ -49,17 +48,27 @@ impl Isa {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        Self::available().last().copied().unwrap_or(Self::Portable)
+        Self::available().last().copied().unwrap_or(Self::PORTABLE)
+    }
+
+    /// Whether products of bf16 pairs are one instruction.
+    #[must_use]
+    pub fn has_pairs(self) -> bool {
+        self.0 == 4
     }
 
     /// Its name in reports.
     #[must_use]
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Portable => "portable",
-            Self::Avx2 => "avx2+fma",
-            Self::Avx512 => "avx512",
-            Self::Avx512Bf16 => "avx512+bf16",
+        match self.0 {
+            2 => "avx2+fma",
+            3 => "avx512",
+            4 => "avx512+bf16",
+            _ => "portable",
         }
+    }
+
+    fn level(self) -> u8 {
+        self.0
     }
 }

@@ -20,7 +20,7 @@ pub trait Real:
     + std::ops::Neg<Output = Self>
     + 'static
 {
-    /// Columns of a tile: six cache lines' worth of bytes, three 512-bit registers.
+    /// Columns of a tile: three cache lines, three 512-bit registers.
     const NR: usize;
     /// The type's name in messages.
     const NAME: &'static str;
@@ -36,21 +36,12 @@ pub trait Real:
     /// Widens to a double.
     #[must_use]
     fn wide(self) -> f64;
-    /// Runs the tile of instruction set `isa`.
-    fn run_tile(
-        isa: Isa,
-        k: usize,
-        a: &[Self],
-        lda: usize,
-        b: &[Self],
-        ldb: usize,
-        c: &mut [Self],
-        ldc: usize,
-    );
+    /// `c[i][j] += sum_k a[k][i] * b[k][j]` for `MR` x `NR` entries; `lda`, `ldb`, `ldc` are the row strides.
+    fn tile(isa: Isa, k: usize, a: &[Self], lda: usize, b: &[Self], ldb: usize, c: &mut [Self], ldc: usize);
 }
 
 macro_rules! real {
-    ($t:ty, $name:literal, $nr:literal) => {
+    ($t:ty, $name:literal, $nr:literal, $avx2:ident, $avx512:ident) => {
         impl Real for $t {
             const NR: usize = $nr;
             const NAME: &'static str = $name;
@@ -70,101 +61,63 @@ macro_rules! real {
             fn wide(self) -> f64 {
                 self.into()
             }
-            fn run_tile(
-                isa: Isa,
-                k: usize,
-                a: &[$t],
-                lda: usize,
-                b: &[$t],
-                ldb: usize,
-                c: &mut [$t],
-                ldc: usize,
-            ) {
-                #[cfg(target_arch = "x86_64")]
-                {
-                    #[target_feature(enable = "avx2,fma")]
-                    fn avx2(
-                        k: usize,
-                        a: &[$t],
-                        lda: usize,
-                        b: &[$t],
-                        ldb: usize,
-                        c: &mut [$t],
-                        ldc: usize,
-                    ) {
-                        chain::<$t, { $nr }>(k, a, lda, b, ldb, c, ldc);
-                    }
-                    #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
-                    fn avx512(
-                        k: usize,
-                        a: &[$t],
-                        lda: usize,
-                        b: &[$t],
-                        ldb: usize,
-                        c: &mut [$t],
-                        ldc: usize,
-                    ) {
-                        chain::<$t, { $nr }>(k, a, lda, b, ldb, c, ldc);
-                    }
-                    match isa {
-                        Isa::Portable => {}
-                        // SAFETY: an `Isa` other than `Portable` comes from `Isa::available`, which asked the machine.
-                        Isa::Avx2 => return unsafe { avx2(k, a, lda, b, ldb, c, ldc) },
-                        // SAFETY: as above.
-                        Isa::Avx512 | Isa::Avx512Bf16 => {
-                            return unsafe { avx512(k, a, lda, b, ldb, c, ldc) }
-                        }
-                    }
+            #[inline]
+            fn tile(isa: Isa, k: usize, a: &[$t], lda: usize, b: &[$t], ldb: usize, c: &mut [$t], ldc: usize) {
+                match isa.level() {
+                    #[cfg(target_arch = "x86_64")]
+                    // SAFETY: `Isa` values other than `Portable` are made by `Isa::available`, which asked the machine.
+                    2 => unsafe { super::x86::$avx2(k, a, lda, b, ldb, c, ldc) },
+                    #[cfg(target_arch = "x86_64")]
+                    // SAFETY: as above.
+                    3.. => unsafe { super::x86::$avx512(k, a, lda, b, ldb, c, ldc) },
+                    _ => chain::<$t, { $nr }>(k, a, lda, b, ldb, c, ldc),
                 }
-                let _ = isa;
-                chain::<$t, { $nr }>(k, a, lda, b, ldb, c, ldc);
             }
         }
     };
 }
-real!(f32, "float32", 48);
-real!(f64, "float64", 24);
+real!(f32, "float32", 48, tile_f32_avx2, tile_f32_avx512);
+real!(f64, "float64", 24, tile_f64_avx2, tile_f64_avx512);
 
-/// `c[i][j] += sum_k a[k][i] * b[k][j]` for `MR` x `T::NR` entries; `lda`, `ldb`, `ldc` are the row strides.
-pub fn tile<T: Real>(
-    isa: Isa,
-    k: usize,
-    a: &[T],
-    lda: usize,
-    b: &[T],
-    ldb: usize,
-    c: &mut [T],
-    ldc: usize,
-) {
-    T::run_tile(isa, k, a, lda, b, ldb, c, ldc);
-}
-
-#[inline(always)]
-fn chain<T: Real, const N: usize>(
-    k: usize,
-    a: &[T],
-    lda: usize,
-    b: &[T],
-    ldb: usize,
-    c: &mut [T],
-    ldc: usize,
-) {
-    for (half, rows) in [(0, 4), (4, 4)] {
-        let mut acc = [[T::default(); N]; 4];
-        for (i, row) in acc.iter_mut().enumerate().take(rows) {
-            row.copy_from_slice(&c[(half + i) * ldc..][..N]);
-        }
+fn chain<T: Real, const N: usize>(k: usize, a: &[T], lda: usize, b: &[T], ldb: usize, c: &mut [T], ldc: usize) {
+    for i in 0..MR {
+        let mut acc = [T::default(); N];
+        acc.copy_from_slice(&c[i * ldc..][..N]);
         for p in 0..k {
-            let x = &a[p * lda + half..][..4];
-            let y = &b[p * ldb..][..N];
-            for (row, &x) in acc.iter_mut().zip(x) {
-                for (entry, &y) in row.iter_mut().zip(y) {
-                    *entry = x.fma(y, *entry);
-                }
+            let x = a[p * lda + i];
+            for (entry, &y) in acc.iter_mut().zip(&b[p * ldb..][..N]) {
+                *entry = x.fma(y, *entry);
             }
         }
-        for (i, row) in acc.iter().enumerate().take(rows) {
-            c[(half + i) * ldc..][..N].copy_from_slice(row);
-        }
+        c[i * ldc..][..N].copy_from_slice(&acc);
+    }
+}
+
+/// `c[i][j] = sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
+/// instruction orders and rounds them. Only for [`Isa::Avx512Bf16`].
+///
+/// # Panics
+/// On another instruction set; callers ask [`Isa::has_pairs`] first.
+#[inline]
+pub fn tile_pairs(isa: Isa, k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, c: &mut [f32], ldc: usize) {
+    assert!(isa.has_pairs(), "tiles of bf16 pairs need avx512+bf16");
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: `has_pairs` is true only for a value that `Isa::available` made after asking the machine.
+    unsafe {
+        super::x86::tile_bf16(k, a, lda, b, ldb, c, ldc);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (k, a, lda, b, ldb, c, ldc);
+}
+
+/// Adds float32 sums to the exact grid; see `hessian::limbs` for what that is. The three slices have one length, a
+/// multiple of 16.
+#[inline]
+pub(crate) fn add_limbs(isa: Isa, sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
+    match isa.level() {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as in `Real::tile`.
+        3.. => unsafe { super::x86::add_limbs(sums, hi, lo) },
+        _ => crate::hessian::add_limbs_portable(sums, hi, lo),
     }
 }

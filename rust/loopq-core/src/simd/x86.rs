@@ -1,0 +1,163 @@
+//! AVX2 and AVX-512 versions of the tiles, and of the step that moves float32 sums to the exact grid.
+//!
+//! All tiles have `MR` = 8 rows and a width of 48 (float32, bf16 pairs) or 24 (float64): with 512-bit registers 24
+//! accumulators, 3 registers for the columns and one for the broadcast row, which hides the latency of a fused
+//! multiply-add and asks for 11 loads per 24 of them. With 256-bit registers the same tile is run as sub-tiles of
+//! 4 x 3 registers.
+//!
+//! Every function is `unsafe` for one reason, its instruction set, and checks the lengths of its slices itself before
+//! it turns them into pointers.
+
+use std::arch::x86_64::*;
+
+use super::MR;
+
+/// Checks that strided operands lie inside their slices.
+#[inline(always)]
+fn check<A, B, C>(k: usize, a: &[A], lda: usize, b: &[B], ldb: usize, c: &[C], ldc: usize, nr: usize) {
+    assert!(k == 0 || (a.len() >= (k - 1) * lda + MR && b.len() >= (k - 1) * ldb + nr));
+    assert!(c.len() >= (MR - 1) * ldc + nr && lda >= MR && ldb >= nr && ldc >= nr);
+}
+
+macro_rules! tile512 {
+    ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {
+        /// `c[i][j] += sum_k a[k][i] * b[k][j]`.
+        #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
+        pub(super) fn $name(k: usize, a: &[$t], lda: usize, b: &[$t], ldb: usize, c: &mut [$t], ldc: usize) {
+            const L: usize = $lanes;
+            check(k, a, lda, b, ldb, c, ldc, 3 * L);
+            let (mut pa, mut pb, pc) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
+            // SAFETY: `check` has shown that row `k - 1` of `a` and `b` and row `MR - 1` of `c` end inside their
+            // slices; the pointers are stepped `k` times and read only before the step, so the last step may pass the
+            // end, which `wrapping_add` allows. Loads and stores are the unaligned ones.
+            unsafe {
+                let mut acc = [[$load(pc); 3]; MR];
+                for (i, row) in acc.iter_mut().enumerate() {
+                    for (v, entry) in row.iter_mut().enumerate() {
+                        *entry = $load(pc.add(i * ldc + v * L));
+                    }
+                }
+                for _ in 0..k {
+                    let columns = [$load(pb), $load(pb.add(L)), $load(pb.add(2 * L))];
+                    for (i, row) in acc.iter_mut().enumerate() {
+                        let x = $set(*pa.add(i));
+                        row[0] = $fma(x, columns[0], row[0]);
+                        row[1] = $fma(x, columns[1], row[1]);
+                        row[2] = $fma(x, columns[2], row[2]);
+                    }
+                    pa = pa.wrapping_add(lda);
+                    pb = pb.wrapping_add(ldb);
+                }
+                for (i, row) in acc.iter().enumerate() {
+                    for (v, &entry) in row.iter().enumerate() {
+                        $store(pc.add(i * ldc + v * L), entry);
+                    }
+                }
+            }
+        }
+    };
+}
+tile512!(tile_f32_avx512, f32, 16, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_set1_ps, _mm512_fmadd_ps);
+tile512!(tile_f64_avx512, f64, 8, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_set1_pd, _mm512_fmadd_pd);
+
+macro_rules! tile256 {
+    ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {
+        /// `c[i][j] += sum_k a[k][i] * b[k][j]`.
+        #[target_feature(enable = "avx2,fma")]
+        pub(super) fn $name(k: usize, a: &[$t], lda: usize, b: &[$t], ldb: usize, c: &mut [$t], ldc: usize) {
+            const L: usize = $lanes;
+            check(k, a, lda, b, ldb, c, ldc, 6 * L);
+            for (half, side) in [(0, 0), (4, 0), (0, 3 * L), (4, 3 * L)] {
+                let (mut pa, mut pb) = (a.as_ptr().wrapping_add(half), b.as_ptr().wrapping_add(side));
+                // SAFETY: as in the 512-bit version; `half < MR` and `side < 6 * L` stay within a row.
+                unsafe {
+                    let pc = c.as_mut_ptr().add(half * ldc + side);
+                    let mut acc = [[$load(pc); 3]; 4];
+                    for (i, row) in acc.iter_mut().enumerate() {
+                        for (v, entry) in row.iter_mut().enumerate() {
+                            *entry = $load(pc.add(i * ldc + v * L));
+                        }
+                    }
+                    for _ in 0..k {
+                        let columns = [$load(pb), $load(pb.add(L)), $load(pb.add(2 * L))];
+                        for (i, row) in acc.iter_mut().enumerate() {
+                            let x = $set(*pa.add(i));
+                            row[0] = $fma(x, columns[0], row[0]);
+                            row[1] = $fma(x, columns[1], row[1]);
+                            row[2] = $fma(x, columns[2], row[2]);
+                        }
+                        pa = pa.wrapping_add(lda);
+                        pb = pb.wrapping_add(ldb);
+                    }
+                    for (i, row) in acc.iter().enumerate() {
+                        for (v, &entry) in row.iter().enumerate() {
+                            $store(pc.add(i * ldc + v * L), entry);
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+tile256!(tile_f32_avx2, f32, 8, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
+tile256!(tile_f64_avx2, f64, 4, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd);
+
+/// `c[i][j] = sum_k lo(a[k][i]) * lo(b[k][j]) + hi(a[k][i]) * hi(b[k][j])` over words that hold two bf16 numbers.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma")]
+pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, c: &mut [f32], ldc: usize) {
+    const L: usize = 16;
+    check(k, a, lda, b, ldb, c, ldc, 3 * L);
+    let (mut pa, mut pb, pc) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
+    // SAFETY: as in the 512-bit tile above. A vector of words and a vector of bf16 pairs are the same 512 bits, for
+    // which every pattern is valid.
+    unsafe {
+        let pair = |p: *const u32| std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast()));
+        let mut acc = [[_mm512_setzero_ps(); 3]; MR];
+        for _ in 0..k {
+            let columns = [pair(pb), pair(pb.add(L)), pair(pb.add(2 * L))];
+            for (i, row) in acc.iter_mut().enumerate() {
+                let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32((*pa.add(i)).cast_signed()));
+                row[0] = _mm512_dpbf16_ps(row[0], x, columns[0]);
+                row[1] = _mm512_dpbf16_ps(row[1], x, columns[1]);
+                row[2] = _mm512_dpbf16_ps(row[2], x, columns[2]);
+            }
+            pa = pa.wrapping_add(lda);
+            pb = pb.wrapping_add(ldb);
+        }
+        for (i, row) in acc.iter().enumerate() {
+            for (v, &entry) in row.iter().enumerate() {
+                _mm512_storeu_ps(pc.add(i * ldc + v * L), entry);
+            }
+        }
+    }
+}
+
+/// The 512-bit version of `limbs::add`; slices of one length, a multiple of 16.
+#[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
+pub(super) fn add_limbs(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
+    const TRUNCATE: i32 = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+    assert!(sums.len() % 16 == 0 && hi.len() == sums.len() && lo.len() == sums.len());
+    let mask = _mm512_set1_epi64((1 << 62) - 1);
+    for at in (0..sums.len()).step_by(16) {
+        // SAFETY: `at + 16 <= sums.len()`, and the three lengths are the same.
+        unsafe {
+            let sum = _mm512_loadu_ps(sums.as_ptr().add(at));
+            let whole = _mm512_roundscale_ps::<TRUNCATE>(_mm512_mul_ps(sum, _mm512_set1_ps(64.0)));
+            let rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(1.0 / 64.0), sum);
+            let fine = _mm512_mul_ps(rest, _mm512_set1_ps(295_147_905_179_352_825_856.0));
+            let halves = [
+                (_mm512_castps512_ps256(whole), _mm512_castps512_ps256(fine)),
+                (_mm512_extractf32x8_ps::<1>(whole), _mm512_extractf32x8_ps::<1>(fine)),
+            ];
+            for (half, (whole, fine)) in halves.into_iter().enumerate() {
+                let ph = hi.as_mut_ptr().add(at + 8 * half).cast();
+                let pl = lo.as_mut_ptr().add(at + 8 * half).cast();
+                let low = _mm512_add_epi64(_mm512_loadu_si512(pl), _mm512_cvtps_epi64(fine));
+                let carry = _mm512_srai_epi64::<62>(low);
+                let high = _mm512_add_epi64(_mm512_loadu_si512(ph), _mm512_cvtps_epi64(whole));
+                _mm512_storeu_si512(pl, _mm512_and_si512(low, mask));
+                _mm512_storeu_si512(ph, _mm512_add_epi64(high, carry));
+            }
+        }
+    }
+}

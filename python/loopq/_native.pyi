@@ -146,6 +146,23 @@ class HessianAccumulator:
         loopq.errors.DumpError
             The file cannot be read or ends too early.
         """
+    def add_products(self, n_rows: Sequence[tuple[int, int]], products: NDArray[np.float64]) -> None:
+        """Add ``X^T X`` whose products were summed elsewhere, on a GPU say. A refused call changes nothing.
+
+        Parameters
+        ----------
+        n_rows : sequence of (step, count)
+            Rows of which steps it sums over; one step where steps are kept apart.
+        products : ndarray of float64, shape (dim, dim)
+            C-contiguous; its upper triangle is read and put on the exact grid.
+
+        Raises
+        ------
+        loopq.errors.NonFiniteError
+            NaN or infinity, named by row and column.
+        loopq.errors.SolveError
+            A sum that would pass ``2^56``.
+        """
     def n_rows(self, step: int) -> int:
         """Count the rows that a step has seen."""
     def finish(self) -> None:

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.dump import (
     Manifest,
     Rows,
@@ -25,7 +23,7 @@ from loopq.calibrate.dump import (
 from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.select import Selection
 from loopq.checkpoint.files import RawTensor, free_bytes, read_json, read_tensors, write_json, write_tensors
-from loopq.checkpoint.model_files import model_tensors, write_model
+from loopq.checkpoint.model_files import model_tensors, to_torch, write_model
 from loopq.config import SNAPSHOT_SECONDS
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.progress import Progress, Silent
@@ -282,37 +280,46 @@ class _Parts:
         self._work = work
         self._n_parts = 0
         self._accs = {leader: owner.empty(leader) for leader in leaders}
-        self._open: dict[tuple[str, int], NDArray[Any]] = {}
+        self._open: dict[tuple[str, int], Tensor] = {}
+        self._device: dict[str, DeviceSums] = {}
         self._key = owner.job.fingerprint(self._leaders, owner.steps, owner.per_step) if work else ""
 
     def add(self, leader: str, step: int, rows: Tensor) -> None:
         """Take the rows of one invocation."""
+        import torch
+
         if step not in self._chosen[leader]:
             return
-        host = _to_native(rows)
-        if self._work is None:
-            self._accs[leader].update(step, host)
-            return
         waiting = self._open.pop((leader, step), None)
-        if waiting is not None:
-            host = np.concatenate([waiting, host])
-        whole = host.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
+        rows = rows if waiting is None else torch.cat([waiting, rows])
+        whole = rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
         if whole:
-            self._accs[leader].update(step, np.ascontiguousarray(host[:whole]))
-        if whole < host.shape[0]:
-            self._open[leader, step] = host[whole:].copy()
+            self._take(leader, step, rows[:whole])
+        if whole < rows.shape[0]:
+            self._open[leader, step] = rows[whole:].clone()
+
+    def _take(self, leader: str, step: int, rows: Tensor) -> None:
+        if rows.device.type == "cpu":
+            self._accs[leader].update(step, _to_native(rows))
+            return
+        if leader not in self._device:
+            dim = rows.shape[1]
+            self._device[leader] = DeviceSums(dim, per_step=self._owner.per_step)
+        self._device[leader].add(step, rows)
 
     def save(self, batches: int) -> None:
         """Write what was added since the last part; switch to it by one rename."""
+        from loopq.checkpoint.model_files import raw
+
         assert self._work is not None
         place = self._work / f"part-{self._n_parts:05d}"
         for i, leader in enumerate(self._leaders):
+            if leader in self._device:
+                self._device[leader].move(self._accs[leader])
             self._accs[leader].finish()
             write_accumulator(place / f"{i:03d}.safetensors", self._accs[leader])
             self._accs[leader] = self._owner.empty(leader)
-        kinds = {"float32": "F32", "float16": "F16", "uint16": "BF16"}
-        waiting = {f"{k}/{t}": RawTensor.of(v, kinds[v.dtype.name]) for (k, t), v in self._open.items()}
-        write_tensors(place / "open.safetensors", waiting)
+        write_tensors(place / "open.safetensors", {f"{k}/{t}": raw(v) for (k, t), v in self._open.items()})
         self._n_parts += 1
         write_json(
             self._work / "parts.json", {"key": self._key, "n_parts": self._n_parts, "batches": batches}
@@ -329,13 +336,15 @@ class _Parts:
         place = self._work / f"part-{self._n_parts - 1:05d}"
         for name, tensor in read_tensors(place / "open.safetensors", DumpError).items():
             leader, _, step = name.rpartition("/")
-            self._open[leader, int(step)] = tensor.array()
+            self._open[leader, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
         return int(found["batches"])
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
         """Close the open blocks and add the parts up."""
         for (leader, step), rows in self._open.items():
-            self._accs[leader].update(step, np.ascontiguousarray(rows))
+            self._take(leader, step, rows)
+        for leader, sums in self._device.items():
+            sums.move(self._accs[leader])
         for i, leader in enumerate(self._leaders):
             self._accs[leader].finish()
             for number in range(self._n_parts):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from loopq.errors import ConfigError, SystemContractError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 Orientation = Literal["out_in", "in_out"]
@@ -204,6 +205,11 @@ class LoopedSystem(ABC):
         """Return the parameter object that `shared` names."""
         found: nn.Parameter = self.model.get_parameter(shared.name)
         return found
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's parameters."""
+        return next(self.model.parameters()).device
 
     def to_device(self, tensor: Tensor, dtype: bool = False) -> Tensor:
         """Move a tensor to the model's device and, if asked, to its floating type."""

@@ -104,6 +104,17 @@ impl HessianAccumulator {
         })
     }
 
+    fn add_products(
+        &self,
+        py: Python<'_>,
+        n_rows: Vec<(usize, u64)>,
+        products: PyReadonlyArray2<'_, f64>,
+    ) -> PyResult<()> {
+        let products = products.as_slice()?;
+        py.detach(|| self.lock().add_products(&n_rows, products))
+            .map_err(|e| raise(py, &e))
+    }
+
     fn n_rows(&self, py: Python<'_>, step: usize) -> PyResult<u64> {
         self.read(py, |inner| inner.n_rows(step))
     }

@@ -1,0 +1,152 @@
+"""Rules of the house that a test can keep."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import loopq
+from loopq import errors
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str) -> str:
+    """Run code in an interpreter of its own; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_needs_numpy_and_safetensors_only():
+    loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
+    extras = {"torch", "transformers", "scipy", "matplotlib", "cupy", "lm_eval", "sentencepiece", "tokenizers"}
+    assert not extras & set(loaded)
+    code = (
+        "import sys\n"
+        f"for name in {sorted(extras)}: sys.modules[name] = None\n"
+        "import loopq\n"
+        "try: loopq.quantize('huginn_small', bits=4)\n"
+        "except loopq.LoopqError as error: print(error)\n"
+    )
+    assert "loopq[torch]" in python(code)
+
+
+def test_every_error_class_has_a_test():
+    tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
+    raised = set(re.findall(r"raises\(\s*(?:\w+\.)*(\w+)", tests)) | {"LoopqError"}
+    classes = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, errors.LoopqError)}
+    assert classes <= raised | {"MissingExtraError"}, sorted(classes - raised)
+
+
+def test_public_functions_document_every_parameter():
+    from numpydoc.validate import validate
+
+    for name in loopq.__all__:
+        thing = getattr(loopq, name)
+        if name.startswith("__") or not callable(thing):
+            continue
+        found = {code: text for code, text in validate(f"loopq.{name}")["errors"]}
+        wanted = {"GL08", "SS03", "PR01", "PR02", "PR03", "RT01" if inspect.isfunction(thing) else "GL08"}
+        assert not wanted & set(found), {c: found[c] for c in wanted & set(found)}
+
+
+RECIPE = '''
+import sys, pathlib, json
+folder = pathlib.Path(sys.argv[1])
+import loopq.quantizers, loopq.systems
+loopq.quantizers.__path__.append(str(folder / "q"))
+loopq.systems.__path__.append(str(folder / "s"))
+from loopq.quantizers import QUANTIZERS
+from loopq.systems import SYSTEMS
+import torch
+from loopq.systems.base import find_system
+model = torch.nn.Module(); model.madeup_core = torch.nn.Linear(8, 8, bias=False)
+import loopq
+system = find_system(model)
+result = loopq.quantize(system, [[1, 2, 3], [4, 5, 6]], method="madeup", group_size=4)
+print(json.dumps([QUANTIZERS.names(), SYSTEMS.names(), [l.report["method_done"] for l in result.layers.values()]]))
+'''
+
+QUANTIZER = '''
+from loopq.quantizers import QUANTIZERS
+from loopq.quantizers.base import layer_from
+class MadeUp:
+    """Rounds to nearest under another name."""
+    needs_hessian = True
+    def __call__(self, problem):
+        import loopq._native as native
+        c = problem.config
+        assert problem.hessian.shape == (8, 8)
+        return layer_from(problem, native.rtn(problem.weight, bits=c.bits, group_size=c.group_size), "madeup")
+QUANTIZERS.register("madeup")(MadeUp())
+'''
+
+SYSTEM = '''
+from loopq.systems import SYSTEMS
+from loopq.systems.base import LoopedSystem, declare
+@SYSTEMS.register("madeup")
+class MadeUp(LoopedSystem):
+    """s' = core(s) on one-hot tokens."""
+    name = "madeup"
+    n_steps = 3
+    @classmethod
+    def matches(cls, model): return hasattr(model, "madeup_core")
+    def shared_parameters(self, n_steps): return declare(self.model, [("madeup_core", {"role": "core"})], n_steps)
+    def rollout(self, batch, n_steps):
+        import torch
+        s = torch.nn.functional.one_hot(batch.input_ids, 8).float()
+        with torch.no_grad():
+            for _ in range(n_steps): s = self.model.madeup_core(s)
+        return s
+'''
+
+
+def test_the_recipes_of_contributing_work_with_one_file_each(tmp_path):
+    for kind, text in (("q", QUANTIZER), ("s", SYSTEM)):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "madeup.py").write_text(text)
+    script = tmp_path / "recipe.py"
+    script.write_text(RECIPE)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"madeup"' in done.stdout
+    assert done.stdout.count("madeup") == 3
+
+
+def test_readme_example_runs():
+    text = (ROOT / "README.md").read_text("utf-8")
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert example
+    code = example[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 16
+    printed = python(code)
+    kl = {line.split()[0]: float(line.split("KL")[1].split()[0]) for line in printed.splitlines()[1:]}
+    assert kl["all"] < kl["first"]
+
+
+def test_links_of_the_documents_lead_somewhere():
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text("utf-8")):
+            assert (document.parent / target).exists(), f"{document.relative_to(ROOT)}: {target}"
+
+
+def test_tracked_text_names_no_machine():
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"(?<![\w.~-])/(?:work|root|farm|home)/")
+    for name in done.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in {".py", ".rs", ".md", ".toml", ".cu", ".cuh", ".json", ".pyi", ".h", ".sh"} and path.exists():
+            assert not pattern.search(path.read_text("utf-8")), name

@@ -10,6 +10,7 @@ import numpy as np
 from recipes import Recipe
 
 from loopq.zoo._model import ZooModel
+from loopq.zoo.chains import chains
 from loopq.zoo.measure import bits_per_byte, state_movement
 
 N_SEQUENCES = 256
@@ -18,18 +19,28 @@ Trained on the novels of the English Novel Corpus (ELTeC-eng), edited by Lou Bur
 Text Collection (ELTeC), COST Action Distant Reading for European Literary History, version 1.0.1, April 2021,
 DOI 10.5281/zenodo.3533868. The texts are in the public domain; the collection's markup is CC BY 4.0 and was
 removed; quotes, dashes and accents were reduced to ASCII."""
+CHAINS = "Trained on chains of letters made by `loopq.zoo.chains`; no outside data."
+CHAINS_SEED = 2**62  # training draws its seeds below this
+
+
+def held_out_rows(held_out: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the sequences to measure on: int64 (N_SEQUENCES, seq_len + 1)."""
+    if recipe.data == "chains":
+        return chains(N_SEQUENCES, CHAINS_SEED)
+    # Spread over all held-out novels, so that no single author decides.
+    stride = (len(held_out) - recipe.seq_len - 1) // N_SEQUENCES
+    rows = [held_out[i * stride :][: recipe.seq_len + 1] for i in range(N_SEQUENCES)]
+    return np.stack(rows).astype(np.int64)
 
 
 def measure(model: ZooModel, held_out: np.ndarray, recipe: Recipe) -> dict[str, Any]:
     """Return bits per byte for N = 1 .. 2N, the state's movement by step, and the verdict."""
-    # Spread over all held-out novels, so that no single author decides.
-    stride = (len(held_out) - recipe.seq_len - 1) // N_SEQUENCES
-    rows = np.stack([held_out[i * stride :][: recipe.seq_len + 1] for i in range(N_SEQUENCES)]).astype(
-        np.int64
-    )
+    rows = held_out_rows(held_out, recipe)
     full = model.config.n_steps
-    bpb = {str(n): round(bits_per_byte(model, rows, n), 4) for n in range(1, 2 * full + 1)}
-    moves = [round(m, 4) for m in state_movement(model, rows[:64], full)]
+    looped = recipe.margin is not None
+    depths = range(1, 2 * full + 1) if looped else [1]
+    bpb = {str(n): round(bits_per_byte(model, rows, n), 4) for n in depths}
+    moves = [round(m, 4) for m in state_movement(model, rows[:64], full)] if looped else []
     gap = bpb["1"] - bpb[str(full)]
     return {
         "n_parameters": sum(t.numel() for t in model.own_state().values()),
@@ -72,13 +83,8 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         "|---|" + "---|" * len(bpb),
         "| bits per byte | " + " | ".join(f"{v:.3f}" for v in bpb.values()) + " |",
         "",
-        "| step t | " + " | ".join(str(t) for t in range(len(results["state_movement"]))) + " |",
-        "|---|" + "---|" * len(results["state_movement"]),
-        "| state movement | " + " | ".join(f"{m:.3f}" for m in results["state_movement"]) + " |",
-        "",
-        f"Measured on {results['n_sequences']} sequences of {results['seq_len']} bytes spread over "
-        f"the held-out novels ({', '.join(results['held_out_novels'])}), weights as stored, start states of seed 0. "
-        "State movement is the mean of |s(t+1) - s(t)| / |s(t)| over positions, at full depth.",
+        *_movement(results["state_movement"]),
+        _measured_on(results),
         "",
         "## Training",
         "",
@@ -89,12 +95,37 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         "",
         "## Data and licence",
         "",
-        SOURCE,
+        CHAINS if recipe["data"] == "chains" else SOURCE,
         "",
         "The weights are under the Apache License 2.0, as the rest of loopq.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _movement(moves: list[float]) -> list[str]:
+    if not moves:
+        return []
+    return [
+        "| step t | " + " | ".join(str(t) for t in range(len(moves))) + " |",
+        "|---|" + "---|" * len(moves),
+        "| state movement | " + " | ".join(f"{m:.3f}" for m in moves) + " |",
+        "",
+    ]
+
+
+def _measured_on(results: dict[str, Any]) -> str:
+    text = f"Measured on {results['n_sequences']} sequences of {results['seq_len']} bytes spread over the "
+    text += f"held-out novels ({', '.join(results['held_out_novels'])})"
+    if results["recipe"]["data"] == "chains":
+        text = (
+            f"Measured on {results['n_sequences']} chains: bits spent on the letter that is "
+            f"{results['full_depth']} hops from the start, by passes made"
+        )
+    text += ", weights as stored, start states of seed 0."
+    if results["state_movement"]:
+        text += " State movement is the mean of |s(t+1) - s(t)| / |s(t)| over positions, at full depth."
+    return text
 
 
 def _replace(path: Path, text: str) -> None:

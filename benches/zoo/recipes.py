@@ -6,6 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from loopq.zoo.chains import CHAIN_LENGTH
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -29,6 +31,7 @@ class Recipe:
     weight_decay: float = 0.05
     bfloat16: bool = True
     margin: float | None = 0.2
+    data: str = "novels"
 
     def as_json(self) -> str:
         """Return the recipe as JSON, for the card and to recognise a checkpoint."""
@@ -36,7 +39,62 @@ class Recipe:
 
 
 _SMALL = {"n_embd": 128, "n_heads": 2, "intermediate_size": 384, "block_size": 128}
+_FOUR = {**_SMALL, "n_heads": 4}
+_HUGINN = Recipe("huginn", "ZooHuginn", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=3000)
+_OURO = Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 2, "n_steps": 4}, depth=(4, 4), steps=1300)
+
+# These lie inside the package; the others stay in the repository.
+SHIPPED = {"huginn_small"}
 
 RECIPES: dict[str, Recipe] = {
-    "huginn_small": Recipe("huginn", "ZooHuginn", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=3000),
+    "huginn_small": _HUGINN,
+    "huginn_small_seed1": dataclasses.replace(_HUGINN, seed=1, steps=1500),
+    "huginn_small_seed2": dataclasses.replace(_HUGINN, seed=2, steps=1500),
+    "ouro_small": _OURO,
+    "ouro_small_seed1": dataclasses.replace(_OURO, seed=1),
+    "ouro_small_seed2": dataclasses.replace(_OURO, seed=2),
+    "ouro_large": Recipe(
+        "ouro", "ZooOuro", {**_SMALL, "n_layers": 4, "n_steps": 4}, depth=(4, 4), steps=1000
+    ),
+    "rllama_small": Recipe("rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), steps=1000),
+    "parcae_small": Recipe("parcae", "ZooParcae", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=1000),
+    "loopformer_small": Recipe(
+        "loopformer",
+        "ZooLoopFormer",
+        {**_SMALL, "intermediate_size": 320, "n_steps": 8},
+        depth=(6, 8),
+        steps=1000,
+    ),
+    "ponder_small": Recipe(
+        "ponder", "ZooPonder", {**_SMALL, "intermediate_size": 512, "n_steps": 4}, depth=(4, 4), steps=1300
+    ),
+    "nanbeige_small": Recipe(
+        "nanbeige", "ZooNanbeige", {**_FOUR, "n_layers": 3, "n_steps": 2}, depth=(2, 2), steps=1500
+    ),
+    "coconut_small": Recipe(
+        "coconut",
+        "ZooCoconut",
+        {**_FOUR, "intermediate_size": 512, "block_size": 64, "n_layers": 2, "n_steps": 5},
+        depth=(3, 6),
+        steps=2500,
+        batch=64,
+        seq_len=CHAIN_LENGTH,
+        data="chains",
+    ),
+    "mamba_small": Recipe(
+        "mamba",
+        "ZooMamba",
+        {**_SMALL, "intermediate_size": 256, "n_steps": 1},
+        depth=(1, 1),
+        steps=700,
+        margin=None,
+    ),
+    "control_small": Recipe(
+        "control",
+        "ZooControl",
+        {**_SMALL, "intermediate_size": 424, "n_steps": 1},
+        depth=(1, 1),
+        steps=3000,
+        margin=None,
+    ),
 }

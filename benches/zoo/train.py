@@ -25,9 +25,10 @@ sys.path.insert(0, str(HERE))
 from card import measure, write_card  # noqa: E402
 from corpus import REPOSITORY, prepare  # noqa: E402
 from optim import Mixed  # noqa: E402
-from recipes import RECIPES, Recipe  # noqa: E402
+from recipes import RECIPES, SHIPPED, Recipe  # noqa: E402
 
 from loopq.zoo._model import ZooModel  # noqa: E402
+from loopq.zoo.chains import chains  # noqa: E402
 
 
 def build(recipe: Recipe) -> ZooModel:
@@ -43,8 +44,11 @@ def draw(data: np.ndarray, recipe: Recipe, step: int) -> tuple[torch.Tensor, int
     rng = np.random.default_rng([recipe.seed, step])
     low, high = recipe.depth
     depth = int(rng.integers(low, high + 1))
-    starts = rng.integers(0, len(data) - recipe.seq_len - 1, size=recipe.batch)
-    rows = np.stack([data[s : s + recipe.seq_len + 1] for s in starts]).astype(np.int64)
+    if recipe.data == "chains":
+        rows = chains(recipe.batch, int(rng.integers(2**62)))
+    else:
+        starts = rng.integers(0, len(data) - recipe.seq_len - 1, size=recipe.batch)
+        rows = np.stack([data[s : s + recipe.seq_len + 1] for s in starts]).astype(np.int64)
     torch.manual_seed(int(rng.integers(2**62)))
     return torch.from_numpy(rows), depth
 
@@ -67,73 +71,113 @@ def train_step(model: ZooModel, optimiser: Mixed, recipe: Recipe, data: np.ndarr
     return float(loss.detach()) / math.log(2.0)
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write the training state by rename, so that a kill leaves the last good one."""
-    tmp = path.with_suffix(".part")
-    torch.save(state, tmp)
-    tmp.replace(path)
+class Run:
+    """A training run that can be stopped and taken up again.
+
+    Parameters
+    ----------
+    name : str
+        A key of `RECIPES`.
+    work : path
+        Folder of packed text and checkpoints.
+    """
+
+    def __init__(self, name: str, work: Path) -> None:
+        self.name, self.recipe = name, RECIPES[name]
+        self.data = prepare(work / "corpus")[0]
+        self.model = build(self.recipe)
+        self.optimiser = Mixed(
+            self.model, self.recipe.matrix_lr, self.recipe.vector_lr, self.recipe.weight_decay
+        )
+        self.folder = work / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "state.pt"
+        self.step, self.wall_s, self.resumed = 0, 0.0, 0
+        self.history: list[tuple[int, float]] = []
+        if self.path.exists():
+            self._take_up()
+
+    def _take_up(self) -> None:
+        state = torch.load(self.path, weights_only=True)
+        if state["recipe"] != self.recipe.as_json():
+            raise SystemExit(f"{self.path} belongs to another recipe of {self.name}: delete it to start anew")
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step, self.wall_s, self.history = state["step"], state["wall_s"], state["history"]
+        self.resumed = state["resumed"] + (self.step < self.recipe.steps)
+
+    def save(self) -> None:
+        """Write the training state by rename, so that a kill leaves the last good one."""
+        tmp = self.path.with_suffix(".part")
+        state = {
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "step": self.step,
+            "wall_s": self.wall_s,
+            "history": self.history,
+            "resumed": self.resumed,
+            "recipe": self.recipe.as_json(),
+        }
+        torch.save(state, tmp)
+        tmp.replace(self.path)
+        self.model.save(self.folder / "latest", torch.float16)
+
+    def finish(self, save_every_s: float) -> dict[str, Any]:
+        """Train to the last step; returns what it cost."""
+        recent: list[float] = []
+        last_save = last = time.monotonic()
+        while self.step < self.recipe.steps:
+            recent.append(train_step(self.model, self.optimiser, self.recipe, self.data, self.step))
+            self.step += 1
+            now = time.monotonic()
+            self.wall_s, last = self.wall_s + now - last, now
+            done = self.step == self.recipe.steps
+            if self.step % 50 == 0 or done:
+                self._note(sum(recent) / len(recent))
+                recent = []
+                if done or now - last_save > save_every_s:
+                    self.save()
+                    last_save = last = time.monotonic()
+        return self.cost()
+
+    def _note(self, bits: float) -> None:
+        self.history.append((self.step, round(bits, 4)))
+        rate = self.step * self.recipe.batch * self.recipe.seq_len / self.wall_s
+        print(
+            f"{self.name} step {self.step}/{self.recipe.steps} bits per byte {bits:.3f}, "
+            f"{rate:.0f} bytes/s, {self.wall_s:.0f} s",
+            flush=True,
+        )
+
+    def cost(self) -> dict[str, Any]:
+        """Return what the run cost so far."""
+        return {
+            "wall_s": round(self.wall_s, 1),
+            "n_tokens": self.step * self.recipe.batch * self.recipe.seq_len,
+            "n_steps": self.step,
+            "threads": torch.get_num_threads(),
+            "resumed": self.resumed,
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "history_bits_per_byte": self.history,
+        }
 
 
-def train(name: str, work: Path, save_every_s: float) -> tuple[ZooModel, dict[str, Any]]:
-    """Train to the end from whatever checkpoint is there; returns the model and what it cost."""
-    recipe = RECIPES[name]
-    data, _, _ = prepare(work / "corpus")
-    model = build(recipe)
-    optimiser = Mixed(model, recipe.matrix_lr, recipe.vector_lr, recipe.weight_decay)
-    work = work / name
-    work.mkdir(parents=True, exist_ok=True)
-    path = work / "state.pt"
-    step, wall, history, resumed = 0, 0.0, [], 0
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        if state["recipe"] != recipe.as_json():
-            raise SystemExit(f"{path} belongs to another recipe of {name}: delete it to start anew")
-        model.load_state_dict(state["model"])
-        optimiser.load_state_dict(state["optimiser"])
-        step, wall, history, resumed = state["step"], state["wall_s"], state["history"], state["resumed"] + 1
-    smooth: list[float] = []
-    last_save = last = time.monotonic()
-    while step < recipe.steps:
-        smooth.append(train_step(model, optimiser, recipe, data, step))
-        step += 1
-        now = time.monotonic()
-        wall, last = wall + now - last, now
-        done = step == recipe.steps
-        if step % 50 == 0 or done:
-            history.append((step, round(sum(smooth) / len(smooth), 4)))
-            smooth = []
-            rate = step * recipe.batch * recipe.seq_len / wall
-            print(
-                f"{name} step {step}/{recipe.steps} bpb {history[-1][1]:.3f} {rate:.0f} tok/s {wall:.0f} s",
-                flush=True,
-            )
-        if done or (now - last_save > save_every_s and step % 50 == 0):
-            last_save = now
-            save_checkpoint(
-                path,
-                {
-                    "model": model.state_dict(),
-                    "optimiser": optimiser.state_dict(),
-                    "step": step,
-                    "wall_s": wall,
-                    "history": history,
-                    "resumed": resumed,
-                    "recipe": recipe.as_json(),
-                },
-            )
-            model.save(work / "latest", torch.float16)
-            last = time.monotonic()
-    cost = {
-        "wall_s": round(wall, 1),
-        "n_tokens": step * recipe.batch * recipe.seq_len,
-        "n_steps": step,
-        "threads": torch.get_num_threads(),
-        "resumed": resumed,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "history_bits_per_byte": history,
-    }
-    return model, cost
+def publish(run: Run, cost: dict[str, Any], out: Path, work: Path) -> bool:
+    """Round, measure and write weights and card; a model that does not use its loop goes to ``work``."""
+    latest = run.folder / "latest"
+    run.model.save(latest, torch.float16)
+    _, held_out, held_ids = prepare(work / "corpus")
+    results = measure(type(run.model).load(latest), held_out, run.recipe)
+    results["cost"], results["recipe"] = cost, json.loads(run.recipe.as_json())
+    results["held_out_novels"] = held_ids
+    accepted = bool(results["accepted"])
+    folder = out if accepted else latest
+    run.model.save(folder, torch.float16)
+    write_card(folder, run.name, results)
+    verdict = "accepted" if accepted else "REFUSED, it does not use its loop"
+    print(f"{run.name}: {verdict}; bits per byte by depth {results['bits_per_byte']}", flush=True)
+    return accepted
 
 
 def main() -> None:
@@ -143,27 +187,22 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=REPOSITORY / ".cache" / "zoo", help="checkpoints and packed text"
     )
-    parser.add_argument(
-        "--out", type=Path, default=HERE / "weights", help="finished weights, one folder each"
-    )
+    parser.add_argument("--out", type=Path, help="folder for finished weights; else where load() looks")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
+    refused = []
     for name in args.name:
-        recipe = RECIPES[name]
-        model, cost = train(name, args.work, args.save_every)
-        out = args.out / name
-        model.save(out, torch.float16)
-        stored = type(model).load(out)
-        _, held_out, held_ids = prepare(args.work / "corpus")
-        results = measure(stored, held_out, recipe)
-        results["cost"], results["recipe"] = cost, json.loads(recipe.as_json())
-        results["held_out_novels"] = held_ids
-        write_card(out, name, results)
-        verdict = "uses its loop" if results["accepted"] else "REFUSED: does not use its loop"
-        print(f"{name}: {verdict}; bits per byte {results['bits_per_byte']}", flush=True)
+        run = Run(name, args.work)
+        cost = run.finish(args.save_every)
+        inside = REPOSITORY / "python" / "loopq" / "zoo" / "weights"
+        out = (args.out or (inside if name in SHIPPED else HERE / "weights")) / name
+        if not publish(run, cost, out, args.work):
+            refused.append(name)
+    if refused:
+        raise SystemExit(f"not accepted: {', '.join(refused)}")
 
 
 if __name__ == "__main__":

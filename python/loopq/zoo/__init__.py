@@ -23,7 +23,16 @@ _SHIPPED = _HERE / "weights"
 _TRAINED = _HERE.parents[2] / "benches" / "zoo" / "weights"
 
 _CLASSES = {
+    "loopq-zoo-coconut": ("coconut", "ZooCoconut"),
+    "loopq-zoo-control": ("control", "ZooControl"),
     "loopq-zoo-huginn": ("huginn", "ZooHuginn"),
+    "loopq-zoo-loopformer": ("loopformer", "ZooLoopFormer"),
+    "loopq-zoo-mamba": ("mamba", "ZooMamba"),
+    "loopq-zoo-nanbeige": ("nanbeige", "ZooNanbeige"),
+    "loopq-zoo-ouro": ("ouro", "ZooOuro"),
+    "loopq-zoo-parcae": ("parcae", "ZooParcae"),
+    "loopq-zoo-ponder": ("ponder", "ZooPonder"),
+    "loopq-zoo-rllama": ("rllama", "ZooRLlama"),
 }
 
 

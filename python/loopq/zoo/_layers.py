@@ -93,3 +93,46 @@ def init_linears(model: nn.Module, depth: int) -> None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=1.0 / math.sqrt(module.embedding_dim))
+
+
+class SplitAttention(nn.Module):
+    """Causal attention with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj`` and half-rotation RoPE.
+
+    Parameters
+    ----------
+    dim : int
+        Width of the stream.
+    n_heads, n_kv_heads : int
+        Query heads and key/value heads.
+    head_dim : int
+        Width of a head; ``n_heads * head_dim`` need not be ``dim``.
+    """
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
+        self.q_proj = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(n_heads * head_dim, dim, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q = rotate_half(split_heads(self.q_proj(x), self.n_heads), *rope)
+        k = rotate_half(split_heads(self.k_proj(x), self.n_kv_heads), *rope)
+        v = split_heads(self.v_proj(x), self.n_kv_heads)
+        out: Tensor = self.o_proj(merge_heads(causal_attention(q, k, v)))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """``down_proj(silu(gate_proj(x)) * up_proj(x))``, no biases."""
+
+    def __init__(self, dim: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, intermediate, bias=False)
+        self.up_proj = nn.Linear(dim, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out

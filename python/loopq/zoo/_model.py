@@ -187,14 +187,24 @@ class ZooModel(nn.Module):
         depth = self.check_inputs(input_ids, num_steps)
         embeds = self.embed_inputs(input_ids)
         states = [self.initialize_state(embeds, seed, first_row) if init_state is None else init_state]
-        for step in range(depth):
+        for step in range(self.n_updates(depth)):
             states.append(self.iterate_one_step(embeds, states[-1], step, depth))
         return states
+
+    def n_updates(self, depth: int) -> int:
+        """Return how many state updates a rollout of this depth makes; a readout may be the last step."""
+        return depth
 
     def training_loss(self, ids: Tensor, num_steps: int) -> Tensor:
         """Return the mean loss in nats of predicting ``ids[:, 1:]`` (batch, seq) at depth ``num_steps``."""
         logits = self.forward(ids[:, :-1], num_steps)
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    def scored(
+        self, ids: Tensor, num_steps: int | None = None, seed: int | None = None, first_row: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Return what ``bits_per_byte`` scores: logits (batch, n, vocab) and targets (batch, n)."""
+        return self.rollout(ids[:, :-1], num_steps, seed=seed, first_row=first_row), ids[:, 1:]
 
     def own_state(self) -> dict[str, Tensor]:
         """Return the state dict with every tied tensor once, under its first name."""

@@ -36,6 +36,8 @@ class HuginnConfig(ZooConfig):
         Base of the rotary angles.
     state_variance : float
         Variance of an entry of the noise state.
+    tie_head : bool
+        Whether head and embedding are one parameter, as in Huginn; planted variants need them apart.
     """
 
     model_type: ClassVar[str] = "loopq-zoo-huginn"
@@ -45,6 +47,7 @@ class HuginnConfig(ZooConfig):
     n_coda: int = 0
     rope_base: float = 10_000.0
     state_variance: float = 0.4
+    tie_head: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +80,7 @@ class HuginnAttention(nn.Module):
 class HuginnMLP(nn.Module):
     """Gated MLP with gate and up fused in ``fc``, gate first."""
 
-    def __init__(self, config: HuginnConfig) -> None:
+    def __init__(self, config: ZooConfig) -> None:
         super().__init__()
         self.fc = nn.Linear(config.n_embd, 2 * config.intermediate_size, bias=False)
         self.proj = nn.Linear(config.intermediate_size, config.n_embd, bias=False)
@@ -135,7 +138,8 @@ class ZooHuginn(ZooModel):
         )
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
         init_linears(self, config.n_prelude + config.n_core * config.n_steps + config.n_coda)
-        self.lm_head.weight = self.transformer["wte"].weight
+        if config.tie_head:
+            self.lm_head.weight = self.transformer["wte"].weight
 
     def rope(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rotary tables for the positions of ``x`` (batch, seq, d)."""

@@ -47,10 +47,10 @@ def bits_per_byte(
     """
     total, count = 0.0, 0
     for first, ids in _chunks(tokens, batch):
-        logits = model.rollout(ids[:, :-1], num_steps=num_steps, seed=seed, first_row=first)
-        nats = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="sum")
+        logits, targets = model.scored(ids, num_steps, seed, first)
+        nats = F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten(), reduction="sum")
         total += float(nats)
-        count += ids[:, 1:].numel()
+        count += targets.numel()
     return total / count / math.log(2.0)
 
 

@@ -7,9 +7,9 @@ invocation. Parameters are identified by object, not by name, since systems tie 
 
 from __future__ import annotations
 
-import math
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -104,6 +104,9 @@ class SharedParameter:
         What is done by default: calibrated, rounded, or left as it is.
     reason : str
         Why, where the treatment is not "gptq".
+    fused : str
+        Blocks of output rows that one weight holds, in order, joined by "+" ("q+k+v", "gate+up"); "/head" at
+        the end says that they repeat head by head. Empty where the weight is one projection.
     """
 
     name: str
@@ -116,6 +119,7 @@ class SharedParameter:
     exposed: bool = False
     treatment: Treatment = "gptq"
     reason: str = ""
+    fused: str = ""
 
 
 class LoopedSystem(ABC):
@@ -128,6 +132,14 @@ class LoopedSystem(ABC):
     ----------
     name : str
         Name in the registry.
+    summary : str
+        The loop in one line, for `loopq systems`.
+    checkpoints : tuple of (str, int)
+        Published models of this kind and how many of their weights are quantized by default.
+    exposed : tuple of str
+        Layers that no identity path leads around, in words.
+    idle : tuple of str
+        Beginnings of names of parameters that no rollout uses: a checkpoint may lack them.
     has_steps : bool
         Whether `embed`, `initial_state`, `step` and `predict` are there; diagnoses that intervene in the
         loop need them.
@@ -138,9 +150,13 @@ class LoopedSystem(ABC):
     """
 
     name: ClassVar[str]
-    has_steps: ClassVar[bool] = False
-    output: ClassVar[Literal["logits", "hidden"]] = "logits"
-    state_is_random: ClassVar[bool] = False
+    summary: ClassVar[str] = ""
+    checkpoints: ClassVar[tuple[tuple[str, int], ...]] = ()
+    exposed: ClassVar[tuple[str, ...]] = ()
+    idle: ClassVar[tuple[str, ...]] = ()
+    has_steps: bool = False
+    output: Literal["logits", "hidden"] = "logits"
+    state_is_random: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -175,6 +191,21 @@ class LoopedSystem(ABC):
         Tensor, shape (n_prompts, n_tokens, vocabulary or width)
             Logits, or hidden states where `output` says so.
         """
+
+    def left_out(self) -> dict[str, str]:
+        """Parameters that the loop uses but `shared_parameters` does not list: name and reason.
+
+        Those are used without a call of their module, so that no hook sees their input, are no matrices, or
+        have no part in the output.
+        """
+        return {}
+
+    def n_updates(self, n_steps: int) -> int:
+        """Times `step` runs before `predict` in a rollout of depth `n_steps`.
+
+        It is `n_steps` except where reading out the state is itself the last pass through the loop's weights.
+        """
+        return n_steps
 
     def embed(self, batch: Batch) -> Any:
         """What every step is given besides the state (the prelude's output), or None."""
@@ -215,6 +246,73 @@ class LoopedSystem(ABC):
         """Move a tensor to the model's device and, if asked, to its floating type."""
         first = next(self.model.parameters())
         return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
+
+    @property
+    def is_zoo(self) -> bool:
+        """Whether the model is one of the zoo's own classes, which all share one interface."""
+        return is_zoo(self.model)
+
+
+def is_zoo(model: nn.Module) -> bool:
+    """Whether a model is of the zoo, told by its configuration's model type."""
+    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("loopq-zoo-")
+
+
+def find_prefix(model: nn.Module, marker: str) -> str | None:
+    """Return what stands before the module name `marker` ("", "gpt.", ...), or None without such a module.
+
+    Published classes often wrap the model of the paper once more, which puts a word before every name.
+    """
+    for name, _ in model.named_modules(remove_duplicate=False):
+        if name == marker or name.endswith("." + marker):
+            return str(name).removesuffix(marker)
+    return None
+
+
+@contextlib.contextmanager
+def setting(target: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values inside the block and their own ones after it."""
+    missing = object()
+    before = {name: vars(target).get(name, missing) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                delattr(target, name)
+            else:
+                setattr(target, name, value)
+
+
+def logits_of(output: Any) -> Tensor:
+    """Take the logits out of whatever a model's forward returns.
+
+    Raises
+    ------
+    SystemContractError
+        The model kept a cache, so its next call would not be a rollout of its own, or gave no logits.
+    """
+    if getattr(output, "past_key_values", None) is not None:
+        raise SystemContractError(
+            f"{type(output).__name__}: the forward kept a cache; rollouts run with use_cache=False"
+        )
+    logits = output["logits"] if isinstance(output, dict) else getattr(output, "logits", output)
+    if isinstance(logits, tuple):
+        logits = logits[0]
+    if not hasattr(logits, "shape") or logits.ndim != 3:
+        raise SystemContractError(
+            f"{type(output).__name__}: no logits (n_prompts, n_tokens, vocabulary) in it"
+        )
+    found: Tensor = logits
+    return found
+
+
+def is_embedding(model: nn.Module, module_name: str) -> bool:
+    """Whether the weight of a module is also that of an embedding, so that rounding it rounds the inputs."""
+    owners = owners_of_parameters(model)[id(model.get_submodule(module_name).weight)]
+    return any("Embedding" in type(model.get_submodule(owner)).__name__ for owner in owners)
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
@@ -277,11 +375,6 @@ def declare(
             )
         )
     return tuple(declared)
-
-
-def huginn_state_std(width: int) -> float:
-    """Standard deviation of Huginn's initial state per entry, sqrt(2/5), at any width."""
-    return math.sqrt(2.0 / (5.0 * width)) * math.sqrt(width)
 
 
 def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedSystem:

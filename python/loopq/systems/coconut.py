@@ -1,0 +1,170 @@
+"""COCONUT on GPT-2: the last hidden state becomes the next position's input embedding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError, SystemContractError
+from loopq.lazy import require
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, is_embedding
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_MARKER = "base_causallm.transformer.h.0.attn.c_attn"
+_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attn.c_attn", {"role": "attention", "fused": "q+k+v"}),
+    ("attn.c_proj", {"role": "attention"}),
+    ("mlp.c_fc", {"role": "mlp"}),
+    ("mlp.c_proj", {"role": "mlp"}),
+)
+_DEFAULT_LATENTS = 4
+
+
+@SYSTEMS.register("coconut")
+class Coconut(LoopedSystem):
+    """COCONUT around transformers' GPT-2, and the zoo's small models of its kind.
+
+    A rollout of depth N has N-1 latent thoughts: `question <start> latent * (N-1) <end> answer`. Pass 0
+    runs question and start token, each further pass the next latent alone, the last one also end token and
+    answer: passes differ in rows. The logits come back aligned with the ids given; at the question's last
+    position they are those of the end token, which predict the answer.
+
+    Ids that hold the start and end token themselves are cut there; else `question_length` tokens are the
+    question: what the zoo's configuration says, by default half of them.
+    """
+
+    name = "coconut"
+    summary = "hidden state written to the next position's input; depth = latents + 1"
+    checkpoints = (("COCONUT GPT-2", 48),)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.base = model.base_causallm
+        config = model.config if self.is_zoo else model
+        self.start_id = int(config.start_id if self.is_zoo else config.start_latent_id)
+        self.end_id = int(config.end_id if self.is_zoo else config.end_latent_id)
+        self.question_length: int | None = int(config.question_length) if self.is_zoo else None
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by `base_causallm`, a GPT-2."""
+        return _MARKER in dict(model.named_modules())
+
+    @property
+    def n_steps(self) -> int:
+        """The zoo: `config.n_steps`; else 5, the paper's four latents and the last pass."""
+        return int(self.model.config.n_steps) if self.is_zoo else _DEFAULT_LATENTS + 1
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Four `Conv1D` of every block, stored (in, out): 48 of 12 blocks."""
+        modules = [
+            (f"base_causallm.transformer.h.{i}.{suffix}", fields)
+            for i in range(len(self.base.transformer.h))
+            for suffix, fields in _LINEARS
+        ]
+        if not is_embedding(self.model, "base_causallm.lm_head"):
+            reason = "read at every pass, but no part of the feedback"
+            head = {"role": "head", "treatment": "dense", "reason": reason}
+            modules.append(("base_causallm.lm_head", head))
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The head, where it is the embedding."""
+        if is_embedding(self.model, "base_causallm.lm_head"):
+            return {"base_causallm.lm_head.weight": "is the input embedding, which stays as it is"}
+        return {}
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run question, latents and answer in `n_steps` passes that keep each other's keys and values."""
+        import torch
+
+        depth = self.check_depth(n_steps)
+        ids = self.to_device(batch.input_ids)
+        question, answer, marked = self._split(ids)
+        with torch.no_grad():
+            logits = torch.cat([out for _, out in self._passes(question, answer, depth)], 1)
+        # Positions of the whole: question, start, latents, end, answer.
+        end = question.shape[1] + depth
+        parts = [logits[:, : question.shape[1]], logits[:, question.shape[1] : end], logits[:, end:]]
+        if marked:
+            return torch.cat((parts[0], parts[1][:, :1], parts[2]), 1)
+        return torch.cat((parts[0][:, :-1], parts[2]), 1)
+
+    def _split(self, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Return question, answer, and whether the ids held the marks between them."""
+        starts, ends = (ids == self.start_id), (ids == self.end_id)
+        if not bool(starts.any()) and not bool(ends.any()):
+            cut = max(1, ids.shape[1] // 2) if self.question_length is None else self.question_length
+            if ids.shape[1] < cut:
+                raise ConfigError(f"coconut: the question has {cut} tokens, the prompt only {ids.shape[1]}")
+            return ids[:, :cut], ids[:, cut:], False
+        columns = starts[0].nonzero().flatten().tolist()
+        if len(columns) != 1 or not bool((ends.roll(-1, 1) == starts).all()) or columns[0] < 1:
+            raise ConfigError(
+                "coconut: prompts hold the start token directly before the end token, once, in the same "
+                "column in all of a batch, after at least one token; the rollout makes the latents between"
+            )
+        return ids[:, : columns[0]], ids[:, columns[0] + 2 :], True
+
+    def _passes(self, question: Tensor, answer: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
+        """Return hidden states (after the final norm) and logits of every pass."""
+        import torch
+
+        table = self.base.transformer.wte
+        rows = question.shape[0]
+        first = torch.cat((question, question.new_full((rows, 1), self.start_id)), 1)
+        last = torch.cat((question.new_full((rows, 1), self.end_id), answer), 1)
+        embeds, tail = table(first), table(last)
+        n_positions = int(self.base.transformer.wpe.weight.shape[0])
+        if embeds.shape[1] + depth - 1 + tail.shape[1] > n_positions:
+            raise ConfigError(
+                f"coconut: {question.shape[1] + answer.shape[1]} tokens, {depth - 1} latents and two marks "
+                f"do not fit in {n_positions} positions"
+            )
+        done: list[tuple[Tensor, Tensor]] = []
+        past: Any = None
+        for t in range(depth):
+            if t:
+                embeds = done[-1][0][:, -1:]
+            piece = torch.cat((embeds, tail), 1) if t == depth - 1 else embeds
+            hidden, logits, past = self._pass(piece, past)
+            done.append((hidden, logits))
+        return done
+
+    def _pass(self, embeds: Tensor, past: Any) -> tuple[Tensor, Tensor, Any]:
+        if self.is_zoo:
+            hidden, logits, past = self.base(embeds, past)
+            return hidden, logits, past
+        if past is None:
+            past = require("transformers").DynamicCache()
+        out = self.base.transformer(inputs_embeds=embeds, past_key_values=past, use_cache=True)
+        return out.last_hidden_state, self.base.lm_head(out.last_hidden_state), past
+
+
+def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn.Module:
+    """Put a GPT-2 causal model in the shape of the published COCONUT wrapper.
+
+    Parameters
+    ----------
+    base : GPT2LMHeadModel
+        With the three tokens in its vocabulary.
+    start_id, latent_id, end_id : int
+        Ids of the start, latent and end tokens.
+
+    Returns
+    -------
+    nn.Module
+        With `base_causallm`, `embedding` and the three ids; parameter names are those of the published
+        checkpoint. It has no forward of its own: `Coconut.rollout` is the rollout.
+    """
+    from torch import nn
+
+    if _MARKER.removeprefix("base_causallm.") not in dict(base.named_modules()):
+        raise SystemContractError(f"coconut: {type(base).__name__} is no GPT-2 with a language-model head")
+
+    model = nn.Module()
+    model.base_causallm, model.embedding, model.config = base, base.transformer.wte, base.config
+    model.start_latent_id, model.latent_token_id, model.end_latent_id = start_id, latent_id, end_id
+    return model.eval()

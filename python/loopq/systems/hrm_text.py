@@ -1,0 +1,117 @@
+"""HRM-Text: a low stack that runs several times for each run of a high stack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, logits_of, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LINEARS = (
+    ("self_attn.q_proj", "attention"),
+    ("self_attn.k_proj", "attention"),
+    ("self_attn.v_proj", "attention"),
+    ("self_attn.gate_proj", "attention"),
+    ("self_attn.o_proj", "attention"),
+    ("mlp.gate_proj", "mlp"),
+    ("mlp.up_proj", "mlp"),
+    ("mlp.down_proj", "mlp"),
+)
+
+
+@SYSTEMS.register("hrm_text")
+class HrmText(LoopedSystem):
+    """transformers' HRM-Text.
+
+    A step is one high cycle: `L_cycles` runs of the low stack on z_L + z_H, then one of the high stack. The
+    low stack's weights are therefore called `L_cycles` times as often as the high stack's. The state is
+    cat(z_H, z_L) along the width.
+    """
+
+    name = "hrm_text"
+    summary = "L_cycles x z_L = L(z_L + z_H), then z_H = H(z_H + z_L); counts differ by stack"
+    checkpoints = (("HRM-Text-1B", 256),)
+    has_steps = True
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by `model.L_module` and `model.H_module`."""
+        names = dict(model.named_modules())
+        return "model.L_module.layers.0" in names and "model.H_module.layers.0" in names
+
+    @property
+    def n_steps(self) -> int:
+        """`config.H_cycles`."""
+        return int(self.model.config.H_cycles)
+
+    @property
+    def _low_cycles(self) -> int:
+        return int(self.model.config.L_cycles)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Linears of the low stack, called n_steps * L_cycles times, and of the high stack, n_steps times."""
+        inner = self.model.model
+        modules: list[tuple[str, dict[str, Any]]] = []
+        for stack, calls in (("L_module", n_steps * self._low_cycles), ("H_module", n_steps)):
+            for i, layer in enumerate(getattr(inner, stack).layers):
+                present = dict(layer.named_modules())
+                modules += [
+                    (f"model.{stack}.layers.{i}.{suffix}", {"role": role, "invocations": calls})
+                    for suffix, role in _LINEARS
+                    if suffix in present
+                ]
+        return declare(self.model, modules, n_steps)
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run the model's own forward with `n_steps` high cycles."""
+        import torch
+
+        depth = self.check_depth(n_steps)
+        with torch.no_grad(), setting(self.model.config, H_cycles=depth):
+            return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Scaled token embeddings; they start z_H and are not injected again."""
+        inner = self.model.model
+        embedding: Tensor = inner.embed_tokens(self.to_device(batch.input_ids)) * inner.embedding_scale
+        return embedding
+
+    def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
+        """Return cat(embeddings, z_L_init), Tensor (n_prompts, n_tokens, 2 * width)."""
+        import torch
+
+        low = self.model.model.z_L_init.to(embedding.dtype).expand_as(embedding)
+        return torch.cat((embedding, low), -1)
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """One high cycle."""
+        import torch
+        from transformers.masking_utils import create_causal_mask
+
+        inner = self.model.model
+        high, low = state.chunk(2, -1)
+        positions = torch.arange(state.shape[1], device=state.device).unsqueeze(0)
+        given = {
+            "attention_mask": create_causal_mask(
+                config=inner.config,
+                inputs_embeds=high,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=positions,
+            ),
+            "position_embeddings": inner.rotary_emb(high, positions),
+            "position_ids": positions,
+            "past_key_values": None,
+        }
+        for _ in range(self._low_cycles):
+            low = inner.L_module(low + high, **given)
+        high = inner.H_module(high + low, **given)
+        return torch.cat((high, low), -1)
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Head on z_H."""
+        logits: Tensor = self.model.lm_head(state.chunk(2, -1)[0])
+        return logits

@@ -1,0 +1,42 @@
+"""What Ouro and Nanbeige have in common: a stack of Llama-style layers, looped with a norm between loops."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems.base import SharedParameter, declare
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LINEARS = (
+    ("self_attn.q_proj", "attention"),
+    ("self_attn.k_proj", "attention"),
+    ("self_attn.v_proj", "attention"),
+    ("self_attn.o_proj", "attention"),
+    ("mlp.gate_proj", "mlp"),
+    ("mlp.up_proj", "mlp"),
+    ("mlp.down_proj", "mlp"),
+)
+
+
+class LlamaLoops(StepwiseSystem):
+    """Base of the adapters for models whose state is the hidden state and whose step is the whole stack."""
+
+    def layers(self, n_steps: int, *others: tuple[str, dict[str, Any]]) -> tuple[SharedParameter, ...]:
+        """Seven linears of every layer, then `others`."""
+        modules: list[tuple[str, dict[str, Any]]] = [
+            (f"model.layers.{i}.{suffix}", {"role": role})
+            for i in range(len(self.model.model.layers))
+            for suffix, role in _LINEARS
+        ]
+        return declare(self.model, [*modules, *others], n_steps)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        embedding: Tensor = self.model.model.embed_tokens(ids)
+        return embedding
+
+    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+        logits: Tensor = self.model.lm_head(state)
+        return logits

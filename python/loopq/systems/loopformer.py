@@ -1,0 +1,105 @@
+"""LoopFormer: a few blocks looped, gated and scaled by time and size of the step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_MARKER = "transformer.h.blocks.0.adaLN_modulation.1"
+_BLOCK: tuple[tuple[str, dict[str, Any]], ...] = (
+    (
+        "adaLN_modulation.1",
+        {
+            "role": "modulation",
+            "treatment": "rtn",
+            "reason": "its input is the same for every prompt and token: rank at most the number of steps",
+            "fused": "gate_attn+gate_mlp+scale_attn+scale_mlp",
+        },
+    ),
+    ("attn.c_attn", {"role": "attention", "fused": "q+k+v"}),
+    ("attn.c_proj", {"role": "attention"}),
+    ("mlp.c_fc", {"role": "mlp"}),
+    ("mlp.c_proj", {"role": "mlp"}),
+)
+_DEFAULT_STEPS = 8
+
+
+@SYSTEMS.register("loopformer")
+class LoopFormer(StepwiseSystem):
+    """LoopFormer-278M (plain torch class, with or without its hub wrapper) and the zoo's small ones.
+
+    A rollout of depth N takes steps of size 1/N. The modulation sees one row per prompt, not per token, and
+    its input depends on the step alone: it is rounded to nearest by default. The published forward gives
+    logits for the last position only unless it is given targets.
+    """
+
+    name = "loopformer"
+    summary = "s += gated blocks modulated by (t, dt); fewer steps are coarser ones"
+    checkpoints = (("LoopFormer-278M", 15),)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._prefix = find_prefix(model, _MARKER) or ""
+        self._gpt = model.get_submodule(self._prefix.rstrip("."))
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by `transformer.h.blocks` with `adaLN_modulation`."""
+        return find_prefix(model, _MARKER) is not None
+
+    @property
+    def n_steps(self) -> int:
+        """The zoo: `config.n_steps`; the published class has no setting for it and runs 8."""
+        return int(self.model.config.n_steps) if self.is_zoo else _DEFAULT_STEPS
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Modulation and four linears of every block: 3 and 12 of three blocks."""
+        modules = [
+            (f"{self._prefix}transformer.h.blocks.{i}.{suffix}", fields)
+            for i in range(len(self._gpt.transformer.h.blocks))
+            for suffix, fields in _BLOCK
+        ]
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The embedders of time and step size."""
+        reason = "its input is a number per step, the same for every prompt and token"
+        return {
+            f"{self._prefix}{embedder}.mlp.{i}.weight": reason
+            for embedder in ("time_embedder", "dt_embedder")
+            for i in (0, 2)
+        }
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        return logits_of(self._gpt(ids, targets=ids, steps=[1.0 / n_steps] * n_steps)[0])
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        import torch
+
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        parts = self._gpt.transformer
+        embedding: Tensor = parts.wte(ids) + parts.wpe(positions)
+        return embedding
+
+    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        import torch
+
+        size = 1.0 / n_steps
+        now = torch.zeros(state.shape[0], dtype=state.dtype, device=state.device)
+        sizes = torch.ones_like(now) * size
+        # The model adds up its steps, which rounds otherwise than t / N.
+        for _ in range(t):
+            now = now + size
+        conditioning = self._gpt.time_embedder(now) + self._gpt.dt_embedder(sizes)
+        after: Tensor = self._gpt.transformer.h(state, conditioning)
+        return after
+
+    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+        logits: Tensor = self._gpt.lm_head(self._gpt.transformer.norm_f(state))
+        return logits

@@ -1,0 +1,90 @@
+"""Nanbeige4.2: 22 layers looped twice, final norm after each loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import SystemContractError
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, is_embedding, logits_of, setting
+from loopq.systems.llama_loops import LlamaLoops
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_VARIANTS = (
+    "enable_double_loop_split",
+    "enable_hyper_connection",
+    "enable_depth_attention",
+    "loop_share_kv",
+    "skip_loop_final_norm",
+)
+
+
+@SYSTEMS.register("nanbeige")
+class Nanbeige(LlamaLoops):
+    """Nanbeige4.2-3B (remote code) and the zoo's small models of its kind.
+
+    The head is read once, after the last loop: it is no part of the loop and is rounded to nearest, the same
+    weights whatever calibrates the rest.
+    """
+
+    name = "nanbeige"
+    summary = "s = norm(layers(s)) from the token embeddings, two loops; head rounded"
+    checkpoints = (("Nanbeige4.2-3B", 155),)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        on = [name for name in _VARIANTS if getattr(model.config, name, False)]
+        if on:
+            raise SystemContractError(
+                f"nanbeige: config sets {', '.join(on)}; only the plain loop of Nanbeige4.2 is supported"
+            )
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by the model type, or by a loop count in the configuration of a Llama-style model."""
+        config = getattr(model, "config", None)
+        if "model.layers.0.self_attn.q_proj" not in dict(model.named_modules()):
+            return False
+        return "nanbeige" in str(getattr(config, "model_type", "")) or hasattr(config, "num_loops")
+
+    @property
+    def n_steps(self) -> int:
+        """Loops: one more than `config.loop_loss_weights` where there are any, else `config.num_loops`."""
+        config = self.model.config
+        if self.is_zoo:
+            return int(config.n_steps)
+        weights = getattr(config, "loop_loss_weights", None)
+        return len(weights) + 1 if weights else int(config.num_loops)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Seven linears of every layer, and the head: 155 of 22 layers."""
+        head = {
+            "role": "head",
+            "invocations": 1,
+            "treatment": "rtn",
+            "reason": "called once, outside the loop; rounded alike whatever calibrates the rest",
+        }
+        return self.layers(n_steps) if self._tied else self.layers(n_steps, ("lm_head", head))
+
+    def left_out(self) -> dict[str, str]:
+        """The head, where it is the embedding."""
+        return {"lm_head.weight": "is the input embedding, which stays as it is"} if self._tied else {}
+
+    @property
+    def _tied(self) -> bool:
+        return is_embedding(self.model, "lm_head")
+
+    def _loops(self, n: int) -> Any:
+        return setting(self.model.config, num_loops=n, loop_loss_weights=[])
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        with self._loops(n_steps):
+            return logits_of(self.model(ids, use_cache=False))
+
+    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        # One loop from given embeddings is one step: layers, then the norm.
+        with self._loops(1):
+            after: Tensor = self.model.model(inputs_embeds=state, use_cache=False).last_hidden_state
+        return after

@@ -1,0 +1,67 @@
+"""Ouro: a stack of layers looped four times, final norm between loops, exit gate beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, logits_of, setting
+from loopq.systems.llama_loops import LlamaLoops
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@SYSTEMS.register("ouro")
+class Ouro(LlamaLoops):
+    """Ouro-1.4B and Ouro-2.6B (remote code) and the zoo's small models of their kind.
+
+    The output is read from the last loop: without it, the gate's cumulative probability picks a loop per
+    token, and in bfloat16 it reaches 1.0 before the last loop for some tokens.
+    """
+
+    name = "ouro"
+    summary = "s = norm(layers(s)) from the token embeddings; the exit gate is not used"
+    checkpoints = (("Ouro-1.4B", 168), ("Ouro-2.6B", 336))
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by `model.early_exit_gate` beside `model.layers`."""
+        names = dict(model.named_modules())
+        return "model.early_exit_gate" in names and "model.layers.0.self_attn.q_proj" in names
+
+    @property
+    def n_steps(self) -> int:
+        """`config.total_ut_steps` (the zoo: `config.n_steps`)."""
+        config = self.model.config
+        return int(config.n_steps if self.is_zoo else config.total_ut_steps)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Seven linears of every layer: 168 of 24 layers, 336 of 48."""
+        return self.layers(n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The exit gate."""
+        return {"model.early_exit_gate.weight": "chooses a loop to leave at; the last one is read always"}
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run `n_steps` loops and read the last one."""
+        if not self.is_zoo:
+            return super().rollout(batch, n_steps)
+        with setting(self.model.config, early_exit_threshold=1.0):
+            return super().rollout(batch, n_steps)
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        # The inner model keeps its own copy of the loop count.
+        with (
+            setting(self.model.config, total_ut_steps=n_steps),
+            setting(self.model.model, total_ut_steps=n_steps),
+        ):
+            return logits_of(self.model(ids, use_cache=False, exit_at_step=n_steps - 1))
+
+    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        # One loop from given embeddings is one step: layers, then the norm.
+        with setting(self.model.config, total_ut_steps=1), setting(self.model.model, total_ut_steps=1):
+            out = self.model.model(inputs_embeds=state, use_cache=False)
+        after: Tensor = out[0].last_hidden_state
+        return after

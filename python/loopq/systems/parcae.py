@@ -1,0 +1,138 @@
+"""Parcae: a diagonal state-space injection and a core of pre-norm blocks with value embeddings."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import SystemContractError
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of, setting
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_MARKER = "transformer.core_block.0.attn.c_q"
+_LINEARS = (
+    ("attn.c_q", "attention"),
+    ("attn.c_k", "attention"),
+    ("attn.c_v", "attention"),
+    ("attn.c_proj", "attention"),
+    ("mlp.fc", "mlp"),
+    ("mlp.proj", "mlp"),
+)
+
+
+@SYSTEMS.register("parcae")
+class Parcae(StepwiseSystem):
+    """Parcae-140M to 1.3B (plain torch class) and the zoo's small models of its kind.
+
+    The published forward draws a depth per sequence unless it is given one, and computes updates that it
+    then throws away: rollouts name the depth. The token ids re-enter at every step through the value
+    embeddings, so what a step is given is the pair (prelude's output, ids).
+    """
+
+    name = "parcae"
+    summary = "s = core(decay * s + dt * B e), noise state; token values enter at each step"
+    checkpoints = (("Parcae-140M", 12), ("Parcae-1.3B", 48))
+    exposed = ("the decay of the state (A_log, dt_bias), kept as it is",)
+    state_is_random = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._prefix = find_prefix(model, _MARKER) or ""
+        self._core = model.get_submodule(self._prefix.rstrip("."))
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by core blocks with separate `c_q` and the parameter `transformer.adapter.A_log`."""
+        prefix = find_prefix(model, _MARKER)
+        return prefix is not None and f"{prefix}transformer.adapter.A_log" in dict(model.named_parameters())
+
+    @property
+    def n_steps(self) -> int:
+        """`config.mean_recurrence` (the zoo: `config.n_steps`)."""
+        config = self._core.config
+        return int(config.n_steps if self.is_zoo else config.mean_recurrence)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Six linears of every core block, 12 or 48; gates of value embeddings stay as they are."""
+        modules: list[tuple[str, dict[str, Any]]] = []
+        for i, block in enumerate(self._core.transformer.core_block):
+            stem = f"{self._prefix}transformer.core_block.{i}"
+            modules += [(f"{stem}.{suffix}", {"role": role}) for suffix, role in _LINEARS]
+            if getattr(block.attn, "ve_gate", None) is not None:
+                reason = "32 inputs and a row per head: nothing to save"
+                gate = {"role": "gate", "treatment": "dense", "reason": reason}
+                modules.append((f"{stem}.attn.ve_gate", gate))
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The injection, which has no linear module."""
+        stem = f"{self._prefix}transformer.adapter"
+        return {
+            f"{stem}.A_log": "decay of the state, a vector",
+            f"{stem}.dt_bias": "step size of the state, a vector",
+            f"{stem}.B": "bare parameter, used as e @ B.T without a module to hook",
+        }
+
+    def noise(self, batch: Batch) -> Tensor:
+        """Truncated normal noise, cut at three standard deviations, (n_prompts, n_tokens, width)."""
+        config = self._core.config
+        width = int(self._core.transformer.adapter.A_log.shape[0])
+        if self.is_zoo:
+            std = math.sqrt(2.0 / (5.0 * width))
+        elif config.state_init == "like-init":
+            std = float(config.init.get_std("embedding")) * float(self._core.emb_scale)
+        else:
+            raise SystemContractError(
+                f"parcae: config.state_init is {config.state_init!r}; only 'like-init' is supported"
+            )
+        noise = batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0)
+        return self.to_device(noise, dtype=True)
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        noise = self.noise(batch)
+        with setting(self._core, initialize_state=lambda embeds: noise):
+            return logits_of(self._core(ids, num_steps_pair=[n_steps, 0], return_logits=True))
+
+    def embed(self, batch: Batch) -> Any:
+        """The prelude's output and the token ids, which the value embeddings need."""
+        ids = self.to_device(batch.input_ids)
+        return (self.model.embed_inputs(ids) if self.is_zoo else self._embed(ids)), ids
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """One injection and one pass through the core blocks."""
+        embeds, ids = embedding
+        with setting(self._core, _current_input_ids=ids):
+            return super().step(state, embeds, t, n_steps)
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Projection C, coda, final norm and head."""
+        _, ids = embedding
+        with setting(self._core, _current_input_ids=ids):
+            return super().predict(state, ids)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+
+        def loop(embeds: Tensor, *rest: Any) -> tuple[Any, ...]:
+            kept.append(embeds)
+            return embeds, 0, 0, embeds
+
+        with setting(self._core, iterate_forward=loop, _current_input_ids=ids):
+            self._core(ids, return_logits=True)
+        return kept[0]
+
+    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        import torch
+
+        rotary = self._core.freqs_cis[:, : state.shape[1]]
+        now, total = torch.tensor(t), torch.tensor(n_steps)
+        after: Tensor = self._core.core_block_forward(state, embedding, rotary, None, now, total)
+        return after
+
+    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+        with setting(self._core, iterate_forward=lambda *rest: (state, 0, 0, state)):
+            return logits_of(self._core(embedding, return_logits=True))

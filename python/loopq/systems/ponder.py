@@ -1,0 +1,105 @@
+"""PonderPythia: the whole language model is the loop, fed back through its softmax."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, declare, is_embedding
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attention.query_key_value", {"role": "attention", "fused": "q+k+v/head"}),
+    ("attention.dense", {"role": "attention"}),
+    ("mlp.dense_h_to_4h", {"role": "mlp"}),
+    ("mlp.dense_4h_to_h", {"role": "mlp"}),
+)
+
+
+@SYSTEMS.register("ponder")
+class Ponder(StepwiseSystem):
+    """PonderPythia-2.8B: its remote class, transformers' GPT-NeoX with its settings, and the zoo's models.
+
+    A rollout of depth N is N passes of the language model: N-1 add the expected embedding under the model's
+    prediction to the input, the last one is read. So `predict` is a pass of its own, and `n_updates` is
+    N-1. The rollout is driven from here: cached calls of the published class differ from uncached ones.
+    The head is inside the loop without an identity path of its own: it is feedback-exposed.
+    """
+
+    name = "ponder"
+    summary = "E += softmax(head(model(E))) W; N-1 such updates, then one pass to read"
+    checkpoints = (("PonderPythia-2.8B", 129),)
+    exposed = ("embed_out",)
+    idle = ("adapter.",)
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by a GPT-NeoX model whose configuration has `pondering_steps`, or by the zoo's type."""
+        config = getattr(model, "config", None)
+        names = dict(model.named_modules())
+        looped = hasattr(config, "pondering_steps") or getattr(config, "model_type", "") == "loopq-zoo-ponder"
+        return looped and "embed_out" in names and "gpt_neox.layers.0.attention.query_key_value" in names
+
+    @property
+    def n_steps(self) -> int:
+        """`config.pondering_steps` + 1 passes (the zoo: `config.n_steps`)."""
+        config = self.model.config
+        return int(config.n_steps) if self.is_zoo else int(config.pondering_steps) + 1
+
+    def n_updates(self, n_steps: int) -> int:
+        """One less than the passes: the last one is the readout."""
+        return n_steps - 1
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Four linears of every layer, and the head unless it is the embedding: 129 of 32 layers."""
+        modules = [
+            (f"gpt_neox.layers.{i}.{suffix}", fields)
+            for i in range(len(self.model.gpt_neox.layers))
+            for suffix, fields in _LINEARS
+        ]
+        if not self._tied:
+            modules.append(("embed_out", {"role": "head", "exposed": True}))
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The embedding, which the loop multiplies with."""
+        reason = "input embedding; the loop multiplies with it, but no module is called"
+        return {"gpt_neox.embed_in.weight": reason}
+
+    @property
+    def _tied(self) -> bool:
+        return is_embedding(self.model, "embed_out")
+
+    @property
+    def _scale(self) -> float:
+        scaled = getattr(self.model.config, "scale_embeds", False)
+        return float(self.model.gpt_neox.embed_in.weight.shape[1]) ** 0.5 if scaled else 1.0
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        state = self._start(self._embed(ids))
+        for t in range(self.n_updates(n_steps)):
+            state = self._step(state, None, t, n_steps)
+        return self._predict(state, None)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        embedding: Tensor = self.model.gpt_neox.embed_in(ids) * self._scale
+        return embedding
+
+    def _start(self, embedding: Any) -> Tensor:
+        config = self.model.config
+        # The published setting is spelt so.
+        factor = config.pondering_steps if getattr(config, "mutiply_pondering_steps", False) else 1
+        start: Tensor = embedding * factor
+        return start
+
+    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        mixture = self._predict(state, embedding).softmax(-1)
+        return state + mixture @ (self.model.gpt_neox.embed_in.weight * self._scale)
+
+    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+        hidden = self.model.gpt_neox(inputs_embeds=state, use_cache=False)[0]
+        logits: Tensor = self.model.embed_out(hidden)
+        return logits

@@ -1,0 +1,106 @@
+"""What Huginn and R-Llama have in common: noise state, adapter on cat(state, embedding), core blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import SystemContractError
+from loopq.systems.base import Batch, SharedParameter, declare, logits_of, setting
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attn.Wqkv", {"role": "attention", "fused": "q+k+v"}),
+    ("attn.proj", {"role": "attention"}),
+    ("mlp.fc", {"role": "mlp", "fused": "gate+up"}),
+    ("mlp.proj", {"role": "mlp"}),
+)
+
+
+class Raven(StepwiseSystem):
+    """Base of the adapters for the `raven` classes.
+
+    The published class counts depth by a plain number, which runs without gradient; `step` therefore calls
+    `core_block_forward`, which keeps the graph. Prelude and readout are reached through the model's own
+    forward with `iterate_forward` replaced for the call, since the step functions that the class offers
+    build a padding mask that its forward does not use, and R-Llama's fail.
+    """
+
+    exposed = ("adapter",)
+    state_is_random = True
+
+    @property
+    def n_steps(self) -> int:
+        """`config.mean_recurrence` (the zoo: `config.n_steps`)."""
+        config = self.model.config
+        return int(config.n_steps if self.is_zoo else config.mean_recurrence)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Adapter, then Wqkv, proj, fc and proj of every core block."""
+        modules: list[tuple[str, dict[str, Any]]] = [
+            ("transformer.adapter", {"role": "adapter", "exposed": True})
+        ]
+        for i in range(len(self.model.transformer.core_block)):
+            modules += [(f"transformer.core_block.{i}.{suffix}", fields) for suffix, fields in BLOCK_LINEARS]
+        return declare(self.model, modules, n_steps)
+
+    def check_depth(self, n_steps: int) -> int:
+        """Refuse a model that draws noise inside the loop, and a depth below 1."""
+        if getattr(self.model.config, "test_time_noise", 0):
+            raise SystemContractError(
+                f"{self.name}: config.test_time_noise = {self.model.config.test_time_noise} draws from the "
+                "global generator at every step; set it to 0"
+            )
+        return super().check_depth(n_steps)
+
+    def state_std(self) -> float:
+        """Standard deviation of an entry of the initial state."""
+        scale = float(self.model.emb_scale) if hasattr(self.model, "emb_scale") else 1.0
+        return float(self.model.config.init_values["std"]) * scale
+
+    def noise(self, batch: Batch) -> Tensor:
+        """Truncated normal noise, cut at three standard deviations, (n_prompts, n_tokens, width)."""
+        width = int(self.model.transformer.adapter.weight.shape[0])
+        noise = batch.noise(batch.input_ids.shape[1], width, std=self.state_std(), cut=3.0)
+        return self.to_device(noise, dtype=True)
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        return logits_of(self.model(ids, num_steps=n_steps, input_states=self.noise(batch), use_cache=False))
+
+    def _forward_around(self, ids: Tensor, loop: Any) -> Tensor:
+        with setting(self.model, iterate_forward=loop):
+            return logits_of(self.model(ids, num_steps=1, use_cache=False))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+
+        def loop(embeds: Tensor, *rest: Any) -> tuple[Any, ...]:
+            kept.append(embeds)
+            return embeds, 0, 0, embeds, rest[2]
+
+        self._forward_around(ids, loop)
+        return kept[0]
+
+    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        import torch
+
+        # The block index addresses the cache only, and there is none.
+        block = torch.tensor(0, dtype=torch.long)
+        rotary = self._rotary(state)
+        after: Tensor = self.model.core_block_forward(state, embedding, rotary, None, None, block, t)[0]
+        return after
+
+    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+        import torch
+
+        after = self._leave(state)
+        ids = torch.zeros(state.shape[:2], dtype=torch.long, device=state.device)
+        return self._forward_around(ids, lambda *rest: (after, 0, 0, state, rest[3]))
+
+    def _rotary(self, state: Tensor) -> Any:
+        raise NotImplementedError
+
+    def _leave(self, state: Tensor) -> Tensor:
+        raise NotImplementedError

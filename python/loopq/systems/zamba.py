@@ -1,0 +1,85 @@
+"""Zamba and Zamba2: one attention block tied into several places of a Mamba stack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError
+from loopq.systems import SYSTEMS
+from loopq.systems.base import (
+    Batch,
+    LoopedSystem,
+    SharedParameter,
+    declare,
+    logits_of,
+    owners_of_parameters,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_BLOCKS = ("shared_transf", "shared_transformer")
+
+
+@SYSTEMS.register("zamba")
+class Zamba(LoopedSystem):
+    """transformers' Zamba and Zamba2.
+
+    The shared block's weights belong to several distinct modules, each called once: a step of a weight is
+    the next of its modules. Zamba2 takes turns among several blocks, and gives every place low-rank adapters
+    of its own, which are not shared. The places are built in, so there is one depth.
+    """
+
+    name = "zamba"
+    summary = "one attention block tied into several layers of a Mamba stack"
+    checkpoints = (("Zamba-7B", 7), ("Zamba2-1.2B", 6))
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by layers with a shared transformer block beside a Mamba decoder."""
+        return any(name.endswith(".mamba_decoder") for name, _ in model.named_modules()) and any(
+            name.rsplit(".", 1)[-1] in _BLOCKS for name, _ in model.named_modules()
+        )
+
+    @property
+    def _tied(self) -> dict[str, int]:
+        """First owner of each shared matrix and its number of places."""
+        owners = owners_of_parameters(self.model)
+        found = {}
+        for name, module in self.model.named_modules():
+            weight = module._parameters.get("weight")
+            inside = any(f".{block}." in f".{name}." for block in _BLOCKS)
+            if inside and weight is not None and weight.ndim == 2 and len(owners[id(weight)]) > 1:
+                first = owners[id(weight)][0]
+                found[first] = len(owners[id(weight)])
+        return found
+
+    @property
+    def n_steps(self) -> int:
+        """Places of the block that has most of them."""
+        return max(self._tied.values(), default=1)
+
+    def check_depth(self, n_steps: int) -> int:
+        """Refuse every depth but the one built in."""
+        if n_steps != self.n_steps:
+            raise ConfigError(
+                f"zamba: the shared block has {self.n_steps} places, so n_steps must be that; got {n_steps}"
+            )
+        return n_steps
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Every matrix of the shared blocks, called once for each place that it has."""
+        modules: list[tuple[str, dict[str, Any]]] = []
+        for name, places in self._tied.items():
+            role = "attention" if ".self_attn." in name else "mlp"
+            fused = "gate+up" if name.endswith("gate_up_proj") else ""
+            modules.append((name, {"role": role, "invocations": places, "fused": fused}))
+        return declare(self.model, modules, n_steps)
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run the model's own forward without a cache."""
+        import torch
+
+        self.check_depth(n_steps)
+        with torch.no_grad():
+            return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))

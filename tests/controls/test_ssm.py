@@ -66,7 +66,12 @@ def mamba():
     transformers = pytest.importorskip("transformers", reason="the Mamba class needs transformers")
     torch.manual_seed(0)
     config = transformers.MambaConfig(
-        vocab_size=64, hidden_size=32, state_size=8, num_hidden_layers=3, intermediate_size=64, time_step_rank=4
+        vocab_size=64,
+        hidden_size=32,
+        state_size=8,
+        num_hidden_layers=3,
+        intermediate_size=64,
+        time_step_rank=4,
     )
     return transformers.MambaForCausalLM(config).eval()
 
@@ -81,9 +86,13 @@ def test_captured_scan_gives_the_real_class_its_output(mamba, prompts):
     import torch
 
     seen = []
-    hook = mamba.backbone.layers[1].mixer.out_proj.register_forward_pre_hook(lambda m, i: seen.append(i[0][0]))
+    hook = mamba.backbone.layers[1].mixer.out_proj.register_forward_pre_hook(
+        lambda m, i: seen.append(i[0][0])
+    )
     gate = []
-    other = mamba.backbone.layers[1].mixer.in_proj.register_forward_hook(lambda m, i, o: gate.append(o[0, :, 64:]))
+    other = mamba.backbone.layers[1].mixer.in_proj.register_forward_hook(
+        lambda m, i, o: gate.append(o[0, :, 64:])
+    )
     scan = ssm.capture(mamba, 1, prompts[0])
     hook.remove()
     other.remove()

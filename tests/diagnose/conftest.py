@@ -10,7 +10,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 try:
     import torch
 except ImportError:
-    collect_ignore = ["test_exposure.py", "test_spectral.py", "test_sensitivity.py", "test_survey.py", "test_zoo.py"]
+    collect_ignore = [
+        "test_exposure.py",
+        "test_spectral.py",
+        "test_sensitivity.py",
+        "test_survey.py",
+        "test_zoo.py",
+    ]
 else:
 
     @pytest.fixture(autouse=True)

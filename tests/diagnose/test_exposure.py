@@ -24,9 +24,14 @@ def state_dict(system):
 def test_weights_come_back_bit_for_bit_also_after_an_error(system):
     before = state_dict(system)
     new = {"adapter.weight": np.zeros((6, 12), np.float32)}
-    with pytest.raises(RuntimeError, match="on purpose"), weights.replaced(system, new):
-        assert (system.model.adapter.weight == 0).all()
-        raise RuntimeError("on purpose")
+
+    def fail():
+        with weights.replaced(system, new):
+            assert (system.model.adapter.weight == 0).all()
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
 
 
@@ -175,7 +180,7 @@ def test_no_feedback_is_the_error_of_one_step(system):
 
 @pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_feedback_follows_the_closed_form(system, strength):
-    # With D the error of the map: e_{t+1} = D(s_t) + lambda J^ e_t, so e_N = sum_j (lambda J^)^j D(s_{N-1-j}).
+    # e_{t+1} = D(s_t) + lambda J^ e_t with D the map's error: e_N = sum_j (lambda J^)^j D(s_{N-1-j}).
     arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
     new = arms["adapter.weight"].astype(np.float64)
     (batch,) = tokens(n_prompts=1).batches(8)

@@ -90,9 +90,7 @@ def test_dominant_step_hides_the_later_ones():
 def test_blocks_are_surveyed_on_their_own():
     rng = np.random.default_rng(0)
     x = np.concatenate([1e-3 * rng.normal(size=(200, 8)), np.outer(rng.normal(size=200), np.ones(8))], axis=1)
-    found = rank.layer_ranks(
-        ArrayHessians.of_rows([x, x]), {"state": slice(0, 8), "embedding": slice(8, 16)}
-    )
+    found = rank.layer_ranks(ArrayHessians.of_rows([x, x]), {"state": slice(0, 8), "embedding": slice(8, 16)})
     # Seen as a whole the state half is below the threshold; on its own it is full.
     assert found["first"]["rank"] == 1
     assert found["blocks"]["state"]["first"]["rank"] == 8

@@ -63,7 +63,12 @@ def test_ablation_averages_over_all_steps(system):
 
 
 def test_ties_keep_the_order_of_the_layers():
-    assert sensitivity.places({"a": 1.0, "b": 2.0, "c": 1.0, "d": None}) == {"a": 2, "b": 1, "c": 3, "d": None}
+    assert sensitivity.places({"a": 1.0, "b": 2.0, "c": 1.0, "d": None}) == {
+        "a": 2,
+        "b": 1,
+        "c": 3,
+        "d": None,
+    }
 
 
 def test_rank_table_holds_measures_against_the_truth():

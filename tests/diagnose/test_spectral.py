@@ -16,7 +16,9 @@ INT4 = LayerConfig(bits=4, group_size=-1)
 
 def radius_of(matrix, **settings):
     starts = spectral.start_vectors(len(matrix))
-    return spectral.spectral_radius(lambda v: matrix @ v, len(matrix), starts, spectral.ArnoldiSettings(**settings))
+    return spectral.spectral_radius(
+        lambda v: matrix @ v, len(matrix), starts, spectral.ArnoldiSettings(**settings)
+    )
 
 
 def test_radius_of_a_random_matrix_with_a_known_spectrum():
@@ -120,7 +122,9 @@ def test_bypass_adds_the_identity_to_the_right_factor(system):
     state_half = system.model.adapter.weight.detach().numpy()[:, :6]
     with stepmap.Bypass(system, 8) as path:
         found = stepmap.StepMap(system, embedding, 7, 8, path).product(state, v)
-    np.testing.assert_allclose(found[0].numpy(), v[0].numpy() @ (core @ (state_half + np.eye(6))).T, rtol=1e-12)
+    np.testing.assert_allclose(
+        found[0].numpy(), v[0].numpy() @ (core @ (state_half + np.eye(6))).T, rtol=1e-12
+    )
     plain = stepmap.StepMap(system, embedding, 7, 8).product(state, v)
     assert not torch.allclose(plain, found)
 
@@ -188,9 +192,13 @@ def test_radius_study_on_a_linear_loop(system):
     for name, value in expected.items():
         assert plain["maps"][name]["radius"]["estimate"] == pytest.approx(value, rel=1e-6)
         assert plain["maps"][name]["above_one"] == 2 * (value > 1)
-    did = (expected["changed, bypass"] - expected["reference, bypass"]) - (expected["changed"] - expected["reference"])
+    did = (expected["changed, bypass"] - expected["reference, bypass"]) - (
+        expected["changed"] - expected["reference"]
+    )
     assert plain["did"]["estimate"] == pytest.approx(did, abs=1e-6)
-    assert plain["maps"]["changed"]["norm"]["estimate"] == pytest.approx(np.linalg.norm(system.model.jacobian(q), 2))
+    assert plain["maps"]["changed"]["norm"]["estimate"] == pytest.approx(
+        np.linalg.norm(system.model.jacobian(q), 2)
+    )
     with pytest.raises(ConfigError, match="no Jacobian"):
         spectral.radius_study(BlindSystem(LinearLoop()), tokens(), 8, {})
 

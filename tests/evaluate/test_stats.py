@@ -93,8 +93,9 @@ def test_paired_bootstrap_gives_the_intervals_of_the_paper(b, c, low, high):
 
 def test_bootstraps_repeat_with_their_seed_and_say_it():
     values = np.random.default_rng(1).normal(size=40)
-    one, again = stats.mean_interval(values, n_resamples=2000, seed=5), stats.mean_interval(
-        values, n_resamples=2000, seed=5
+    one, again = (
+        stats.mean_interval(values, n_resamples=2000, seed=5),
+        stats.mean_interval(values, n_resamples=2000, seed=5),
     )
     assert one == again
     assert (one.seed, one.n_resamples, one.n) == (5, 2000, 40)
@@ -149,8 +150,13 @@ def test_geometric_mean_ratio_is_scale_free():
 
 
 def test_attenuations_of_the_paper():
-    assert round(100 * (1 - stats.geometric_mean_ratio([0.713216], [1.22249], n_resamples=1).estimate), 2) == 41.66
-    assert round(100 * (1 - stats.geometric_mean_ratio([0.6366], [1.0169], n_resamples=1).estimate), 2) == 37.40
+    assert (
+        round(100 * (1 - stats.geometric_mean_ratio([0.713216], [1.22249], n_resamples=1).estimate), 2)
+        == 41.66
+    )
+    assert (
+        round(100 * (1 - stats.geometric_mean_ratio([0.6366], [1.0169], n_resamples=1).estimate), 2) == 37.40
+    )
 
 
 def test_latency_ratio_of_the_paper():

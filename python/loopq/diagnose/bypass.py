@@ -69,7 +69,8 @@ def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius
     size = radius * float(state.double().norm())
     with torch.no_grad():
         found = [
-            (step(state + size * v.to(state)).double() - step(state - size * v.to(state)).double()) / (2 * size)
+            (step(state + size * v.to(state)).double() - step(state - size * v.to(state)).double())
+            / (2 * size)
             for v in directions
         ]
     return torch.stack(found)
@@ -97,7 +98,9 @@ def prompt_responses(
                 path = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
                 step = StepMap(system, embedding, n_steps - 1, n_steps, path)
                 for radius in radii:
-                    differences[changed, bypassed, radius] = central_differences(step, state, directions, radius)
+                    differences[changed, bypassed, radius] = central_differences(
+                        step, state, directions, radius
+                    )
     out = []
     for radius in radii:
         base = [differences[False, path, radius] for path in (False, True)]

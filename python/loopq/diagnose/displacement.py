@@ -97,7 +97,9 @@ def displacement(
         As in `run_arms`.
     """
     if not system.has_steps:
-        raise ConfigError(f"system {system.name!r} has no single-step function: it cannot be run on from a state")
+        raise ConfigError(
+            f"system {system.name!r} has no single-step function: it cannot be run on from a state"
+        )
     more = n_steps if n_more is None else n_more
     if more < 1:
         raise ConfigError(f"n_more must be at least 1; got {more}")

@@ -69,7 +69,9 @@ def arm_weights(
     noisy: dict[str, Matrix] = {}
     for index, p in enumerate(q for q in parameters if q.exposed):
         weight = weight_of(system, p)
-        noisy[p.name] = gaussian_like(weight, float(np.linalg.norm(every[p.name] - weight)), noise_seed + index)
+        noisy[p.name] = gaussian_like(
+            weight, float(np.linalg.norm(every[p.name] - weight)), noise_seed + index
+        )
     core = {name: value for name, value in every.items() if name not in exposed}
     return {NONE: {}, EXPOSED: exposed, CORE: core, ALL: every, GAUSSIAN: noisy}
 
@@ -156,7 +158,8 @@ def group_size_sweep(
 
     parameters = quantizable(system.shared_parameters(n_steps))
     arms = {
-        str(g): rounded(system, parameters, dataclasses.replace(config, group_size=g), rounder) for g in group_sizes
+        str(g): rounded(system, parameters, dataclasses.replace(config, group_size=g), rounder)
+        for g in group_sizes
     }
     found = run_arms(
         system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="groups"
@@ -224,5 +227,9 @@ def adapter_output_ratio(
     for name, steps in ratios.items():
         table = np.stack([np.concatenate(s) for s in steps])
         late = table[1:] if n_steps > 1 else table
-        found[name] = {"per_step": table.mean(axis=1).tolist(), "mean": float(late.mean()), "std": float(late.std())}
+        found[name] = {
+            "per_step": table.mean(axis=1).tolist(),
+            "mean": float(late.mean()),
+            "std": float(late.std()),
+        }
     return found

@@ -37,9 +37,7 @@ Floats = NDArray[np.float64]
 LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def intervened(
-    system: LoopedSystem, batch: Batch, n_steps: int, reference: Trace, strength: float
-) -> Tensor:
+def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trace, strength: float) -> Tensor:
     """Final state of a rollout that feeds back only part of its own error.
 
     Every step receives s_t + strength * (s'_t - s_t), s the reference's state and s' the intervened one. The
@@ -100,7 +98,9 @@ class FeedbackCurve:
         """
         ratio = None
         if (self.error[[0, -1]] > 0).all():
-            ratio = geometric_mean_ratio(self.error[-1], self.error[0], n_resamples=10_000, seed=seed).to_json()
+            ratio = geometric_mean_ratio(
+                self.error[-1], self.error[0], n_resamples=10_000, seed=seed
+            ).to_json()
         # A curve that falls by rounding only is not a counter-example.
         rising = np.diff(self.error, axis=0) >= -1e-9 * self.error[1:]
         return {
@@ -152,7 +152,9 @@ def feedback_curve(
         A system without steps, or a strength outside 0 to 1.
     """
     if not system.has_steps:
-        raise ConfigError(f"system {system.name!r} has no single-step function: the loop cannot be intervened in")
+        raise ConfigError(
+            f"system {system.name!r} has no single-step function: the loop cannot be intervened in"
+        )
     chosen = tuple(sorted(lambdas))
     if not chosen or chosen[0] < 0 or chosen[-1] > 1:
         raise ConfigError(f"feedback strengths lie between 0 and 1; got {list(lambdas)}")

@@ -94,7 +94,9 @@ def subspace_survey(
             pairs.append((f"steps {a} and {b}, seed {seed}", moments[seed][a], moments[seed][b]))
     for first, second in itertools.combinations(seeds, 2):
         for step in steps:
-            pairs.append((f"seeds {first} and {second}, step {step}", moments[first][step], moments[second][step]))
+            pairs.append(
+                (f"seeds {first} and {second}, step {step}", moments[first][step], moments[second][step])
+            )
     return [
         {"between": label, "k": k, "overlap": overlap(a, b, k), "chance": chance(k, dim), "dim": dim}
         for k in ks

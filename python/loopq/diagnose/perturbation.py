@@ -37,7 +37,9 @@ def scaled_to(updates: Updates, norm: float) -> dict[str, Floats]:
     return {name: d * (norm / size) for name, d in updates.items()}
 
 
-def random_low_rank(shapes: Mapping[str, tuple[int, int]], norm: float, rank: int = 4, seed: int = 0) -> dict[str, Floats]:
+def random_low_rank(
+    shapes: Mapping[str, tuple[int, int]], norm: float, rank: int = 4, seed: int = 0
+) -> dict[str, Floats]:
     """Draw U V^T with Gaussian factors for each layer, the norm split evenly over them (E5).
 
     Parameters
@@ -53,7 +55,7 @@ def random_low_rank(shapes: Mapping[str, tuple[int, int]], norm: float, rank: in
     """
     rng = np.random.default_rng(seed)
     share = norm / np.sqrt(len(shapes))
-    out = {}
+    out: dict[str, Floats] = {}
     for name, (rows, columns) in shapes.items():
         if rank > min(rows, columns):
             raise ConfigError(f"layer {name}: an update of rank {rank} does not fit shape {(rows, columns)}")
@@ -117,7 +119,9 @@ def trained_low_rank(
     for i in range(n_updates):
         current = {n: plain[n] + (u @ v.T).detach().float().numpy() for n, (u, v) in factors.items()}
         with replaced(system, current, n_steps):
-            gradients = _weight_gradients(system, batches[i % len(batches)], n_steps, [shared[n] for n in names])
+            gradients = _weight_gradients(
+                system, batches[i % len(batches)], n_steps, [shared[n] for n in names]
+            )
         for name, gradient in gradients.items():
             u, v = factors[name]
             u.grad, v.grad = gradient @ v.detach(), gradient.T @ u.detach()
@@ -259,7 +263,7 @@ def perturbation_study(
     for place, names in where.items():
         for seed in seeds:
             shapes = {n: plain[n].shape for n in names}
-            updates[f"random rank {rank}", place, seed] = random_low_rank(shapes, size, rank, seed)  # type: ignore[arg-type]
+            updates[f"random rank {rank}", place, seed] = random_low_rank(shapes, size, rank, seed)
             updates["output-matched noise", place, seed] = {
                 n: output_matched_noise(plain[n], changed[n], seed=seed)[0] for n in names[:1]
             }
@@ -272,7 +276,14 @@ def perturbation_study(
         for (kind, place, seed), update in updates.items()
     }
     runs = run_arms(
-        system, tokens, n_steps, arms, read=(n_steps,), batch_size=batch_size, progress=progress, label="perturb"
+        system,
+        tokens,
+        n_steps,
+        arms,
+        read=(n_steps,),
+        batch_size=batch_size,
+        progress=progress,
+        label="perturb",
     )
     rows = []
     for (kind, place, seed), update in updates.items():

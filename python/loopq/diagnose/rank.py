@@ -91,7 +91,9 @@ def felt_directions(values: Floats, damping: float) -> dict[str, float]:
     return {"above": int((values > mu).sum()), "degrees": degrees, "relative_mu": mu / top}
 
 
-def describe_spectrum(values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01) -> dict[str, Any]:
+def describe_spectrum(
+    values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01
+) -> dict[str, Any]:
     """Every count of one spectrum: ranks by threshold, effective and stable rank, trace, felt directions."""
     return {
         "rank": thresholded_rank(values),
@@ -107,7 +109,9 @@ def describe_spectrum(values: Floats, thresholds: Sequence[float] = THRESHOLDS, 
 def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float]]:
     """Spectrum for a plot: all eigenvalues, or at most `max_points` evenly spread in log index."""
     n = len(values)
-    index = np.arange(n) if n <= max_points else np.unique(np.geomspace(1, n, max_points).round().astype(int)) - 1
+    index = (
+        np.arange(n) if n <= max_points else np.unique(np.geomspace(1, n, max_points).round().astype(int)) - 1
+    )
     return {"index": (index + 1).tolist(), "value": values[index].tolist()}
 
 
@@ -148,7 +152,9 @@ def layer_ranks(
     return out
 
 
-def _survey(hessians: StepHessians, part: slice, thresholds: Sequence[float], damping: float) -> dict[str, Any]:
+def _survey(
+    hessians: StepHessians, part: slice, thresholds: Sequence[float], damping: float
+) -> dict[str, Any]:
     steps = list(hessians.steps)
     dim = len(range(*part.indices(hessians.dim)))
     per_step, kept = [], {}
@@ -167,7 +173,7 @@ def _survey(hessians: StepHessians, part: slice, thresholds: Sequence[float], da
     deployed = spectrum(hessians.matrix(steps)[part, part])
     first, last = kept[steps[0]], kept[steps[-1]]
     traces = [float(s["trace"]) for s in per_step]
-    found = {
+    found: dict[str, Any] = {
         "dim": dim,
         "per_step": per_step,
         "first": describe_spectrum(first, thresholds, damping),

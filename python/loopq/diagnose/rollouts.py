@@ -195,7 +195,9 @@ def gather(parts: Sequence[Comparison]) -> Comparison:
     return Comparison(parts[0].steps, *(join(name) for name in fields))
 
 
-def run_under(system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, read: Sequence[int] | None) -> Trace:
+def run_under(
+    system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, read: Sequence[int] | None
+) -> Trace:
     """Run one rollout with other weights in place."""
     with replaced(system, weights, n_steps):
         return trace(system, batch, n_steps, read)

@@ -119,7 +119,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
         count += 1
         flat = np.asarray(v, dtype=np.float64).reshape(-1)
         out = product(flat)
-        stretch = max(stretch, float(np.linalg.norm(out) / max(np.linalg.norm(flat), 1e-300)))
+        stretch = max(stretch, float(np.linalg.norm(out)) / max(float(np.linalg.norm(flat)), 1e-300))
         return out
 
     failure = ""
@@ -129,12 +129,14 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
         else:
             values, vectors = _arnoldi(counted, dim, start, settings)
     except _Cap:
-        return Estimate(float("nan"), float("inf"), count, f"no convergence in {settings.max_products} products")
+        return Estimate(
+            float("nan"), float("inf"), count, f"no convergence in {settings.max_products} products"
+        )
     best = int(np.argmax(np.abs(values)))
-    theta, vector = values[best], vectors[:, best]
+    theta, vector = complex(values[best]), vectors[:, best]
     image = product(np.ascontiguousarray(vector.real)) + 1j * product(np.ascontiguousarray(vector.imag))
     # A radius of 0 has no relative residual: then the largest stretch seen is the yardstick.
-    scale = abs(theta) if abs(theta) > 1e-10 * stretch else max(stretch, 1e-300)
+    scale: float = abs(theta) if abs(theta) > 1e-10 * stretch else max(stretch, 1e-300)
     residual = float(np.linalg.norm(image - theta * vector) / (scale * np.linalg.norm(vector)))
     if not residual < settings.residual_limit:
         failure = f"relative Ritz residual {residual:.2e} is not below {settings.residual_limit:g}"
@@ -187,7 +189,12 @@ def spectral_radius(
     if not failure and not disagreement <= settings.agreement_limit:
         failure = f"the start vectors differ by {disagreement:.2e}, above {settings.agreement_limit:g}"
     return Radius(
-        mean, max(e.residual for e in found), disagreement, sum(e.n_products for e in found), not failure, failure
+        mean,
+        max(e.residual for e in found),
+        disagreement,
+        sum(e.n_products for e in found),
+        not failure,
+        failure,
     )
 
 
@@ -196,7 +203,9 @@ def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 
     if dim <= 64:
         return float(np.linalg.norm(np.stack([product(e) for e in np.eye(dim)], axis=1), 2))
     linalg = require("scipy.sparse.linalg")
-    operator = linalg.LinearOperator((dim, dim), matvec=lambda v: transposed(product(v.reshape(-1))), dtype=np.float64)
+    operator = linalg.LinearOperator(
+        (dim, dim), matvec=lambda v: transposed(product(v.reshape(-1))), dtype=np.float64
+    )
     start = np.random.default_rng(0).normal(size=dim)
     (value,) = linalg.eigsh(operator, k=1, tol=tol, v0=start, return_eigenvectors=False)
     return float(np.sqrt(max(value, 0.0)))
@@ -207,7 +216,9 @@ def vector_product(step: StepMap, state: Tensor) -> Product:
     torch = require("torch")
 
     def product(v: Floats) -> Floats:
-        out: Floats = step.product(state, torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
+        out: Floats = (
+            step.product(state, torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
+        )
         return out.reshape(-1)
 
     return product
@@ -291,7 +302,9 @@ def radius_study(
         estimates were accepted, largest residual and largest disagreement.
     """
     if not system.has_steps:
-        raise ConfigError(f"system {system.name!r} has no single-step function: there is no Jacobian of a step")
+        raise ConfigError(
+            f"system {system.name!r} has no single-step function: there is no Jacobian of a step"
+        )
     progress = progress or Silent()
     places = ("plain", "bypassed") if with_bypass else ("plain",)
     maps = [(False, False), (True, False), *([(False, True), (True, True)] if with_bypass else [])]
@@ -316,7 +329,9 @@ def radius_study(
     progress.stop()
     return {
         "prompts": entries,
-        "states": {place: _summary([e for e in entries if e["state"] == place], with_bypass) for place in places},
+        "states": {
+            place: _summary([e for e in entries if e["state"] == place], with_bypass) for place in places
+        },
         "acceptance": _acceptance(entries),
         "settings": asdict(settings or ArnoldiSettings()) | {"n_starts": 2, "seed": seed},
     }

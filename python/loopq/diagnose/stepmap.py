@@ -105,7 +105,9 @@ class Bypass:
         finally:
             self._state = None
         if not self._fired:
-            raise SystemContractError(f"{self._owner} was not called in a step: no bypass could be laid around it")
+            raise SystemContractError(
+                f"{self._owner} was not called in a step: no bypass could be laid around it"
+            )
         return after
 
 
@@ -184,7 +186,9 @@ class StepMap:
         with torch.enable_grad(), _plain_attention():
             _, pull = torch.func.vjp(self, state)
             generator = torch.Generator().manual_seed(0)
-            u, v = (torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state) for _ in range(2))
+            u, v = (
+                torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state) for _ in range(2)
+            )
             forward = float((u * self.product(state, v)).double().sum().detach())
             (pulled,) = pull(u)
             backward = float((pulled * v).double().sum().detach())

@@ -64,7 +64,9 @@ def _sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
     if not np.isfinite(array).all():
         raise ConfigError(f"{name}: value {int(np.argmin(np.isfinite(array)))} is not finite")
     if positive and (array <= 0).any():
-        raise ConfigError(f"{name}: a geometric mean needs values above 0; value {int(np.argmin(array))} is not")
+        raise ConfigError(
+            f"{name}: a geometric mean needs values above 0; value {int(np.argmin(array))} is not"
+        )
     return array
 
 
@@ -106,7 +108,9 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
     (32.4, 37.5)
     """
     if trials < 1 or not 0 <= successes <= trials:
-        raise ConfigError(f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}")
+        raise ConfigError(
+            f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}"
+        )
     z = NormalDist().inv_cdf((1 + _level(level)) / 2)
     p = successes / trials
     shrink = 1 + z * z / trials
@@ -143,7 +147,7 @@ def mcnemar_exact(b: int, c: int) -> float:
         term = term * (n - k) // (k + 1)
         total += term
     # Dividing integers in Python rounds once, also where both overflow a float.
-    return min(1.0, 2 * total / 2**n)
+    return min(1.0, 2 * total / (1 << n))
 
 
 def paired_proportion_difference(
@@ -207,7 +211,9 @@ def bootstrap(
     return Interval(estimate, low, high, level, method, n, n_resamples, seed)
 
 
-def mean_interval(values: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0) -> Interval:
+def mean_interval(
+    values: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Interval:
     """Prompt bootstrap of a mean, every prompt with equal weight."""
     return bootstrap([values], lambda x: x.mean(axis=1), level, n_resamples, seed)
 

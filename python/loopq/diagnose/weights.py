@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.config import LayerConfig
 from loopq.errors import ConfigError, NonFiniteError
-from loopq.lazy import require
+from loopq.evaluate import compare
 
 if TYPE_CHECKING:
     from loopq.systems.base import LoopedSystem, SharedParameter
@@ -51,22 +51,11 @@ def replaced(system: LoopedSystem, weights: Weights, n_steps: int | None = None)
     NonFiniteError
         NaN or infinity in a new weight.
     """
-    torch = require("torch")
     shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
     _check(weights, shared)
-    kept: list[tuple[Any, Any]] = []
-    try:
-        with torch.no_grad():
-            for name, value in weights.items():
-                parameter = system.parameter(shared[name])
-                kept.append((parameter, parameter.detach().clone()))
-                stored = value.T if shared[name].orientation == "in_out" else value
-                parameter.copy_(torch.from_numpy(np.ascontiguousarray(stored)))
+    stored = {n: v.T if shared[n].orientation == "in_out" else v for n, v in weights.items()}
+    with compare.replaced(system, stored):
         yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in kept:
-                parameter.copy_(value)
 
 
 def _check(weights: Weights, shared: Mapping[str, SharedParameter]) -> None:

@@ -227,3 +227,67 @@ def parse_steps(spec: str, n_steps: int) -> list[int]:
             raise ConfigError(f"steps {part!r}: the rollout has {n_steps} steps, 0 to {n_steps - 1}")
         chosen.update(steps)
     return sorted(chosen)
+
+
+@dataclass(frozen=True)
+class DiagnoseConfig:
+    """Settings of a diagnosis; the numbers of prompts are small, so that a survey takes minutes.
+
+    Parameters
+    ----------
+    bits : int
+        Width of the rounding whose damage is measured.
+    group_size : int
+        Group size of the ablation and of the grouped arms; the per-channel arms are run beside it.
+    damping : float
+        Damping of the solver, for the directions it feels.
+    n_prompts : int
+        Prompts of arms, feedback, group sizes, displacement and perturbations.
+    n_ablation_prompts : int
+        Prompts of the single-layer ablation.
+    n_jacobian_prompts : int
+        Prompts of spectral radius and identity bypass.
+    seeds : tuple of int
+        Initial states of the feedback intervention and the bypass, where the state is drawn.
+    lambdas : tuple of float
+        Feedback strengths.
+    radii : tuple of float
+        Perturbation sizes of the bypass control, relative to the state.
+    n_directions : int
+        Directions of the bypass control.
+    group_sizes : tuple of int
+        Group-size sweep; -1 is per channel.
+    n_updates : int
+        Optimiser steps of the trained rank-4 update.
+    batch_size : int
+        Prompts that run together.
+    seed : int
+        Seed of the initial states everywhere else.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    damping: float = 0.01
+    n_prompts: int = 8
+    n_ablation_prompts: int = 10
+    n_jacobian_prompts: int = 3
+    seeds: tuple[int, ...] = (0, 1, 2)
+    lambdas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    radii: tuple[float, ...] = (0.005, 0.01, 0.02)
+    n_directions: int = 32
+    group_sizes: tuple[int, ...] = (32, 64, 128, 256, PER_CHANNEL)
+    n_updates: int = 50
+    batch_size: int = BATCH_SIZE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("n_prompts", "n_ablation_prompts", "n_jacobian_prompts", "n_directions", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not self.seeds:
+            raise ConfigError("seeds must name at least one initial state")
+        self.layer(self.group_size)
+
+    def layer(self, group_size: int) -> LayerConfig:
+        """Rounding of this diagnosis at a group size."""
+        return LayerConfig(method="rtn", bits=self.bits, group_size=group_size, damping=self.damping)

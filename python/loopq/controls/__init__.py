@@ -1,1 +1,1 @@
-"""Recurrences outside transformers: what quantizing a transition does, and what quantizing the rest does not."""
+"""Recurrences outside transformers: quantizing a transition against quantizing the rest."""

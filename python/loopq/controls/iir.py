@@ -92,7 +92,8 @@ def modal(form: Realisation) -> Realisation:
     values, vectors = np.linalg.eig(form.A)
     if np.linalg.cond(vectors) > 1e12:
         raise ConfigError("the filter has (nearly) repeated poles: no modal form in double precision")
-    columns, blocks = [], np.zeros_like(form.A)
+    columns: list[Floats] = []
+    blocks = np.zeros_like(form.A)
     for value, vector in zip(values, vectors.T, strict=True):
         at = len(columns)
         if value.imag == 0:
@@ -102,7 +103,7 @@ def modal(form: Realisation) -> Realisation:
             columns.extend([vector.real, vector.imag])
             blocks[at : at + 2, at : at + 2] = [[value.real, value.imag], [-value.imag, value.real]]
     basis = np.stack(columns, axis=1)
-    return Realisation(blocks, np.linalg.solve(basis, form.B), form.C @ basis, form.D)
+    return Realisation(blocks, np.asarray(np.linalg.solve(basis, form.B), np.float64), form.C @ basis, form.D)
 
 
 def radius(matrix: Floats) -> float:

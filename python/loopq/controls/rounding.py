@@ -32,9 +32,7 @@ def round_signed(matrix: ArrayLike, bits: int, group_size: int | None = None) ->
     if group_size is None:
         return _one_scale(values, bits, None)
     if group_size < 1 or values.ndim != 2:
-        raise ConfigError(
-            f"groups need a matrix and a size of at least 1; got {values.ndim}-D and {group_size}"
-        )
+        raise ConfigError(f"groups need a matrix and a size >= 1; got {values.ndim}-D and {group_size}")
     for start in range(0, values.shape[1], group_size):
         values[:, start : start + group_size] = _one_scale(values[:, start : start + group_size], bits, 1)
     return values

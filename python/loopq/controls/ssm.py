@@ -1,7 +1,7 @@
 """State-space controls: which part of a selective scan, when perturbed, grows along the tokens (H2, H3).
 
-The recurrence h_t = A_t h_{t-1} + B_t x_t, A_t = exp(dt_t A), runs over tokens. Its states are not returned by
-public Mamba classes, so they are recomputed here in float64 from what hooks see, and every recomputation is
+The recurrence h_t = A_t h_{t-1} + B_t x_t, A_t = exp(dt_t A), runs over tokens. Its states are not returned
+by public Mamba classes, so they are recomputed in float64 from what hooks see, and every recomputation is
 checked against the model's own scan output.
 """
 
@@ -76,7 +76,7 @@ class Scan:
 
 
 def toy_scan(n_tokens: int = 128, width: int = 32, n_modes: int = 16, seed: int = 0) -> Scan:
-    """Draw a selective scan with the usual starting values: A = -(1..n_modes), dt log-uniform in 1e-3..0.1."""
+    """Draw a selective scan as it is usually initialised: A = -(1..n_modes), dt log-uniform in 1e-3..0.1."""
     rng = np.random.default_rng(seed)
     base = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), size=width))
     return Scan(
@@ -138,9 +138,8 @@ def find_mixers(model: nn.Module) -> dict[int, nn.Module]:
     """
     found = [m for m in model.modules() if all(hasattr(m, n) for n in COMPONENTS)]
     if not found:
-        raise SystemContractError(
-            f"{type(model).__name__} has no selective-scan layer with {', '.join(COMPONENTS)}"
-        )
+        kind = type(model).__name__
+        raise SystemContractError(f"{kind} has no selective-scan layer with {', '.join(COMPONENTS)}")
     return dict(enumerate(found))
 
 
@@ -171,9 +170,13 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     def keep(name: str, value: Any) -> None:
         seen[name] = value[0].detach().to("cpu", torch.float64).numpy()
 
+    def keep_both(module: Any, args: Any, out: Any) -> None:
+        keep("x", args[0])
+        keep("dbc", out)
+
     handles = [
         mixer.in_proj.register_forward_hook(lambda m, i, out: keep("in", out)),
-        mixer.x_proj.register_forward_hook(lambda m, i, out: (keep("x", i[0]), keep("dbc", out))[0]),
+        mixer.x_proj.register_forward_hook(keep_both),
         mixer.out_proj.register_forward_pre_hook(lambda m, i: keep("out", i[0])),
     ]
     try:
@@ -184,7 +187,8 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
             handle.remove()
     if len(seen) != 4:
         raise SystemContractError(
-            f"layer {layer}: x_proj or out_proj was bypassed (fused kernels in training mode?); use model.eval()"
+            f"layer {layer}: x_proj or out_proj was bypassed (fused kernels in training mode?); "
+            "use model.eval()"
         )
     scan = _scan_of(mixer, seen)
     _check_scan(scan, seen, layer, torch.finfo(mixer.out_proj.weight.dtype).eps)
@@ -302,9 +306,8 @@ def component_study(
         reference = [capture(model, layer, ids).states() for ids in prompts]
         for name in components:
             error = errors[layer, name]
-            kinds = [("int4", error)] + [
-                (f"gaussian seed {s}", gaussian_error(error, norm, s)) for s in seeds
-            ]
+            kinds = [("int4", error)]
+            kinds += [(f"gaussian seed {s}", gaussian_error(error, norm, s)) for s in seeds]
             for kind, delta in kinds:
                 runs = [
                     diverge(perturbed_capture(model, layer, name, delta, ids).states(), ref)

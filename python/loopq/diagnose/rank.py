@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+import loopq._native as native
 from loopq.diagnose.hessians import StepHessians
 from loopq.errors import ConfigError, NonFiniteError
 
@@ -18,7 +19,7 @@ THRESHOLDS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _MAX_POINTS = 400
 
 
-def spectrum(hessian: Floats) -> Floats:
+def spectrum(hessian: Floats, threads: int = 0) -> Floats:
     """Eigenvalues of a Hessian, largest first, in float64.
 
     Raises
@@ -33,7 +34,7 @@ def spectrum(hessian: Floats) -> Floats:
     if not np.isfinite(hessian).all():
         row, column = (int(i) for i in np.argwhere(~np.isfinite(hessian))[0])
         raise NonFiniteError(f"H[{row}, {column}] is {hessian[row, column]}; collect the Hessian again")
-    values: Floats = np.maximum(np.linalg.eigvalsh(hessian)[::-1], 0.0)
+    values: Floats = np.maximum(native.eigvalsh(np.ascontiguousarray(hessian), threads=threads)[::-1], 0.0)
     return values
 
 
@@ -125,6 +126,8 @@ def layer_ranks(
     blocks: Mapping[str, slice] | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
     damping: float = 0.01,
+    steps: Sequence[int] | None = None,
+    threads: int = 0,
 ) -> dict[str, Any]:
     """Everything D1-D7 of one layer.
 
@@ -138,6 +141,10 @@ def layer_ranks(
         Thresholds of the rank sweep.
     damping : float
         Damping of the solver, for the directions it feels.
+    steps : sequence of int, optional
+        Steps whose own rank is counted; all when absent. The sum always runs over all steps.
+    threads : int
+        Threads of the eigenvalues; 0 takes all cores.
 
     Returns
     -------
@@ -146,34 +153,48 @@ def layer_ranks(
         the sum (D1, D5); `rank_ratio` (D2), `rank_gain` (D3), `step0_trace_share`, `trace_ratio_0_1` (D7);
         `spectra` (D6); `blocks`: the same for each block.
     """
-    out = _survey(hessians, slice(0, hessians.dim), thresholds, damping)
+    there = list(hessians.steps)
+    counted = sorted({there[0], there[-1], *(there if steps is None else steps)})
+
+    def survey(part: slice) -> dict[str, Any]:
+        return _survey(hessians, part, counted, thresholds, damping, threads)
+
+    out = survey(slice(0, hessians.dim))
     if blocks:
-        out["blocks"] = {name: _survey(hessians, part, thresholds, damping) for name, part in blocks.items()}
+        out["blocks"] = {name: survey(part) for name, part in blocks.items()}
     return out
 
 
 def _survey(
-    hessians: StepHessians, part: slice, thresholds: Sequence[float], damping: float
+    hessians: StepHessians,
+    part: slice,
+    counted: Sequence[int],
+    thresholds: Sequence[float],
+    damping: float,
+    threads: int,
 ) -> dict[str, Any]:
     steps = list(hessians.steps)
     dim = len(range(*part.indices(hessians.dim)))
-    per_step, kept = [], {}
+    per_step, kept, traces = [], {}, []
     for step in steps:
-        values = spectrum(hessians.matrix([step])[part, part])
+        own = hessians.matrix([step])[part, part]
+        traces.append(float(np.trace(own)))
+        if step not in counted:
+            continue
+        values = spectrum(own, threads)
         if step in (steps[0], steps[-1]):
             kept[step] = values
         per_step.append(
             {
                 "step": step,
                 "rank": thresholded_rank(values),
-                "trace": float(values.sum()),
+                "trace": traces[-1],
                 "n_rows": hessians.n_rows(step),
             }
         )
-    deployed = spectrum(hessians.matrix(steps)[part, part])
+    deployed = spectrum(hessians.matrix(steps)[part, part], threads)
     first, last = kept[steps[0]], kept[steps[-1]]
-    traces = [float(s["trace"]) for s in per_step]
-    found = {
+    found: dict[str, Any] = {
         "dim": dim,
         "per_step": per_step,
         "first": describe_spectrum(first, thresholds, damping),

@@ -147,7 +147,7 @@ def mcnemar_exact(b: int, c: int) -> float:
         term = term * (n - k) // (k + 1)
         total += term
     # Dividing integers in Python rounds once, also where both overflow a float.
-    return min(1.0, 2 * total / 2**n)
+    return min(1.0, 2 * total / (1 << n))
 
 
 def paired_proportion_difference(

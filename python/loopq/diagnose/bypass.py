@@ -1,0 +1,241 @@
+"""The identity-bypass control: the same weight error with and without a path around it (G3)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.diagnose.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.diagnose.weights import Weights, replaced
+from loopq.errors import ConfigError
+from loopq.evaluate.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
+from loopq.lazy import require
+from loopq.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+
+RADII = (0.005, 0.01, 0.02)
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Squared sizes of the central differences of one prompt, seed and radius.
+
+    Parameters
+    ----------
+    mismatch, reference : ndarray, float64, shape (2,)
+        sum_k ||r_Q - r_B||^2 and sum_k ||r_B||^2, without and with the bypass.
+    n_directions : int
+        Directions.
+    """
+
+    mismatch: Floats
+    reference: Floats
+    n_directions: int
+
+    def relative(self) -> Floats:
+        """D_i = sqrt(mismatch / reference), without and with the bypass."""
+        out: Floats = np.sqrt(self.mismatch / np.maximum(self.reference, 1e-300))
+        return out
+
+    def rms(self) -> Floats:
+        """Root mean square over directions of ||r_Q - r_B||, without and with the bypass."""
+        out: Floats = np.sqrt(self.mismatch / self.n_directions)
+        return out
+
+
+def unit_directions(shape: Sequence[int], n: int, seed: int) -> Any:
+    """Unit directions in a state's space, float64 Tensor (n, *shape), the same for every arm."""
+    torch = require("torch")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+    return drawn / drawn.flatten(1).norm(dim=1).reshape(n, *(1 for _ in shape))
+
+
+def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius: float) -> Tensor:
+    """[F(s + eps ||s|| v) - F(s - eps ||s|| v)] / (2 eps ||s||) for each direction v, float64."""
+    torch = require("torch")
+    size = radius * float(state.double().norm())
+    with torch.no_grad():
+        found = [
+            (step(state + size * v.to(state)).double() - step(state - size * v.to(state)).double())
+            / (2 * size)
+            for v in directions
+        ]
+    return torch.stack(found)
+
+
+def prompt_responses(
+    system: LoopedSystem,
+    batch: Batch,
+    n_steps: int,
+    weights: Weights,
+    radii: Sequence[float],
+    n_directions: int,
+    at_bypassed: bool,
+) -> list[Responses]:
+    """Responses of one prompt at one operating state, one entry for each radius."""
+    with Bypass(system, n_steps) as bypass:
+        embedding, state = final_state(system, batch, n_steps, bypass if at_bypassed else None)
+    directions = unit_directions(state.shape, n_directions, seed=0)
+    differences: dict[tuple[bool, bool, float], Any] = {}
+    for changed in (False, True):
+        for bypassed in (False, True):
+            with contextlib.ExitStack() as stack:
+                if changed:
+                    stack.enter_context(replaced(system, weights, n_steps))
+                path = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
+                step = StepMap(system, embedding, n_steps - 1, n_steps, path)
+                for radius in radii:
+                    differences[changed, bypassed, radius] = central_differences(
+                        step, state, directions, radius
+                    )
+    out = []
+    for radius in radii:
+        base = [differences[False, path, radius] for path in (False, True)]
+        diff = [differences[True, path, radius] - b for path, b in zip((False, True), base, strict=True)]
+        squares = [np.array([float(x.square().sum()) for x in part]) for part in (diff, base)]
+        out.append(Responses(squares[0], squares[1], n_directions))
+    return out
+
+
+def bypass_study(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    weights: Weights,
+    *,
+    radii: Sequence[float] = RADII,
+    n_directions: int = 32,
+    seeds: Sequence[int] = (0, 1, 2),
+    states: Sequence[str] = ("plain", "bypassed"),
+    n_resamples: int = 10_000,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure how much an identity path around the exposed layer takes off the response to its error (G3).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps and one exposed adapter.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int
+        Depth of the rollout that gives the operating state.
+    weights : weights
+        Replaced weights of the changed map.
+    radii : sequence of float
+        Perturbation sizes relative to the state's norm.
+    n_directions : int
+        Unit directions shared by all arms of a prompt.
+    seeds : sequence of int
+        Initial states; one where the state is not drawn.
+    states : sequence of {"plain", "bypassed"}
+        Operating states: final states of the reference rollout without and with the bypass.
+    n_resamples : int
+        Bootstrap resamples.
+    progress : Progress, optional
+        Told of every prompt.
+
+    Returns
+    -------
+    dict
+        `rows`: for each operating state and radius mean D0 and D1, attenuation 1 - geometric mean of the
+        prompts' D1/D0 with its bootstrap interval, RMS mismatch before normalising and its attenuation, the
+        Holm-adjusted sign-flip p over the radii; `bypass_agreement`: agreement of the reference rollout with
+        the bypass in it with the one without, which is low where the bypass was never trained.
+    """
+    if not radii or min(radii) <= 0:
+        raise ConfigError(f"radii lie above 0; got {list(radii)}")
+    Bypass(system, n_steps)
+    used = tuple(seeds) if system.state_is_random else tuple(seeds)[:1]
+    progress = progress or Silent()
+    progress.start("bypass", len(tokens.sequences) * len(used) * len(states), "prompts")
+    rows: list[dict[str, Any]] = []
+    with promoted(system.model):
+        for place in states:
+            table = np.zeros((len(used), len(tokens.sequences), len(radii), 2, 2))
+            for i, seed in enumerate(used):
+                for j, batch in enumerate(tokens.batches(1, seed)):
+                    found = prompt_responses(
+                        system, batch, n_steps, weights, radii, n_directions, place == "bypassed"
+                    )
+                    for k, response in enumerate(found):
+                        table[i, j, k] = response.relative(), response.rms()
+                    progress.advance()
+            rows += _rows(place, table, radii, n_resamples)
+        agreement = _bypass_agreement(system, tokens, n_steps, used[0])
+    progress.stop()
+    return {
+        "rows": rows,
+        "bypass_agreement": agreement,
+        "settings": {
+            "radii": list(radii),
+            "n_directions": n_directions,
+            "seeds": list(used),
+            "n_prompts": len(tokens.sequences),
+        },
+    }
+
+
+def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -> list[dict[str, Any]]:
+    """Summarise (n_seeds, n_prompts, n_radii, [relative, rms], [without, with])."""
+    prompts = table.mean(axis=0)
+    raw = [sign_flip(np.log(prompts[:, k, 0, 1] / prompts[:, k, 0, 0])) for k in range(len(radii))]
+    adjusted = holm(raw)
+    rows = []
+    for k, radius in enumerate(radii):
+        relative, rms = prompts[:, k, 0], prompts[:, k, 1]
+        ratio = geometric_mean_ratio(relative[:, 1], relative[:, 0], n_resamples=n_resamples)
+        plain = bootstrap(
+            [rms[:, 1], rms[:, 0]],
+            lambda a, b: 1 - a.mean(axis=1) / b.mean(axis=1),
+            n_resamples=n_resamples,
+            method="prompt bootstrap of a ratio of means",
+        )
+        rows.append(
+            {
+                "state": place,
+                "radius": radius,
+                "D0": float(relative[:, 0].mean()),
+                "D1": float(relative[:, 1].mean()),
+                "attenuation": 1 - ratio.estimate,
+                "attenuation_low": 1 - ratio.high,
+                "attenuation_high": 1 - ratio.low,
+                "rms_without": float(rms[:, 0].mean()),
+                "rms_with": float(rms[:, 1].mean()),
+                "rms_attenuation": plain.to_json(),
+                "same_sign": int((relative[:, 1] < relative[:, 0]).sum()),
+                "n_prompts": int(relative.shape[0]),
+                "p": raw[k],
+                "p_holm": float(adjusted[k]),
+            }
+        )
+    return rows
+
+
+def _bypass_agreement(system: LoopedSystem, tokens: TokenSet, n_steps: int, seed: int) -> float | None:
+    if system.output != "logits":
+        return None
+    torch = require("torch")
+    shares = []
+    for batch in tokens.batches(1, seed):
+        with torch.no_grad():
+            embedding, plain = final_state(system, batch, n_steps)
+            top = system.predict(plain, embedding).argmax(-1)
+            with Bypass(system, n_steps) as bypass:
+                _, state = final_state(system, batch, n_steps, bypass)
+            same = system.predict(state, embedding).argmax(-1) == top
+        shares.append(float(same.double().mean()))
+    return float(np.mean(shares))

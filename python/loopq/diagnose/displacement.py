@@ -1,0 +1,159 @@
+"""How far a changed loop drifts from the reference's fixed point, and how fast it settles (E9, E10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.diagnose.rollouts import trace
+from loopq.diagnose.weights import Weights, replaced
+from loopq.errors import ConfigError
+from loopq.lazy import require
+from loopq.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Displacement:
+    """Displacement of each prompt after each further update.
+
+    Parameters
+    ----------
+    distance : ndarray, float64, shape (n_prompts, n_more)
+        ||s_t^q - s_t||_2 over all positions of the prompt.
+    relative : ndarray, float64, shape (n_prompts, n_more)
+        The same over ||s_t||_2.
+    """
+
+    distance: Floats
+    relative: Floats
+
+    def growth(self) -> Floats:
+        """Geometric mean of the consecutive ratios of each prompt, shape (n_prompts,)."""
+        ratios = self.distance[:, 1:] / np.maximum(self.distance[:, :-1], 1e-300)
+        mean: Floats = np.exp(np.log(np.maximum(ratios, 1e-300)).mean(axis=1))
+        return mean
+
+    def settled_after(self, tolerance: float = 0.01) -> int | None:
+        """First update from which the mean displacement stays within `tolerance` of its final value.
+
+        None where it does so only at the very last update: nothing says that it has settled.
+        """
+        mean = self.distance.mean(axis=0)
+        outside = np.flatnonzero(np.abs(mean - mean[-1]) > tolerance * mean[-1])
+        first = int(outside[-1]) + 2 if outside.size else 1
+        return first if first < len(mean) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Mean curves, final mean, settling and growth."""
+        mean = self.distance.mean(axis=0)
+        growth = float(np.median(self.growth())) if self.distance.shape[1] > 1 else None
+        return {
+            "distance": mean.tolist(),
+            "relative": self.relative.mean(axis=0).tolist(),
+            "final": float(mean[-1]),
+            "settled_after": self.settled_after() if mean[-1] > 0 else None,
+            "median_growth": growth if mean[-1] > 0 else None,
+            "n_prompts": int(self.distance.shape[0]),
+            "n_more": int(self.distance.shape[1]),
+        }
+
+
+def displacement(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    weights: Weights,
+    *,
+    n_more: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Displacement:
+    """Start both maps from the reference's final state and follow them for further updates (E9).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int
+        Depth of the reference rollout that gives the start.
+    weights : weights
+        Replaced weights of the second map.
+    n_more : int, optional
+        Further updates; as many as n_steps when absent. Each repeats the last step's map, which matters
+        where the step is told its number.
+    seed, batch_size, progress
+        As in `run_arms`.
+    """
+    if not system.has_steps:
+        raise ConfigError(
+            f"system {system.name!r} has no single-step function: it cannot be run on from a state"
+        )
+    more = n_steps if n_more is None else n_more
+    if more < 1:
+        raise ConfigError(f"n_more must be at least 1; got {more}")
+    progress = progress or Silent()
+    progress.start("displace", len(tokens.plan(batch_size)), "batches")
+    distances, relatives = [], []
+    for batch in tokens.batches(batch_size, seed):
+        distance, norm = _one_batch(system, batch, n_steps, weights, more)
+        distances.append(distance)
+        relatives.append(distance / np.maximum(norm, 1e-300))
+        progress.advance()
+    progress.stop()
+    return Displacement(np.concatenate(distances), np.concatenate(relatives))
+
+
+def _one_batch(
+    system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, more: int
+) -> tuple[Floats, Floats]:
+    torch = require("torch")
+    start = trace(system, batch, n_steps, read=()).states[-1]
+
+    def onward() -> list[Any]:
+        with torch.no_grad():
+            embedding = system.embed(batch)
+            states = [start]
+            for _ in range(more):
+                states.append(system.step(states[-1], embedding, n_steps - 1, n_steps))
+        return [s.double().flatten(1) for s in states[1:]]
+
+    reference = onward()
+    with replaced(system, weights, n_steps):
+        other = onward()
+    distance = torch.stack([(a - b).norm(dim=1) for a, b in zip(other, reference, strict=True)], 1)
+    norm = torch.stack([a.norm(dim=1) for a in reference], 1)
+    return distance.cpu().numpy(), norm.cpu().numpy()
+
+
+def contraction_bound(per_step: float, modulus: float) -> float:
+    """Largest displacement of a contraction that is disturbed at every step (E10).
+
+    Parameters
+    ----------
+    per_step : float
+        Largest disturbance of one step, delta_q.
+    modulus : float
+        Contraction modulus L below 1.
+
+    Returns
+    -------
+    float
+        delta_q / (1 - L).
+    """
+    if not 0.0 <= modulus < 1.0:
+        raise ConfigError(f"the bound holds for a contraction, 0 <= L < 1; got {modulus}")
+    if per_step < 0.0:
+        raise ConfigError(f"a disturbance has a norm of at least 0; got {per_step}")
+    return per_step / (1.0 - modulus)

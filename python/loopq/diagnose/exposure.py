@@ -1,0 +1,235 @@
+"""Feedback exposure: where in the loop a weight error does its damage (E1, E2, E8, E11)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loopq.config import LayerConfig
+from loopq.diagnose.rollouts import Comparison, by_depth, run_arms
+from loopq.diagnose.weights import (
+    Matrix,
+    Rounder,
+    Weights,
+    core_rounder,
+    gaussian_like,
+    quantizable,
+    rounded,
+    weight_of,
+)
+from loopq.errors import ConfigError
+from loopq.evaluate.stats import mean_interval
+from loopq.lazy import require
+from loopq.progress import Progress
+
+if TYPE_CHECKING:
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import LoopedSystem
+
+NONE, EXPOSED, CORE, ALL, GAUSSIAN = "none", "exposed", "core", "all", "gaussian"
+
+
+def arm_weights(
+    system: LoopedSystem,
+    n_steps: int,
+    config: LayerConfig,
+    *,
+    rounder: Rounder = core_rounder,
+    noise_seed: int = 0,
+) -> dict[str, Weights]:
+    """Weights of the controlled-injection arms (E1).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    n_steps : int
+        Depth.
+    config : LayerConfig
+        Bits and group size of the rounding; the paper's arms are INT4 per channel.
+    rounder : callable
+        Weight and settings to the dequantized weight.
+    noise_seed : int
+        Seed of the Gaussian arm's one draw.
+
+    Returns
+    -------
+    dict of str to weights
+        "none", "exposed" (layers without an identity path), "core" (the others), "all", and "gaussian": one
+        draw at the exposed layers whose Frobenius norm is that of their rounding error. A system without an
+        exposed layer has "none" and "all".
+    """
+    parameters = quantizable(system.shared_parameters(n_steps))
+    every = rounded(system, parameters, config, rounder)
+    exposed = {p.name: every[p.name] for p in parameters if p.exposed}
+    if not exposed:
+        return {NONE: {}, ALL: every}
+    noisy: dict[str, Matrix] = {}
+    for index, p in enumerate(q for q in parameters if q.exposed):
+        weight = weight_of(system, p)
+        noisy[p.name] = gaussian_like(
+            weight, float(np.linalg.norm(every[p.name] - weight)), noise_seed + index
+        )
+    core = {name: value for name, value in every.items() if name not in exposed}
+    return {NONE: {}, EXPOSED: exposed, CORE: core, ALL: every, GAUSSIAN: noisy}
+
+
+def controlled_injection(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    config: LayerConfig,
+    *,
+    rounder: Rounder = core_rounder,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Run the arms, with paired and, where the initial state is drawn, with unpaired states (E1, E11).
+
+    Returns
+    -------
+    dict
+        `paired` and `unpaired` (None where the initial state is not random): arm -> curves over steps, with
+        the interval of the final agreement; `recovered`: share of the agreement lost by "all" that leaving
+        the exposed layers in full precision gives back (E11).
+    """
+    arms = arm_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
+    runs: dict[str, Any] = {"settings": {"bits": config.bits, "group_size": config.group_size, "seed": seed}}
+    paired = run_arms(
+        system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="arms"
+    )
+    runs["paired"] = {name: _arm(found) for name, found in paired.items()}
+    runs["unpaired"] = None
+    if system.state_is_random:
+        unpaired = run_arms(
+            system,
+            tokens,
+            n_steps,
+            arms,
+            seed=seed,
+            arm_seed=seed + 1,
+            batch_size=batch_size,
+            progress=progress,
+            label="unpaired",
+        )
+        runs["unpaired"] = {name: _arm(found) for name, found in unpaired.items()}
+    runs["recovered"] = _recovered(paired)
+    return runs
+
+
+def _arm(found: Comparison) -> dict[str, Any]:
+    out = found.to_json()
+    if found.matches is not None:
+        out["final_agreement"] = mean_interval(found.agreement[:, -1], n_resamples=10_000).to_json()
+    return out
+
+
+def _recovered(arms: Mapping[str, Comparison]) -> float | None:
+    if CORE not in arms or arms[ALL].matches is None:
+        return None
+    whole = float(arms[ALL].curve("agreement")[-1])
+    protected = float(arms[CORE].curve("agreement")[-1])
+    return (protected - whole) / (1.0 - whole) if whole < 1.0 else None
+
+
+def group_size_sweep(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    config: LayerConfig,
+    group_sizes: Sequence[int] = (32, 64, 128, 256, -1),
+    *,
+    rounder: Rounder = core_rounder,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Round the whole loop at several group sizes and read the agreement at every step (E8).
+
+    Returns
+    -------
+    list of dict
+        `group_size` (-1: per channel), and the curves of `Comparison.to_json`, paired.
+    """
+    import dataclasses
+
+    parameters = quantizable(system.shared_parameters(n_steps))
+    arms = {
+        str(g): rounded(system, parameters, dataclasses.replace(config, group_size=g), rounder)
+        for g in group_sizes
+    }
+    found = run_arms(
+        system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="groups"
+    )
+    return [{"group_size": g} | found[str(g)].to_json() for g in group_sizes]
+
+
+def depth_curve(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    depths: Sequence[int],
+    config: LayerConfig,
+    *,
+    rounder: Rounder = core_rounder,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Round the whole loop and compare rollouts of several depths (E2); needs no step function."""
+
+    def weights(depth: int) -> Weights:
+        return rounded(system, quantizable(system.shared_parameters(depth)), config, rounder)
+
+    return by_depth(system, tokens, depths, weights, seed=seed, batch_size=batch_size, progress=progress)
+
+
+def adapter_output_ratio(
+    system: LoopedSystem, tokens: TokenSet, n_steps: int, *, seed: int = 0, batch_size: int = 8
+) -> dict[str, dict[str, Any]]:
+    """Size of each exposed layer's output relative to the state that enters the step (D12).
+
+    Returns
+    -------
+    dict of str to dict
+        For each exposed layer `per_step`: mean over prompts of ||output|| / ||s_t||; `mean` and `std` over
+        prompts and steps 1 to N-1.
+    """
+    if not system.has_steps:
+        raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be seen")
+    torch = require("torch")
+    names = {p.name: p.owners[0] for p in system.shared_parameters(n_steps) if p.exposed}
+    ratios: dict[str, list[list[Any]]] = {name: [[] for _ in range(n_steps)] for name in names}
+    seen: dict[str, Any] = {}
+    handles = [
+        system.model.get_submodule(owner).register_forward_hook(
+            lambda module, args, out, name=name: seen.__setitem__(name, out.detach())
+        )
+        for name, owner in names.items()
+    ]
+    try:
+        with torch.no_grad():
+            for batch in tokens.batches(batch_size, seed):
+                embedding = system.embed(batch)
+                state = system.initial_state(batch, embedding)
+                for t in range(n_steps):
+                    size = state.double().flatten(1).norm(dim=1)
+                    state = system.step(state, embedding, t, n_steps)
+                    for name in names:
+                        out = seen[name].double().flatten(1).norm(dim=1)
+                        ratios[name][t].append((out / size).cpu().numpy())
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = {}
+    for name, steps in ratios.items():
+        table = np.stack([np.concatenate(s) for s in steps])
+        late = table[1:] if n_steps > 1 else table
+        found[name] = {
+            "per_step": table.mean(axis=1).tolist(),
+            "mean": float(late.mean()),
+            "std": float(late.std()),
+        }
+    return found

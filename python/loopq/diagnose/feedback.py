@@ -1,0 +1,266 @@
+"""The feedback intervention: how much of the final error is the loop feeding its own error back (E3, E4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.config import LayerConfig
+from loopq.diagnose.rollouts import Trace, relative_error, trace
+from loopq.diagnose.weights import (
+    Rounder,
+    Weights,
+    core_rounder,
+    input_blocks,
+    keep_columns,
+    replaced,
+    rounded,
+    weight_of,
+)
+from loopq.errors import ConfigError
+from loopq.evaluate.stats import geometric_mean_ratio
+from loopq.lazy import require
+from loopq.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+
+LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trace, strength: float) -> Tensor:
+    """Final state of a rollout that feeds back only part of its own error.
+
+    Every step receives s_t + strength * (s'_t - s_t), s the reference's state and s' the intervened one. The
+    weights in place are used; the reference's states are taken from `reference`.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps.
+    batch : Batch
+        The reference's batch.
+    n_steps : int
+        Depth.
+    reference : Trace
+        Run of the same batch with the reference weights.
+    strength : float
+        lambda: 1 is the natural rollout, bit for bit; 0 cuts the feedback.
+
+    Notes
+    -----
+    `torch.lerp` returns its ends exactly, where s + 1 * (s' - s) would round.
+    """
+    torch = require("torch")
+    with torch.no_grad():
+        embedding = system.embed(batch)
+        state = reference.states[0]
+        for t in range(n_steps):
+            entering = torch.lerp(reference.states[t], state, strength)
+            state = system.step(entering, embedding, t, n_steps)
+    return state
+
+
+@dataclass(frozen=True)
+class FeedbackCurve:
+    """Final error and agreement for each feedback strength.
+
+    Parameters
+    ----------
+    lambdas : tuple of float
+        Feedback strengths, ascending.
+    error : ndarray, float64, shape (n_lambdas, n_prompts)
+        Relative error of the final state, mean over initial-state seeds.
+    agreement : ndarray, float64, shape (n_lambdas, n_prompts), or None
+        Top-1 agreement at the end, mean over seeds.
+    n_seeds : int
+        Initial-state seeds.
+    """
+
+    lambdas: tuple[float, ...]
+    error: Floats
+    agreement: Floats | None
+    n_seeds: int
+
+    def to_json(self, seed: int = 0) -> dict[str, Any]:
+        """Curves, their monotonicity, and the ratio of both ends with its prompt bootstrap.
+
+        `ratio` is None where an end of some prompt has no error at all.
+        """
+        ratio = None
+        if (self.error[[0, -1]] > 0).all():
+            ratio = geometric_mean_ratio(
+                self.error[-1], self.error[0], n_resamples=10_000, seed=seed
+            ).to_json()
+        # A curve that falls by rounding only is not a counter-example.
+        rising = np.diff(self.error, axis=0) >= -1e-9 * self.error[1:]
+        return {
+            "lambdas": list(self.lambdas),
+            "error": self.error.mean(axis=1).tolist(),
+            "agreement": None if self.agreement is None else self.agreement.mean(axis=1).tolist(),
+            "mean_is_monotone": bool((np.diff(self.error.mean(axis=1)) >= 0).all()),
+            "monotone_prompts": int(rising.all(axis=0).sum()),
+            "n_prompts": int(self.error.shape[1]),
+            "n_seeds": self.n_seeds,
+            "ratio": ratio,
+        }
+
+
+def feedback_curve(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    weights: Weights,
+    *,
+    lambdas: Sequence[float] = LAMBDAS,
+    seeds: Sequence[int] = (0, 1, 2),
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    label: str = "feedback",
+) -> FeedbackCurve:
+    """Run the intervention for one set of weights (E3).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps.
+    tokens : TokenSet
+        Prompts; the paper's are disjoint from calibration.
+    n_steps : int
+        Depth.
+    weights : weights
+        Replaced weights.
+    lambdas : sequence of float
+        Feedback strengths between 0 and 1.
+    seeds : sequence of int
+        Initial states, shared by all strengths; one is enough where the state is not drawn.
+    batch_size, progress, label
+        As in `run_arms`.
+
+    Raises
+    ------
+    ConfigError
+        A system without steps, or a strength outside 0 to 1.
+    """
+    if not system.has_steps:
+        raise ConfigError(
+            f"system {system.name!r} has no single-step function: the loop cannot be intervened in"
+        )
+    chosen = tuple(sorted(lambdas))
+    if not chosen or chosen[0] < 0 or chosen[-1] > 1:
+        raise ConfigError(f"feedback strengths lie between 0 and 1; got {list(lambdas)}")
+    progress = progress or Silent()
+    n_batches = len(tokens.plan(batch_size))
+    progress.start(label, len(seeds) * n_batches * (len(chosen) + 1), "rollouts")
+    errors, agreements = [], []
+    for seed in seeds:
+        parts = [
+            _one_batch(system, batch, n_steps, weights, chosen, progress)
+            for batch in tokens.batches(batch_size, seed)
+        ]
+        errors.append(np.concatenate([p[0] for p in parts], axis=1))
+        if system.output == "logits":
+            agreements.append(np.concatenate([p[1] for p in parts], axis=1))
+    progress.stop()
+    agreement = np.mean(agreements, axis=0) if agreements else None
+    return FeedbackCurve(chosen, np.mean(errors, axis=0), agreement, len(seeds))
+
+
+def _one_batch(
+    system: LoopedSystem,
+    batch: Batch,
+    n_steps: int,
+    weights: Weights,
+    lambdas: Sequence[float],
+    progress: Progress,
+) -> tuple[Floats, Floats]:
+    torch = require("torch")
+    reference = trace(system, batch, n_steps, read=(n_steps,))
+    progress.advance()
+    top = reference.outputs[n_steps].argmax(-1)
+    errors, agreements = [], []
+    with replaced(system, weights, n_steps), torch.no_grad():
+        embedding = system.embed(batch)
+        for strength in lambdas:
+            state = intervened(system, batch, n_steps, reference, strength)
+            errors.append(relative_error(state, reference.states[-1]))
+            same = system.predict(state, embedding).argmax(-1) == top
+            agreements.append(same.double().mean(dim=1).cpu().numpy())
+            progress.advance()
+    return np.stack(errors), np.stack(agreements)
+
+
+def split_weights(
+    system: LoopedSystem, n_steps: int, config: LayerConfig, rounder: Rounder = core_rounder
+) -> dict[str, dict[str, Any]]:
+    """Round each exposed layer once and keep the rounded values everywhere or in one input block (E4).
+
+    Returns
+    -------
+    dict of str to weights
+        "all columns", and one entry for each input block where the input is a concatenation. Groups of the
+        grid may straddle two blocks; they keep the scale they had.
+    """
+    exposed = [p for p in system.shared_parameters(n_steps) if p.exposed]
+    full = rounded(system, exposed, config, rounder)
+    arms: dict[str, dict[str, Any]] = {"all columns": dict(full)}
+    for p in exposed:
+        for block, columns in input_blocks(p).items():
+            part = keep_columns(weight_of(system, p), full[p.name], columns)
+            arms.setdefault(f"{block} columns", {})[p.name] = part
+    return arms
+
+
+def feedback_study(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    configs: Mapping[str, LayerConfig],
+    *,
+    rounder: Rounder = core_rounder,
+    lambdas: Sequence[float] = LAMBDAS,
+    seeds: Sequence[int] = (0, 1, 2),
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Run the intervention on the exposed layers, whole and split by input block, for several settings.
+
+    Parameters
+    ----------
+    configs : mapping of str to LayerConfig
+        Settings by name, say "per channel" and "g128".
+
+    Returns
+    -------
+    dict of str to dict of str to dict
+        Setting -> columns -> `FeedbackCurve.to_json`.
+    """
+    used = seeds if system.state_is_random else seeds[:1]
+    out: dict[str, dict[str, Any]] = {}
+    for setting, config in configs.items():
+        arms = split_weights(system, n_steps, config, rounder)
+        out[setting] = {
+            columns: feedback_curve(
+                system,
+                tokens,
+                n_steps,
+                weights,
+                lambdas=lambdas,
+                seeds=used,
+                batch_size=batch_size,
+                progress=progress,
+                label=f"feedback {setting}",
+            ).to_json()
+            for columns, weights in arms.items()
+            if weights
+        }
+    return out

@@ -1,0 +1,313 @@
+"""Runs of one batch under different weights, and how far their outputs and states lie apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.diagnose.weights import Weights, replaced
+from loopq.errors import ConfigError, NonFiniteError
+from loopq.lazy import require
+from loopq.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """States and read-outs of one rollout.
+
+    Parameters
+    ----------
+    states : list of Tensor
+        State before step 0 and after every step, N + 1 in all; empty where the system has no steps.
+    outputs : dict of int to Tensor, float32, shape (n_prompts, n_tokens, n_outputs)
+        Read-out after so many steps.
+    """
+
+    states: list[Tensor]
+    outputs: dict[int, Tensor]
+
+
+def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] | None = None) -> Trace:
+    """Run one rollout and keep its states.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter; without a step function only the end of the rollout is there.
+    batch : Batch
+        Prompts.
+    n_steps : int
+        Depth.
+    read : sequence of int, optional
+        Numbers of steps after which the output is read, 1 to n_steps; all when absent.
+    """
+    torch = require("torch")
+    with torch.no_grad():
+        if not system.has_steps:
+            return Trace([], {n_steps: system.rollout(batch, n_steps).float()})
+        embedding = system.embed(batch)
+        states = [system.initial_state(batch, embedding)]
+        outputs = {}
+        wanted = set(range(1, n_steps + 1) if read is None else read)
+        for t in range(n_steps):
+            states.append(system.step(states[-1], embedding, t, n_steps))
+            if t + 1 in wanted:
+                outputs[t + 1] = system.predict(states[-1], embedding).float()
+    return Trace(states, outputs)
+
+
+def relative_error(value: Tensor, reference: Tensor) -> Floats:
+    """||value - reference|| / ||reference|| of each prompt, shape (n_prompts,)."""
+    difference = (value.double() - reference.double()).flatten(1).norm(dim=1)
+    scale = reference.double().flatten(1).norm(dim=1).clamp_min(1e-300)
+    found: Floats = (difference / scale).cpu().numpy()
+    return found
+
+
+def kl_divergence(logits: Tensor, reference: Tensor) -> Floats:
+    """KL(reference || other) in nats, mean over positions of each prompt, shape (n_prompts,)."""
+    torch = require("torch")
+    p = torch.log_softmax(reference.double(), dim=-1)
+    q = torch.log_softmax(logits.double(), dim=-1)
+    # Rounding leaves sums of 1e-17 below 0, which no divergence is.
+    found: Floats = ((p.exp() * (p - q)).sum(-1)).clamp_min(0.0).mean(dim=1).cpu().numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One set of weights against the reference, prompt by prompt.
+
+    Parameters
+    ----------
+    steps : tuple of int
+        Numbers of steps after which the output was read.
+    positions : ndarray, int64, shape (n_prompts,)
+        Token positions of each prompt.
+    matches : ndarray, int64, shape (n_prompts, n_reads), or None
+        Positions whose top-1 prediction is the reference's; None where the output is no logits.
+    kl : ndarray, float64, shape (n_prompts, n_reads), or None
+        KL(reference || other) in nats, mean over positions.
+    output_error : ndarray, float64, shape (n_prompts, n_reads)
+        Relative l2 error of the output.
+    state_error : ndarray, float64, shape (n_prompts, n_steps), or None
+        Relative l2 error of the state after every step; None without a step function.
+    """
+
+    steps: tuple[int, ...]
+    positions: Ints
+    matches: Ints | None
+    kl: Floats | None
+    output_error: Floats
+    state_error: Floats | None
+
+    @property
+    def agreement(self) -> Floats:
+        """Share of positions that agree, shape (n_prompts, n_reads)."""
+        if self.matches is None:
+            raise ConfigError("the system's output is hidden states: there is no top-1 prediction to compare")
+        return self.matches / self.positions[:, None]
+
+    def curve(self, name: str) -> Floats:
+        """Mean over prompts, every prompt with equal weight, of "agreement", "kl" or an error; shape (n,)."""
+        values = getattr(self, name)
+        mean: Floats = values.mean(axis=0)
+        return mean
+
+    def pooled_agreement(self) -> Floats:
+        """Agreement with all positions of all prompts in one pool, shape (n_reads,)."""
+        if self.matches is None:
+            raise ConfigError("the system's output is hidden states: there is no top-1 prediction to compare")
+        pooled: Floats = self.matches.sum(axis=0) / self.positions.sum()
+        return pooled
+
+    def to_json(self) -> dict[str, Any]:
+        """Curves over steps, and the pooled figure at the end."""
+        out: dict[str, Any] = {
+            "steps": list(self.steps),
+            "n_prompts": len(self.positions),
+            "n_positions": int(self.positions.sum()),
+            "output_error": self.curve("output_error").tolist(),
+            "state_error": None if self.state_error is None else self.curve("state_error").tolist(),
+            "agreement": None,
+            "agreement_pooled": None,
+            "kl": None,
+        }
+        if self.matches is not None and self.kl is not None:
+            out |= {
+                "agreement": self.curve("agreement").tolist(),
+                "agreement_pooled": self.pooled_agreement().tolist(),
+                "kl": self.curve("kl").tolist(),
+            }
+        return out
+
+
+def compare(run: Trace, reference: Trace, logits: bool) -> Comparison:
+    """Compare two runs of one batch."""
+    steps = tuple(sorted(reference.outputs))
+    pairs = [(run.outputs[n], reference.outputs[n]) for n in steps]
+    for n, (ours, _) in zip(steps, pairs, strict=True):
+        if not bool(ours.isfinite().all()):
+            raise NonFiniteError(
+                f"the output after {n} steps is not finite: the changed model overflows; use milder settings"
+            )
+    first = pairs[0][1]
+    matches = kl = None
+    if logits:
+        matches = np.stack([(a.argmax(-1) == b.argmax(-1)).sum(1).cpu().numpy() for a, b in pairs], axis=1)
+        kl = np.stack([kl_divergence(a, b) for a, b in pairs], axis=1)
+    states = None
+    if reference.states:
+        zipped = list(zip(run.states[1:], reference.states[1:], strict=True))
+        states = np.stack([relative_error(a, b) for a, b in zipped], axis=1)
+    return Comparison(
+        steps,
+        np.full(first.shape[0], first.shape[1], dtype=np.int64),
+        matches,
+        kl,
+        np.stack([relative_error(a, b) for a, b in pairs], axis=1),
+        states,
+    )
+
+
+def gather(parts: Sequence[Comparison]) -> Comparison:
+    """Put the prompts of several batches together."""
+
+    def join(name: str) -> Any:
+        values = [getattr(p, name) for p in parts]
+        return None if values[0] is None else np.concatenate(values)
+
+    fields = ("positions", "matches", "kl", "output_error", "state_error")
+    return Comparison(parts[0].steps, *(join(name) for name in fields))
+
+
+def run_under(
+    system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, read: Sequence[int] | None
+) -> Trace:
+    """Run one rollout with other weights in place."""
+    with replaced(system, weights, n_steps):
+        return trace(system, batch, n_steps, read)
+
+
+def run_arms(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    arms: Mapping[str, Weights],
+    *,
+    seed: int = 0,
+    arm_seed: int | None = None,
+    read: Sequence[int] | None = None,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    label: str = "arms",
+) -> dict[str, Comparison]:
+    """Compare several sets of weights with the model as it is.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int
+        Depth.
+    arms : mapping of str to weights
+        Replaced weights of each arm; an empty mapping is the model as it is.
+    seed : int
+        Seed of the reference's initial states.
+    arm_seed : int, optional
+        Seed of the arms' initial states: the reference's own when absent (paired), another one for unpaired
+        runs.
+    read : sequence of int, optional
+        Numbers of steps after which outputs are compared; all when absent.
+    batch_size : int
+        Prompts that run together.
+    progress : Progress, optional
+        Told of every rollout of a batch.
+    label : str
+        Name of the stage.
+
+    Returns
+    -------
+    dict of str to Comparison
+    """
+    progress = progress or Silent()
+    batches = list(tokens.batches(batch_size, seed))
+    progress.start(label, len(batches) * (len(arms) + 1), "rollouts")
+    parts: dict[str, list[Comparison]] = {name: [] for name in arms}
+    for batch in batches:
+        reference = trace(system, batch, n_steps, read)
+        progress.advance()
+        other = batch if arm_seed is None else dataclasses.replace(batch, seed=arm_seed)
+        for name, weights in arms.items():
+            run = run_under(system, other, n_steps, weights, read)
+            parts[name].append(compare(run, reference, system.output == "logits"))
+            progress.advance()
+    progress.stop()
+    return {name: gather(found) for name, found in parts.items()}
+
+
+def by_depth(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    depths: Sequence[int],
+    weights_at: Callable[[int], Weights],
+    *,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Compare whole rollouts of several depths, each with the reference of its own depth (E2).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter; no step function is needed.
+    tokens : TokenSet
+        Prompts.
+    depths : sequence of int
+        Numbers of recurrences.
+    weights_at : callable
+        Depth to replaced weights.
+    seed, batch_size, progress
+        As in `run_arms`.
+
+    Returns
+    -------
+    list of dict
+        `depth`, `agreement`, `kl`, `output_error` after the last step of that depth.
+    """
+    rows = []
+    for depth in depths:
+        found = run_arms(
+            system,
+            tokens,
+            depth,
+            {"arm": weights_at(depth)},
+            seed=seed,
+            read=(depth,),
+            batch_size=batch_size,
+            progress=progress,
+            label=f"depth {depth}",
+        )["arm"].to_json()
+        rows.append({"depth": depth} | {k: _last(found[k]) for k in ("agreement", "kl", "output_error")})
+    return rows
+
+
+def _last(values: list[float] | None) -> float | None:
+    return None if values is None else values[-1]

@@ -1,0 +1,216 @@
+"""Sensitivity rankings side by side: ablation, random-direction gain, Hessian trace (F1-F3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.config import LayerConfig
+from loopq.diagnose.rollouts import Comparison, run_arms
+from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
+from loopq.errors import ConfigError
+from loopq.evaluate.stats import spearman
+from loopq.progress import Progress
+
+if TYPE_CHECKING:
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import LoopedSystem, SharedParameter
+
+Floats = NDArray[np.float64]
+
+
+def ablation(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    config: LayerConfig,
+    *,
+    parameters: Sequence[SharedParameter] | None = None,
+    rounder: Rounder = core_rounder,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> dict[str, dict[str, float | None]]:
+    """Round one layer at a time and measure what changes (F1).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    tokens : TokenSet
+        Prompts; the paper uses 10.
+    n_steps : int
+        Depth.
+    config : LayerConfig
+        Bits and group size.
+    parameters : sequence of SharedParameter, optional
+        Layers; all that a run would quantize when absent.
+    rounder, seed, batch_size, progress
+        As in `run_arms`.
+
+    Returns
+    -------
+    dict of str to dict
+        For each layer `changed`: share of tokens whose top-1 differs, mean over all steps (only the last
+        where the system has no steps); `changed_last`, `kl_last`, `output_error_last`: at the end;
+        `output_error`: mean over steps. The first three are None where the output is hidden states.
+
+    Notes
+    -----
+    One rollout of the prompts for each layer and one for the reference.
+    """
+    chosen = quantizable(system.shared_parameters(n_steps)) if parameters is None else list(parameters)
+    every = rounded(system, chosen, config, rounder)
+    arms = {name: {name: value} for name, value in every.items()}
+    found = run_arms(
+        system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="ablation"
+    )
+    return {name: _ablated(run) for name, run in found.items()}
+
+
+def _ablated(run: Comparison) -> dict[str, float | None]:
+    error = run.curve("output_error")
+    out: dict[str, float | None] = {
+        "changed": None,
+        "changed_last": None,
+        "kl_last": None,
+        "output_error": float(error.mean()),
+        "output_error_last": float(error[-1]),
+    }
+    if run.matches is not None:
+        agreement = run.curve("agreement")
+        out |= {
+            "changed": float(1.0 - agreement.mean()),
+            "changed_last": float(1.0 - agreement[-1]),
+            "kl_last": float(run.curve("kl")[-1]),
+        }
+    return out
+
+
+def random_direction_gain(
+    apply: Callable[[Floats], Floats], x: Floats, n_draws: int = 10, relative: float = 1e-3, seed: int = 0
+) -> float:
+    """Mean of ||f(x + d) - f(x)||_F / ||d||_F over random directions d = relative * ||x||_F * z (F2).
+
+    Parameters
+    ----------
+    apply : callable
+        The layer, rows to rows.
+    x : ndarray, float64, shape (n_rows, in_features)
+        Captured input.
+    n_draws : int
+        Gaussian draws z.
+    relative : float
+        Size of d next to x.
+    seed : int
+        Seed of the draws.
+
+    Notes
+    -----
+    For a linear layer the input cancels and the gain is ||W||_F / sqrt(in_features) in expectation: it
+    cannot know where in the loop the layer sits.
+    """
+    if n_draws < 1:
+        raise ConfigError(f"n_draws must be at least 1; got {n_draws}")
+    rng = np.random.default_rng(seed)
+    base = apply(x)
+    size = relative * float(np.linalg.norm(x))
+    gains = []
+    for _ in range(n_draws):
+        d = size * rng.normal(size=x.shape)
+        gains.append(float(np.linalg.norm(apply(x + d) - base) / np.linalg.norm(d)))
+    return float(np.mean(gains))
+
+
+def last_inputs(
+    system: LoopedSystem, tokens: TokenSet, n_steps: int, parameters: Sequence[SharedParameter], seed: int = 0
+) -> dict[str, list[Floats]]:
+    """Input rows of each layer's last invocation, prompt by prompt, float64 (n_rows, in_features)."""
+    from loopq.calibrate.hooks import Observer
+
+    found: dict[str, list[Floats]] = {p.name: [] for p in parameters}
+
+    def keep(parameter: SharedParameter, step: int, rows: Any) -> None:
+        if step == parameter.invocations - 1:
+            found[parameter.name].append(rows.double().cpu().numpy().copy())
+
+    with Observer(system, parameters, keep) as observer:
+        for batch in tokens.batches(1, seed):
+            with observer.rollout(batch):
+                system.rollout(batch, n_steps)
+    return found
+
+
+def gains(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    *,
+    weights: Mapping[str, NDArray[np.float32]],
+    n_draws: int = 10,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Random-direction gain of every layer named in `weights`, mean over prompts (F2).
+
+    Parameters
+    ----------
+    weights : mapping of str to ndarray, float32, shape (out_features, in_features)
+        Weights as they are, outputs first; a bias cancels.
+    n_steps : int
+        Depth of the rollout whose last inputs are disturbed; the paper's is 16 of 32.
+    """
+    parameters = [p for p in system.shared_parameters(n_steps) if p.name in weights]
+    inputs = last_inputs(system, tokens, n_steps, parameters, seed)
+    out = {}
+    for p in parameters:
+        w = weights[p.name].astype(np.float64)
+        per_prompt = [
+            random_direction_gain(lambda x, w=w: x @ w.T, x, n_draws, seed=seed + i)  # type: ignore[misc]
+            for i, x in enumerate(inputs[p.name])
+        ]
+        out[p.name] = float(np.mean(per_prompt))
+    return out
+
+
+def places(values: Mapping[str, float | None]) -> dict[str, int | None]:
+    """Place of each layer from 1 for the largest value; ties in the order of the layers; None stays None."""
+    known = [(name, value) for name, value in values.items() if value is not None]
+    order = sorted(range(len(known)), key=lambda i: (-known[i][1], i))
+    found: dict[str, int | None] = dict.fromkeys(values)
+    for place, index in enumerate(order, start=1):
+        found[known[index][0]] = place
+    return found
+
+
+def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -> dict[str, Any]:
+    """Put several rankings of the same layers side by side.
+
+    Parameters
+    ----------
+    measures : mapping of measure to mapping of layer to value
+        Larger is more sensitive.
+    truth : str
+        The measure that the others are held against.
+
+    Returns
+    -------
+    dict
+        `places`: layer -> measure -> place; `spearman`: measure -> correlation with the truth over the
+        layers that both know, None with fewer than three; `truth`.
+    """
+    ranked = {name: places(values) for name, values in measures.items()}
+    layers = list(measures[truth])
+    correlation: dict[str, float | None] = {}
+    for name, values in measures.items():
+        pairs = [
+            (a, b)
+            for a, b in ((values.get(layer), measures[truth][layer]) for layer in layers)
+            if a is not None and b is not None
+        ]
+        found = spearman(*zip(*pairs, strict=True)) if len(pairs) > 2 else float("nan")
+        correlation[name] = None if np.isnan(found) else found
+    table = {layer: {name: ranked[name].get(layer) for name in measures} for layer in layers}
+    return {"places": table, "spearman": correlation, "truth": truth}

@@ -1,0 +1,385 @@
+"""Spectral radius and norm of the step's Jacobian, without forming it (G1, G2, G4)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.diagnose.stepmap import Bypass, StepMap, final_state, interval_json, promoted
+from loopq.diagnose.weights import Weights, replaced
+from loopq.errors import ConfigError
+from loopq.evaluate.stats import difference_in_differences
+from loopq.lazy import require
+from loopq.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.calibrate.data import TokenSet
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+Product = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True)
+class ArnoldiSettings:
+    """The paper's settings and acceptance rules.
+
+    Parameters
+    ----------
+    k, ncv : int
+        Eigenvalues asked for and Krylov vectors kept.
+    tol : float
+        Tolerance of the iteration.
+    max_products : int
+        Cap on Jacobian products of one estimate.
+    residual_limit : float
+        Largest accepted relative Ritz residual ||Jv - theta v|| / |theta|.
+    agreement_limit : float
+        Largest accepted relative difference between two start vectors.
+    """
+
+    k: int = 4
+    ncv: int = 64
+    tol: float = 1e-5
+    max_products: int = 4096
+    residual_limit: float = 1e-3
+    agreement_limit: float = 2e-3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One start vector's answer: radius, relative Ritz residual, products, why it failed ("" if not)."""
+
+    radius: float
+    residual: float
+    n_products: int
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Radius:
+    """Spectral radius of one map.
+
+    Parameters
+    ----------
+    radius : float
+        Mean over the start vectors.
+    residual : float
+        Largest relative Ritz residual.
+    disagreement : float
+        Relative difference of the start vectors' answers.
+    n_products : int
+        Jacobian products of all start vectors.
+    accepted : bool
+        Whether every rule is met.
+    failure : str
+        The rule that is not, in words.
+    """
+
+    radius: float
+    residual: float
+    disagreement: float
+    n_products: int
+    accepted: bool
+    failure: str = ""
+
+
+class _Cap(Exception):
+    """The cap on products is reached."""
+
+
+def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> Estimate:
+    """Largest eigenvalue magnitude by implicitly restarted Arnoldi.
+
+    Parameters
+    ----------
+    product : callable
+        v -> J v on float64 vectors.
+    dim : int
+        Dimension; one that the Krylov space would fill anyway is formed and solved densely.
+    start : ndarray, float64, shape (dim,)
+        Start vector.
+    settings : ArnoldiSettings
+        Settings.
+    """
+    count = 0
+    stretch = 0.0
+
+    def counted(v: Floats) -> Floats:
+        nonlocal count, stretch
+        if count >= settings.max_products:
+            raise _Cap
+        count += 1
+        flat = np.asarray(v, dtype=np.float64).reshape(-1)
+        out = product(flat)
+        stretch = max(stretch, float(np.linalg.norm(out)) / max(float(np.linalg.norm(flat)), 1e-300))
+        return out
+
+    failure = ""
+    try:
+        if dim <= settings.ncv:
+            values, vectors = np.linalg.eig(np.stack([counted(e) for e in np.eye(dim)], axis=1))
+        else:
+            values, vectors = _arnoldi(counted, dim, start, settings)
+    except _Cap:
+        return Estimate(
+            float("nan"), float("inf"), count, f"no convergence in {settings.max_products} products"
+        )
+    best = int(np.argmax(np.abs(values)))
+    theta, vector = complex(values[best]), vectors[:, best]
+    image = product(np.ascontiguousarray(vector.real)) + 1j * product(np.ascontiguousarray(vector.imag))
+    # A radius of 0 has no relative residual: then the largest stretch seen is the yardstick.
+    scale: float = abs(theta) if abs(theta) > 1e-10 * stretch else max(stretch, 1e-300)
+    residual = float(np.linalg.norm(image - theta * vector) / (scale * np.linalg.norm(vector)))
+    if not residual < settings.residual_limit:
+        failure = f"relative Ritz residual {residual:.2e} is not below {settings.residual_limit:g}"
+    return Estimate(float(abs(theta)), residual, count + 2, failure)
+
+
+def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> tuple[Any, Any]:
+    linalg = require("scipy.sparse.linalg")
+    operator = linalg.LinearOperator((dim, dim), matvec=product, dtype=np.float64)
+    try:
+        return linalg.eigs(  # type: ignore[no-any-return]
+            operator, k=settings.k, ncv=settings.ncv, tol=settings.tol, which="LM", v0=start,
+            maxiter=settings.max_products,
+        )  # fmt: skip
+    except linalg.ArpackNoConvergence as error:
+        if not len(error.eigenvalues):
+            raise _Cap from error
+        return error.eigenvalues, error.eigenvectors
+
+
+def spectral_radius(
+    product: Product, dim: int, starts: Sequence[Floats], settings: ArnoldiSettings | None = None
+) -> Radius:
+    """Estimate the radius from several start vectors and apply the acceptance rules (G1).
+
+    Parameters
+    ----------
+    product : callable
+        v -> J v.
+    dim : int
+        Dimension.
+    starts : sequence of ndarray, float64, shape (dim,)
+        Start vectors, the same for all maps that are compared.
+    settings : ArnoldiSettings, optional
+        The paper's when absent.
+
+    Notes
+    -----
+    Accepted when every residual is below the limit and the starts agree within theirs. For a strongly
+    non-normal map a small residual does not bound the eigenvalue's error; the paper's rules are applied as
+    they are, and `spectral_norm` stands beside them.
+    """
+    settings = settings or ArnoldiSettings()
+    found = [estimate(product, dim, s, settings) for s in starts]
+    radii = np.array([e.radius for e in found])
+    mean = float(radii.mean())
+    spread = float(np.ptp(radii))
+    disagreement = spread / mean if mean > 0 else spread
+    failure = next((e.failure for e in found if e.failure), "")
+    if not failure and not disagreement <= settings.agreement_limit:
+        failure = f"the start vectors differ by {disagreement:.2e}, above {settings.agreement_limit:g}"
+    return Radius(
+        mean,
+        max(e.residual for e in found),
+        disagreement,
+        sum(e.n_products for e in found),
+        not failure,
+        failure,
+    )
+
+
+def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 1e-5) -> float:
+    """Largest singular value sigma_1(J) from products with J and J^T (G4)."""
+    if dim <= 64:
+        return float(np.linalg.norm(np.stack([product(e) for e in np.eye(dim)], axis=1), 2))
+    linalg = require("scipy.sparse.linalg")
+    operator = linalg.LinearOperator(
+        (dim, dim), matvec=lambda v: transposed(product(v.reshape(-1))), dtype=np.float64
+    )
+    start = np.random.default_rng(0).normal(size=dim)
+    (value,) = linalg.eigsh(operator, k=1, tol=tol, v0=start, return_eigenvectors=False)
+    return float(np.sqrt(max(value, 0.0)))
+
+
+def vector_product(step: StepMap, state: Tensor) -> Product:
+    """Return v -> J v on float64 vectors, J the step's Jacobian at a state."""
+    torch = require("torch")
+
+    def product(v: Floats) -> Floats:
+        out: Floats = (
+            step.product(state, torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
+        )
+        return out.reshape(-1)
+
+    return product
+
+
+def start_vectors(dim: int, n: int = 2, seed: int = 0) -> list[Floats]:
+    """Gaussian start vectors of one dimension, shared by all maps."""
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=dim) for _ in range(n)]
+
+
+def jacobian_at(
+    system: LoopedSystem,
+    batch: Batch,
+    state: Tensor,
+    embedding: Any,
+    n_steps: int,
+    *,
+    bypass: Bypass | None = None,
+    settings: ArnoldiSettings | None = None,
+    with_norm: bool = False,
+) -> dict[str, Any]:
+    """Radius, and on request norm, of the last step's map at one prompt's state."""
+    step = StepMap(system, embedding, n_steps - 1, n_steps, bypass)
+    step.check(state)
+    product = vector_product(step, state)
+    dim = state.numel()
+    out: dict[str, Any] = asdict(spectral_radius(product, dim, start_vectors(dim), settings))
+    if with_norm:
+        torch = require("torch")
+        pull = step.transposed(state)
+
+        def transposed(u: Floats) -> Floats:
+            found: Floats = pull(torch.from_numpy(u).to(state).reshape(state.shape)).double().cpu().numpy()
+            return found.reshape(-1)
+
+        out["norm"] = spectral_norm(product, transposed, dim)
+    return out
+
+
+def radius_study(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int,
+    weights: Weights,
+    *,
+    with_bypass: bool = True,
+    with_norm: bool = True,
+    settings: ArnoldiSettings | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Spectral radii of the reference and the changed step, with and without the identity bypass (G2).
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps.
+    tokens : TokenSet
+        Prompts; each is one estimate per map, operating state and start vector.
+    n_steps : int
+        Depth of the rollout that gives the operating state.
+    weights : weights
+        Replaced weights of the changed map.
+    with_bypass : bool
+        Also measure both maps with the identity bypass, and all four at the bypassed rollout's state.
+    with_norm : bool
+        Also measure sigma_1 of the reference and the changed map at the plain state.
+    settings : ArnoldiSettings, optional
+        The paper's when absent.
+    seed : int
+        Seed of the initial states.
+    progress : Progress, optional
+        Told of every map.
+
+    Returns
+    -------
+    dict
+        `prompts`: one entry for each prompt and operating state; `states`: per operating state the mean
+        radii, prompts above 1, and the difference in differences with its interval; `acceptance`: how many
+        estimates were accepted, largest residual and largest disagreement.
+    """
+    if not system.has_steps:
+        raise ConfigError(
+            f"system {system.name!r} has no single-step function: there is no Jacobian of a step"
+        )
+    progress = progress or Silent()
+    places = ("plain", "bypassed") if with_bypass else ("plain",)
+    maps = [(False, False), (True, False), *([(False, True), (True, True)] if with_bypass else [])]
+    progress.start("jacobian", len(tokens.sequences) * len(places) * len(maps), "maps")
+    entries = []
+    with promoted(system.model):
+        for batch in tokens.batches(1, seed):
+            for place in places:
+                embedding, state = _operating_state(system, batch, n_steps, place == "bypassed")
+                found = {}
+                for changed, bypassed in maps:
+                    with contextlib.ExitStack() as stack:
+                        if changed:
+                            stack.enter_context(replaced(system, weights, n_steps))
+                        bypass = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
+                        found[_map_name(changed, bypassed)] = jacobian_at(
+                            system, batch, state, embedding, n_steps, bypass=bypass, settings=settings,
+                            with_norm=with_norm and not bypassed and place == "plain",
+                        )  # fmt: skip
+                    progress.advance()
+                entries.append({"prompt": batch.prompts[0], "state": place, "maps": found})
+    progress.stop()
+    return {
+        "prompts": entries,
+        "states": {
+            place: _summary([e for e in entries if e["state"] == place], with_bypass) for place in places
+        },
+        "acceptance": _acceptance(entries),
+        "settings": asdict(settings or ArnoldiSettings()) | {"n_starts": 2, "seed": seed},
+    }
+
+
+def _map_name(changed: bool, bypassed: bool) -> str:
+    return ("changed" if changed else "reference") + (", bypass" if bypassed else "")
+
+
+def _operating_state(system: LoopedSystem, batch: Batch, n_steps: int, bypassed: bool) -> tuple[Any, Any]:
+    if not bypassed:
+        return final_state(system, batch, n_steps)
+    with Bypass(system, n_steps) as bypass:
+        return final_state(system, batch, n_steps, bypass)
+
+
+def _summary(entries: Sequence[dict[str, Any]], with_bypass: bool) -> dict[str, Any]:
+    # Estimates that miss a rule are counted and left out, prompt by prompt, so that pairs stay pairs.
+    good = [e for e in entries if all(m["accepted"] for m in e["maps"].values())]
+    out: dict[str, Any] = {"n_prompts": len(entries), "n_accepted": len(good), "maps": {}, "did": None}
+    if not good:
+        return out
+    radii = {name: np.array([e["maps"][name]["radius"] for e in good]) for name in good[0]["maps"]}
+    for name, values in radii.items():
+        norms = [e["maps"][name]["norm"] for e in good if "norm" in e["maps"][name]]
+        out["maps"][name] = {
+            "radius": interval_json(values),
+            "above_one": int((values > 1).sum()),
+            "norm": interval_json(np.array(norms)) if norms else None,
+        }
+    out["shift"] = interval_json(radii["changed"] - radii["reference"])
+    if with_bypass:
+        out["shift_bypass"] = interval_json(radii["changed, bypass"] - radii["reference, bypass"])
+        out["did"] = difference_in_differences(
+            radii["reference"], radii["changed"], radii["reference, bypass"], radii["changed, bypass"],
+            n_resamples=10_000,
+        ).to_json()  # fmt: skip
+    return out
+
+
+def _acceptance(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    maps = [m for e in entries for m in e["maps"].values()]
+    return {
+        "n_maps": len(maps),
+        "n_estimates": 2 * len(maps),
+        "n_accepted": sum(m["accepted"] for m in maps),
+        "largest_residual": max(m["residual"] for m in maps),
+        "largest_disagreement": max(m["disagreement"] for m in maps),
+        "n_products": sum(m["n_products"] for m in maps),
+        "failures": sorted({m["failure"] for m in maps if m["failure"]}),
+    }

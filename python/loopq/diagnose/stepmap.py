@@ -1,0 +1,239 @@
+"""One recurrence step as a map on states: values, exact Jacobian products, and the identity bypass."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import ConfigError, SystemContractError
+from loopq.lazy import require
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from loopq.systems.base import Batch, LoopedSystem
+
+Floats = NDArray[np.float64]
+
+
+@contextlib.contextmanager
+def promoted(model: nn.Module) -> Iterator[None]:
+    """Hold the model in float32 inside the block if it is in a shorter type; nothing is rounded.
+
+    An epsilon that norm layers take from their type (`eps` None) is pinned to what it was. Weights of
+    float32 and float64 stay as they are. The old tensors come back afterwards.
+    """
+    torch = require("torch")
+    short = (torch.float16, torch.bfloat16)
+    kept: list[tuple[Any, Any]] = []
+    pinned: list[Any] = []
+    kind = next((p.dtype for p in model.parameters() if p.dtype in short), None)
+    try:
+        if kind is not None:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.dtype in short:
+                    kept.append((tensor, tensor.data))
+                    tensor.data = tensor.data.float()
+            for module in model.modules():
+                if "eps" in module.__dict__ and module.eps is None:
+                    pinned.append(module)
+                    module.eps = torch.finfo(kind).eps
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+        for module in pinned:
+            module.eps = None
+
+
+class Bypass:
+    """Adds the state to the output of the exposed adapter: a(s, e) becomes s + a(s, e).
+
+    Used as a context manager; `step` is the system's own with the identity path inside the block.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps and one exposed layer whose output is as wide as the state.
+    n_steps : int
+        Depth.
+    """
+
+    def __init__(self, system: LoopedSystem, n_steps: int) -> None:
+        exposed = [p for p in system.shared_parameters(n_steps) if p.exposed and p.role == "adapter"]
+        if len(exposed) != 1 or not system.has_steps:
+            raise ConfigError(
+                f"system {system.name!r}: the identity bypass needs a single-step function and one exposed "
+                f"adapter; it has {len(exposed)}"
+            )
+        self._system = system
+        self._owner = exposed[0].owners[0]
+        self._state: Any = None
+        self._fired = False
+        self._handle: Any = None
+
+    def __enter__(self) -> Bypass:
+        module = self._system.model.get_submodule(self._owner)
+        self._handle = module.register_forward_hook(self._add)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+    def _add(self, module: Any, args: Any, out: Any) -> Any:
+        if self._state is None:
+            return out
+        if out.shape != self._state.shape:
+            raise SystemContractError(
+                f"{self._owner} gives shape {tuple(out.shape)}, the state has {tuple(self._state.shape)}"
+            )
+        self._fired = True
+        return out + self._state
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """State after the step with the identity path."""
+        self._state, self._fired = state, False
+        try:
+            after = self._system.step(state, embedding, t, n_steps)
+        finally:
+            self._state = None
+        if not self._fired:
+            raise SystemContractError(
+                f"{self._owner} was not called in a step: no bypass could be laid around it"
+            )
+        return after
+
+
+@dataclass
+class StepMap:
+    """One step of one prompt's state, as a map on vectors.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter, with steps.
+    embedding : Any
+        What the step is given besides the state.
+    t, n_steps : int
+        Number of the step, and depth.
+    bypass : Bypass, optional
+        Entered; the map then has the identity path.
+    n_products : int
+        Jacobian products so far.
+    """
+
+    system: LoopedSystem
+    embedding: Any
+    t: int
+    n_steps: int
+    bypass: Bypass | None = None
+    n_products: int = 0
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """State after the step."""
+        owner: Any = self.bypass or self.system
+        after: Tensor = owner.step(state, self.embedding, self.t, self.n_steps)
+        return after
+
+    def product(self, state: Tensor, direction: Tensor) -> Tensor:
+        """J v by exact forward-mode differentiation at a state."""
+        torch = require("torch")
+        _load_forward_mode()
+        self.n_products += 1
+        # The flash kernel for CPUs has no forward derivative.
+        with torch.no_grad(), _plain_attention():
+            _, out = torch.func.jvp(self, (state,), (direction,))
+        found: Tensor = out
+        return found
+
+    def check(self, state: Tensor, tolerance: float = 0.3) -> None:
+        """Hold one product against a central difference: a step that detaches its input has no Jacobian.
+
+        Raises
+        ------
+        SystemContractError
+            They differ by more than the curvature of a step could explain.
+        """
+        torch = require("torch")
+        generator = torch.Generator().manual_seed(1)
+        v = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state)
+        size = 1e-3 * float(state.double().norm() / v.double().norm())
+        with torch.no_grad():
+            difference = (self(state + size * v).double() - self(state - size * v).double()) / (2 * size)
+        gap = float((self.product(state, v).double() - difference).norm())
+        if gap > tolerance * float(difference.norm()) + 1e-12:
+            raise SystemContractError(
+                f"system {self.system.name!r}: the step's derivative differs from its finite difference by "
+                f"{gap:.2e} of {float(difference.norm()):.2e}; does the step detach its input?"
+            )
+
+    def transposed(self, state: Tensor) -> Any:
+        """Return u -> J^T u at a state, by reverse mode.
+
+        Raises
+        ------
+        SystemContractError
+            The step blocks gradients: J^T does not fit J.
+        """
+        torch = require("torch")
+        with torch.enable_grad(), _plain_attention():
+            _, pull = torch.func.vjp(self, state)
+            generator = torch.Generator().manual_seed(0)
+            u, v = (
+                torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state) for _ in range(2)
+            )
+            forward = float((u * self.product(state, v)).double().sum().detach())
+            (pulled,) = pull(u)
+            backward = float((pulled * v).double().sum().detach())
+        if abs(forward - backward) > 1e-3 * max(abs(forward), abs(backward), 1e-6):
+            raise SystemContractError(
+                f"system {self.system.name!r}: the step blocks gradients (u.Jv = {forward:.3e}, J^Tu.v = "
+                f"{backward:.3e}); its spectral norm cannot be had"
+            )
+        return lambda vector: pull(vector)[0].detach()
+
+
+@functools.cache
+def _load_forward_mode() -> None:
+    """Differentiate once: the first time torch compiles its rules and warns about its own call."""
+    torch = require("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        one = torch.ones(1)
+        torch.func.jvp(torch.sin, (one,), (one,))
+
+
+@contextlib.contextmanager
+def _plain_attention() -> Iterator[None]:
+    torch = require("torch")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        yield
+
+
+def final_state(
+    system: LoopedSystem, batch: Batch, n_steps: int, bypass: Bypass | None = None
+) -> tuple[Any, Any]:
+    """Return the embedding and the state after all steps, with or without the identity path."""
+    torch = require("torch")
+    owner: Any = bypass or system
+    with torch.no_grad():
+        embedding = system.embed(batch)
+        state = system.initial_state(batch, embedding)
+        for t in range(n_steps):
+            state = owner.step(state, embedding, t, n_steps)
+    return embedding, state
+
+
+def interval_json(values: Floats) -> dict[str, Any]:
+    """Mean with its prompt bootstrap, as plain data."""
+    from loopq.evaluate.stats import mean_interval
+
+    return mean_interval(values, n_resamples=10_000).to_json()

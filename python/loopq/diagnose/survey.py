@@ -1,0 +1,326 @@
+"""All diagnoses of one model or dump, section by section, as plain data that a report is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.dump import Dump, fingerprint
+from loopq.checkpoint.files import read_json, write_json
+from loopq.config import PER_CHANNEL, DiagnoseConfig
+from loopq.diagnose import sections
+from loopq.diagnose.sections import LOOP_SECTIONS, SECTIONS, Context
+from loopq.diagnose.verdict import judge, summary
+from loopq.diagnose.weights import Rounder, core_rounder
+from loopq.errors import ConfigError, LoopqError
+from loopq.progress import Progress, Silent
+from loopq.systems.base import LoopedSystem, SharedParameter
+
+FORMAT = "loopq-diagnosis"
+VERSION = 1
+
+
+def diagnose(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    n_steps: int | None = None,
+    *,
+    config: DiagnoseConfig | None = None,
+    only: Sequence[str] | None = None,
+    train: TokenSet | None = None,
+    name: str = "",
+    work: Path | None = None,
+    memory: int | None = None,
+    threads: int = 0,
+    rounder: Rounder = core_rounder,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Diagnose a looped model.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter. Without a step function the sections that intervene in the loop are left out,
+        and `unavailable` says which and why.
+    tokens : TokenSet
+        Prompts. All of them feed the Hessians; the first few the runs that compare weights.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    config : DiagnoseConfig, optional
+        Settings.
+    only : sequence of str, optional
+        Sections to run (`SECTIONS`); all when absent.
+    train : TokenSet, optional
+        Training prompts of the trained rank-4 update; it is left out without them.
+    name : str
+        What the model is called in the report.
+    work : Path, optional
+        Folder where each finished section is kept; a diagnosis of the same weights, prompts and settings
+        that was interrupted goes on there.
+    memory : int, optional
+        Bytes that Hessian accumulators may take at once; the prompts are run several times if need be.
+    threads : int
+        Threads of the core; 0 takes all cores.
+    rounder : callable
+        Weight and settings to the dequantized weight.
+    progress : Progress, optional
+        Told of the estimate and of every section's work.
+
+    Returns
+    -------
+    dict
+        Plain data, format `loopq-diagnosis`: see `report/schema.json` and docs/diagnose.md.
+
+    Raises
+    ------
+    ConfigError
+        A section that does not exist.
+    """
+    progress = progress or Silent()
+    config = config or DiagnoseConfig()
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    wanted = _wanted(only)
+    context = Context(system, tokens, depth, config, rounder, progress, train, memory, threads)
+    run, unavailable = _possible(system, context, wanted)
+    estimate = sections.estimate(context, run)
+    progress.note(_estimate_line(estimate))
+    key = fingerprint(context.fingerprint(), dataclasses.asdict(config), train.digest() if train else None)
+    done, seconds = {}, {}
+    for section in run:
+        began = time.monotonic()
+        try:
+            done[section] = _resumed(work, section, key, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
+        except ConfigError as error:
+            unavailable.append({"section": section, "reason": str(error)})
+            continue
+        seconds[section] = round(time.monotonic() - began, 3)
+    model = {
+        "name": name or type(system.model).__name__,
+        "system": system.name,
+        "n_steps": depth,
+        "n_parameters": sum(p.numel() for p in system.model.parameters()),
+        "dtype": str(next(system.model.parameters()).dtype).removeprefix("torch."),
+        "has_steps": system.has_steps,
+        "output": system.output,
+        "state_is_random": system.state_is_random,
+    }
+    layers = _layers(system.shared_parameters(depth), done, config)
+    settings = json_settings(config) | {"threads": threads}
+    return _assemble(model, layers, done, unavailable, tokens.describe(), settings, estimate, seconds)
+
+
+def diagnose_dump(
+    folder: Path,
+    *,
+    config: DiagnoseConfig | None = None,
+    threads: int = 0,
+    rounder: Rounder = core_rounder,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Diagnose a calibration dump: ranks, spectra, proxies and magnitudes; needs no torch.
+
+    Parameters
+    ----------
+    folder : Path
+        Dump of rows, or of Hessians with their steps apart.
+    config, threads, rounder, progress
+        As in `diagnose`.
+    """
+    progress = progress or Silent()
+    config = config or DiagnoseConfig()
+    dump = Dump(folder)
+    m = dump.manifest
+    began = time.monotonic()
+    done = {"ranks": clean(sections.dump_ranks(dump, config, rounder, threads, progress))}
+    seconds = {"ranks": round(time.monotonic() - began, 3)}
+    reason = "a dump holds activations, not the model: nothing can be run"
+    unavailable = [{"section": s, "reason": reason} for s in SECTIONS if s != "ranks"]
+    model = {
+        "name": folder.name,
+        "system": m.system,
+        "n_steps": m.n_steps,
+        "n_parameters": None,
+        "dtype": m.rows_dtype,
+        "has_steps": False,
+        "output": None,
+        "state_is_random": None,
+    }
+    layers = _layers(m.parameters, done, config)
+    settings = json_settings(config) | {"threads": threads, "seed": m.seed}
+    return _assemble(model, layers, done, unavailable, dict(m.calibration), settings, {}, seconds)
+
+
+def json_settings(config: DiagnoseConfig) -> dict[str, Any]:
+    """Settings as plain data."""
+    plain: dict[str, Any] = clean(dataclasses.asdict(config))
+    return plain
+
+
+def _wanted(only: Sequence[str] | None) -> list[str]:
+    if only is None:
+        return list(SECTIONS)
+    unknown = [s for s in only if s not in SECTIONS]
+    if unknown or not only:
+        raise ConfigError(
+            f"unknown section {', '.join(unknown) or '(none given)'}; known: {', '.join(SECTIONS)}"
+        )
+    return [s for s in SECTIONS if s in only]
+
+
+def _possible(
+    system: LoopedSystem, context: Context, wanted: Sequence[str]
+) -> tuple[list[str], list[dict[str, str]]]:
+    """Split the sections in those that can run and those that cannot, with the reason."""
+    unavailable = []
+    run = []
+    for section in wanted:
+        needs_loop = section in LOOP_SECTIONS
+        if needs_loop and not system.has_steps:
+            reason = (
+                f"system {system.name!r} has no single-step function: the loop cannot be entered between two "
+                f"steps, which {LOOP_SECTIONS[section]} needs"
+            )
+            unavailable.append({"section": section, "reason": reason})
+        elif section in sections.EXPOSED_SECTIONS and not context.exposed:
+            reason = "no shared layer is declared feedback-exposed: every one has an identity path around it"
+            unavailable.append({"section": section, "reason": reason})
+        else:
+            run.append(section)
+    return run, unavailable
+
+
+def _resumed(
+    work: Path | None, section: str, key: str, progress: Progress, compute: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    path = work / f"{section}.json" if work else None
+    if path is not None and path.is_file():
+        kept = read_json(path, LoopqError)
+        if kept.get("key") == key:
+            progress.note(f"{section}: taken from {path}")
+            found: dict[str, Any] = kept["data"]
+            return found
+    fresh: dict[str, Any] = clean(compute())
+    if path is not None:
+        write_json(path, {"key": key, "data": fresh})
+    return fresh
+
+
+def _layers(
+    parameters: Sequence[SharedParameter], done: Mapping[str, Any], config: DiagnoseConfig
+) -> list[dict[str, Any]]:
+    ranks = done.get("ranks", {})
+    ablation = done.get("ablation", {})
+    ratio = _feedback_ratio(done.get("feedback", {}))
+    out = []
+    for p in parameters:
+        leader = ranks.get("leaders", {}).get(p.name)
+        own = ranks.get("layers", {}).get(leader)
+        layer: dict[str, Any] = {
+            "name": p.name,
+            "owners": list(p.owners),
+            "role": p.role,
+            "shape": [p.out_features, p.in_features],
+            "invocations": p.invocations,
+            "exposed": p.exposed,
+            "treatment": p.treatment,
+            "reason": p.reason,
+            "input_of": leader,
+            "feedback_ratio": ratio if p.exposed else None,
+            "ablation": None,
+            "proxy": ranks.get("proxies", {}).get(p.name),
+        }
+        if p.name in ablation.get("layers", {}):
+            layer["ablation"] = ablation["layers"][p.name] | {
+                "place": ablation["table"]["places"][p.name]["ablation"],
+                "of": len(ablation["layers"]),
+                "setting": setting_name(config.bits, config.group_size),
+            }
+        layer["verdict"] = judge(layer, own)
+        out.append(layer)
+    return out
+
+
+def _feedback_ratio(feedback: Mapping[str, Any]) -> float | None:
+    for setting in feedback.get("settings", {}).values():
+        ratio = setting["all columns"]["ratio"]
+        if ratio is not None:
+            return float(ratio["estimate"])
+    return None
+
+
+def setting_name(bits: int, group_size: int) -> str:
+    """Rounding in few words: "INT4 g128", "INT4 per channel"."""
+    return f"INT{bits} per channel" if group_size == PER_CHANNEL else f"INT{bits} g{group_size}"
+
+
+def _assemble(
+    model: dict[str, Any],
+    layers: list[dict[str, Any]],
+    done: dict[str, Any],
+    unavailable: list[dict[str, str]],
+    data: dict[str, Any],
+    settings: dict[str, Any],
+    estimate: dict[str, Any],
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    found: dict[str, Any] = clean(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": model,
+            "data": data,
+            "settings": settings,
+            "layers": layers,
+            "summary": summary(layers),
+            "sections": done,
+            "unavailable": unavailable,
+            "estimate": estimate,
+            "seconds": seconds,
+            "versions": versions(),
+        }
+    )
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Versions of everything that had a part in the numbers."""
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for package in ("loopq", "numpy", "torch", "scipy", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def clean(value: Any) -> Any:
+    """Plain JSON data: arrays become lists, numbers Python's own, what is not finite None."""
+    if isinstance(value, Mapping):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [clean(v) for v in value]
+    if isinstance(value, np.generic):
+        return clean(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _estimate_line(estimate: Mapping[str, Any]) -> str:
+    total = float(estimate["seconds"])
+    text = f"{total:.0f} s" if total < 90 else f"{total / 60:.0f} min"
+    parts = sorted(estimate["sections"].items(), key=lambda item: -float(item[1]["seconds"]))[:3]
+    most = ", ".join(f"{name} {float(part['seconds']):.0f} s" for name, part in parts)
+    return (
+        f"diagnosis: about {text} ({most}); {estimate['n_prompt_rollouts']} rollouts of a prompt, "
+        f"{float(estimate['hessian_bytes']) / 2**20:.0f} MiB for Hessians"
+    )

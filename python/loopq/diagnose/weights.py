@@ -1,0 +1,139 @@
+"""Other weights in the model's place for a while, and the rounding errors that make them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.config import LayerConfig
+from loopq.errors import ConfigError, NonFiniteError
+from loopq.evaluate import compare
+
+if TYPE_CHECKING:
+    from loopq.systems.base import LoopedSystem, SharedParameter
+
+Matrix = NDArray[np.float32]
+Weights = Mapping[str, Matrix]
+Rounder = Callable[[Matrix, LayerConfig], Matrix]
+
+
+def weight_of(system: LoopedSystem, shared: SharedParameter) -> Matrix:
+    """Return a copy of a shared weight, float32, shape (out_features, in_features), outputs first."""
+    value: Matrix = system.parameter(shared).detach().float().cpu().numpy().copy()
+    return np.ascontiguousarray(value.T) if shared.orientation == "in_out" else value
+
+
+@contextlib.contextmanager
+def replaced(system: LoopedSystem, weights: Weights, n_steps: int | None = None) -> Iterator[None]:
+    """Put other weights in the model's place inside the block, and the old ones back after it.
+
+    The values are copied into the parameters the model has, in their type and on their device, so that tied
+    modules and modules used without a call see them too; what was there comes back bit for bit, also after
+    an error.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    weights : mapping of str to ndarray, float32, shape (out_features, in_features)
+        New weight of each shared parameter named, outputs first whatever the model's storage.
+    n_steps : int, optional
+        Depth at which the parameters are declared; the deployed depth when absent.
+
+    Raises
+    ------
+    ConfigError
+        A name that is not shared, or a shape that does not fit.
+    NonFiniteError
+        NaN or infinity in a new weight.
+    """
+    shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
+    _check(weights, shared)
+    stored = {n: v.T if shared[n].orientation == "in_out" else v for n, v in weights.items()}
+    with compare.replaced(system, stored):
+        yield
+
+
+def _check(weights: Weights, shared: Mapping[str, SharedParameter]) -> None:
+    for name, value in weights.items():
+        if name not in shared:
+            raise ConfigError(f"{name} is no shared parameter; there are: {', '.join(shared)}")
+        expected = (shared[name].out_features, shared[name].in_features)
+        if value.shape != expected:
+            raise ConfigError(f"layer {name}: a weight of shape {expected} is needed; got {value.shape}")
+        if not np.isfinite(value).all():
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(value))[0])
+            raise NonFiniteError(f"layer {name}: new weight[{row}, {column}] is {value[row, column]}")
+
+
+def core_rounder(weight: Matrix, config: LayerConfig) -> Matrix:
+    """Round to nearest with the native core and expand again, float32."""
+    from loopq.quantizers import QUANTIZERS
+    from loopq.quantizers.base import Problem
+
+    problem = Problem("", weight, None, config, "out_in", 0, {})
+    found: Matrix = QUANTIZERS.get("rtn")(problem).dequantize()
+    return found
+
+
+def rounded(
+    system: LoopedSystem,
+    parameters: Sequence[SharedParameter],
+    config: LayerConfig,
+    rounder: Rounder = core_rounder,
+) -> dict[str, Matrix]:
+    """Round every parameter to nearest.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    parameters : sequence of SharedParameter
+        What to round.
+    config : LayerConfig
+        Bits and group size.
+    rounder : callable
+        Weight and settings to the dequantized weight.
+
+    Returns
+    -------
+    dict of str to ndarray, float32
+    """
+    return {p.name: rounder(weight_of(system, p), config) for p in parameters}
+
+
+def input_blocks(shared: SharedParameter) -> dict[str, slice]:
+    """Parts of a concatenated input: for an adapter of twice its output's width, state first, then embedding.
+
+    Returns
+    -------
+    dict of str to slice
+        Empty where the input is one piece.
+    """
+    width = shared.out_features
+    if shared.role == "adapter" and shared.in_features == 2 * width:
+        return {"state": slice(0, width), "embedding": slice(width, 2 * width)}
+    return {}
+
+
+def keep_columns(weight: Matrix, changed: Matrix, columns: slice) -> Matrix:
+    """Take `changed` in some columns and `weight` in the others (E4)."""
+    out = weight.copy()
+    out[:, columns] = changed[:, columns]
+    return out
+
+
+def gaussian_like(weight: Matrix, norm: float, seed: int) -> Matrix:
+    """Add one Gaussian draw of a given Frobenius norm (E1, arm 4)."""
+    noise = np.random.default_rng(seed).normal(size=weight.shape)
+    out: Matrix = (weight + noise * (norm / np.linalg.norm(noise))).astype(np.float32)
+    return out
+
+
+def quantizable(parameters: Sequence[SharedParameter]) -> list[SharedParameter]:
+    """Parameters that a run changes by default: all but those that stay dense."""
+    return [p for p in parameters if p.treatment != "dense"]

@@ -1,0 +1,289 @@
+"""Arms, interventions and displacements on a linear loop, against closed forms."""
+
+import numpy as np
+import pytest
+import torch
+from looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
+
+from loopq.config import LayerConfig
+from loopq.diagnose import displacement, exposure, feedback, rollouts, weights
+from loopq.errors import ConfigError, NonFiniteError
+
+INT4 = LayerConfig(bits=4, group_size=-1)
+
+
+@pytest.fixture
+def system():
+    return LinearSystem(LinearLoop())
+
+
+def state_dict(system):
+    return {k: v.clone() for k, v in system.model.state_dict().items()}
+
+
+def test_weights_come_back_bit_for_bit_also_after_an_error(system):
+    before = state_dict(system)
+    new = {"adapter.weight": np.zeros((6, 12), np.float32)}
+
+    def fail():
+        with weights.replaced(system, new):
+            assert (system.model.adapter.weight == 0).all()
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
+
+
+def test_bad_weights_are_refused_before_anything_is_changed(system):
+    before = state_dict(system)
+    good = np.zeros((6, 12), np.float32)
+    bad = np.zeros((6, 6), np.float32)
+    bad[2, 3] = np.nan
+    for new, error, text in [
+        ({"adapter.weight": good, "head.weight": good}, ConfigError, "head.weight is no shared parameter"),
+        ({"adapter.weight": good, "core.weight": good}, ConfigError, r"shape \(6, 6\) is needed"),
+        ({"adapter.weight": good, "core.weight": bad}, NonFiniteError, r"weight\[2, 3\]"),
+    ]:
+        with pytest.raises(error, match=text), weights.replaced(system, new):
+            pass
+    assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
+
+
+def test_transposed_storage_is_written_transposed():
+    class Conv1D(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.arange(18.0).reshape(6, 3))
+
+    class Transposed(LinearSystem):
+        def shared_parameters(self, n_steps):
+            from loopq.systems.base import declare
+
+            return declare(self.model, [("conv", {"role": "mlp"})], n_steps)
+
+    model = torch.nn.Module()
+    model.conv = Conv1D()
+    system = Transposed(model)
+    (p,) = system.shared_parameters(1)
+    assert (p.out_features, p.in_features) == (3, 6)
+    np.testing.assert_array_equal(weights.weight_of(system, p), model.conv.weight.detach().numpy().T)
+    new = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    with weights.replaced(system, {"conv.weight": new}, 1):
+        np.testing.assert_array_equal(model.conv.weight.detach().numpy(), new.T)
+        np.testing.assert_array_equal(weights.weight_of(system, p), new)
+
+
+def test_a_model_agrees_with_itself_and_kl_is_zero(system):
+    found = rollouts.run_arms(system, tokens(), 8, {"same": {}})["same"]
+    assert (found.agreement == 1).all()
+    assert (found.kl == 0).all()
+    assert (found.state_error == 0).all()
+    assert found.steps == tuple(range(1, 9))
+
+
+def test_kl_is_positive_unless_equal():
+    rng = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 3, 7, generator=rng), torch.randn(2, 3, 7, generator=rng)
+    assert (rollouts.kl_divergence(a, b) > 0).all()
+    assert (rollouts.kl_divergence(a, a + 5.0) < 1e-12).all()
+    p, q = torch.softmax(b.double(), -1), torch.softmax(a.double(), -1)
+    torch.testing.assert_close(
+        torch.from_numpy(rollouts.kl_divergence(a, b)), (p * (p / q).log()).sum(-1).mean(1)
+    )
+
+
+def test_unpaired_states_disagree_at_first_and_forget(system):
+    # A contraction forgets its initial state: agreement of two unchanged runs rises to 1.
+    data = tokens(n_prompts=6, n_tokens=40)
+    found = rollouts.run_arms(system, data, 60, {"same": {}}, arm_seed=9)["same"].curve("agreement")
+    assert found[0] < 0.95
+    assert found[-1] == 1.0
+
+
+def test_arm_sets_partition_the_layers_and_the_noise_has_its_norm(system):
+    arms = exposure.arm_weights(system, 8, INT4, rounder=numpy_rounder)
+    assert set(arms["exposed"]) | set(arms["core"]) == set(arms["all"])
+    assert not set(arms["exposed"]) & set(arms["core"])
+    for name, value in arms["exposed"].items():
+        np.testing.assert_array_equal(value, arms["all"][name])
+    weight = system.model.adapter.weight.detach().numpy()
+    norms = [np.linalg.norm(arms[a]["adapter.weight"] - weight) for a in ("exposed", "gaussian")]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+def test_controlled_injection_says_paired_and_unpaired(system):
+    before = state_dict(system)
+    found = exposure.controlled_injection(system, tokens(), 8, INT4, rounder=numpy_rounder)
+    assert set(found["paired"]) == {"none", "exposed", "core", "all", "gaussian"}
+    assert found["paired"]["none"]["agreement"] == [1.0] * 8
+    assert found["unpaired"]["none"]["agreement"][0] < 1.0
+    assert found["paired"]["exposed"]["state_error"][-1] > 0
+    assert found["paired"]["all"]["final_agreement"]["n"] == 3
+    assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
+
+
+def test_systems_without_exposed_layers_or_steps_get_what_they_can(system):
+    blind = BlindSystem(LinearLoop())
+    found = exposure.controlled_injection(blind, tokens(), 8, INT4, rounder=numpy_rounder)
+    assert set(found["paired"]) == {"none", "all"}
+    assert found["unpaired"] is None
+    assert found["recovered"] is None
+    assert found["paired"]["all"]["state_error"] is None
+    assert found["paired"]["all"]["steps"] == [8]
+    for call in (
+        lambda: feedback.feedback_curve(blind, tokens(), 8, {}),
+        lambda: displacement.displacement(blind, tokens(), 8, {}),
+        lambda: exposure.adapter_output_ratio(blind, tokens(), 8),
+    ):
+        with pytest.raises(ConfigError, match="blind-toy"):
+            call()
+
+
+def test_finer_groups_err_less_and_depths_are_rollouts_of_their_own(system):
+    rows = exposure.group_size_sweep(system, tokens(), 8, INT4, (3, -1), rounder=numpy_rounder)
+    assert [r["group_size"] for r in rows] == [3, -1]
+    assert rows[0]["state_error"][-1] < rows[1]["state_error"][-1]
+    curve = exposure.depth_curve(BlindSystem(LinearLoop()), tokens(), (1, 4), INT4, rounder=numpy_rounder)
+    assert [r["depth"] for r in curve] == [1, 4]
+    assert all(0 <= r["agreement"] <= 1 and r["kl"] > 0 for r in curve)
+
+
+def test_adapter_output_ratio_of_a_known_map():
+    model = LinearLoop()
+    with torch.no_grad():
+        model.adapter.weight[:] = torch.cat([0.5 * torch.eye(6), torch.zeros(6, 6)], 1)
+        model.core.weight.zero_()
+    (found,) = exposure.adapter_output_ratio(LinearSystem(model), tokens(), 4).values()
+    assert found["per_step"] == pytest.approx([0.5] * 4)
+    assert found["std"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_full_feedback_is_the_natural_rollout_bit_for_bit(system):
+    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    (batch,) = tokens().batches(8)
+    reference = rollouts.trace(system, batch, 8)
+    natural = rollouts.run_under(system, batch, 8, arms, None).states[-1]
+    with weights.replaced(system, arms):
+        assert torch.equal(feedback.intervened(system, batch, 8, reference, 1.0), natural)
+
+
+def test_no_feedback_is_the_error_of_one_step(system):
+    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    (batch,) = tokens().batches(8)
+    reference = rollouts.trace(system, batch, 8)
+    with weights.replaced(system, arms):
+        found = feedback.intervened(system, batch, 8, reference, 0.0)
+        single = system.step(reference.states[7], system.embed(batch), 7, 8)
+    assert torch.equal(found, single)
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_feedback_follows_the_closed_form(system, strength):
+    # e_{t+1} = D(s_t) + lambda J^ e_t with D the map's error: e_N = sum_j (lambda J^)^j D(s_{N-1-j}).
+    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    new = arms["adapter.weight"].astype(np.float64)
+    (batch,) = tokens(n_prompts=1).batches(8)
+    reference = rollouts.trace(system, batch, 8)
+    states = [s[0].numpy() for s in reference.states]
+    ids = batch.input_ids[0]
+    j = system.model.jacobian(new)
+    defects = [
+        states[t] @ (j - system.model.jacobian()).T + system.model.drive(ids, new) - system.model.drive(ids)
+        for t in range(8)
+    ]
+    expected = sum(defects[7 - k] @ np.linalg.matrix_power(strength * j, k).T for k in range(8))
+    with weights.replaced(system, arms):
+        found = feedback.intervened(system, batch, 8, reference, strength)[0].numpy()
+    np.testing.assert_allclose(found - states[8], expected, atol=1e-12)
+
+
+def test_error_rises_with_feedback_where_errors_add_up():
+    # A positive map and a positive defect: nothing cancels, so every prompt's curve rises.
+    model = LinearLoop(core=0.0)
+    with torch.no_grad():
+        model.adapter.weight.abs_()
+        model.table.weight.abs_()
+        model.adapter.weight[:, :6] *= 0.6 / np.abs(np.linalg.eigvals(model.jacobian())).max()
+    system = LinearSystem(model)
+    system.initial_state = lambda batch, e: torch.ones_like(e)
+    new = {"adapter.weight": (model.adapter.weight.detach() * 1.05).float().numpy()}
+    curve = feedback.feedback_curve(system, tokens(), 8, new, seeds=(0, 1))
+    found = curve.to_json()
+    assert found["mean_is_monotone"]
+    assert found["monotone_prompts"] == found["n_prompts"] == 3
+    assert found["ratio"]["low"] > 1.5
+    assert found["n_seeds"] == 2
+    assert (np.diff(curve.error, axis=0) > 0).all()
+
+
+def test_split_columns_partition_the_error(system):
+    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)
+    assert set(arms) == {"all columns", "state columns", "embedding columns"}
+    weight = weights.weight_of(system, system.shared_parameters(8)[0])
+    parts = [arms[f"{b} columns"]["adapter.weight"] - weight for b in ("state", "embedding")]
+    np.testing.assert_array_equal(parts[0][:, 6:], 0)
+    np.testing.assert_array_equal(parts[1][:, :6], 0)
+    np.testing.assert_allclose(sum(parts), arms["all columns"]["adapter.weight"] - weight, atol=1e-7)
+
+
+def test_feedback_study_is_plain_data(system):
+    found = feedback.feedback_study(
+        system, tokens(), 8, {"per channel": INT4}, rounder=numpy_rounder, lambdas=(0, 1), seeds=(0,)
+    )
+    assert set(found["per channel"]) == {"all columns", "state columns", "embedding columns"}
+    assert found["per channel"]["all columns"]["lambdas"] == [0, 1]
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        feedback.feedback_curve(system, tokens(), 8, {}, lambdas=(0, 1.5))
+
+
+def test_displacement_converges_to_its_closed_form(system):
+    # (I - J^)^-1 (J^ s* + b^ - s*): for a changed J and b the new fixed point minus the old one.
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
+    data = tokens(n_prompts=2)
+    found = displacement.displacement(system, data, 200, new, n_more=200)
+    j, jq = system.model.jacobian(), system.model.jacobian(new["adapter.weight"])
+    eye = np.eye(6)
+    for prompt, ids in enumerate(data.sequences):
+        b, bq = system.model.drive(ids), system.model.drive(ids, new["adapter.weight"])
+        star = np.linalg.solve(eye - j, b.T).T
+        expected = np.linalg.solve(eye - jq, (star @ (jq - j).T + bq - b).T)
+        assert found.distance[prompt, -1] == pytest.approx(np.linalg.norm(expected), rel=1e-9)
+
+
+def test_displacement_settles_at_the_spectral_radius(system):
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
+    found = displacement.displacement(system, tokens(n_prompts=1), 200, new, n_more=120)
+    rho = np.abs(np.linalg.eigvals(system.model.jacobian(new["adapter.weight"]))).max()
+    gap = np.abs(found.distance[0] - found.distance[0, -1])
+    # Complex eigenvalues make the gap swing: the rate is the slope over many swings.
+    slope = np.polyfit(np.arange(5, 60), np.log(gap[5:60]), 1)[0]
+    assert np.exp(slope) == pytest.approx(rho, rel=0.03)
+
+
+def test_displacement_summary():
+    found = displacement.Displacement(np.array([[2.0, 4.0, 4.0, 4.0, 4.0]]), np.ones((1, 5)))
+    assert found.settled_after() == 2
+    assert found.growth()[0] == pytest.approx(2 ** (1 / 4))
+    rising = displacement.Displacement(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)))
+    assert rising.settled_after() is None
+    still = displacement.Displacement(np.zeros((1, 3)), np.zeros((1, 3))).to_json()
+    assert (still["final"], still["settled_after"], still["median_growth"]) == (0.0, None, None)
+
+
+def test_contraction_bound_holds_on_a_linear_loop():
+    system = LinearSystem(LinearLoop(radius=0.3))
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
+    data = tokens(n_prompts=1)
+    found = displacement.displacement(system, data, 100, new, n_more=50)
+    jq = system.model.jacobian(new["adapter.weight"])
+    modulus = np.linalg.norm(jq, 2)
+    assert modulus < 1
+    (batch,) = data.batches(1)
+    star = rollouts.trace(system, batch, 100, read=()).states[-1]
+    with weights.replaced(system, new):
+        defect = float((system.step(star, system.embed(batch), 0, 1) - star).detach().norm())
+    bound = displacement.contraction_bound(defect, modulus)
+    assert found.distance.max() <= bound * (1 + 1e-9)
+    with pytest.raises(ConfigError, match="L < 1"):
+        displacement.contraction_bound(1.0, 1.0)

@@ -1,0 +1,230 @@
+"""The whole diagnosis: every section, what is left out and why, resuming, dumps, verdicts."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
+
+pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip install 'loopq[report]'")
+
+from loopq.config import DiagnoseConfig
+from loopq.diagnose import rank, sections, survey, verdict
+from loopq.errors import ConfigError
+
+QUICK = DiagnoseConfig(
+    n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_directions=4, n_updates=2,
+    group_sizes=(4, -1),
+)  # fmt: skip
+
+
+class Notes:
+    """Progress that keeps what it is told."""
+
+    def __init__(self):
+        self.notes = []
+        self.stages = {}
+
+    def start(self, label, total, unit):
+        self.stages[label] = total
+        self.label, self.done = label, 0
+
+    def advance(self, n=1):
+        self.done += n
+
+    def stop(self):
+        assert self.done == self.stages[self.label], self.label
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    notes = Notes()
+    found = survey.diagnose(
+        LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12), 5, config=QUICK,
+        train=tokens(seed=3), name="toy", threads=1, progress=notes,
+    )  # fmt: skip
+    return found, notes
+
+
+def test_every_section_runs_and_the_result_is_plain_json(whole):
+    found, _ = whole
+    assert list(found["sections"]) == list(sections.SECTIONS)
+    assert found["unavailable"] == []
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["model"]["n_steps"] == 5
+    assert set(found["seconds"]) == set(found["sections"])
+    assert found["versions"]["numpy"] == np.__version__
+
+
+def test_estimate_is_told_before_the_run(whole):
+    found, notes = whole
+    assert "about" in notes.notes[0]
+    assert "rollouts" in notes.notes[0]
+    estimate = found["estimate"]
+    assert estimate["seconds"] == pytest.approx(sum(p["seconds"] for p in estimate["sections"].values()))
+    # 2 prompts, 2 layers, the reference, and the inputs of gain and trace.
+    assert estimate["sections"]["ablation"]["n_prompt_rollouts"] == 2 * 5
+    assert estimate["hessian_bytes"] == 8 * 16 * 17 * 5 + 8 * 8 * 9 * 5
+    assert {"hessians", "ranks", "ablation", "arms", "jacobian", "bypass"} <= set(notes.stages)
+    assert {"feedback grouped", "feedback per channel"} <= set(notes.stages)
+
+
+def test_layers_carry_their_verdict(whole):
+    adapter, core = whole[0]["layers"]
+    assert adapter["exposed"]
+    assert adapter["verdict"]["exposed"]
+    assert "of 16 directions at step 0" in adapter["verdict"]["text"]
+    assert "No identity path" in adapter["verdict"]["text"]
+    assert "INT4 g128" in adapter["verdict"]["text"]
+    assert {adapter["ablation"]["place"], core["ablation"]["place"]} == {1, 2}
+    assert any("feedback-exposed" in line for line in whole[0]["summary"])
+
+
+def test_ranks_equal_those_of_the_observed_rows(whole):
+    system, data = LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12)
+    rows = []
+    for batch in data.batches(8):
+        e = system.embed(batch)
+        s = system.initial_state(batch, e)
+        import torch
+
+        rows.append(torch.cat([s, e], -1).reshape(-1, 16).detach().numpy())
+    h = np.concatenate(rows).T @ np.concatenate(rows)
+    found = whole[0]["sections"]["ranks"]["layers"]["adapter.weight"]
+    assert found["per_step"][0]["n_rows"] == 36
+    assert found["first"]["rank"] == rank.thresholded_rank(rank.spectrum(h))
+    assert found["first"]["trace"] == pytest.approx(np.trace(h), rel=1e-5)
+    assert set(found["blocks"]) == {"state", "embedding"}
+    # Step 0's state half is white noise: nearly every one of its 8 directions is seen.
+    assert found["blocks"]["state"]["first"]["rank"] == 8
+
+
+def test_systems_without_steps_say_what_is_missing_and_do_the_rest():
+    found = survey.diagnose(BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, config=QUICK, threads=1)
+    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    assert set(reasons) == {"overlap", "feedback", "displacement", "jacobian", "bypass", "perturbation"}
+    assert "single-step function" in reasons["jacobian"]
+    assert "Jacobian" in reasons["jacobian"]
+    assert "identity path" in reasons["perturbation"]
+    assert set(found["sections"]) == {"ranks", "ablation", "arms", "groups"}
+    assert found["layers"][0]["verdict"]["exposed"] is False
+
+
+def test_finished_sections_are_taken_over(tmp_path, monkeypatch):
+    system, data = LinearSystem(LinearLoop(width=8)), tokens(n_tokens=12)
+    arguments = {"config": QUICK, "only": ["ranks", "groups"], "work": tmp_path, "threads": 1}
+
+    def broken(context):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(sections.SECTIONS, "groups", broken)
+        with pytest.raises(KeyboardInterrupt):
+            survey.diagnose(system, data, 5, **arguments)
+    assert [p.name for p in tmp_path.iterdir()] == ["ranks.json"]
+    stamp = (tmp_path / "ranks.json").stat().st_mtime_ns
+    notes = Notes()
+    found = survey.diagnose(system, data, 5, **arguments, progress=notes)
+    assert any("taken from" in n for n in notes.notes)
+    assert (tmp_path / "ranks.json").stat().st_mtime_ns == stamp
+    fresh = survey.diagnose(system, data, 5, **(arguments | {"work": None}))
+    assert found["sections"] == fresh["sections"]
+    other = arguments | {"config": dataclasses.replace(QUICK, bits=3)}
+    again = Notes()
+    survey.diagnose(system, data, 5, **other, progress=again)
+    assert not any("taken from" in n for n in again.notes)
+
+
+def test_unknown_sections_are_refused():
+    with pytest.raises(ConfigError, match="known: ranks, overlap"):
+        survey.diagnose(LinearSystem(LinearLoop()), tokens(), 2, only=["rank"])
+    with pytest.raises(ConfigError, match="n_prompts must be at least 1"):
+        DiagnoseConfig(n_prompts=0)
+
+
+def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
+    from loopq.calibrate.collect import Collection, collect_rows
+    from loopq.calibrate.select import select
+
+    model = LinearLoop(width=8).float()
+
+    class Single(LinearSystem):
+        def initial_state(self, batch, embedding):
+            return super().initial_state(batch, embedding).float()
+
+    system, data = Single(model), tokens(n_prompts=3, n_tokens=12)
+    live = survey.diagnose(system, data, 5, config=QUICK, only=["ranks"], threads=1)
+    collect_rows(Collection(system, data, select(system, data, n_steps=5)), tmp_path / "dump")
+    found = survey.diagnose_dump(tmp_path / "dump", config=QUICK, threads=1)
+    assert found["sections"]["ranks"] == live["sections"]["ranks"]
+    assert {u["section"] for u in found["unavailable"]} == set(sections.SECTIONS) - {"ranks"}
+    assert [layer["verdict"]["blind"] for layer in found["layers"]] == [
+        layer["verdict"]["blind"] for layer in live["layers"]
+    ]
+
+
+def ranks_of(first, late, dim=5632, share=0.3, total=None):
+    steps = [{"step": t, "rank": r, "trace": 1.0, "n_rows": 9} for t, r in enumerate([first, *late])]
+    return {
+        "dim": dim,
+        "per_step": steps,
+        "first": {"rank": first},
+        "all": {"rank": total or max(late, default=first)},
+        "step0_trace_share": share,
+    }
+
+
+LAYER = {"name": "x", "role": "mlp", "exposed": False, "treatment": "gptq", "reason": ""}
+
+
+OURO = ranks_of(1, [974, 1100, 1194], share=0.995, total=1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "blind", "dominated", "text"),
+    [
+        (OURO, True, True, "Sees 1 of 5,632 directions at step 0"),
+        (OURO, True, True, "one-step calibration will mislead"),
+        (OURO, True, True, "99.5 % of the energy"),
+        (ranks_of(43, [259, 363, 361], dim=10560), True, False, "will mislead the solver"),
+        (ranks_of(65, [70, 80, 89], dim=17920), False, False, "already shows most"),
+        (ranks_of(2000, [4500, 4600], dim=5280), False, False, "misses part"),
+        (ranks_of(2111, [900, 800], dim=5280), False, False, "more than the 850"),
+        (ranks_of(7, [], dim=10), False, False, "one step only"),
+    ],
+)  # fmt: skip
+def test_verdicts_in_plain_words(ranks, blind, dominated, text):
+    found = verdict.judge(LAYER, ranks)
+    assert (found["blind"], found["dominated"]) == (blind, dominated)
+    assert text in found["text"]
+
+
+def test_verdict_of_unsurveyed_and_exposed_layers():
+    found = verdict.judge(LAYER | {"reason": "data-independent"}, None)
+    assert found["blind"] is None
+    assert "not surveyed (data-independent)" in found["text"]
+    exposed = LAYER | {"exposed": True, "feedback_ratio": 1.989}
+    assert "1.99 times that of one step" in verdict.judge(exposed, None)["text"]
+    assert "adds little" in verdict.judge(exposed | {"feedback_ratio": 1.01}, None)["text"]
+    hidden = LAYER | {
+        "ablation": {"place": 2, "of": 6, "setting": "INT4 g128", "changed": None, "output_error_last": 0.03}
+    }
+    assert "moves the output by 3 % (place 2 of 6)" in verdict.judge(hidden, None)["text"]
+
+
+def test_wide_layers_are_counted_at_a_few_steps_only():
+    assert sections.steps_to_count(32, 128) == list(range(32))
+    assert sections.steps_to_count(32, 10_560) == [0, 1, 4, 8, 16, 31]
+    assert sections.steps_to_count(1, 10_560) == [0]
+
+
+def test_not_finite_numbers_become_none():
+    assert survey.clean({"a": np.float64("nan"), "b": (1, np.inf), "c": np.int64(3)}) == {
+        "a": None,
+        "b": [1, None],
+        "c": 3,
+    }

@@ -54,7 +54,7 @@ def test_public_functions_document_every_parameter():
         thing = getattr(loopq, name)
         if name.startswith("__") or not callable(thing):
             continue
-        found = {code: text for code, text in validate(f"loopq.{name}")["errors"]}
+        found = dict(validate(f"loopq.{name}")["errors"])
         wanted = {"GL08", "SS03", "PR01", "PR02", "PR03", "RT01" if inspect.isfunction(thing) else "GL08"}
         assert not wanted & set(found), {c: found[c] for c in wanted & set(found)}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from loopq.calibrate.hooks import Observer
 from loopq.errors import CalibrationError, ConfigError
 from loopq.systems import SYSTEMS

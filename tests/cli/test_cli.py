@@ -118,7 +118,7 @@ def test_errors_are_one_line_and_leave_nothing(model, tmp_path, capsys, args, co
 
 def test_a_real_kill_loses_nothing_that_was_written(model, tmp_path):
     """SIGKILL during collection; the same command then ends with the bytes of an unbroken run."""
-    args = [sys.executable, "-m", "loopq", "collect", model, "--n-prompts", "200", "--seq-len", "64",
+    args = [sys.executable, "-m", "loopq", "collect", model, "--n-prompts", "60", "--seq-len", "64",
             "--batch-size", "1", "--shard-batches", "2", "--out"]  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     subprocess.run([*args, whole], check=True, capture_output=True, env=os.environ)

@@ -196,6 +196,11 @@ def solve(
     progress : Progress, optional
         Told of layers.
 
+    Returns
+    -------
+    Checkpoint
+        Quantized layers with a report each, and the rest of the model.
+
     Raises
     ------
     DumpError
@@ -246,6 +251,11 @@ def load(folder: str | Path, model: LoadedModel | None = None) -> LoadedModel:
         Checkpoint.
     model : LoadedModel, optional
         A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
+
+    Returns
+    -------
+    LoadedModel
+        The model in eval mode, its adapter and its tokenizer.
 
     Raises
     ------

@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 def python(code: str) -> str:
     """Run code in an interpreter of its own; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=os.environ, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -28,7 +32,16 @@ def python(code: str) -> str:
 
 def test_import_needs_numpy_and_safetensors_only():
     loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
-    extras = {"torch", "transformers", "scipy", "matplotlib", "cupy", "lm_eval", "sentencepiece", "tokenizers"}
+    extras = {
+        "torch",
+        "transformers",
+        "scipy",
+        "matplotlib",
+        "cupy",
+        "lm_eval",
+        "sentencepiece",
+        "tokenizers",
+    }
     assert not extras & set(loaded)
     code = (
         "import sys\n"
@@ -59,7 +72,7 @@ def test_public_functions_document_every_parameter():
         assert not wanted & set(found), {c: found[c] for c in wanted & set(found)}
 
 
-RECIPE = '''
+RECIPE = """
 import sys, pathlib, json
 folder = pathlib.Path(sys.argv[1])
 import loopq.quantizers, loopq.systems
@@ -74,7 +87,7 @@ import loopq
 system = find_system(model)
 result = loopq.quantize(system, [[1, 2, 3], [4, 5, 6]], method="madeup", group_size=4)
 print(json.dumps([QUANTIZERS.names(), SYSTEMS.names(), [l.report["method_done"] for l in result.layers.values()]]))
-'''
+"""
 
 QUANTIZER = '''
 from loopq.quantizers import QUANTIZERS
@@ -148,5 +161,8 @@ def test_tracked_text_names_no_machine():
     pattern = re.compile(r"(?<![\w.~-])/(?:work|root|farm|home)/")
     for name in done.stdout.splitlines():
         path = ROOT / name
-        if path.suffix in {".py", ".rs", ".md", ".toml", ".cu", ".cuh", ".json", ".pyi", ".h", ".sh"} and path.exists():
+        if (
+            path.suffix in {".py", ".rs", ".md", ".toml", ".cu", ".cuh", ".json", ".pyi", ".h", ".sh"}
+            and path.exists()
+        ):
             assert not pattern.search(path.read_text("utf-8")), name

@@ -40,6 +40,7 @@ class Recipe:
 
 _SMALL = {"n_embd": 128, "n_heads": 2, "intermediate_size": 384, "block_size": 128}
 _FOUR = {**_SMALL, "n_heads": 4}
+_SHORT: dict[str, Any] = {"steps": 500, "warmup": 50}
 _HUGINN = Recipe("huginn", "ZooHuginn", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=3000)
 _OURO = Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 2, "n_steps": 4}, depth=(4, 4), steps=1300)
 
@@ -48,36 +49,34 @@ SHIPPED = {"huginn_small"}
 
 RECIPES: dict[str, Recipe] = {
     "huginn_small": _HUGINN,
-    "huginn_small_seed1": dataclasses.replace(_HUGINN, seed=1, steps=1500),
-    "huginn_small_seed2": dataclasses.replace(_HUGINN, seed=2, steps=1500),
+    "huginn_small_seed1": dataclasses.replace(_HUGINN, seed=1, **_SHORT),
+    "huginn_small_seed2": dataclasses.replace(_HUGINN, seed=2, **_SHORT),
     "ouro_small": _OURO,
-    "ouro_small_seed1": dataclasses.replace(_OURO, seed=1),
-    "ouro_small_seed2": dataclasses.replace(_OURO, seed=2),
-    "ouro_large": Recipe(
-        "ouro", "ZooOuro", {**_SMALL, "n_layers": 4, "n_steps": 4}, depth=(4, 4), steps=1000
-    ),
-    "rllama_small": Recipe("rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), steps=1000),
-    "parcae_small": Recipe("parcae", "ZooParcae", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=1000),
+    "ouro_small_seed1": dataclasses.replace(_OURO, seed=1, **_SHORT),
+    "ouro_small_seed2": dataclasses.replace(_OURO, seed=2, **_SHORT),
+    "ouro_large": Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 4, "n_steps": 4}, depth=(4, 4), **_SHORT),
+    "rllama_small": Recipe("rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), **_SHORT),
+    "parcae_small": Recipe("parcae", "ZooParcae", {**_SMALL, "n_steps": 8}, depth=(6, 10), **_SHORT),
     "loopformer_small": Recipe(
         "loopformer",
         "ZooLoopFormer",
         {**_SMALL, "intermediate_size": 320, "n_steps": 8},
         depth=(6, 8),
-        steps=1000,
+        **_SHORT,
     ),
     "ponder_small": Recipe(
-        "ponder", "ZooPonder", {**_SMALL, "intermediate_size": 512, "n_steps": 4}, depth=(4, 4), steps=1300
+        "ponder", "ZooPonder", {**_SMALL, "intermediate_size": 512, "n_steps": 4}, depth=(4, 4), **_SHORT
     ),
     "nanbeige_small": Recipe(
-        "nanbeige", "ZooNanbeige", {**_FOUR, "n_layers": 3, "n_steps": 2}, depth=(2, 2), steps=1500
+        "nanbeige", "ZooNanbeige", {**_FOUR, "n_layers": 3, "n_steps": 2}, depth=(2, 2), **_SHORT
     ),
     "coconut_small": Recipe(
         "coconut",
         "ZooCoconut",
         {**_FOUR, "intermediate_size": 512, "block_size": 64, "n_layers": 2, "n_steps": 5},
         depth=(3, 6),
-        steps=2500,
-        batch=64,
+        steps=1200,
+        batch=48,
         seq_len=CHAIN_LENGTH,
         data="chains",
     ),
@@ -86,15 +85,15 @@ RECIPES: dict[str, Recipe] = {
         "ZooMamba",
         {**_SMALL, "intermediate_size": 256, "n_steps": 1},
         depth=(1, 1),
-        steps=700,
         margin=None,
+        **_SHORT,
     ),
     "control_small": Recipe(
         "control",
         "ZooControl",
         {**_SMALL, "intermediate_size": 424, "n_steps": 1},
         depth=(1, 1),
-        steps=3000,
+        steps=1500,
         margin=None,
     ),
 }

@@ -37,12 +37,14 @@ def rope_tables(like: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs ``(x[2i], x[2i+1])`` of (batch, heads, seq, dim) by the tables' angles."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs ``(x[i], x[i + dim/2])`` of (batch, heads, seq, dim) by the tables' angles."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 

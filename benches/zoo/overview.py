@@ -1,0 +1,45 @@
+"""Write the table of trained models into ``docs/zoo.md`` from their ``measured.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENT = REPOSITORY / "docs" / "zoo.md"
+FOLDERS = (REPOSITORY / "python" / "loopq" / "zoo" / "weights", REPOSITORY / "benches" / "zoo" / "weights")
+BEGIN, END = "<!-- trained models: begin -->", "<!-- trained models: end -->"
+
+
+def table() -> str:
+    """Return the table as Markdown, one row per trained model."""
+    rows = [
+        "| name | parameters | N | bits per byte at N = 1 | N / 2 | N | state moves at N / 2 | minutes | bytes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted((p for f in FOLDERS for p in f.glob("*/measured.json")), key=lambda p: p.parent.name):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        bits, full, moves = found["bits_per_byte"], found["full_depth"], found["state_movement"]
+        looped = found["recipe"]["margin"] is not None
+        half = f"{bits[str(full // 2)]:.3f}" if looped else ""
+        moving = f"{moves[min(full // 2, len(moves) - 1)]:.3f}" if moves else ""
+        rows.append(
+            f"| {path.parent.name} | {found['n_parameters']:,} | {full} | {bits['1']:.3f} | {half} | "
+            f"{bits[str(full)]:.3f} | {moving} | {found['cost']['wall_s'] / 60:.0f} | "
+            f"{found['cost']['n_tokens']:,} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Replace what stands between the two marks."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    head, rest = text.split(BEGIN)
+    tail = rest.split(END)[1]
+    tmp = DOCUMENT.with_suffix(".part")
+    tmp.write_text(f"{head}{BEGIN}\n{table()}\n{END}{tail}", encoding="utf-8")
+    tmp.replace(DOCUMENT)
+
+
+if __name__ == "__main__":
+    main()

@@ -166,62 +166,75 @@ def huginn_like(quantized: bool, dtype: torch.dtype = torch.bfloat16, seed: int 
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("hoist", [False, True])
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 7), (2, 3)])
-def test_rollout_agrees_with_the_reference(sequences: int, tokens: int, quantized: bool, hoist: bool) -> None:
-    parts = LoopParts.from_model(huginn_like(quantized))
-    backend = EmulatedBackend()
-    runner = RolloutRunner(parts, backend, hoist=hoist)
-    state, embedding = draw(sequences, tokens, WIDTH), draw(sequences, tokens, WIDTH, seed=1)
-    out = runner.run(state, embedding, 3)
-    expected = reference_rollout(parts, state, embedding, 3)
-    # Rounded intermediate results differ here and there in a last bit; three steps carry that on.
-    assert relative(out, expected) < 0.02
-    assert relative(expected, reference_rollout(parts, state, embedding, 1)) > 0.1
-    assert runner.n_products == 3 * 9 + hoist
-    small = backend.launches.total() - backend.launches["loopq_w4a16_gemm"]
-    assert small == 3 * (1 + 2 * 4)
-    assert backend.launches["loopq_w4a16_gemm"] == (runner.n_products if quantized else 0)
-
-
-def test_reference_rollout_is_the_model_in_float64() -> None:
-    """Against a direct transcription of the block in float64, with weights and states in float32."""
-    model = huginn_like(quantized=False, dtype=torch.float32)
-    parts = LoopParts.from_model(model)
-    state, embedding = draw(1, 5, WIDTH, dtype=torch.float32), draw(1, 5, WIDTH, seed=1, dtype=torch.float32)
+def exact_rollout(
+    model: SimpleNamespace, state: torch.Tensor, embedding: torch.Tensor, n_steps: int
+) -> torch.Tensor:
+    """A direct transcription of the loop in float64, sharing no code with the runner or its reference."""
+    tokens = state.shape[1]
+    phase = torch.view_as_complex(fused.rotation_table(tokens, WIDTH // HEADS, 50000.0).double())
 
     def rms(v: torch.Tensor, norm: SimpleNamespace) -> torch.Tensor:
         return v / (v.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
 
     def linear(layer: torch.nn.Module, v: torch.Tensor) -> torch.Tensor:
-        return v @ layer.weight.double().t()
-
-    phase = torch.view_as_complex(fused.rotation_table(5, WIDTH // HEADS, 50000.0).double())
+        weight = layer.dequantize() if isinstance(layer, QuantLinear) else layer.weight.detach()
+        return v @ weight.double().t()
 
     def attention(attn: SimpleNamespace, v: torch.Tensor) -> torch.Tensor:
-        q, k, w = linear(attn.Wqkv, v).view(1, 5, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k, w = linear(attn.Wqkv, v).view(-1, tokens, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         bias = attn.qk_bias.double()
         q, k = q + bias[0].unsqueeze(2), k + bias[1].unsqueeze(2)
         q, k = (
-            torch.view_as_real(torch.view_as_complex(t.reshape(1, HEADS, 5, -1, 2)) * phase).flatten(-2)
+            torch.view_as_real(torch.view_as_complex(t.reshape(*t.shape[:3], -1, 2)) * phase).flatten(-2)
             for t in (q, k)
         )
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, w, is_causal=True)
-        return linear(attn.proj, mixed.transpose(1, 2).reshape(1, 5, WIDTH))
+        return linear(attn.proj, mixed.transpose(1, 2).reshape(v.shape))
 
     s, e = state.double(), embedding.double()
-    for _ in range(3):
+    for _ in range(n_steps):
         x = linear(model.transformer.adapter, torch.cat((s, e), -1))
         for block in model.transformer.core_block:
             x = rms(attention(block.attn, rms(x, block.norm_1)) + x, block.norm_2)
             gate, up = linear(block.mlp.fc, rms(x, block.norm_3)).chunk(2, -1)
             x = rms(linear(block.mlp.proj, torch.nn.functional.silu(gate) * up) + x, block.norm_4)
         s = x
-    assert relative(reference_rollout(parts, state, embedding, 3), s) < 1e-5
+    return s
+
+
+@pytest.mark.parametrize("hoist", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 7), (2, 3)])
+def test_rollout_is_as_good_as_the_reference(
+    sequences: int, tokens: int, quantized: bool, hoist: bool
+) -> None:
+    model = huginn_like(quantized)
+    parts = LoopParts.from_model(model)
+    backend = EmulatedBackend()
+    runner = RolloutRunner(parts, backend, hoist=hoist)
+    state, embedding = draw(sequences, tokens, WIDTH), draw(sequences, tokens, WIDTH, seed=1)
+    exact = exact_rollout(model, state, embedding, 3)
+    error = relative(runner.run(state, embedding, 3), exact)
+    # The plain adapter's hoisted half is rounded to bfloat16, one rounding more per step than the reference.
+    allowed = 1.25 if quantized or not hoist else 2.0
+    assert error < allowed * relative(reference_rollout(parts, state, embedding, 3), exact)
+    assert error < 0.05
+    assert relative(exact_rollout(model, state, embedding, 2), exact) > 0.1, "a missing step would show"
+    assert runner.n_products == 3 * 9 + hoist
+    small = backend.launches.total() - backend.launches["loopq_w4a16_gemm"]
+    assert small == 3 * (1 + 2 * 4)
+    assert backend.launches["loopq_w4a16_gemm"] == (runner.n_products if quantized else 0)
+
+
+def test_reference_rollout_is_the_model() -> None:
+    model = huginn_like(quantized=False, dtype=torch.float32)
+    state, embedding = draw(1, 5, WIDTH, dtype=torch.float32), draw(1, 5, WIDTH, seed=1, dtype=torch.float32)
+    out = reference_rollout(LoopParts.from_model(model), state, embedding, 3)
+    assert relative(out, exact_rollout(model, state, embedding, 3)) < 1e-5
 
 
 def test_rows_behind_a_short_sequence_change_nothing() -> None:

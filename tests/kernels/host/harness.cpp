@@ -38,6 +38,10 @@ void gemm_body(const loopq::Arguments* arguments) {
 
 typedef void (*GemmBody)(const loopq::Arguments*);
 
+#ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
+GemmBody pick(const int*) { return gemm_body<loopq::Bf16, 1, 2, 4, false>; }
+#else
+
 template <class Act, int kMt, int kFold>
 GemmBody pick_copy(int stages, int bulk) {
     if (stages == 4) return bulk ? gemm_body<Act, kMt, kFold, 4, true> : gemm_body<Act, kMt, kFold, 4, false>;
@@ -60,6 +64,13 @@ GemmBody pick_tokens(int token_tiles, int fold, int stages, int bulk) {
     return token_tiles == 4 ? pick_fold<Act, 4>(fold, stages, bulk) : nullptr;
 }
 
+GemmBody pick(const int* variant) {
+    return variant[0] ? pick_tokens<loopq::Fp16>(variant[1], variant[2], variant[3], variant[4])
+                      : pick_tokens<loopq::Bf16>(variant[1], variant[2], variant[3], variant[4]);
+}
+
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -74,8 +85,7 @@ void emulator_register(void* p, size_t bytes, int writable, const char* name) {
 
 // `variant`: activation (0 bf16, 1 fp16), token tiles, fold, stages, bulk. `launch_shape`: grid x, grid y, threads, shared bytes.
 int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 seed, void* const* pointers, const int* scalars) {
-    const GemmBody body = variant[0] ? pick_tokens<loopq::Fp16>(variant[1], variant[2], variant[3], variant[4])
-                                     : pick_tokens<loopq::Bf16>(variant[1], variant[2], variant[3], variant[4]);
+    const GemmBody body = pick(variant);
     if (!body) {
         last_error = "this variant is not built into the emulation";
         return 1;

@@ -46,6 +46,9 @@ class _State(TypedDict):
     hi: list[NDArray[np.int64]]
     lo: list[NDArray[np.int64]]
 
+def kernel_sources() -> dict[str, str]:
+    """Text of every CUDA source that the extension was built with, by file name."""
+
 def cpu_features() -> list[str]:
     """Name the instruction sets that this machine runs; the last one is in use.
 

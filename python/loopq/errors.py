@@ -35,5 +35,9 @@ class SolveError(LoopqError):
     """A layer could not be solved: the message gives layer, pivot, reason and advice."""
 
 
+class KernelError(LoopqError):
+    """A CUDA kernel cannot take these inputs or this device; the message says what it takes and what to do."""
+
+
 class SystemContractError(LoopqError):
     """No looped system fits the model, or the model breaks the system's contract."""

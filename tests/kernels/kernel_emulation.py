@@ -47,7 +47,11 @@ def library() -> ctypes.CDLL:
             pass
         subprocess.run([cxx, *FLAGS, "-o", scratch.name, str(HOST / "harness.cpp")], check=True)
         Path(scratch.name).replace(target)
-    lib = ctypes.CDLL(str(target))
+    return open_library(target)
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(path))
     lib.emulator_error.restype = ctypes.c_char_p
     return lib
 

@@ -6,7 +6,7 @@ import kernel_nvrtc
 import pytest
 
 from loopq.kernels.plan import Variant
-from loopq.kernels.sources import translation_unit
+from loopq.kernels.sources import kernel_sources, translation_unit
 
 pytestmark = pytest.mark.skipif(
     kernel_nvrtc.library() is None,
@@ -41,6 +41,29 @@ def test_gemm_compiles_without_spills(architecture: str) -> None:
         assert used.registers <= LIMIT[variant.threads], (
             f"{variant} for {architecture} needs {used.registers}"
         )
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_small_kernels_compile_without_spills(architecture: str) -> None:
+    entries = {
+        ("fused_ops.cu", "-DLQ_IO=Bf16Io"): ("loopq_add_norm", "loopq_rope_attention", "loopq_swiglu"),
+        ("fused_ops.cu", "-DLQ_IO=Fp16Io"): ("loopq_add_norm", "loopq_rope_attention", "loopq_swiglu"),
+        ("w4_dequantize.cu", "-DLQ_FLOAT16=false"): ("loopq_w4_dequantize",),
+        ("w4_dequantize.cu", "-DLQ_FLOAT16=true"): ("loopq_w4_dequantize",),
+    }
+    for (name, define), kernels in entries.items():
+        cubin = kernel_nvrtc.compile_cubin(
+            translation_unit(name), name, [f"-arch={architecture}", "-std=c++17", define]
+        )
+        for kernel in kernels:
+            used = kernel_nvrtc.resources(cubin, kernel)
+            assert used.stack_bytes == 0, f"{kernel} for {architecture} spills {used}"
+            assert used.registers <= 64, f"{kernel} for {architecture} needs {used.registers}"
+
+
+def test_every_kernel_file_is_compiled_here() -> None:
+    compiled = {"w4a16_gemm.cu", "fused_ops.cu", "w4_dequantize.cu"}
+    assert {name for name in kernel_sources() if name.endswith(".cu")} == compiled
 
 
 def test_a_spill_would_be_seen() -> None:

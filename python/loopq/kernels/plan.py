@@ -23,6 +23,10 @@ _PER_CHANNEL_SHIFT = 30
 _DRAM_BYTES_PER_CLOCK = 19.0
 _L2_BYTES_PER_CLOCK = 48.0
 _JOIN_CLOCKS = 1500.0
+# Weights on their way that hide the memory's latency, with room to spare, and warps that keep up with them.
+_QUEUE_BYTES = 24 * 1024
+_QUEUE_BYTES_HOPPER = 48 * 1024
+_BUSY_WARPS = 8
 _MAX_SLICES = 32
 _DEPTHS = (6, 5, 4, 3, 2)
 
@@ -145,10 +149,14 @@ def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
     return x + plan.warps * (token_tiles * _SLOT_BYTES + ring + barriers)
 
 
-def _clocks(shape: GemmShape, plan: Plan, token_tiles: int) -> float:
+def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits) -> float:
     pairs = -(-shape.pairs // plan.blocks)
     stages = -(-plan.slice_tiles // _STAGE_TILES)
-    stream = pairs * stages * _stage_bytes(plan.fold) / _DRAM_BYTES_PER_CLOCK
+    per_warp = -(-pairs * stages // plan.warps)
+    queue = (plan.stages - 1) * plan.warps * _STAGE_WEIGHT_BYTES
+    wanted = _QUEUE_BYTES_HOPPER if device.capability >= (9, 0) else _QUEUE_BYTES
+    rate = _DRAM_BYTES_PER_CLOCK * min(1.0, queue / wanted) * min(1.0, plan.warps / _BUSY_WARPS)
+    stream = per_warp * plan.warps * _stage_bytes(plan.fold) / rate
     x = token_tiles * 8 * plan.slice_tiles * _TILE_ROWS * 2 / _L2_BYTES_PER_CLOCK
     join = 0.0
     if plan.slices > 1:
@@ -195,13 +203,16 @@ def make_plan(
         blocks = min(device.multiprocessors // n_slices, shape.pairs)
         slice_tiles = -(-shape.tiles // n_slices)
         work = (shape.pairs // blocks) * -(-(shape.tiles // n_slices) // _STAGE_TILES)
-        warps = max(1, min(max_warps(class_tiles), work))
-        plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift, bulk)
-        if _deepest(plan, depths, class_tiles, device) is None:
-            continue
-        cost = _clocks(shape, plan, class_tiles)
-        if best is None or cost < best[0]:
-            best = (cost, plan)
+        most = max(1, min(max_warps(class_tiles), work))
+        for warps in range(most, max(0, min(most, 4) - 1), -1):
+            plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift, bulk)
+            depth = _deepest(plan, depths, class_tiles, device)
+            if depth is None:
+                continue
+            plan = replace(plan, stages=depth)
+            cost = _clocks(shape, plan, class_tiles, device)
+            if best is None or cost < best[0]:
+                best = (cost, plan)
     # The ring's depth does not change a sum, so fewer tokens may have a deeper one.
     depth = None if best is None else _deepest(best[1], depths, shape.token_tiles, device)
     if best is None or depth is None:

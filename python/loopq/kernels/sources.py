@@ -1,14 +1,15 @@
-"""The CUDA sources: embedded in the extension, or read from the checkout when the extension has none."""
+"""The CUDA sources: from the source checkout if there is one, else embedded in the compiled extension."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from functools import cache
 from pathlib import Path
 
 from loopq.errors import ConfigError
 
-__all__ = ["kernel_sources", "translation_unit"]
+__all__ = ["embedded_sources", "kernel_sources", "translation_unit"]
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 
@@ -17,27 +18,36 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
 def kernel_sources() -> dict[str, str]:
     """File name to text of every file of `kernels/` that the compiler reads.
 
+    A source checkout's own files come first, so that an extension built earlier cannot hide an edit.
+
     Raises
     ------
     ConfigError
-        If neither the extension nor a source checkout holds them.
+        If neither a source checkout nor the extension holds them.
     """
-    try:
-        from loopq import _native
-
-        embedded: dict[str, str] = dict(_native.kernel_sources())
-    except (ImportError, AttributeError):
-        embedded = {}
-    if embedded:
-        return embedded
-    folder = Path(__file__).resolve().parents[3] / "kernels"
-    found = {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.cu*"))}
+    root = Path(__file__).resolve().parents[3]
+    if (root / "Cargo.toml").exists():
+        found = {
+            path.name: path.read_text(encoding="utf-8") for path in sorted((root / "kernels").glob("*.cu*"))
+        }
+    else:
+        found = embedded_sources()
     if not found:
         raise ConfigError(
-            f"the CUDA sources are neither in the compiled extension nor in {folder}: "
+            f"the CUDA sources are neither in {root / 'kernels'} nor in the compiled extension: "
             "reinstall loopq from a wheel"
         )
     return found
+
+
+def embedded_sources() -> dict[str, str]:
+    """What the compiled extension carries; empty if it was built without sources, or is not built."""
+    try:
+        native = importlib.import_module("loopq._native")
+    except ImportError:
+        return {}
+    sources = getattr(native, "kernel_sources", None)
+    return {} if sources is None else dict(sources())
 
 
 def translation_unit(name: str) -> str:

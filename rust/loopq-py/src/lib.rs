@@ -2,6 +2,7 @@
 
 mod door;
 mod hessian;
+mod kernels;
 mod packing;
 mod solving;
 
@@ -22,6 +23,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add("BLOCK_ROWS", loopq_core::hessian::BLOCK_ROWS)?;
     m.add_function(wrap_pyfunction!(cpu_features, m)?)?;
+    m.add_function(wrap_pyfunction!(kernels::kernel_sources, m)?)?;
     m.add_class::<hessian::HessianAccumulator>()?;
     m.add_class::<solving::Factor>()?;
     m.add_function(wrap_pyfunction!(solving::rtn, m)?)?;

@@ -2,6 +2,8 @@
 
 #include "primitives_host.hpp"
 
+#include "../../../kernels/fused_ops.cu"
+#include "../../../kernels/w4_dequantize.cu"
 #include "../../../kernels/w4a16_gemm.cu"
 
 namespace {
@@ -36,6 +38,10 @@ void gemm_body(const loopq::Arguments* arguments) {
 
 typedef void (*GemmBody)(const loopq::Arguments*);
 
+#ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
+GemmBody pick(const int*) { return gemm_body<loopq::Bf16, 1, 2, 4, false>; }
+#else
+
 template <class Act, int kMt, int kFold>
 GemmBody pick_copy(int stages, int bulk) {
     if (stages == 4) return bulk ? gemm_body<Act, kMt, kFold, 4, true> : gemm_body<Act, kMt, kFold, 4, false>;
@@ -58,6 +64,13 @@ GemmBody pick_tokens(int token_tiles, int fold, int stages, int bulk) {
     return token_tiles == 4 ? pick_fold<Act, 4>(fold, stages, bulk) : nullptr;
 }
 
+GemmBody pick(const int* variant) {
+    return variant[0] ? pick_tokens<loopq::Fp16>(variant[1], variant[2], variant[3], variant[4])
+                      : pick_tokens<loopq::Bf16>(variant[1], variant[2], variant[3], variant[4]);
+}
+
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -72,8 +85,7 @@ void emulator_register(void* p, size_t bytes, int writable, const char* name) {
 
 // `variant`: activation (0 bf16, 1 fp16), token tiles, fold, stages, bulk. `launch_shape`: grid x, grid y, threads, shared bytes.
 int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 seed, void* const* pointers, const int* scalars) {
-    const GemmBody body = variant[0] ? pick_tokens<loopq::Fp16>(variant[1], variant[2], variant[3], variant[4])
-                                     : pick_tokens<loopq::Bf16>(variant[1], variant[2], variant[3], variant[4]);
+    const GemmBody body = pick(variant);
     if (!body) {
         last_error = "this variant is not built into the emulation";
         return 1;
@@ -86,6 +98,38 @@ int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 se
     a.group_shift = scalars[8], a.scale_rows = scalars[9], a.flags = scalars[10];
     return launch((int)launch_shape[0], (int)launch_shape[1], (int)launch_shape[2], (size_t)launch_shape[3], seed,
                   [body, &a] { body(&a); });
+}
+
+// `shape`: grid x, grid y, threads, shared bytes; `half`: float16 instead of bfloat16.
+int emulate_add_norm(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float epsilon) {
+    const loopq::NormArguments a = {pointers[0], pointers[1], pointers[2], pointers[3], pointers[4], pointers[5],
+                                    scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], epsilon};
+    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
+        half ? loopq::AddNorm<loopq::Fp16Io>::run(a) : loopq::AddNorm<loopq::Bf16Io>::run(a);
+    });
+}
+
+int emulate_rope_attention(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float scale) {
+    const loopq::AttentionArguments a = {pointers[0], pointers[1], pointers[2], pointers[3],
+                                         scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scale};
+    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
+        half ? loopq::Attention<loopq::Fp16Io>::run(a) : loopq::Attention<loopq::Bf16Io>::run(a);
+    });
+}
+
+int emulate_swiglu(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
+    const loopq::SwigluArguments a = {pointers[0], pointers[1], scalars[0], scalars[1], scalars[2], scalars[3]};
+    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
+        half ? loopq::swiglu<loopq::Fp16Io>(a) : loopq::swiglu<loopq::Bf16Io>(a);
+    });
+}
+
+int emulate_w4_dequantize(int half, const long long* shape, u64 seed, void* const* pointers, const int* scalars, float) {
+    const loopq::DequantizeArguments a = {pointers[0], pointers[1], pointers[2], scalars[0], scalars[1],
+                                          scalars[2], scalars[3], scalars[4], scalars[5]};
+    return launch((int)shape[0], (int)shape[1], (int)shape[2], (size_t)shape[3], seed, [half, &a] {
+        half ? loopq::Dequantize<true>::run(a) : loopq::Dequantize<false>::run(a);
+    });
 }
 
 }  // extern "C"

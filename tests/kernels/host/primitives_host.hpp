@@ -3,6 +3,9 @@
 //   * every shared or global access is checked for bounds, alignment and direction;
 //   * shared memory starts out uninitialised and reading an unwritten byte is an error;
 //   * asynchronous copies land only at the wait that covers them, and their target is unreadable until then;
+//   * what one thread wrote to shared memory another may read only after a barrier that both have passed, and
+//     what another thread has read may be overwritten only after one (tensor-core instructions and shuffles
+//     bring a warp together but are no barriers for memory, neither here nor by the rules of PTX);
 //   * threads are fibers that run in a seeded random order between synchronisation points;
 //   * warp-wide instructions need all 32 lanes at the same instruction, barriers need every live thread.
 // It does not model tensor-core rounding (products of a step are summed in double and rounded once), memory order
@@ -75,10 +78,17 @@ struct Fiber {
     std::unique_ptr<char[]> stack;
     bool done = false, at_block_barrier = false, at_warp = false;
     bool waits_for_copy = false;
+    u32 warp_epoch = 0, block_epoch = 0;  // barriers passed
     u32 barrier = 0, parity = 0;
     Slot slot;
     std::vector<std::vector<PendingCopy>> groups;
     std::vector<PendingCopy> open_group;
+};
+
+// When a thread last touched a word of shared memory, in barriers that it had passed.
+struct Touch {
+    int thread = -1;
+    u32 warp_epoch = 0, block_epoch = 0;
 };
 
 struct Machine {
@@ -87,6 +97,7 @@ struct Machine {
     ucontext_t scheduler;
     std::vector<char> shared;
     std::vector<char> written;  // per byte: holds a value
+    std::vector<Touch> writers, readers;  // per word
     std::map<u32, Barrier> barriers;
     std::function<void()> body;
     int current = -1, threads = 0;
@@ -139,22 +150,54 @@ struct Machine {
         return at;
     }
 
-    void read_shared(void* to, u32 address, u32 bytes) {
+    // Whether what `before` did is ordered before what thread `now` does.
+    bool ordered(const Touch& before, int now) {
+        if (before.thread < 0 || before.thread == now) return true;
+        const Fiber& f = fibers[(size_t)now];
+        if (f.block_epoch > before.block_epoch) return true;
+        return before.thread / 32 == now / 32 && f.warp_epoch > before.warp_epoch;
+    }
+
+    Touch touch(int thread) {
+        const Fiber& f = fibers[(size_t)thread];
+        return {thread, f.warp_epoch, f.block_epoch};
+    }
+
+    void read_shared(void* to, u32 address, u32 bytes, int thread) {
         const size_t at = shared_range(address, bytes, bytes);
+        for (size_t word = at / 4; word <= (at + bytes - 1) / 4; ++word) {
+            if (!ordered(writers[word], thread)) {
+                fail("read of shared byte " + std::to_string(word * 4) + " that thread "
+                     + std::to_string(writers[word].thread) + " wrote, with no barrier between");
+            }
+            readers[word] = touch(thread);
+        }
         for (u32 i = 0; i < bytes; ++i) {
             if (!written[at + i]) fail("read of unwritten or in-flight shared byte " + std::to_string(at + i));
         }
         memcpy(to, &shared[at], bytes);
     }
 
+    void claim_for_writing(size_t at, u32 bytes, bool by_copy_engine) {
+        for (size_t word = at / 4; word < (at + bytes) / 4; ++word) {
+            if (!ordered(readers[word], current) || !ordered(writers[word], current)) {
+                fail("write to shared byte " + std::to_string(word * 4) + " that another thread uses, with no barrier "
+                     "between");
+            }
+            writers[word] = by_copy_engine ? Touch{} : touch(current);
+        }
+    }
+
     void write_shared(u32 address, const void* from, u32 bytes) {
         const size_t at = shared_range(address, bytes, bytes);
+        claim_for_writing(at, bytes, false);
         memcpy(&shared[at], from, bytes);
         memset(&written[at], 1, bytes);
     }
 
-    void start_copy(u32 to, u32 bytes) {
+    void start_copy(u32 to, u32 bytes, bool by_copy_engine) {
         const size_t at = shared_range(to, bytes, 16);
+        claim_for_writing(at, bytes, by_copy_engine);
         memset(&shared[at], 0xff, bytes);
         memset(&written[at], 0, bytes);
     }
@@ -193,6 +236,7 @@ struct Machine {
     void start(int thread) {
         Fiber& f = fibers[(size_t)thread];
         f.done = f.at_block_barrier = f.at_warp = f.waits_for_copy = false;
+        f.warp_epoch = f.block_epoch = 0;
         f.groups.clear();
         f.open_group.clear();
         constexpr size_t kStack = 96 * 1024;
@@ -240,6 +284,8 @@ struct Machine {
         fibers.resize((size_t)thread_total);
         shared.assign(shared_bytes, (char)0xff);
         written.assign(shared_bytes, 0);
+        writers.assign(shared_bytes / 4 + 1, Touch());
+        readers.assign(shared_bytes / 4 + 1, Touch());
         barriers.clear();
         for (int i = 0; i < thread_total; ++i) start(i);
         std::vector<int> queue((size_t)thread_total);
@@ -268,7 +314,11 @@ struct Machine {
 
     bool release(int live, int at_barrier, int thread_total) {
         if (at_barrier == live && live == thread_total) {
-            for (Fiber& f : fibers) f.at_block_barrier = false;
+            for (Fiber& f : fibers) {
+                f.at_block_barrier = false;
+                ++f.block_epoch;
+                ++f.warp_epoch;
+            }
             return true;
         }
         if (at_barrier > 0 && live != thread_total) {
@@ -361,10 +411,14 @@ void matrix_multiply(Fiber* lanes, ToFloat to_float) {
 }
 
 inline void Machine::execute(Op op, Fiber* lanes) {
-    if (op == Op::LoadMatrix) {
+    if (op == Op::WarpSync) {
+        for (int lane = 0; lane < 32; ++lane) ++lanes[lane].warp_epoch;
+    } else if (op == Op::LoadMatrix) {
         for (int m = 0; m < 4; ++m) {
             u16 rows[8][8];
-            for (int r = 0; r < 8; ++r) read_shared(rows[r], lanes[m * 8 + r].slot.in[0], 16);
+            for (int r = 0; r < 8; ++r) {
+                read_shared(rows[r], lanes[m * 8 + r].slot.in[0], 16, current / 32 * 32 + m * 8 + r);
+            }
             for (int lane = 0; lane < 32; ++lane) {
                 lanes[lane].slot.out[m] = rows[lane / 4][lane % 4 * 2] | ((u32)rows[lane / 4][lane % 4 * 2 + 1] << 16);
             }
@@ -400,7 +454,7 @@ LQ_DEVICE u32 shared_base() { return host::Machine::kBase; }
 template <class T>
 T host_ld_shared(u32 address) {
     T v;
-    host::vm().read_shared(&v, address, sizeof(T));
+    host::vm().read_shared(&v, address, sizeof(T), host::vm().current);
     return v;
 }
 LQ_DEVICE Vec4 ld_shared4(u32 address) { return host_ld_shared<Vec4>(address); }
@@ -445,7 +499,7 @@ LQ_DEVICE u64 l2_policy(bool) { return 0; }
 
 LQ_DEVICE void copy_async16(u32 to, const void* from, u64) {
     const char* source = host::vm().global(from, 16, false);
-    host::vm().start_copy(to, 16);
+    host::vm().start_copy(to, 16, false);
     host::vm().self().open_group.push_back({to, source, 16});
 }
 LQ_DEVICE void copy_async_commit() {
@@ -485,7 +539,7 @@ LQ_DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64) 
     if (bytes == 0 || bytes % 16 != 0) m.fail("bulk copy of " + std::to_string(bytes) + " bytes");
     const char* source = m.global(from, 16, false);
     m.global((const char*)from + bytes - 16, 16, false);
-    m.start_copy(to, bytes);
+    m.start_copy(to, bytes, true);
     host_barrier(barrier).pending.push_back({to, source, bytes});
 }
 LQ_DEVICE void barrier_wait(u32 barrier, u32 parity) {

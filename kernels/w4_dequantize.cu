@@ -1,0 +1,65 @@
+// w[N, K] = s * q from the packed layout, in the activation type, for the dequantise-and-multiply path of many tokens.
+// Each value is rounded once. Contract: kernels/README.md.
+
+#include "primitives.cuh"
+
+namespace loopq {
+
+struct DequantizeArguments {
+    const void* weights;  // [n/16, k_tiles, 128] words
+    const void* scales;   // [scale_rows, n] float32 (kind 0), bf16 (1) or fp16 (2)
+    void* out;            // [n, k], row stride k
+    int n, k, k_tiles, group_size, scale_rows, scale_kind;
+};
+
+template <bool kFloat16>
+struct Dequantize {
+    LQ_DEVICE_MEMBER float scale_at(const DequantizeArguments& p, int k, int n) {
+        const int group = k / p.group_size;
+        const long long at = (long long)(group < p.scale_rows ? group : p.scale_rows - 1) * p.n + n;
+        if (p.scale_kind == 0) return bits_to_float(ld_global1((const float*)p.scales + at));
+        const u16 bits = ld_global_half((const u16*)p.scales + at);
+        return p.scale_kind == 1 ? bf16_to_float(bits) : f16_to_float(bits);
+    }
+
+    LQ_DEVICE_MEMBER u32 value(u32 word, int nibble, float scale) {
+        const float product = (float)((int)((word >> (4 * nibble)) & 15u) - 8) * scale;
+        return kFloat16 ? float_to_f16(product) : float_to_bf16(product);
+    }
+
+    // One warp per tile; a lane holds, of each step of 16 inputs, pairs (k, k + 1) at k and k + 8 of two outputs.
+    LQ_DEVICE_MEMBER void run(const DequantizeArguments& p) {
+        const long long tiles = (long long)(p.n / 16) * p.k_tiles;
+        const long long step = (long long)grid_x() * (thread_count() / 32);
+        const int lane = thread_index() % 32;
+        for (long long tile = (long long)block_x() * (thread_count() / 32) + thread_index() / 32; tile < tiles; tile += step) {
+            const int strip = (int)(tile / p.k_tiles);
+            const int first_k = (int)(tile % p.k_tiles) * 64 + lane % 4 * 2;
+            const Vec4 v = ld_global4((const char*)p.weights + tile * 512 + lane * 16);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+#pragma unroll
+                for (int part = 0; part < 4; ++part) {
+                    const int n = strip * 16 + lane / 4 + (part / 2) * 8;
+                    const int k = first_k + j * 16 + (part & 1) * 8;
+                    if (k >= p.k) continue;
+                    const float scale = scale_at(p, k, n);
+                    const u32 pair = value(words[j], part, scale) | (value(words[j], part + 4, scale) << 16);
+                    st_global1((u16*)p.out + (long long)n * p.k + k, pair);
+                }
+            }
+        }
+    }
+};
+
+}  // namespace loopq
+
+#ifdef LQ_FLOAT16
+LQ_KERNEL void __launch_bounds__(256) loopq_w4_dequantize(
+    const void* weights, const void* scales, void* out, int n, int k, int k_tiles, int group_size, int scale_rows,
+    int scale_kind) {
+    const loopq::DequantizeArguments arguments = {weights, scales, out, n, k, k_tiles, group_size, scale_rows, scale_kind};
+    loopq::Dequantize<LQ_FLOAT16>::run(arguments);
+}
+#endif

@@ -1,0 +1,244 @@
+"""Compile, cache and launch the CUDA kernels with CuPy, on torch's current stream.
+
+CuPy compiles a source once per device, options and source text and keeps the binary on disk
+(`CUPY_CACHE_DIR`);
+this module keeps the loaded functions. Nothing here copies data: kernels get the pointers of torch tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from loopq.errors import KernelError, MissingExtraError
+from loopq.kernels.plan import DeviceLimits
+from loopq.kernels.sources import translation_unit
+
+__all__ = ["Backend", "CudaBackend", "Kernel", "cuda_backend", "require_cupy", "require_torch"]
+
+_OLDEST = (8, 0)
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's file, entry point and compile-time definitions."""
+
+    file: str
+    entry: str
+    defines: tuple[str, ...]
+
+
+class Backend(Protocol):
+    """What runs kernels: the GPU through CuPy, or a stand-in in tests."""
+
+    limits: DeviceLimits
+    ring_stages: int | None  # None: as deep as fits
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int], threads: int, shared_bytes: int, args: Sequence[Any]
+    ) -> None:
+        """Run one kernel; `args` in parameter order: int (pointers), numpy.int32, numpy.float32."""
+
+
+def require_torch() -> ModuleType:
+    """The torch module.
+
+    Raises
+    ------
+    MissingExtraError
+        If torch is not installed.
+    """
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise MissingExtraError("this needs PyTorch: pip install 'loopq[torch]'") from error
+
+
+def require_cupy() -> ModuleType:
+    """CuPy of the CUDA major version that torch was built for.
+
+    Raises
+    ------
+    MissingExtraError
+        If torch has no CUDA, or CuPy is missing or of another CUDA major version; the message names the
+        extra.
+    """
+    torch = require_torch()
+    built = torch.version.cuda
+    if built is None:
+        raise MissingExtraError(
+            "the int4 CUDA kernel needs a PyTorch built for CUDA; this one is CPU only. "
+            "Install a CUDA build of PyTorch, then 'loopq[cuda12]' or 'loopq[cuda13]' to match it"
+        )
+    major = int(built.split(".")[0])
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the int4 CUDA kernel is compiled by CuPy, which is not installed: pip install "
+            f"'loopq[cuda{major}]' "
+            f"(PyTorch here is built for CUDA {built})"
+        ) from error
+    runtime = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    if runtime != major:
+        raise MissingExtraError(
+            f"CuPy is built for CUDA {runtime}, PyTorch for CUDA {built}: only one major version may be "
+            f"loaded. "
+            f"pip uninstall cupy-cuda{runtime}x, then pip install 'loopq[cuda{major}]'"
+        )
+    return cupy
+
+
+class _LaunchAttribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+class CudaBackend:
+    """One GPU: its limits, its loaded kernels, and launches on torch's current stream.
+
+    Parameters
+    ----------
+    index : int
+        CUDA device.
+    overlap : bool
+        Let a kernel start while the one before it drains (programmatic dependent launch, compute
+        capability 9.0).
+        The kernels wait by themselves before they touch anything an earlier kernel wrote.
+
+    Raises
+    ------
+    MissingExtraError
+        See `require_cupy`.
+    KernelError
+        If the device is older than compute capability 8.0.
+    """
+
+    def __init__(self, index: int, overlap: bool = False) -> None:
+        self._torch = require_torch()
+        self._cupy = require_cupy()
+        self.index = index
+        self.ring_stages: int | None = None
+        properties = self._torch.cuda.get_device_properties(index)
+        capability = (int(properties.major), int(properties.minor))
+        if capability < _OLDEST:
+            raise KernelError(
+                f"{properties.name} has compute capability {capability[0]}.{capability[1]}; the int4 "
+                f"kernel needs "
+                f"8.0 (A100) or newer. Use the reference path: move the layer to the CPU"
+            )
+        shared = int(
+            getattr(properties, "shared_memory_per_block_optin", 0)
+            or self._cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"]
+        )
+        self.limits = DeviceLimits(int(properties.multi_processor_count), shared, capability)
+        self.overlap = overlap and capability >= (9, 0)
+        self._functions: dict[Kernel, Any] = {}
+        self._streams: dict[int, Any] = {}
+        self._driver: ctypes.CDLL | None = ctypes.CDLL("libcuda.so.1") if self.overlap else None
+
+    def prepare(self, kernel: Kernel) -> Any:
+        """Compile and load a kernel, so that a later launch may be captured in a graph.
+
+        Raises
+        ------
+        KernelError
+            If it is not loaded yet and the current stream is being captured, or it does not compile.
+        """
+        found = self._functions.get(kernel)
+        if found is not None:
+            return found
+        if self._torch.cuda.is_current_stream_capturing():
+            raise KernelError(
+                f"{kernel.entry} {' '.join(kernel.defines)} is not loaded yet, and loading is not possible "
+                f"while a CUDA "
+                f"graph is being captured: run the same call once before the capture"
+            )
+        with self._cupy.cuda.Device(self.index):
+            module = self._cupy.RawModule(
+                code=translation_unit(kernel.file), options=("-std=c++17", *kernel.defines), backend="nvrtc"
+            )
+            try:
+                raw = module.get_function(kernel.entry)
+                raw.max_dynamic_shared_size_bytes = self.limits.shared_bytes
+                function = raw.kernel
+            except self._cupy.cuda.compiler.CompileException as error:
+                raise KernelError(
+                    f"{kernel.file} did not compile for device {self.index}:\n{error}"
+                ) from error
+        self._functions[kernel] = function
+        return function
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, int], threads: int, shared_bytes: int, args: Sequence[Any]
+    ) -> None:
+        function = self.prepare(kernel)
+        handle = self._torch.cuda.current_stream(self.index).cuda_stream
+        if self._driver is not None:
+            self._launch_overlapping(function.ptr, grid, threads, shared_bytes, args, handle)
+            return
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = self._cupy.cuda.ExternalStream(handle, self.index)
+        with self._cupy.cuda.Device(self.index):
+            function((*grid, 1), (threads, 1, 1), tuple(args), shared_bytes, stream)
+
+    def _launch_overlapping(
+        self,
+        function: int,
+        grid: tuple[int, int],
+        threads: int,
+        shared_bytes: int,
+        args: Sequence[Any],
+        stream: int,
+    ) -> None:
+        assert self._driver is not None
+        values = [
+            ctypes.c_int32(int(a))
+            if isinstance(a, np.int32)
+            else ctypes.c_float(float(a))
+            if isinstance(a, np.float32)
+            else ctypes.c_void_p(a)
+            for a in args
+        ]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
+        attribute = _LaunchAttribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute.value[0] = 1
+        config = _LaunchConfig(
+            (ctypes.c_uint * 3)(*grid, 1),
+            (ctypes.c_uint * 3)(threads, 1, 1),
+            shared_bytes,
+            stream,
+            ctypes.pointer(attribute),
+            1,
+        )
+        with self._torch.cuda.device(self.index):
+            status = self._driver.cuLaunchKernelEx(
+                ctypes.byref(config), ctypes.c_void_p(function), pointers, None
+            )
+        if status:
+            raise KernelError(f"cuLaunchKernelEx failed with CUDA error {status}")
+
+
+@cache
+def cuda_backend(index: int) -> CudaBackend:
+    """The backend of a CUDA device, made once."""
+    return CudaBackend(index)

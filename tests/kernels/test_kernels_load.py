@@ -1,0 +1,180 @@
+"""Loading and launching with a stand-in for CuPy: what is asked of it, and every refusal before that."""
+
+from __future__ import annotations
+
+import sys
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from loopq.errors import ConfigError, KernelError, MissingExtraError
+from loopq.kernels import load, sources
+
+KERNEL = load.Kernel("w4a16_gemm.cu", "loopq_w4a16_gemm", ("-DLQ_MT=1",))
+
+
+class FakeFunction:
+    ptr = 77
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __call__(self, *args: Any) -> None:
+        self.calls.append(args)
+
+
+class FakeCuPy:
+    """Records modules and launches; `fails` makes the compiler refuse."""
+
+    def __init__(self, runtime: int = 12090, fails: bool = False) -> None:
+        self.modules: list[dict[str, Any]] = []
+        self.function = FakeFunction()
+        self.shared: list[int] = []
+        outer = self
+
+        class CompileException(Exception):
+            pass
+
+        class Raw:
+            kernel = self.function
+
+            def __setattr__(self, name: str, value: int) -> None:
+                assert name == "max_dynamic_shared_size_bytes"
+                outer.shared.append(value)
+
+        class RawModule:
+            def __init__(self, **given: Any) -> None:
+                outer.modules.append(given)
+
+            def get_function(self, name: str) -> Raw:
+                if fails:
+                    raise CompileException("line 3: no")
+                return Raw()
+
+        class Device:
+            attributes = MappingProxyType({"MaxSharedMemoryPerBlockOptin": 166_912})
+
+            def __init__(self, index: int) -> None:
+                pass
+
+            def __enter__(self) -> None:
+                pass
+
+            def __exit__(self, *_: object) -> None:
+                pass
+
+        self.RawModule = RawModule
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(runtimeGetVersion=lambda: runtime),
+            compiler=SimpleNamespace(CompileException=CompileException),
+            Device=Device,
+            ExternalStream=lambda handle, device: ("stream", handle, device),
+        )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A pretended A100 on a pretended CUDA 12 build of torch."""
+    state = SimpleNamespace(capturing=False, stream=5, capability=(8, 0), cupy=FakeCuPy())
+    monkeypatch.setitem(sys.modules, "cupy", state.cupy)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(
+            name="Pretend", major=state.capability[0], minor=state.capability[1], multi_processor_count=108
+        ),
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda index=None: SimpleNamespace(cuda_stream=state.stream)
+    )
+    return state
+
+
+def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(gpu: SimpleNamespace) -> None:
+    backend = load.CudaBackend(0)
+    assert backend.limits.multiprocessors == 108
+    assert backend.limits.shared_bytes == 166_912
+    arguments = (1234, np.int32(3), np.float32(0.5))
+    backend.launch(KERNEL, (7, 2), 512, 99_000, arguments)
+    gpu.stream = 6
+    gpu.capturing = True  # loaded kernels may be captured
+    backend.launch(KERNEL, (7, 2), 512, 99_000, arguments)
+    assert len(gpu.cupy.modules) == 1
+    assert gpu.cupy.modules[0]["code"] == sources.translation_unit("w4a16_gemm.cu")
+    assert gpu.cupy.modules[0]["options"] == ("-std=c++17", "-DLQ_MT=1")
+    assert gpu.cupy.shared == [166_912]
+    assert gpu.cupy.function.calls == [
+        ((7, 2, 1), (512, 1, 1), arguments, 99_000, ("stream", handle, 0)) for handle in (5, 6)
+    ]
+
+
+def test_loading_during_capture_is_refused(gpu: SimpleNamespace) -> None:
+    gpu.capturing = True
+    with pytest.raises(KernelError, match="run the same call once before the capture"):
+        load.CudaBackend(0).launch(KERNEL, (1, 1), 32, 0, ())
+    assert not gpu.cupy.modules
+
+
+def test_an_old_gpu_is_refused(gpu: SimpleNamespace) -> None:
+    gpu.capability = (7, 5)
+    with pytest.raises(KernelError, match=r"Pretend has compute capability 7\.5.*8\.0 \(A100\) or newer"):
+        load.CudaBackend(0)
+
+
+def test_overlap_needs_compute_capability_9(gpu: SimpleNamespace) -> None:
+    assert load.CudaBackend(0, overlap=True).overlap is False
+
+
+def test_a_compiler_error_names_the_file(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(fails=True))
+    with pytest.raises(KernelError, match=r"w4a16_gemm\.cu did not compile for device 0"):
+        load.CudaBackend(0).prepare(KERNEL)
+
+
+@pytest.mark.parametrize(("built", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])
+def test_missing_cupy_names_the_extra(built: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'loopq\[{extra}\]'"):
+        load.require_cupy()
+
+
+def test_cupy_of_another_major_is_refused(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(runtime=13000))
+    with pytest.raises(
+        MissingExtraError, match=r"CuPy is built for CUDA 13, PyTorch for CUDA 12\.8.*cupy-cuda13x"
+    ):
+        load.require_cupy()
+
+
+def test_torch_without_cuda_or_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(MissingExtraError, match="this one is CPU only"):
+        load.require_cupy()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'loopq\[torch\]'"):
+        load.require_torch()
+
+
+def test_sources_are_whole() -> None:
+    found = sources.kernel_sources()
+    assert {"primitives.cuh", "w4a16_gemm.cu", "fused_ops.cu", "w4_dequantize.cu"} <= set(found)
+    for name in found:
+        if name.endswith(".cu"):
+            unit = sources.translation_unit(name)
+            assert "#include" not in unit
+            assert "LOOPQ_PRIMITIVES_CUH" in unit
+    with pytest.raises(ConfigError, match=r"no kernel source 'nothing\.cu'; there are .*fused_ops\.cu"):
+        sources.translation_unit("nothing.cu")
+
+
+def test_embedded_sources_are_the_files() -> None:
+    embedded = sources.embedded_sources()
+    if not embedded:
+        pytest.skip("the compiled extension here was built without embedded kernel sources")
+    assert embedded == sources.kernel_sources(), "rebuild the extension: kernels/ changed since"

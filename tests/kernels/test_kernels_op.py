@@ -1,0 +1,266 @@
+"""The operator and the layer on the CPU, their refusals, and the launch code run through the emulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kernel_backend import EmulatedBackend
+from kernel_emulation import compiler
+
+from loopq.errors import ConfigError, KernelError, LoopqError
+from loopq.kernels import w4a16
+from loopq.kernels.layout import pack_w4
+from loopq.kernels.modules import QuantLinear, fits_kernel
+from loopq.kernels.plan import A100, GemmShape, make_plan
+
+needs_compiler = pytest.mark.skipif(
+    compiler() is None, reason="NO C++ COMPILER: launches are NOT emulated here; install g++ or set CXX"
+)
+
+
+def layer_parts(
+    out_features: int = 48, in_features: int = 160, group_size: int = 64, bits: int = 4, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    half = 1 << (bits - 1)
+    codes = rng.integers(-half, half, (out_features, in_features)).astype(np.int8)
+    groups = 1 if group_size == -1 else -(-in_features // group_size)
+    return codes, rng.uniform(0.5, 2.0, (out_features, groups)).astype(np.float32)
+
+
+def dense(codes: np.ndarray, scales: np.ndarray, group_size: int) -> np.ndarray:
+    size = codes.shape[1] if group_size == -1 else group_size
+    return codes * np.repeat(scales.astype(np.float64), size, axis=1)[:, : codes.shape[1]]
+
+
+def operands(group_size: int = 64, tokens: int = 3, dtype: torch.dtype = torch.bfloat16) -> dict[str, object]:
+    codes, scales = layer_parts(group_size=group_size)
+    return {
+        "x": torch.randn(tokens, 160, generator=torch.Generator().manual_seed(1)).to(dtype),
+        "qweight": torch.from_numpy(pack_w4(codes)),
+        "scales": torch.from_numpy(scales.T.copy()),
+        "bias": None,
+        "addend": None,
+        "in_features": 160,
+        "group_size": group_size,
+    }
+
+
+def call(**changes: object) -> torch.Tensor:
+    return w4a16.w4a16_linear(**{**operands(), **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_reference_is_the_product(group_size: int, dtype: torch.dtype) -> None:
+    given = operands(group_size, dtype=dtype)
+    codes, scales = layer_parts(group_size=group_size)
+    x = given["x"]
+    assert isinstance(x, torch.Tensor)
+    expected = x.double().numpy() @ dense(codes, scales, group_size).T
+    out = call(**given, out_dtype=torch.float32)
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-5, atol=1e-4)
+    assert call(**given).dtype == dtype
+
+
+def test_opcheck() -> None:
+    codes, scales = layer_parts()
+    packed, rows = torch.from_numpy(pack_w4(codes)), torch.from_numpy(scales.T.copy())
+    bias, addend = torch.randn(48), torch.randn(2, 3, 48)
+    op = torch.ops.loopq.w4a16_linear.default
+    for args in (
+        (torch.randn(3, 160), packed, rows, None, None, 160, 64),
+        (torch.randn(2, 3, 160).bfloat16(), packed, rows, bias, addend, 160, 64, 0, torch.float32),
+        (torch.randn(5, 96).half(), packed, rows.half(), bias, None, 160, 64, 64),
+    ):
+        torch.library.opcheck(op, args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qweight": torch.zeros(3, 384)}, "packed weight is torch.float32; expected int32"),
+        (
+            {"qweight": torch.zeros(3, 256, dtype=torch.int32)},
+            r"does not hold 160 inputs: expected \(out / 16, 384\)",
+        ),
+        ({"scales": torch.ones(3, 48, dtype=torch.float64)}, "scales are torch.float64"),
+        ({"scales": torch.ones(48, 3)}, r"expected \(3, 48\), group by output"),
+        ({"group_size": 48}, "group sizes 32, 64, 128"),
+        ({"x": torch.ones(3, 160, dtype=torch.int32)}, "a floating-point type is needed"),
+        ({"x": torch.ones(3, 150)}, "150 features from input 0 on"),
+        ({"x": torch.ones(3, 192)}, "192 features from input 0 on"),
+        ({"k_begin": 16}, "160 features from input 16 on"),
+        ({"bias": torch.ones(48).bfloat16()}, "bias is torch.bfloat16"),
+        ({"bias": torch.ones(47)}, r"expected float32 \(48,\)"),
+        ({"addend": torch.ones(2, 48)}, r"addend is torch.float32 \(2, 48\); expected float32 \(3, 48\)"),
+        ({"qweight": torch.zeros(3, 384, dtype=torch.int32, device="meta")}, "qweight is on meta, x on cpu"),
+    ],
+)
+def test_refusals(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(LoopqError, match=message):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(160, 3).bfloat16().t(), "stride 3 along its last dimension"),
+        (
+            torch.ones(3, 164).bfloat16()[:, :160],
+            "row stride of 164 elements; the kernel needs a multiple of 8",
+        ),
+        (torch.ones(3, 176).bfloat16()[:, 4:164], "x starts at an address that is not a multiple of 16"),
+        (torch.ones(3, 2, 176).bfloat16()[:, :1, :160].expand(3, 4, 160), "no uniform row stride"),
+    ],
+)
+def test_what_only_the_kernel_refuses(x: torch.Tensor, message: str) -> None:
+    given = {**operands(), "x": x}
+    numbers = {name: given.pop(name) for name in ("in_features", "group_size")}
+
+    class NoDevice:
+        limits = A100
+        ring_stages = None
+
+        def launch(self, *args: object) -> None:
+            raise AssertionError("launched what it must refuse")
+
+    workspace = w4a16.Workspace.allocate(1, 64, torch.device("cpu"))
+    with pytest.raises(KernelError, match=message):
+        w4a16.run_linear(NoDevice(), *given.values(), **numbers, workspace=workspace)  # type: ignore[arg-type]
+
+
+def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **more: object) -> torch.Tensor:
+    layers = [(layer.out_features, 0, layer.in_features, layer.group_size)]
+    workspace = w4a16.workspace_for(backend, layers, x.numel() // x.shape[-1], x.device)
+    return w4a16.run_linear(
+        backend,
+        x,
+        layer.qweight,
+        layer.scales,
+        layer.bias,
+        None,
+        in_features=layer.in_features,
+        group_size=layer.group_size,
+        workspace=workspace,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64])
+def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> None:
+    backend = EmulatedBackend()
+    codes, scales = layer_parts(in_features=4128, group_size=128)
+    layer = QuantLinear.from_codes(codes, scales, 128, 4, bias=np.linspace(-1, 1, 48))
+    x = torch.randn(tokens, 4160, generator=torch.Generator().manual_seed(2)).to(dtype)[:, :4128]
+    out = emulate(backend, x, layer, out_dtype=torch.float32)
+    expected = layer.float().forward(x.float())
+    assert torch.linalg.norm(out - expected) < 1e-6 * torch.linalg.norm(expected)
+    assert backend.launches == {"loopq_w4a16_gemm": -(-tokens // 32)}
+    shape = GemmShape(48, 0, 4128, 128, 1)
+    assert make_plan(shape, backend.limits, False, 4).slices > 1, "this case is meant to split K"
+
+
+@needs_compiler
+def test_many_tokens_are_dequantised_and_multiplied() -> None:
+    backend = EmulatedBackend()
+    codes, scales = layer_parts(in_features=224, group_size=64)
+    layer = QuantLinear.from_codes(codes, scales, 64, 4)
+    x = torch.randn(5, 13, 224, generator=torch.Generator().manual_seed(3)).bfloat16()
+    out = emulate(backend, x, layer)
+    assert backend.launches == {"loopq_w4_dequantize": 1}
+    rounded = torch.from_numpy(dense(codes, scales, 64)).float().bfloat16()
+    assert torch.equal(out, torch.nn.functional.linear(x, rounded))
+
+
+@needs_compiler
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_kernel_rounds_once(group_size: int, dtype: torch.dtype) -> None:
+    codes, scales = layer_parts(out_features=32, in_features=224, group_size=group_size)
+    layer = QuantLinear.from_codes(codes, scales, group_size, 4)
+    out = torch.full((32, 224), torch.nan, dtype=dtype)
+    w4a16.launch_dequantize(EmulatedBackend(), layer.qweight, layer.scales, out, group_size)
+    assert torch.equal(out, layer.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size"), [(48, 160, 64), (10, 70, 32), (16, 64, -1)]
+)
+def test_quant_linear_multiplies_by_codes_times_scales(
+    bits: int, out_features: int, in_features: int, group_size: int
+) -> None:
+    codes, scales = layer_parts(out_features, in_features, group_size, bits)
+    layer = QuantLinear.from_codes(codes, scales, group_size, bits, bias=np.ones(out_features))
+    assert layer.format == ("lq-w4" if fits_kernel(out_features, in_features, group_size, bits) else "codes")
+    assert torch.equal(layer.codes(), torch.from_numpy(codes))
+    x = torch.randn(2, 3, in_features, generator=torch.Generator().manual_seed(4))
+    expected = x.double().numpy() @ dense(codes, scales, group_size).T + 1
+    np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-4, atol=1e-4 * 2**bits)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_scales_are_kept_exactly_in_the_fewest_bits() -> None:
+    codes, scales = layer_parts()
+    coarse = np.round(scales * 64) / 64
+    assert QuantLinear.from_codes(codes, coarse, 64, 4).scales.dtype == torch.bfloat16
+    finer = np.round(scales * 512) / 512
+    assert QuantLinear.from_codes(codes, finer, 64, 4).scales.dtype == torch.float16
+    assert QuantLinear.from_codes(codes, scales, 64, 4).scales.dtype == torch.float32
+    assert (
+        QuantLinear.from_codes(codes, scales, 64, 4, scale_dtype=torch.bfloat16).scales.dtype
+        == torch.bfloat16
+    )
+
+
+def test_quant_linear_state_moves_and_loads() -> None:
+    codes, scales = layer_parts()
+    layer = QuantLinear.from_codes(
+        torch.from_numpy(codes), torch.from_numpy(scales), 64, 4, bias=torch.ones(48)
+    )
+    other = QuantLinear.from_codes(np.zeros_like(codes), np.ones_like(scales), 64, 4, bias=torch.zeros(48))
+    other.load_state_dict(layer.state_dict())
+    x = torch.ones(1, 160)
+    expected = layer(x)
+    assert torch.equal(other(x), expected)
+    assert layer.to(torch.bfloat16).scales.dtype == torch.float32
+    assert torch.equal(layer.half()(x), expected)
+    assert layer.to("meta").scales.device.type == "meta"
+    assert "bits=4" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 5}, r"bits must be one of \(2, 3, 4, 8\)"),
+        ({"bits": 3}, r"3-bit codes lie in -4\.\.3"),
+        ({"group_size": 0}, "group_size must be positive"),
+        ({"group_size": 32}, r"scales of shape \(48, 3\); expected \(48, 5\)"),
+        ({"codes": np.zeros(8, np.int8)}, r"codes of shape \(8,\)"),
+        ({"bias": np.zeros(3)}, r"bias of shape \(3,\)"),
+    ],
+)
+def test_from_codes_refuses(changes: dict[str, object], message: str) -> None:
+    codes, scales = layer_parts()
+    given = {"codes": codes, "scales": scales, "group_size": 64, "bits": 4, **changes}
+    with pytest.raises(ConfigError, match=message):
+        QuantLinear.from_codes(**given)  # type: ignore[arg-type]
+
+
+def test_from_marlin_is_the_same_layer() -> None:
+    from test_kernels_layout import marlin_by_formula
+
+    codes, scales = layer_parts(64, 128, 64)
+    n = np.arange(64)
+    stored = np.empty((2, 64), np.float32)
+    stored[:, (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)] = scales.T
+    layer = QuantLinear.from_marlin(
+        marlin_by_formula(codes), stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(64)
+    )
+    same = QuantLinear.from_codes(codes, scales, 64, 4, bias=np.ones(64))
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(layer(x), same(x))

@@ -1,0 +1,267 @@
+"""The fused small operations and the rollout runner, run through the emulation and compared with torch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from kernel_backend import EmulatedBackend
+from kernel_emulation import compiler
+
+from loopq.errors import ConfigError, KernelError
+from loopq.kernels import fused
+from loopq.kernels.modules import QuantLinear
+from loopq.kernels.rollout import LoopParts, RolloutRunner, reference_rollout
+
+pytestmark = pytest.mark.skipif(
+    compiler() is None, reason="NO C++ COMPILER: fused kernels are NOT tested here; install g++ or set CXX"
+)
+
+TYPES = [torch.bfloat16, torch.float16]
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def spacing(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def assert_rounds_alike(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to one rounding step, and equal almost everywhere."""
+    assert torch.isfinite(result.float()).all()
+    step = spacing(expected.dtype) * expected.float().abs().clamp(min=1e-2)
+    assert ((result.float() - expected.float()).abs() <= step).all()
+    assert (result != expected).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [8, 264, 5280, 16384])
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_add_norm(width: int, second: bool, with_residual: bool, dtype: torch.dtype) -> None:
+    a = draw(2, width + 8, dtype=dtype)[:, :width]
+    residual = draw(2, width, seed=1, dtype=dtype) if with_residual else None
+    w1, w2 = draw(width, seed=2, dtype=dtype), draw(width, seed=3, dtype=dtype) if second else None
+    y = torch.full((2, width + 16), torch.nan, dtype=dtype)
+    z = torch.full((2, width), torch.nan, dtype=dtype) if second else None
+    fused.add_norm(EmulatedBackend(), a, residual, w1, w2, y[:, :width], z, 1e-6)
+    expected_y, expected_z = fused.add_norm_ref(a, residual, w1, w2, 1e-6)
+    assert_rounds_alike(y[:, :width], expected_y)
+    assert torch.isnan(y[:, width:]).all()
+    if z is not None:
+        assert expected_z is not None
+        # z starts from the kernel's own rounded y, which may differ from the reference's in a last bit.
+        again = fused.add_norm_ref(y[:, :width], None, w2, None, 1e-6)[0] if w2 is not None else None
+        assert again is not None
+        assert_rounds_alike(z, again)
+
+
+def test_add_norm_in_place() -> None:
+    stream, branch, w1, w2 = draw(3, 96), draw(3, 96, seed=1), draw(96, seed=2), draw(96, seed=3)
+    expected, _ = fused.add_norm_ref(branch, stream, w1, w2, 1e-6)
+    normed = torch.empty_like(stream)
+    fused.add_norm(EmulatedBackend(), branch, stream, w1, w2, stream, normed, 1e-6)
+    assert_rounds_alike(stream, expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "heads", "head"),
+    [(1, 1, 1, 2), (2, 7, 3, 96), (1, 16, 2, 64), (1, 33, 1, 128), (1, 64, 1, 32)],
+)
+def test_rope_attention(sequences: int, tokens: int, heads: int, head: int, dtype: torch.dtype) -> None:
+    rows = sequences * tokens
+    qkv = draw(rows, 3 * heads * head + 8, dtype=dtype)[:, : 3 * heads * head]
+    if qkv.stride(0) % 8:
+        qkv = draw(rows, 8, dtype=dtype)[:, :6]
+    bias = draw(2, heads, head, seed=1, dtype=dtype)
+    rotation = fused.rotation_table(tokens + 3, head, 50000.0)
+    out = torch.full((rows, max(8, heads * head)), torch.nan, dtype=dtype)[:, : heads * head]
+    for qk_bias in (None, bias):
+        fused.rope_attention(EmulatedBackend(), qkv, qk_bias, rotation, out, heads, tokens)
+        expected = fused.rope_attention_ref(qkv, qk_bias, rotation, heads, tokens)
+        difference = (out.float() - expected.float()).abs().max()
+        assert difference <= 2 * spacing(dtype) * expected.float().abs().max()
+
+
+def test_attention_reference_against_torch() -> None:
+    """The reference itself against scaled_dot_product_attention and complex rotation."""
+    heads, head, tokens = 3, 8, 5
+    qkv = draw(tokens, 3 * heads * head, dtype=torch.float32)
+    rotation = fused.rotation_table(tokens, head, 50000.0)
+    q, k, v = qkv.view(tokens, 3, heads, head).permute(1, 2, 0, 3)
+    phase = torch.view_as_complex(rotation)
+    q, k = (
+        torch.view_as_real(torch.view_as_complex(t.reshape(heads, tokens, -1, 2)) * phase).flatten(-2)
+        for t in (q, k)
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = fused.rope_attention_ref(qkv, None, rotation, heads, tokens)
+    torch.testing.assert_close(out, expected.transpose(0, 1).reshape(tokens, -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 264), (16, 96)])
+def test_swiglu(rows: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = draw(rows, 2 * width, dtype=dtype) * 4
+    out = torch.full((rows, width), torch.nan, dtype=dtype)
+    fused.swiglu(EmulatedBackend(), gate_up, out)
+    assert_rounds_alike(out, fused.swiglu_ref(gate_up))
+    expected = torch.nn.functional.silu(gate_up[:, :width].float()) * gate_up[:, width:].float()
+    torch.testing.assert_close(out.float(), expected, rtol=2 * spacing(dtype), atol=1e-6)
+
+
+def test_fused_operations_refuse() -> None:
+    backend = EmulatedBackend()
+    with pytest.raises(KernelError, match="width 12 must be a multiple of 8"):
+        fused.add_norm(backend, draw(8, 16)[:, :12], None, draw(12), None, draw(8, 16)[:, :12], None, 1e-6)
+    with pytest.raises(KernelError, match="row stride that is a multiple of 8"):
+        fused.swiglu(backend, draw(2, 36)[:, :32], draw(2, 16))
+    with pytest.raises(KernelError, match="up to 64 tokens"):
+        fused.rope_attention(
+            backend, draw(65, 48), None, fused.rotation_table(65, 16, 1e4), draw(65, 16), 1, 65
+        )
+    with pytest.raises(KernelError, match=r"expected float32 \(at least 4, 8, 2\)"):
+        fused.rope_attention(backend, draw(4, 48), None, fused.rotation_table(3, 16, 1e4), draw(4, 16), 1, 4)
+    with pytest.raises(KernelError, match="takes bfloat16 and float16"):
+        fused.swiglu(backend, torch.zeros(2, 32), torch.zeros(2, 16))
+
+
+WIDTH, HEADS, INNER = 96, 3, 160
+
+
+def huginn_like(quantized: bool, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> SimpleNamespace:
+    """A model of Huginn's names at a width whose K is no multiple of 64; int4 or plain weights."""
+    generator = np.random.default_rng(seed)
+
+    def linear(out_features: int, in_features: int) -> torch.nn.Module:
+        codes = generator.integers(-8, 8, (out_features, in_features)).astype(np.int8)
+        groups = -(-in_features // 64)
+        scales = generator.uniform(0.5, 1.5, (out_features, groups)).astype(np.float32) / (
+            5 * in_features**0.5
+        )
+        layer = QuantLinear.from_codes(codes, scales, 64, 4, scale_dtype=torch.bfloat16)
+        if quantized:
+            return layer
+        plain = torch.nn.Linear(in_features, out_features, bias=False)
+        plain.weight.data = layer.dequantize()
+        return plain.to(dtype)
+
+    def norm() -> SimpleNamespace:
+        return SimpleNamespace(weight=torch.from_numpy(generator.uniform(0.5, 1.5, WIDTH)).to(dtype))
+
+    def block() -> SimpleNamespace:
+        qk_bias = torch.from_numpy(generator.standard_normal((2, 1, HEADS, WIDTH // HEADS))).to(dtype)
+        attn = SimpleNamespace(Wqkv=linear(3 * WIDTH, WIDTH), proj=linear(WIDTH, WIDTH), qk_bias=qk_bias)
+        mlp = SimpleNamespace(fc=linear(2 * INNER, WIDTH), proj=linear(WIDTH, INNER))
+        return SimpleNamespace(attn=attn, mlp=mlp, **{f"norm_{i}": norm() for i in (1, 2, 3, 4)})
+
+    transformer = SimpleNamespace(adapter=linear(WIDTH, 2 * WIDTH), core_block=[block(), block()])
+    config = SimpleNamespace(n_heads=HEADS, norm_eps=1e-6, rope_base=50000.0)
+    return SimpleNamespace(transformer=transformer, config=config)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())
+
+
+def exact_rollout(
+    model: SimpleNamespace, state: torch.Tensor, embedding: torch.Tensor, n_steps: int
+) -> torch.Tensor:
+    """A direct transcription of the loop in float64, sharing no code with the runner or its reference."""
+    tokens = state.shape[1]
+    phase = torch.view_as_complex(fused.rotation_table(tokens, WIDTH // HEADS, 50000.0).double())
+
+    def rms(v: torch.Tensor, norm: SimpleNamespace) -> torch.Tensor:
+        return v / (v.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+
+    def linear(layer: torch.nn.Module, v: torch.Tensor) -> torch.Tensor:
+        weight = layer.dequantize() if isinstance(layer, QuantLinear) else layer.weight.detach()
+        return v @ weight.double().t()
+
+    def attention(attn: SimpleNamespace, v: torch.Tensor) -> torch.Tensor:
+        q, k, w = linear(attn.Wqkv, v).view(-1, tokens, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        bias = attn.qk_bias.double()
+        q, k = q + bias[0].unsqueeze(2), k + bias[1].unsqueeze(2)
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(t.reshape(*t.shape[:3], -1, 2)) * phase).flatten(-2)
+            for t in (q, k)
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, w, is_causal=True)
+        return linear(attn.proj, mixed.transpose(1, 2).reshape(v.shape))
+
+    s, e = state.double(), embedding.double()
+    for _ in range(n_steps):
+        x = linear(model.transformer.adapter, torch.cat((s, e), -1))
+        for block in model.transformer.core_block:
+            x = rms(attention(block.attn, rms(x, block.norm_1)) + x, block.norm_2)
+            gate, up = linear(block.mlp.fc, rms(x, block.norm_3)).chunk(2, -1)
+            x = rms(linear(block.mlp.proj, torch.nn.functional.silu(gate) * up) + x, block.norm_4)
+        s = x
+    return s
+
+
+@pytest.mark.parametrize("hoist", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 1), (1, 7), (2, 3)])
+def test_rollout_is_as_good_as_the_reference(
+    sequences: int, tokens: int, quantized: bool, hoist: bool
+) -> None:
+    model = huginn_like(quantized)
+    parts = LoopParts.from_model(model)
+    backend = EmulatedBackend()
+    runner = RolloutRunner(parts, backend, hoist=hoist)
+    state, embedding = draw(sequences, tokens, WIDTH), draw(sequences, tokens, WIDTH, seed=1)
+    exact = exact_rollout(model, state, embedding, 3)
+    error = relative(runner.run(state, embedding, 3), exact)
+    # The plain adapter's hoisted half is rounded to bfloat16, one rounding more per step than the reference.
+    allowed = 1.25 if quantized or not hoist else 2.0
+    assert error < allowed * relative(reference_rollout(parts, state, embedding, 3), exact)
+    assert error < 0.05
+    assert relative(exact_rollout(model, state, embedding, 2), exact) > 0.1, "a missing step would show"
+    assert runner.n_products == 3 * 9 + hoist
+    small = backend.launches.total() - backend.launches["loopq_w4a16_gemm"]
+    assert small == 3 * (1 + 2 * 4)
+    assert backend.launches["loopq_w4a16_gemm"] == (runner.n_products if quantized else 0)
+
+
+def test_reference_rollout_is_the_model() -> None:
+    model = huginn_like(quantized=False, dtype=torch.float32)
+    state, embedding = draw(1, 5, WIDTH, dtype=torch.float32), draw(1, 5, WIDTH, seed=1, dtype=torch.float32)
+    out = reference_rollout(LoopParts.from_model(model), state, embedding, 3)
+    assert relative(out, exact_rollout(model, state, embedding, 3)) < 1e-5
+
+
+def test_rows_behind_a_short_sequence_change_nothing() -> None:
+    parts = LoopParts.from_model(huginn_like(quantized=True))
+    state, embedding = draw(1, 8, WIDTH), draw(1, 8, WIDTH, seed=1)
+    runner = RolloutRunner(parts, EmulatedBackend())
+    full = runner.run(state, embedding, 2)
+    part = runner.run(state[:, :5], embedding[:, :5], 2)
+    assert torch.equal(part, full[:, :5])
+
+
+def test_runner_refuses() -> None:
+    with pytest.raises(ConfigError, match=r"Huginn's module names.*adapter"):
+        LoopParts.from_model(
+            SimpleNamespace(config=SimpleNamespace(n_heads=1), transformer=SimpleNamespace(core_block=[]))
+        )
+    model = huginn_like(quantized=True)
+    model.transformer.adapter = QuantLinear.from_codes(
+        np.zeros((96, 192), np.int8), np.ones((96, 3), np.float32), 64, 3
+    )
+    with pytest.raises(ConfigError, match="not in the kernel's layout"):
+        RolloutRunner(LoopParts.from_model(model), EmulatedBackend())
+    model.transformer.adapter = torch.nn.Linear(192, 96)
+    with pytest.raises(ConfigError, match="linear layers without bias"):
+        RolloutRunner(LoopParts.from_model(model), EmulatedBackend())
+    runner = RolloutRunner(LoopParts.from_model(huginn_like(quantized=True)), EmulatedBackend())
+    with pytest.raises(KernelError, match="up to 64"):
+        runner.run(draw(1, 65, WIDTH), draw(1, 65, WIDTH), 1)
+    with pytest.raises(KernelError, match=r"call capture\(1, 3, 2\) first"):
+        runner.run(draw(1, 3, WIDTH), draw(1, 3, WIDTH), 2, graph=True)

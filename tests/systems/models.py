@@ -199,5 +199,7 @@ CASES: dict[str, Case] = {
     "transformers GPT-NeoX Ponder, scaled": Case(
         "ponder", _gpt_neox(scale_embeds=True, mutiply_pondering_steps=True), (4, 3), n_shared=9
     ),
-    **{name: Case(*fields) for name, fields in remote.CASES.items()},
+    "generic HRM-Text": Case("generic", _hrm_text, (6,), n_shared=32),
+    "generic Zamba": Case("generic", _zamba, (3,), n_shared=7),
+    **{name: Case(**fields) for name, fields in remote.CASES.items()},
 }

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _MARKER = "transformer.core_block.0.attn.c_q"
-_LINEARS = (
-    ("attn.c_q", "attention"),
-    ("attn.c_k", "attention"),
-    ("attn.c_v", "attention"),
-    ("attn.c_proj", "attention"),
-    ("mlp.fc", "mlp"),
-    ("mlp.proj", "mlp"),
+_GATE = {"role": "gate", "treatment": "dense", "reason": "32 inputs and a row per head: nothing to save"}
+_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("attn.c_q", {"role": "attention"}),
+    ("attn.c_k", {"role": "attention"}),
+    ("attn.c_v", {"role": "attention"}),
+    ("attn.ve_gate", _GATE),
+    ("attn.c_proj", {"role": "attention"}),
+    ("mlp.fc", {"role": "mlp"}),
+    ("mlp.proj", {"role": "mlp"}),
 )
 
 
@@ -61,11 +63,8 @@ class Parcae(StepwiseSystem):
         modules: list[tuple[str, dict[str, Any]]] = []
         for i, block in enumerate(self._core.transformer.core_block):
             stem = f"{self._prefix}transformer.core_block.{i}"
-            modules += [(f"{stem}.{suffix}", {"role": role}) for suffix, role in _LINEARS]
-            if getattr(block.attn, "ve_gate", None) is not None:
-                reason = "32 inputs and a row per head: nothing to save"
-                gate = {"role": "gate", "treatment": "dense", "reason": reason}
-                modules.append((f"{stem}.attn.ve_gate", gate))
+            present = dict(block.named_modules())
+            modules += [(f"{stem}.{name}", fields) for name, fields in _LINEARS if name in present]
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
@@ -94,7 +93,7 @@ class Parcae(StepwiseSystem):
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         noise = self.noise(batch)
-        with setting(self._core, initialize_state=lambda embeds: noise):
+        with setting(self._core, initialize_state=lambda embeds: noise, _current_input_ids=ids):
             return logits_of(self._core(ids, num_steps_pair=[n_steps, 0], return_logits=True))
 
     def embed(self, batch: Batch) -> Any:

@@ -32,7 +32,7 @@ class Ponder(StepwiseSystem):
     name = "ponder"
     summary = "E += softmax(head(model(E))) W; N-1 such updates, then one pass to read"
     checkpoints = (("PonderPythia-2.8B", 129),)
-    exposed = ("embed_out",)
+    exposed = ("embed_out (lm_head in transformers 5)",)
     idle = ("adapter.",)
 
     @classmethod
@@ -41,7 +41,7 @@ class Ponder(StepwiseSystem):
         config = getattr(model, "config", None)
         names = dict(model.named_modules())
         looped = hasattr(config, "pondering_steps") or getattr(config, "model_type", "") == "loopq-zoo-ponder"
-        return looped and "embed_out" in names and "gpt_neox.layers.0.attention.query_key_value" in names
+        return looped and "gpt_neox.layers.0.attention.query_key_value" in names
 
     @property
     def n_steps(self) -> int:
@@ -61,7 +61,7 @@ class Ponder(StepwiseSystem):
             for suffix, fields in _LINEARS
         ]
         if not self._tied:
-            modules.append(("embed_out", {"role": "head", "exposed": True}))
+            modules.append((self._head, {"role": "head", "exposed": True}))
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
@@ -70,8 +70,13 @@ class Ponder(StepwiseSystem):
         return {"gpt_neox.embed_in.weight": reason}
 
     @property
+    def _head(self) -> str:
+        # transformers 5 gave the head of GPT-NeoX another name.
+        return "embed_out" if hasattr(self.model, "embed_out") else "lm_head"
+
+    @property
     def _tied(self) -> bool:
-        return is_embedding(self.model, "embed_out")
+        return is_embedding(self.model, self._head)
 
     @property
     def _scale(self) -> float:
@@ -101,5 +106,5 @@ class Ponder(StepwiseSystem):
 
     def _predict(self, state: Tensor, embedding: Any) -> Tensor:
         hidden = self.model.gpt_neox(inputs_embeds=state, use_cache=False)[0]
-        logits: Tensor = self.model.embed_out(hidden)
+        logits: Tensor = self.model.get_submodule(self._head)(hidden)
         return logits

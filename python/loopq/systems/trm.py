@@ -68,9 +68,11 @@ class Trm(LoopedSystem):
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """The halting head, which evaluation does not follow."""
-        reason = "decides on halting, which evaluation does not follow; read once a call"
-        return {"inner.q_head.weight": reason}
+        """The heads, which feed nothing back."""
+        return {
+            "inner.lm_head.weight": "read at every call, but only the last one counts",
+            "inner.q_head.weight": "decides on halting, which evaluation does not follow",
+        }
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Call the root forward `n_steps` times from the learned initial state."""

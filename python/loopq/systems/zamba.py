@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _BLOCKS = ("shared_transf", "shared_transformer")
+_LOW_RANK = "_adapter_list."
 
 
 @SYSTEMS.register("zamba")
@@ -43,21 +44,24 @@ class Zamba(LoopedSystem):
 
     @property
     def _tied(self) -> dict[str, int]:
-        """First owner of each shared matrix and its number of places."""
+        """First owner of each matrix tied in several places, and their number."""
         owners = owners_of_parameters(self.model)
         found = {}
         for name, module in self.model.named_modules():
             weight = module._parameters.get("weight")
             inside = any(f".{block}." in f".{name}." for block in _BLOCKS)
             if inside and weight is not None and weight.ndim == 2 and len(owners[id(weight)]) > 1:
-                first = owners[id(weight)][0]
-                found[first] = len(owners[id(weight)])
+                found[owners[id(weight)][0]] = len(owners[id(weight)])
         return found
+
+    @property
+    def _shared(self) -> dict[str, int]:
+        return {name: places for name, places in self._tied.items() if _LOW_RANK not in name}
 
     @property
     def n_steps(self) -> int:
         """Places of the block that has most of them."""
-        return max(self._tied.values(), default=1)
+        return max(self._shared.values(), default=1)
 
     def check_depth(self, n_steps: int) -> int:
         """Refuse every depth but the one built in."""
@@ -70,11 +74,16 @@ class Zamba(LoopedSystem):
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Every matrix of the shared blocks, called once for each place that it has."""
         modules: list[tuple[str, dict[str, Any]]] = []
-        for name, places in self._tied.items():
+        for name, places in self._shared.items():
             role = "attention" if ".self_attn." in name else "mlp"
             fused = "gate+up" if name.endswith("gate_up_proj") else ""
             modules.append((name, {"role": role, "invocations": places, "fused": fused}))
         return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """Zamba2's low-rank adapters: tied like the block, but each is used in one place only."""
+        reason = "low-rank adapter of one place, called once"
+        return {f"{name}.weight": reason for name in self._tied if _LOW_RANK in name}
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward without a cache."""

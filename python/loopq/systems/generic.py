@@ -1,0 +1,213 @@
+"""Discovery: the loop of any torch model, found by running it once."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError, SystemContractError
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, owners_of_parameters
+from loopq.systems.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_PROBE_TOKENS = 8
+_PROBE_PROMPTS = 2
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """The loop that one run showed.
+
+    Parameters
+    ----------
+    order : tuple of str
+        Looped parameters in the order of their first calls.
+    rows : dict of str to list of int
+        Input rows of each parameter at each step.
+    n_prompts, n_tokens : int
+        Shape of the prompts that were run.
+    uncalled : tuple of str
+        Matrices used without a call of their module: they may be looped too, but no hook sees their input.
+    """
+
+    order: tuple[str, ...]
+    rows: dict[str, list[int]]
+    n_prompts: int
+    n_tokens: int
+    uncalled: tuple[str, ...]
+
+    @property
+    def depth(self) -> int:
+        """Largest number of calls of one parameter."""
+        return max((len(rows) for rows in self.rows.values()), default=1)
+
+    def lines(self) -> list[str]:
+        """Return the findings as lines to print."""
+        if not self.order:
+            text = ["no parameter is called more than once: this model has no loop that hooks can see"]
+        else:
+            text = [
+                f"{len(self.order)} looped parameters, depth {self.depth}, "
+                f"run with {self.n_prompts} prompts of {self.n_tokens} tokens",
+            ]
+        for name in self.order:
+            rows = self.rows[name]
+            shown = f"{rows[0]} each" if len(set(rows)) == 1 else ", ".join(map(str, rows))
+            text.append(f"{name}: {len(rows)} calls, rows {shown}")
+        return text + [f"used without a call, cannot be calibrated: {name}" for name in self.uncalled]
+
+
+def discover(model: nn.Module, batch: Batch, run: Any = None) -> Discovery:
+    """Find the loop of a model by one run.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any torch model.
+    batch : Batch
+        Prompts to run.
+    run : callable, optional
+        Takes the batch and runs one rollout; by default the model is called with the ids, without cache.
+
+    Returns
+    -------
+    Discovery
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch import nn
+    >>> class Twice(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed, self.core = nn.Embedding(16, 8), nn.Linear(8, 8)
+    ...
+    ...     def forward(self, ids):
+    ...         return self.core(self.core(self.embed(ids)))
+    >>> print(discover(Twice(), Batch(torch.zeros(2, 3, dtype=torch.long), (0, 1))).lines()[1])
+    core.weight: 2 calls, rows 6 each
+    """
+    found: Trace = trace(model, lambda: run(batch) if run else call_plain(model, batch.input_ids))
+    loop = found.repeated
+    n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
+    return Discovery(tuple(loop), loop, n_prompts, n_tokens, found.uncalled)
+
+
+def call_plain(model: nn.Module, ids: Tensor) -> Tensor:
+    """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives."""
+    import inspect
+
+    import torch
+
+    ids = ids.to(next(model.parameters()).device)
+    parameters = inspect.signature(model.forward).parameters
+    cached = "use_cache" in parameters
+    with torch.no_grad():
+        out = model(ids, use_cache=False) if cached else model(ids)
+    for field in ("logits", "last_hidden_state"):
+        if getattr(out, field, None) is not None:
+            out = getattr(out, field)
+            break
+    if isinstance(out, tuple | list):
+        out = out[0]
+    if not isinstance(out, torch.Tensor) or out.ndim != 3:
+        raise SystemContractError(
+            f"{type(model).__name__}: its forward gives no tensor (n_prompts, n_tokens, ...); "
+            "write an adapter: a subclass of loopq.systems.LoopedSystem with rollout and shared_parameters"
+        )
+    return out
+
+
+@SYSTEMS.register("generic")
+class Generic(LoopedSystem):
+    """Whatever one plain run of the model shows: every matrix that is called more than once.
+
+    It is taken only when it is named, since a run alone cannot tell which layers feed the loop back, whether
+    the depth may vary, or whether the model draws its own noise. Depth is what the model runs by itself.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Any torch model that is called with token ids.
+    select : sequence of str
+        Shell patterns of parameter names to take; all looped ones by default.
+    """
+
+    name = "generic"
+    summary = "any model: what one run calls more than once; named by --system generic"
+
+    def __init__(self, model: nn.Module, select: Sequence[str] = ("*",)) -> None:
+        super().__init__(model)
+        self._select = tuple(select)
+        self._found: Discovery | None = None
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Never by itself."""
+        return False
+
+    @property
+    def discovery(self) -> Discovery:
+        """The loop, found by one short run when it is first asked for."""
+        if self._found is None:
+            import torch
+
+            ids = torch.arange(_PROBE_PROMPTS * _PROBE_TOKENS).reshape(_PROBE_PROMPTS, _PROBE_TOKENS)
+            self._found = discover(self.model, Batch(ids, tuple(range(_PROBE_PROMPTS))))
+            if not self._found.order:
+                raise SystemContractError(f"{type(self.model).__name__}: {self._found.lines()[0]}")
+        return self._found
+
+    @property
+    def n_steps(self) -> int:
+        """Largest number of calls of one parameter."""
+        return self.discovery.depth
+
+    def check_depth(self, n_steps: int) -> int:
+        """Refuse every depth but the one the model runs by itself."""
+        if n_steps != self.n_steps:
+            raise ConfigError(
+                f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}"
+            )
+        return n_steps
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Parameters called more than once that a pattern selects.
+
+        Raises
+        ------
+        SystemContractError
+            A pattern selects a matrix that the run never called, or none at all.
+        """
+        found = self.discovery
+        owners = owners_of_parameters(self.model)
+        every = [name for name, p in self.model.named_parameters() if p.ndim == 2]
+        for pattern in self._select:
+            chosen = fnmatch.filter(every, pattern)
+            unseen = [name for name in chosen if name in found.uncalled]
+            if not chosen or (pattern != "*" and unseen):
+                raise SystemContractError(
+                    f"{pattern!r} selects {unseen[0] if unseen else 'no matrix'}: "
+                    "selected but never observed; exclude it, or declare it in an adapter of your own"
+                )
+        taken = [n for n in found.order if any(fnmatch.fnmatchcase(n, p) for p in self._select)]
+        by_name = dict(self.model.named_parameters())
+        modules = [
+            (owners[id(by_name[name])][0], {"role": "looped", "invocations": len(found.rows[name])})
+            for name in taken
+        ]
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """Matrices that the run used without a call."""
+        return dict.fromkeys(self.discovery.uncalled, "used without a call of its module")
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Call the model with the ids, without cache."""
+        self.check_depth(n_steps)
+        return call_plain(self.model, batch.input_ids)

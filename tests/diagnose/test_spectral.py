@@ -105,6 +105,26 @@ def test_jacobian_product_is_the_matrix_and_the_finite_difference(system):
     np.testing.assert_allclose(step.transposed(state)(u)[0].numpy(), u[0].numpy() @ system.model.jacobian())
 
 
+def test_fast_products_are_the_exact_ones(system):
+    _, embedding, state = operating(system)
+    step = stepmap.StepMap(system, embedding, 7, 8)
+    times, how = step.products(state)
+    assert how == "reverse over reverse"
+    v = torch.randn(state.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(times(v), step.product(state, v), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(times(-3 * v), -3 * step.product(state, v), rtol=1e-12, atol=1e-14)
+
+    class Blocked(LinearSystem):
+        def step(self, state, embedding, t, n_steps):
+            with torch.no_grad():
+                return super().step(state, embedding, t, n_steps)
+
+    blocked = stepmap.StepMap(Blocked(system.model), embedding, 7, 8)
+    times, how = blocked.products(state)
+    assert how == "forward mode"
+    torch.testing.assert_close(times(v), step.product(state, v))
+
+
 def test_radius_of_a_step_is_that_of_its_jacobian(system):
     # 30 positions of width 6: above the dense limit, so this is the Arnoldi path on Jacobian products.
     batch, embedding, state = operating(system, n_tokens=30)

@@ -468,10 +468,11 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
         + (6 * config.n_updates if context.train else 0),
     }
     maps = 8 if context.exposed else 2
-    # About 150 products for a start vector, each worth three steps; the norm as much again.
+    # About 150 products for a start vector, each worth two steps, and the norm; a map with many eigenvalues
+    # of one size takes up to the cap.
     extra = {
         "ranks": _eigen_seconds(context),
-        "jacobian": n_jacobian * maps * 3 * 150 * 3 * step,
+        "jacobian": n_jacobian * maps * 2.5 * 150 * 2 * step,
         "bypass": n_jacobian * seeds * 2 * 4 * len(config.radii) * 2 * config.n_directions * step,
     }
     parts = {

@@ -214,11 +214,10 @@ def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 
 def vector_product(step: StepMap, state: Tensor) -> Product:
     """Return v -> J v on float64 vectors, J the step's Jacobian at a state."""
     torch = require("torch")
+    times, _ = step.products(state)
 
     def product(v: Floats) -> Floats:
-        out: Floats = (
-            step.product(state, torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
-        )
+        out: Floats = times(torch.from_numpy(v).to(state).reshape(state.shape)).double().cpu().numpy()
         return out.reshape(-1)
 
     return product

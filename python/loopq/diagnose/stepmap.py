@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +143,7 @@ class StepMap:
         return after
 
     def product(self, state: Tensor, direction: Tensor) -> Tensor:
-        """J v by exact forward-mode differentiation at a state."""
+        """J v at a state by forward-mode differentiation: exact, no graph kept, several steps' time."""
         torch = require("torch")
         _load_forward_mode()
         self.n_products += 1
@@ -173,6 +173,47 @@ class StepMap:
                 f"system {self.system.name!r}: the step's derivative differs from its finite difference by "
                 f"{gap:.2e} of {float(difference.norm()):.2e}; does the step detach its input?"
             )
+
+    def products(self, state: Tensor) -> tuple[Callable[[Tensor], Tensor], str]:
+        """Return v -> J v at a state for many products, and how it is done.
+
+        Returns
+        -------
+        callable
+            J^T u is linear in u, so differentiating it by u along v gives J v, exactly as forward mode does
+            and several times faster, from one kept graph.
+        str
+            "reverse over reverse", or "forward mode" where the step lets no gradient through.
+
+        Raises
+        ------
+        SystemContractError
+            Both ways differ by more than rounding.
+        """
+        torch = require("torch")
+        with torch.enable_grad(), _plain_attention():
+            x = state.detach().clone().requires_grad_(True)
+            y = self(x)
+            u = torch.zeros_like(y, requires_grad=True)
+            pulled = torch.autograd.grad(y, x, u, create_graph=True)[0] if y.requires_grad else None
+        if pulled is None or not pulled.requires_grad:
+            return lambda v: self.product(state, v), "forward mode"
+
+        def product(v: Tensor) -> Tensor:
+            self.n_products += 1
+            (out,) = torch.autograd.grad(pulled, u, v, retain_graph=True)
+            found: Tensor = out
+            return found
+
+        generator = torch.Generator().manual_seed(2)
+        v = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state)
+        gap = float((product(v) - self.product(state, v)).double().norm())
+        if gap > 1e-3 * float(product(v).double().norm()) + 1e-12:
+            raise SystemContractError(
+                f"system {self.system.name!r}: two exact ways to J v differ by {gap:.2e}; does the step detach "
+                "part of its input?"
+            )
+        return product, "reverse over reverse"
 
     def transposed(self, state: Tensor) -> Any:
         """Return u -> J^T u at a state, by reverse mode.

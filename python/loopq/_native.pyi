@@ -33,7 +33,8 @@ __version__: str
 #: Rows whose products are summed in float32 before they reach the exact grid (docs/formats/hessian.md).
 BLOCK_ROWS: int
 
-_ScaleType = Literal["float32", "float16", "bfloat16"]
+#: "float32", "float16", "bfloat16", or one of them with the significant bits kept: "bfloat16:5".
+_ScaleType = str
 _Precision = Literal["float64", "float32"]
 _Progress = Callable[[float], object]
 
@@ -315,8 +316,9 @@ def rtn(
         Columns per scale; 0 or -1 for one scale per row. A ragged last group has its own scale.
     symmetric : bool
         Codes ``-2^(b-1)..2^(b-1)-1`` with ``scale = max|w| / (2^(b-1)-1)``, or ``0..2^b-1`` with a zero point.
-    scale_dtype : {'float32', 'float16', 'bfloat16'}
-        Scales are rounded to it before codes are computed.
+    scale_dtype : str
+        'float32', 'float16' or 'bfloat16', or one of them with the significant bits kept ('bfloat16:5'). Scales are
+        rounded to it before codes are computed.
     scale_search : {'max', 'mse'}
         Scale from the largest magnitude, or the best of 70 shrunken ones by (weighted) square error.
     weights_diag : ndarray of float64, shape (dim,), optional

@@ -16,6 +16,8 @@ from loopq.errors import ConfigError
 
 BITS = (2, 3, 4, 8)
 SCALE_DTYPES = ("float32", "float16", "bfloat16")
+#: Significant bits of a scale type, the leading one included.
+SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 PER_CHANNEL = -1
 CALIBRATION_PROMPTS = 128
 EVALUATION_PROMPTS = 64
@@ -58,6 +60,10 @@ class LayerConfig:
         Largest magnitude of the group, or the scale of least squared error on a shrink grid.
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type. Scales are rounded to it before any code is computed.
+    scale_bits : int, optional
+        Significant bits that scales keep, the leading one included; all that `scale_dtype` has when absent.
+        With 5, a symmetric INT4 weight code * scale is exact in bfloat16, so that what is simulated and what
+        is deployed are the same numbers (docs/formats/scales.md).
     act_order : bool
         Sweep columns by falling diag(H); scales are static then and no index is stored.
     precision : {"float64", "float32"}
@@ -74,6 +80,7 @@ class LayerConfig:
     scales: ScaleMode = "group"
     scale_search: ScaleSearch = "max"
     scale_dtype: ScaleType = "float16"
+    scale_bits: int | None = None
     act_order: bool = False
     precision: Precision = "float64"
     block_size: int = 128
@@ -84,6 +91,12 @@ class LayerConfig:
         _choice("scale_search", self.scale_search, ("max", "mse"))
         _choice("scale_dtype", self.scale_dtype, SCALE_DTYPES)
         _choice("precision", self.precision, ("float64", "float32"))
+        most = SIGNIFICANT_BITS[self.scale_dtype]
+        if self.scale_bits is not None and not 1 <= self.scale_bits <= most:
+            raise ConfigError(
+                f"scale_bits must be between 1 and {most}, the significant bits of {self.scale_dtype}; "
+                f"got {self.scale_bits!r}"
+            )
         if not isinstance(self.group_size, int) or (self.group_size != PER_CHANNEL and self.group_size < 1):
             raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
         if not 0.0 <= self.damping < float("inf"):

@@ -1,1 +1,9 @@
-"""Checkpoints: quantized layers and the rest of a model, written whole and read back exactly."""
+"""Checkpoints: quantized layers and the rest of a model, written whole and read back exactly.
+
+`FORMATS` holds what other tools read; the native folder is `loopq.checkpoint.native`.
+"""
+
+from loopq.checkpoint.form import Format
+from loopq.registry import Registry
+
+FORMATS: Registry[Format] = Registry("checkpoint format", "loopq.checkpoint")

@@ -17,6 +17,36 @@ from loopq.errors import CheckpointError
 _SCALE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
+def unpack_codes(packed: NDArray[np.int32], bits: int, count: int, offset: int, what: str) -> NDArray[Any]:
+    """Unpack the bit stream of every row.
+
+    Parameters
+    ----------
+    packed : ndarray, int32, shape (rows, ceil(count * bits / 32))
+        Words.
+    bits, count : int
+        Bits of a code and codes of a row.
+    offset : int
+        Subtracted from every code: 0 gives uint8, 2^(bits-1) gives the signed codes in int8.
+    what : str
+        File and tensor, for the message.
+
+    Raises
+    ------
+    CheckpointError
+        Bits after the last code are not zero: the shape or the bits are not what the file was written with.
+    """
+    used = count * bits % 32
+    words = np.ascontiguousarray(packed)
+    if used and words.size and (words[:, -1].view(np.uint32) >> np.uint32(used)).any():
+        row = int(np.flatnonzero(words[:, -1].view(np.uint32) >> np.uint32(used))[0])
+        raise CheckpointError(
+            f"{what}: row {row} has bits after its last code: {count} codes of {bits} bits do not fill it so"
+        )
+    codes: NDArray[Any] = native.unpack_dense(words, bits, count, offset)
+    return codes
+
+
 @dataclass(frozen=True)
 class QuantizedLayer:
     """A weight matrix on an integer grid.
@@ -144,7 +174,7 @@ class QuantizedLayer:
         words = -(-columns * bits // 32)
         offset = 1 << (bits - 1) if settings["symmetric"] else 0
         packed = get("weight_packed", "I32", (rows, words)).array()
-        codes = native.unpack_dense(np.ascontiguousarray(packed), bits, columns, offset)
+        codes = unpack_codes(packed, bits, columns, offset, f"{where}: tensor '{module}.weight_packed'")
         scales = get("weight_scale", _SCALE_NAMES[str(settings["scale_dtype"])], (rows, n_groups)).float32()
         if not np.isfinite(scales).all() or (scales <= 0).any():
             raise CheckpointError(

@@ -86,6 +86,20 @@ def report_lines(layers: Iterable[QuantizedLayer]) -> str:
     )
 
 
+def read_report(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a run report: layer name to what the run said of it; empty where there is none."""
+    if not path.is_file():
+        return {}
+    reports = {}
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            reports[entry.pop("layer")] = entry
+        except (ValueError, KeyError, AttributeError, TypeError) as cause:
+            raise CheckpointError(f"{path}: line {number} is not an entry of a run report") from cause
+    return reports
+
+
 def write(out: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint folder, whole or not at all.
 
@@ -177,10 +191,7 @@ def read(folder: Path, *, deep: bool = True) -> Checkpoint:
     index = read_index(folder)
     check_files(folder, index["files"], CheckpointError, deep=deep)
     tensors = read_tensors(folder / TENSORS)
-    reports = {}
-    for line in (folder / REPORT).read_text("utf-8").splitlines():
-        entry = json.loads(line)
-        reports[entry.pop("layer")] = entry
+    reports = read_report(folder / REPORT)
     layers = {}
     used: set[str] = set()
     for settings in index["layers"]:

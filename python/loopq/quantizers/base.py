@@ -80,3 +80,8 @@ def layer_from(problem: Problem, result: Mapping[str, Any], method: str) -> Quan
 def core_group_size(config: LayerConfig) -> int:
     """Group size as the core takes it: 0 is one scale per output row."""
     return 0 if config.group_size == -1 else config.group_size
+
+
+def core_scale_dtype(config: LayerConfig) -> str:
+    """Scale type as the core takes it: "bfloat16", or "bfloat16:5" where only five significant bits are kept."""
+    return config.scale_dtype if config.scale_bits is None else f"{config.scale_dtype}:{config.scale_bits}"

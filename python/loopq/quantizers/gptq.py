@@ -6,7 +6,7 @@ import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import SolveError
 from loopq.quantizers import QUANTIZERS
-from loopq.quantizers.base import Problem, core_group_size, layer_from
+from loopq.quantizers.base import Problem, core_group_size, core_scale_dtype, layer_from
 
 
 class GPTQ:
@@ -34,7 +34,7 @@ class GPTQ:
                 symmetric=config.symmetric,
                 damping=config.damping,
                 precision=config.precision,
-                scale_dtype=config.scale_dtype,
+                scale_dtype=core_scale_dtype(config),
                 scales=config.scales,
                 scale_search=config.scale_search,
                 act_order=config.act_order,

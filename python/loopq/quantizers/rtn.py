@@ -5,7 +5,7 @@ from __future__ import annotations
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS
-from loopq.quantizers.base import Problem, core_group_size, layer_from
+from loopq.quantizers.base import Problem, core_group_size, core_scale_dtype, layer_from
 
 
 class RTN:
@@ -21,7 +21,7 @@ class RTN:
             bits=config.bits,
             group_size=core_group_size(config),
             symmetric=config.symmetric,
-            scale_dtype=config.scale_dtype,
+            scale_dtype=core_scale_dtype(config),
             scale_search=config.scale_search,
             threads=problem.threads,
         )

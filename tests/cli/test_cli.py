@@ -11,7 +11,9 @@ import time
 
 import pytest
 
-from loopq.cli import _spans, main, parser
+from loopq.cli import main, parser
+from loopq.commands import COMMANDS, Command
+from loopq.commands.output import spans
 
 TINY = ["--n-prompts", "6", "--seq-len", "24", "--batch-size", "2"]
 
@@ -98,7 +100,7 @@ def test_collect_solve_merge(model, tmp_path, capsys):
         ),
         (["quantize", "{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], 1, "cannot be read"),
         (["solve", "{tmp}", "--out", "{tmp}/o"], 1, "not a dump"),
-        (["inspect", "{tmp}"], 1, "not a dump"),
+        (["inspect", "{tmp}"], 1, "neither a checkpoint"),
         (["evaluate", "{model}", "{tmp}"], 1, "not a loopq checkpoint"),
         (["merge", "{tmp}", "--out", "{tmp}/o"], 2, "at least two parts"),
     ],
@@ -141,7 +143,8 @@ def test_interrupt_has_its_own_code(monkeypatch, capsys):
     def stop(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loopq.cli._inspect", stop)
+    found = COMMANDS.get("inspect")
+    monkeypatch.setitem(COMMANDS._entries, "inspect", Command(found.help, found.add, stop, found.order))
     assert main(["inspect", "x"]) == 130
     assert "goes on where it stopped" in capsys.readouterr().err
 
@@ -167,7 +170,7 @@ def test_memory_and_overrides_are_read():
     ("steps", "text"), [([], "-"), ([0], "0"), ([0, 1, 2], "0-2"), ([1, 3, 4, 7], "1,3-4,7")]
 )
 def test_spans(steps, text):
-    assert _spans(steps) == text
+    assert spans(steps) == text
 
 
 def test_help_prints_defaults(capsys):

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from loopq.checkpoint import FORMATS
+from loopq.checkpoint.files import RawTensor
 from loopq.checkpoint.form import Export, Fitted, Format, Ragged, Shelf, as_channel, choose, split
 from loopq.checkpoint.layer import QuantizedLayer, unpack_codes
-from loopq.checkpoint.files import RawTensor
 from loopq.errors import CheckpointError
 
 _PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")

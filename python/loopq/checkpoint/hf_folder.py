@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import RawTensor, free_bytes, read_json, read_tensors, replacing, write_json, write_tensors
+from loopq.checkpoint.files import (
+    RawTensor,
+    free_bytes,
+    read_json,
+    read_tensors,
+    replacing,
+    write_json,
+    write_tensors,
+)
 from loopq.checkpoint.model_files import TENSORS
 from loopq.errors import CheckpointError
 

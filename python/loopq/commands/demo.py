@@ -1,0 +1,43 @@
+"""`loopq demo`: the main job on the embedded model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from loopq.commands import COMMANDS, Command
+from loopq.commands.output import layer_table, measurement_table
+from loopq.progress import Line
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--threads", type=int, default=0, help="threads; 0 takes all cores")
+    parser.add_argument("--n-seeds", type=int, default=3, help="paired initial states (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantize the embedded model by each arm and print the comparison."""
+    from loopq import demo
+
+    with Line() as progress:
+        result = demo.run(threads=args.threads, seeds=range(args.n_seeds), progress=progress)
+    if args.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    cal, held = result["calibration"], result["evaluation"]
+    print(
+        f"model {result['model']}, {result['n_steps']} recurrence steps; calibrated on {cal['n_tokens']} tokens, "
+        f"measured on {held['n_tokens']} held-out tokens, {len(result['seeds'])} paired initial states each"
+    )
+    for grid in result["grids"]:
+        print(f"\nINT{grid['bits']}, group {grid['group_size']}")
+        print(measurement_table([result["reference"], *grid["arms"]]))
+    first = result["grids"][0]
+    print(f"\nlayers of GPTQ, trajectory, INT{first['bits']}, group {first['group_size']}")
+    print(layer_table(result["layers"]))
+    return 0
+
+
+COMMANDS.register("demo")(Command("quantize the embedded model and print the comparison", add, run, 1))

@@ -1,0 +1,33 @@
+"""`loopq export` and `loopq convert`: checkpoints that other tools load."""
+
+from __future__ import annotations
+
+import argparse
+
+from loopq.commands import COMMANDS, Command
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    from loopq.checkpoint.convert import format_names
+
+    parser.add_argument("folder", metavar="DIR", help="checkpoint of any format that loopq reads")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the new checkpoint")
+    parser.add_argument("--format", required=True, choices=format_names(), help="format to write")
+    parser.add_argument(
+        "--ragged",
+        choices=("keep", "split", "pad"),
+        help="a last group shorter than the others: keep it, cut all groups to a width that divides, or pad with zeros",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the format, read it back, compare, and say what it cost."""
+    from loopq.checkpoint.convert import convert
+
+    print("\n".join(convert(args.folder, args.out, args.format, ragged=args.ragged).lines()))
+    return 0
+
+
+COMMANDS.register("export")(Command("write a checkpoint in a format that other tools load", add, run, 20))
+COMMANDS.register("convert")(Command("the same as export, from any format to any other", add, run, 21))

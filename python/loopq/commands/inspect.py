@@ -1,0 +1,75 @@
+"""`loopq inspect`: say what a checkpoint or a dump holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from loopq.commands import COMMANDS, Command
+from loopq.commands.output import print_checkpoint, print_dump
+from loopq.errors import CheckpointError
+from loopq.table import render, size
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("folder", metavar="DIR|DUMP")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Find out what the folder is and print it."""
+    from loopq.calibrate.dump import Dump
+    from loopq.checkpoint import native
+
+    folder = Path(args.folder)
+    if (folder / native.INDEX).is_file():
+        checkpoint = native.read(folder)
+        if args.json:
+            layers = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
+            print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
+            return 0
+        print_checkpoint(checkpoint, None)
+        print(json.dumps(checkpoint.settings, indent=1))
+        return 0
+    if (folder / "manifest.json").is_file():
+        dump = Dump(folder)
+        if args.json:
+            print((folder / "manifest.json").read_text("utf-8"))
+        else:
+            print_dump(dump.manifest)
+        return 0
+    if (folder / "config.json").is_file():
+        return _foreign(folder, args.json)
+    raise CheckpointError(
+        f"{folder}: neither a checkpoint (loopq.json or config.json) nor a dump (manifest.json); an interrupted "
+        "collection is finished by giving its command again"
+    )
+
+
+def _foreign(folder: Path, as_json: bool) -> int:
+    from loopq.checkpoint.convert import inspect_any
+
+    found = inspect_any(folder)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return 0
+    rows = [
+        (
+            layer["name"],
+            "x".join(map(str, layer["shape"])),
+            f"INT{layer['bits']}",
+            "symmetric" if layer["symmetric"] else "asymmetric",
+            layer["group_size"] if layer["group_size"] != -1 else "row",
+            size(layer["n_bytes"]),
+            f"{layer['bits_per_weight']:.3f}",
+        )
+        for layer in found["layers"]
+    ]
+    print(render(("layer", "shape", "grid", "kind", "group", "bytes", "bits a weight"), rows))
+    print(f"format {found['format']}, {size(found['n_bytes'])} in all, {len(found['dense'])} dense tensors")
+    return 0
+
+
+COMMANDS.register("inspect")(Command("say what a checkpoint or a dump holds", add, run, 12))

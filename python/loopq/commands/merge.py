@@ -1,0 +1,27 @@
+"""`loopq merge`: add Hessian dumps that were collected apart."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from loopq.commands import COMMANDS, Command
+from loopq.commands.output import print_dump
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("parts", nargs="+", metavar="DUMP")
+    parser.add_argument("--out", required=True, metavar="DUMP", help="folder for the sum")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Merge and print what the sum holds."""
+    from loopq.calibrate.dump import merge
+
+    print_dump(merge([Path(p) for p in args.parts], Path(args.out)))
+    print(f"written to {args.out}")
+    return 0
+
+
+COMMANDS.register("merge")(Command("add Hessian dumps that were collected apart", add, run, 31))

@@ -1,0 +1,162 @@
+"""Options that several commands share, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from typing import Any
+
+from loopq import config as defaults
+from loopq.config import LayerConfig, Override, QuantConfig
+from loopq.errors import ConfigError
+
+_LAYER = LayerConfig()
+
+
+def memory(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text, re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: give bytes with a unit, as in 8G or 512M")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+def override(text: str) -> Override:
+    pattern, found, rest = text.rpartition("=>")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: write PATTERN=>bits=8,group_size=64")
+    changes: dict[str, Any] = {}
+    for item in rest.split(","):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{text!r}: {item!r} is not NAME=VALUE")
+        try:
+            changes[key.strip()] = json.loads(value)
+        except ValueError:
+            changes[key.strip()] = value.strip()
+    try:
+        return Override(pattern.strip(), changes)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_quantizer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("quantizer")
+    group.add_argument(
+        "--method", default=_LAYER.method, help="quantizer: gptq, rtn, ... (default %(default)s)"
+    )
+    group.add_argument("--bits", type=int, default=_LAYER.bits, help="2, 3, 4 or 8 (default %(default)s)")
+    group.add_argument(
+        "--group-size",
+        type=int,
+        default=_LAYER.group_size,
+        help="input columns of a scale; -1: one scale per output row (default %(default)s)",
+    )
+    group.add_argument(
+        "--asymmetric", action="store_true", help="unsigned codes with a zero point for each group"
+    )
+    group.add_argument(
+        "--steps",
+        default="all",
+        help="recurrence steps to calibrate on: all | first | 0:8 | 31 | 1: (default %(default)s)",
+    )
+    group.add_argument(
+        "--damping",
+        type=float,
+        default=_LAYER.damping,
+        help="fraction of mean(diag H) added to the diagonal (default %(default)s)",
+    )
+    group.add_argument(
+        "--scales", choices=("group", "static"), default=_LAYER.scales, help="default %(default)s"
+    )
+    group.add_argument(
+        "--scale-search", choices=("max", "mse"), default=_LAYER.scale_search, help="default %(default)s"
+    )
+    group.add_argument(
+        "--scale-dtype", choices=defaults.SCALE_DTYPES, default=_LAYER.scale_dtype, help="default %(default)s"
+    )
+    group.add_argument(
+        "--act-order", action="store_true", help="sweep columns by falling diag(H); no index is stored"
+    )
+    group.add_argument(
+        "--precision", choices=("float64", "float32"), default=_LAYER.precision, help="default %(default)s"
+    )
+    group.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        type=override,
+        metavar="PATTERN=>NAME=VALUE,...",
+        help="other settings for layers that match, e.g. '*adapter*=>bits=8,steps=first'; repeatable",
+    )
+    group.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="leave these layers dense"
+    )
+    group.add_argument(
+        "--no-rank", action="store_true", help="leave the rank (eigenvalues) out of the report"
+    )
+
+
+def quant_config(args: argparse.Namespace) -> QuantConfig:
+    layer = LayerConfig(
+        method=args.method,
+        bits=args.bits,
+        group_size=args.group_size,
+        symmetric=not args.asymmetric,
+        damping=args.damping,
+        scales=args.scales,
+        scale_search=args.scale_search,
+        scale_dtype=args.scale_dtype,
+        act_order=args.act_order,
+        precision=args.precision,
+    )
+    return QuantConfig(
+        layer=layer,
+        steps=args.steps,
+        overrides=tuple(args.layer),
+        include=tuple(getattr(args, "include", ())),
+        exclude=tuple(args.exclude),
+        rank_threshold=None if args.no_rank else QuantConfig().rank_threshold,
+    )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="zoo name, folder or hub id")
+    parser.add_argument("--system", help="adapter to use, if it is not found by itself")
+    parser.add_argument("--n-steps", type=int, help="depth of the rollout (default: the model's own)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the initial states (default %(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=defaults.BATCH_SIZE,
+        help="prompts that run together (default %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads; 0 takes all cores; changes no result"
+    )
+
+
+def add_text(parser: argparse.ArgumentParser, what: str, n_prompts: int) -> None:
+    parser.add_argument(
+        f"--{what}",
+        metavar="FILE",
+        help="text, folder of *.txt, .jsonl or .npy of token ids (default: the text that ships with loopq)",
+    )
+    parser.add_argument(
+        "--n-prompts", type=int, default=n_prompts, help="prompts to take (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        default=defaults.SEQ_LEN,
+        help="tokens of a window of text (default %(default)s)",
+    )
+
+
+def load(args: argparse.Namespace) -> Any:
+    from loopq.systems.load import load_model
+
+    return load_model(args.model, system=args.system, trust_remote_code=args.trust_remote_code)

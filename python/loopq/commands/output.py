@@ -1,0 +1,106 @@
+"""What commands print: tables of layers, measurements, checkpoints and dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopq.table import render, short, size
+
+
+def layer_table(reports: Sequence[dict[str, Any]]) -> str:
+    """Return the table of a run: one line for each layer."""
+    rows = [
+        (
+            r["layer"],
+            "x".join(map(str, r["shape"])),
+            r["method_asked"],
+            r["method_done"],
+            f"INT{r['bits']}",
+            r["group_size"] if r["group_size"] != -1 else "row",
+            short(r["damping"]),
+            r["n_rows"],
+            spans(r["steps"]),
+            r["rank"],
+            short(_relative(r, "proxy_rtn")),
+            short(_relative(r, "proxy")),
+            size(r["n_bytes"]),
+        )
+        for r in reports
+    ]
+    header = (
+        "layer", "shape", "asked", "done", "grid", "group", "damping", "rows", "steps", "rank",
+        "loss RTN", "loss", "bytes",
+    )  # fmt: skip
+    return render(header, rows)
+
+
+def _relative(report: dict[str, Any], key: str) -> float | None:
+    return None if report[key] is None else report[key] / report["proxy_total"]
+
+
+def spans(steps: Sequence[int]) -> str:
+    if not steps:
+        return "-"
+    spans = []
+    start = last = steps[0]
+    for step in [*steps[1:], None]:
+        if step is None or step != last + 1:
+            spans.append(str(start) if start == last else f"{start}-{last}")
+            start = step if step is not None else start
+        last = step if step is not None else last
+    return ",".join(spans)
+
+
+def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
+    """Return the table of an evaluation: one line for each set of weights."""
+    if summaries[0]["output"] == "hidden":
+        rows = [(s["name"], short(s["kl"]), f"{s['agreement']:.5f}") for s in summaries]
+        return render(("weights", "squared relative error", "cosine"), rows)
+    rows_ = [
+        (
+            s["name"],
+            f"{s['kl']:.5f}",
+            f"{100 * s['agreement']:.2f} %",
+            f"{s['perplexity']:.4f}",
+            None if s["bits_per_byte"] is None else f"{s['bits_per_byte']:.4f}",
+            size(s["n_bytes"]) if "n_bytes" in s else None,
+        )
+        for s in summaries
+    ]
+    return render(("weights", "KL (nats)", "agreement", "perplexity", "bits/byte", "bytes"), rows_)
+
+
+def print_checkpoint(checkpoint: Any, out: str | None) -> None:
+    reports = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
+    print(layer_table(reports))
+    print("loss: tr(D H D^T) / tr(W H W^T), D the weight error; RTN: the same grid, rounded to nearest")
+    packed = sum(layer.n_bytes for layer in checkpoint.layers.values())
+    weights = sum(int(layer.codes.size) for layer in checkpoint.layers.values())
+    print(
+        f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight"
+    )
+    if out:
+        print(f"written to {out}, read back and compared")
+
+
+def print_dump(manifest: Any) -> None:
+    rows = [
+        (
+            p.name,
+            f"{p.out_features}x{p.in_features}",
+            p.role,
+            p.treatment,
+            p.invocations,
+            manifest.leaders.get(p.name),
+            sum(manifest.rows.get(manifest.leaders.get(p.name, ""), {}).values()) or None,
+        )
+        for p in manifest.parameters
+    ]
+    print(render(("layer", "shape", "role", "treatment", "steps", "input of", "rows"), rows))
+    cal = manifest.calibration
+    total = sum(int(f["n_bytes"]) for f in manifest.files)
+    print(
+        f"{manifest.kind} dump of system {manifest.system}, {manifest.n_steps} steps, seed {manifest.seed}; "
+        f"{cal['n_prompts']} prompts, {cal['n_tokens']} tokens from {cal['source']}; {size(total)}"
+    )

@@ -1,0 +1,51 @@
+"""`loopq quantize`: the main job."""
+
+from __future__ import annotations
+
+import argparse
+
+import loopq
+from loopq import config as defaults
+from loopq.commands import COMMANDS, Command
+from loopq.commands.options import add_model, add_quantizer, add_text, load, memory, quant_config
+from loopq.commands.output import print_checkpoint
+from loopq.progress import Line
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add_model(parser)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
+    add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
+    add_quantizer(parser)
+    parser.add_argument(
+        "--include", action="append", default=[], metavar="PATTERN", help="quantize these layers too"
+    )
+    parser.add_argument(
+        "--memory", type=memory, help="limit for Hessians, as in 8G: more passes over the text"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Quantize and print a table of the layers."""
+    loaded = load(args)
+    with Line() as progress:
+        result = loopq.quantize(
+            loaded,
+            args.calibration,
+            quant_config(args),
+            out=args.out,
+            n_steps=args.n_steps,
+            n_prompts=args.n_prompts,
+            seq_len=args.seq_len,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            memory=args.memory,
+            threads=args.threads,
+            progress=progress,
+        )
+    print_checkpoint(result, args.out)
+    return 0
+
+
+COMMANDS.register("quantize")(Command("quantize a looped model over its trajectory", add, run, 10))

@@ -10,6 +10,7 @@ from loopq.errors import MissingExtraError
 _EXTRA = {
     "torch": "torch",
     "transformers": "hf",
+    "huggingface_hub": "hf",
     "lm_eval": "eval",
     "matplotlib": "report",
     "scipy": "report",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from loopq.errors import CheckpointError
 from loopq.lazy import require
+from loopq.systems.hf import auto_class
 from loopq.systems.load import ZOO_PREFIX, LoadedModel, choose_system, describe, encode_bytes
 
 
@@ -51,9 +52,7 @@ def build_model(
         else:
             transformers = require("transformers")
             settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            auto = (
-                transformers.AutoModelForCausalLM if config.get("architectures") else transformers.AutoModel
-            )
+            auto = getattr(transformers, auto_class(config, trust_remote_code))
             model = auto.from_config(settings, trust_remote_code=trust_remote_code).eval()
             if any(f.startswith("tokenizer") for f in side_files):
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, is_embedding
+from loopq.systems.hf import check_weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -168,3 +171,66 @@ def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn
     model.base_causallm, model.embedding, model.config = base, base.transformer.wte, base.config
     model.start_latent_id, model.latent_token_id, model.end_latent_id = start_id, latent_id, end_id
     return model.eval()
+
+
+def load_coconut(
+    folder: Path, config: dict[str, Any], allow_pickle: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a COCONUT checkpoint: GPT-2's ``config.json`` and a state dict of the wrapper.
+
+    Parameters
+    ----------
+    folder : Path
+        With ``config.json`` and ``model.safetensors``, or ``pytorch_model.bin`` where pickles are allowed.
+    config : dict
+        GPT-2's configuration. `start_latent_id`, `end_latent_id` and `latent_token_id` may be named in it;
+        by default they are the last three ids of the vocabulary in this order, as the training code adds them.
+    allow_pickle : bool
+        Allow ``pytorch_model.bin``.
+
+    Returns
+    -------
+    model : nn.Module
+        As of `wrap_gpt2`.
+    findings : dict
+        "missing" and "unexpected" of the load report.
+    """
+    transformers = require("transformers")
+    tensors = _read_tensors(folder, allow_pickle)
+    # Bare GPT-2 files have no prefix, and the wrapper stores its embedding a second time.
+    tensors = {k.removeprefix("base_causallm."): v for k, v in tensors.items() if k != "embedding.weight"}
+    settings = transformers.GPT2Config.from_dict(config)
+    settings.vocab_size = int(tensors["transformer.wte.weight"].shape[0])
+    base = transformers.GPT2LMHeadModel(settings)
+    missing, unexpected = base.load_state_dict(tensors, strict=False)
+    base.tie_weights()
+    last = settings.vocab_size
+    ids = {
+        "start_id": int(config.get("start_latent_id", last - 3)),
+        "end_id": int(config.get("end_latent_id", last - 2)),
+        "latent_id": int(config.get("latent_token_id", last - 1)),
+    }
+    lacking = tuple(f"base_causallm.{k}" for k in missing if k != "lm_head.weight")
+    extra = tuple(k for k in unexpected if not k.endswith((".attn.bias", ".attn.masked_bias")))
+    notes = (f"latent tokens: start {ids['start_id']}, end {ids['end_id']}, latent {ids['latent_id']}",)
+    return wrap_gpt2(base, **ids), {"missing": lacking, "unexpected": extra, "notes": notes}
+
+
+def _read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Any]:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_weight_files(folder, allow_pickle)
+    try:
+        files = sorted(folder.glob("*.safetensors"))
+        found: dict[str, Any] = {}
+        for file in files:
+            found.update(load_file(file))
+        if not files:
+            found = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as cause:
+        raise CheckpointError(f"{folder}: the weights cannot be read ({cause})") from cause
+    if "transformer.wte.weight" not in {k.removeprefix("base_causallm.") for k in found}:
+        raise CheckpointError(f"{folder}: no GPT-2 in it: transformer.wte.weight is missing")
+    return found

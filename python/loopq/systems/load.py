@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.checkpoint.files import read_json
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.lazy import require
-from loopq.systems import SYSTEMS
+from loopq.systems import SYSTEMS, hf
 from loopq.systems.base import LoopedSystem, find_system
 
 if TYPE_CHECKING:
@@ -166,13 +166,15 @@ def load_model(
     allow_pickle: bool = False,
     dtype: str | None = None,
     device: str = "cpu",
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a looped model and find its adapter.
 
     Parameters
     ----------
     spec : str or Path
-        Name of a zoo model (`loopq.zoo.available`) or a folder with ``config.json`` and safetensors.
+        Name of a zoo model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub
+        id ("owner/name"). Only a hub id makes the network be used.
     system : str, optional
         Name of the adapter, where it is not to be found by itself.
     trust_remote_code : bool
@@ -183,6 +185,8 @@ def load_model(
         Cast the model; what the checkpoint holds when absent.
     device : str
         Device of the model.
+    revision : str, optional
+        Commit, tag or branch of a hub id.
 
     Returns
     -------
@@ -191,34 +195,57 @@ def load_model(
     Raises
     ------
     ConfigError
-        Nothing of this name, or a dtype that is not known.
+        Nothing of this name, code that is not trusted, or a dtype that is not known.
     CheckpointError
-        Files that are damaged or do not fit.
+        Files that are damaged or do not fit, parameters that the checkpoint lacks, pickled weights.
     SystemContractError
         No looped system fits the model.
+
+    Notes
+    -----
+    Buffers that a checkpoint does not hold are compared with those of a freshly built model and set right
+    where they differ; the report names them.
     """
     wanted = parse_dtype(dtype)
-    folder = _find_folder(spec)
+    folder = _find_folder(spec, revision, allow_pickle)
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'}: not a JSON object")
-    if not str(config.get("model_type", "")).startswith(ZOO_PREFIX):
-        raise ConfigError(f"{folder}: model_type {config.get('model_type')!r} is not one of the zoo's")
-    model = importlib.import_module("loopq.zoo").load(folder)
-    model = model.to(device=device, dtype=wanted).eval()
+    zoo = str(config.get("model_type", "")).startswith(ZOO_PREFIX)
+    findings: dict[str, Any] = {}
+    if zoo:
+        model = importlib.import_module("loopq.zoo").load(folder).to(dtype=wanted)
+    elif system == "coconut":
+        model, findings = importlib.import_module("loopq.systems.coconut").load_coconut(
+            folder, config, allow_pickle
+        )
+        model = model.to(dtype=wanted)
+    else:
+        model, findings = hf.load_hf(
+            folder,
+            config,
+            source=str(spec),
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            dtype=wanted,
+        )
+    model = model.to(device=device).eval()
+    adapter = choose_system(model, system)
+    hf.check_missing(str(spec), findings.get("missing", ()), adapter)
+    tokenizer, encode = (None, encode_bytes) if zoo else hf.load_tokenizer(folder, trust_remote_code)
     return LoadedModel(
         model=model,
-        system=choose_system(model, system),
-        encode=encode_bytes,
-        tokenizer=None,
+        system=adapter,
+        encode=encode,
+        tokenizer=tokenizer,
         config=config,
         folder=folder,
-        config_files=(folder / "config.json",),
-        report=describe(model, str(spec), "zoo"),
+        config_files=(folder / "config.json",) if zoo else hf.side_files(folder),
+        report=describe(model, str(spec), "zoo" if zoo else "transformers", **findings),
     )
 
 
-def _find_folder(spec: str | Path) -> Path:
+def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> Path:
     folder = Path(spec)
     if (folder / "config.json").is_file():
         return folder
@@ -226,7 +253,11 @@ def _find_folder(spec: str | Path) -> Path:
     found: dict[str, Path] = zoo._folders()
     if str(spec) in found:
         return found[str(spec)]
+    if folder.is_dir():
+        raise ConfigError(f"{folder}: no config.json in it; it is not a model's folder")
+    if hf.HUB_ID.match(str(spec)):
+        return hf.fetch(str(spec), revision, allow_pickle)
     raise ConfigError(
-        f"no model {str(spec)!r}: neither a folder with a config.json nor one of the zoo: "
-        f"{', '.join(found) or '(none here)'}"
+        f"no model {str(spec)!r}: neither a folder with a config.json, nor a hub id (owner/name), nor one of "
+        f"the zoo: {', '.join(found) or '(none here)'}"
     )

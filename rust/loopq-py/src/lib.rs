@@ -1,6 +1,7 @@
 //! Python binding of `loopq-core`: conversions and one door, no arithmetic.
 
 mod door;
+mod full;
 mod hessian;
 mod kernels;
 mod packing;
@@ -26,6 +27,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(kernels::kernel_sources, m)?)?;
     m.add_class::<hessian::HessianAccumulator>()?;
     m.add_class::<solving::Factor>()?;
+    m.add_class::<full::Prepared>()?;
+    m.add_function(wrap_pyfunction!(full::full, m)?)?;
     m.add_function(wrap_pyfunction!(solving::rtn, m)?)?;
     m.add_function(wrap_pyfunction!(solving::gptq, m)?)?;
     m.add_function(wrap_pyfunction!(solving::dequantize, m)?)?;

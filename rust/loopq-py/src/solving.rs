@@ -13,13 +13,13 @@ use crate::door::{raise, run};
 use crate::hessian::matrix;
 
 /// A Hessian array in either precision.
-enum HArray<'py> {
+pub(crate) enum HArray<'py> {
     F32(PyReadonlyArray2<'py, f32>),
     F64(PyReadonlyArray2<'py, f64>),
 }
 
 impl<'py> HArray<'py> {
-    fn take(py: Python<'py>, h: &Bound<'py, PyAny>) -> PyResult<(Self, usize)> {
+    pub(crate) fn take(py: Python<'py>, h: &Bound<'py, PyAny>) -> PyResult<(Self, usize)> {
         let (array, shape) = if let Ok(h) = h.extract::<PyReadonlyArray2<'py, f64>>() {
             let shape = [h.shape()[0], h.shape()[1]];
             (Self::F64(h), shape)
@@ -48,7 +48,7 @@ impl<'py> HArray<'py> {
         Ok((array, shape[0]))
     }
 
-    fn view(&self) -> PyResult<Symmetric<'_>> {
+    pub(crate) fn view(&self) -> PyResult<Symmetric<'_>> {
         Ok(match self {
             Self::F32(h) => Symmetric::F32(h.as_slice()?),
             Self::F64(h) => Symmetric::F64(h.as_slice()?),
@@ -90,7 +90,7 @@ fn grid_of(
 }
 
 /// Codes, scales and zeros as arrays: int8 signed codes of a symmetric grid, uint8 codes of an asymmetric one.
-fn result<'py>(
+pub(crate) fn result<'py>(
     py: Python<'py>,
     out: Quantized,
     grid: &Grid,

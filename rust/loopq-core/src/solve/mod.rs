@@ -1,10 +1,18 @@
 //! From `W` and `H` to codes and scales.
 
+mod descent;
+mod fit;
+mod full;
 mod gptq;
+mod order;
 mod proxy;
+mod refit;
 mod rtn;
 
+pub use fit::Cost;
+pub use full::{full, FullReport, FullSettings, Prepared};
 pub use gptq::{gptq, GptqReport, Scales};
+pub use order::Order;
 pub use proxy::proxy;
 pub use rtn::rtn;
 

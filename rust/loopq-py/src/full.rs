@@ -1,0 +1,103 @@
+//! The full solver.
+
+use loopq_core::grid::{Grid, ScaleType, Search};
+use loopq_core::solve::{self, Cost, FullSettings, Order};
+use loopq_core::Error;
+use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::door::{raise, run};
+use crate::solving::{result, HArray};
+
+/// A damped Hessian in its order, factored, to be shared by layers with the same input.
+#[pyclass(frozen, module = "loopq._native")]
+pub(crate) struct Prepared {
+    inner: solve::Prepared,
+}
+
+#[pymethods]
+impl Prepared {
+    #[new]
+    #[pyo3(signature = (h, mu, *, order = "conditional", threads = 0, progress = None))]
+    fn new<'py>(
+        py: Python<'py>,
+        h: &Bound<'py, PyAny>,
+        mu: PyReadonlyArray1<'py, f64>,
+        order: &str,
+        threads: usize,
+        progress: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Self> {
+        let (array, dim) = HArray::take(py, h)?;
+        let (view, mu) = (array.view()?, mu.as_slice()?);
+        let order = Order::parse(order).map_err(|e| raise(py, &e))?;
+        let inner = run(py, progress, |watch| {
+            solve::Prepared::new(view, mu, dim, order, threads, watch)
+        })?;
+        Ok(Self { inner })
+    }
+
+    #[getter]
+    fn dim(&self) -> usize {
+        self.inner.dim()
+    }
+
+    #[getter]
+    fn order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        PyArray1::from_iter(py, self.inner.order().iter().map(|&c| c as i64))
+    }
+
+    #[getter]
+    fn conditional<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
+        PyArray1::from_slice(py, self.inner.conditional())
+    }
+}
+
+#[pyfunction]
+#[pyo3(signature = (w, prepared, *, bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit,
+                    threads = 0, progress = None))]
+pub(crate) fn full<'py>(
+    py: Python<'py>,
+    w: PyReadonlyArray2<'py, f32>,
+    prepared: &Bound<'py, Prepared>,
+    bits: u32,
+    group_size: i64,
+    symmetric: bool,
+    signed: bool,
+    scale_dtype: &str,
+    cost: &str,
+    sweeps: usize,
+    rounds: usize,
+    refit: bool,
+    threads: usize,
+    progress: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let named = |e: Error| raise(py, &e);
+    let settings = FullSettings {
+        grid: Grid {
+            bits,
+            group_size: usize::try_from(group_size.max(0)).unwrap_or(0),
+            symmetric,
+            scale_type: ScaleType::parse(scale_dtype).map_err(named)?,
+            search: Search::Mse,
+        },
+        signed,
+        cost: Cost::parse(cost).map_err(named)?,
+        sweeps,
+        rounds,
+        refit,
+    };
+    let (rows, values) = (w.shape()[0], w.as_slice()?);
+    let shared = &prepared.get().inner;
+    let (out, report) = run(py, progress, |watch| {
+        solve::full(values, rows, shared, &settings, threads, watch)
+    })?;
+    let dict = result(py, out, &settings.grid, rows, shared.dim())?;
+    dict.set_item("proxy_swept", report.swept)?;
+    dict.set_item("proxy_descended", report.descended)?;
+    dict.set_item("proxy_refitted", report.refitted)?;
+    dict.set_item("proxy_settled", report.settled)?;
+    dict.set_item("n_moves", report.moves)?;
+    dict.set_item("n_rounds", report.rounds)?;
+    Ok(dict)
+}

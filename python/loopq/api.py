@@ -120,6 +120,8 @@ def quantize(
         Threads of accumulation and solver; 0 takes all cores. It changes no result.
     progress : Progress, optional
         Told of prompts and layers.
+    **layer
+        Fields of `LayerConfig` and `QuantConfig` ("bits", "steps", ...) that replace those of `config`.
 
     Returns
     -------
@@ -195,6 +197,8 @@ def solve(
         Threads; 0 takes all cores. It changes no result.
     progress : Progress, optional
         Told of layers.
+    **layer
+        Fields of `LayerConfig` and `QuantConfig` ("bits", "steps", ...) that replace those of `config`.
 
     Returns
     -------

@@ -76,6 +76,11 @@ def add_quantizer(parser: argparse.ArgumentParser) -> None:
         "--scale-dtype", choices=defaults.SCALE_DTYPES, default=_LAYER.scale_dtype, help="default %(default)s"
     )
     group.add_argument(
+        "--scale-bits",
+        type=int,
+        help="significant bits that scales keep; 5 makes code * scale exact in bfloat16 (default: all of the type)",
+    )
+    group.add_argument(
         "--act-order", action="store_true", help="sweep columns by falling diag(H); no index is stored"
     )
     group.add_argument(
@@ -107,6 +112,7 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         scales=args.scales,
         scale_search=args.scale_search,
         scale_dtype=args.scale_dtype,
+        scale_bits=args.scale_bits,
         act_order=args.act_order,
         precision=args.precision,
     )

@@ -1,10 +1,11 @@
 //! From `W` and `H` to codes and scales.
 
 mod gptq;
+mod levels;
 mod proxy;
 mod rtn;
 
-pub use gptq::{gptq, GptqReport, Scales};
+pub use gptq::{gptq, GptqReport, Run, Scales};
 pub use proxy::proxy;
 pub use rtn::rtn;
 

@@ -165,34 +165,26 @@ impl Grid {
         1 << (self.bits - 1)
     }
 
-    /// Fits scale and zero point to a group's values. `weights` (one per value, or none) weigh [`Search::Mse`].
+    /// Scale and zero point that reach from `low <= 0` to `high >= 0`.
     ///
     /// # Errors
     /// [`Error::ScaleRange`] with row and group 0: the caller knows where it is.
-    pub fn fit(&self, values: &[f64], weights: Option<&[f64]>) -> Result<Level> {
-        let low = values.iter().copied().fold(0.0, f64::min);
-        let high = values.iter().copied().fold(0.0, f64::max);
+    pub(crate) fn widest(&self, low: f64, high: f64) -> Result<Level> {
         if low == 0.0 && high == 0.0 {
             return Ok(Level {
                 scale: 1.0,
                 zero: if self.symmetric { self.middle() } else { 0 },
             });
         }
-        let full = self.level(low, high, 1.0)?;
-        if self.search == Search::Max {
-            return Ok(full);
+        self.level(low, high, 1.0)
+    }
+
+    /// The `k`-th candidate of [`Search::Mse`], if the stored type can hold it.
+    pub(crate) fn shrunk(&self, low: f64, high: f64, k: usize) -> Option<Level> {
+        if low == 0.0 && high == 0.0 {
+            return None;
         }
-        let mut best = (self.cost(full, values, weights), full);
-        for k in 1..SHRINK_STEPS {
-            let Ok(level) = self.level(low, high, 1.0 - k as f64 / 100.0) else {
-                break;
-            };
-            let cost = self.cost(level, values, weights);
-            if cost < best.0 {
-                best = (cost, level);
-            }
-        }
-        Ok(best.1)
+        self.level(low, high, 1.0 - k as f64 / 100.0).ok()
     }
 
     fn level(&self, low: f64, high: f64, shrink: f64) -> Result<Level> {
@@ -220,22 +212,6 @@ impl Grid {
                 .clamp(0.0, f64::from(self.top())) as u8
         };
         Ok(Level { scale, zero })
-    }
-
-    fn cost(&self, level: Level, values: &[f64], weights: Option<&[f64]>) -> f64 {
-        let top = self.top();
-        let error = |v: f64| {
-            let d = v - f64::from(level.value(level.code(v, top)));
-            d * d
-        };
-        match weights {
-            None => values.iter().map(|&v| error(v)).sum(),
-            Some(weights) => values
-                .iter()
-                .zip(weights)
-                .map(|(&v, &w)| w * error(v))
-                .sum(),
-        }
     }
 }
 

@@ -2,7 +2,8 @@
 
 use loopq_core::factor::{self, Symmetric};
 use loopq_core::grid::{self, Grid, Quantized, ScaleType, Search};
-use loopq_core::solve::{self, GptqReport, Scales};
+use loopq_core::simd::Isa;
+use loopq_core::solve::{self, GptqReport, Run, Scales};
 use loopq_core::{Error, Watch};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::exceptions::PyTypeError;
@@ -310,7 +311,13 @@ pub(crate) fn gptq<'py>(
             made = AnyFactor::make(view, dim, damping, double, act_order, threads, watch)?;
             &made
         };
-        let (out, report) = either!(used, f => solve::gptq(values, rows, f, &grid, mode, block_size, threads, watch))?;
+        let how = Run {
+            block_size,
+            threads,
+            isa: Isa::best(),
+            watch,
+        };
+        let (out, report) = either!(used, f => solve::gptq(values, rows, f, &grid, mode, &how))?;
         let facts = either!(used, f => (f.damping_abs, f.n_dead_columns, f.min_pivot(), f.max_pivot(), f.order().to_vec()));
         let energy = if energy {
             Some(solve::proxy(values, None, rows, dim, view, threads, watch)?)

@@ -5,9 +5,11 @@
 
 mod cholesky;
 mod eigen;
+mod panels;
 
 pub use cholesky::Factor;
 pub use eigen::eigvalsh;
+pub(crate) use panels::{Panels, PANEL_WIDTH};
 
 use crate::error::name_of;
 use crate::{dims, Error, Result};

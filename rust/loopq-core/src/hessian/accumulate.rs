@@ -331,7 +331,10 @@ impl Accumulator {
                     .into_par_iter()
                     .map(|b| {
                         let start = b * BLOCK_ROWS;
-                        PackedBlock::pack(rows.slice(from + start, BLOCK_ROWS.min(n - start)), isa.has_pairs())
+                        PackedBlock::pack(
+                            rows.slice(from + start, BLOCK_ROWS.min(n - start)),
+                            isa.has_pairs(),
+                        )
                     })
                     .collect()
             });

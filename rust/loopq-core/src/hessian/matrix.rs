@@ -11,6 +11,9 @@ use crate::{dims, Error, Result, Watch};
 
 const TILE: usize = PANEL * PANEL;
 
+/// Lines of a panel pair that are worked on together.
+const SWEEP: usize = 64;
+
 /// Up to `MACRO` x `MACRO` squares of the upper triangle: the unit of work of one thread.
 #[derive(Clone, Debug)]
 struct Patch {
@@ -160,25 +163,46 @@ pub(crate) fn upper_index(dim: usize, i: usize, j: usize) -> usize {
 
 impl Patch {
     fn add(&mut self, blocks: &[PackedBlock], isa: Isa) {
-        let mut sums = [0.0_f32; MR * PANEL];
+        let mut sums = [0.0_f32; TILE];
         for block in blocks {
             for (t, &(pi, pj)) in self.pairs.iter().enumerate() {
-                for r in (0..PANEL).step_by(MR) {
-                    match &block.lanes {
-                        Lanes::Single(lanes) => {
-                            let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
-                            sums.fill(0.0);
-                            f32::tile(isa, block.depth, &a[r..], PANEL, b, PANEL, &mut sums, PANEL);
-                        }
-                        Lanes::Pairs(lanes) => {
-                            let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
-                            tile_pairs(isa, block.depth, &a[r..], PANEL, b, PANEL, &mut sums, PANEL);
-                        }
+                sums.fill(0.0);
+                match &block.lanes {
+                    Lanes::Single(lanes) => {
+                        let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
+                        sweep(block.depth, a, b, &mut sums, |k, a, b, c| {
+                            f32::tile(isa, k, a, PANEL, b, PANEL, c, PANEL);
+                        });
                     }
-                    let at = t * TILE + r * PANEL..t * TILE + (r + MR) * PANEL;
-                    add_limbs(isa, &sums, &mut self.hi[at.clone()], &mut self.lo[at]);
+                    Lanes::Pairs(lanes) => {
+                        let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
+                        sweep(block.depth, a, b, &mut sums, |k, a, b, c| {
+                            tile_pairs(isa, k, a, PANEL, b, PANEL, c, PANEL);
+                        });
+                    }
                 }
+                let at = t * TILE..(t + 1) * TILE;
+                add_limbs(isa, &sums, &mut self.hi[at.clone()], &mut self.lo[at]);
             }
+        }
+    }
+}
+
+/// Runs the tiles of one panel pair. Lines are taken [`SWEEP`] at a time, so that both panels' share and the sums stay
+/// in the first-level cache while all tiles use them; each entry is still one chain over all lines.
+#[inline(always)]
+fn sweep<T>(
+    depth: usize,
+    a: &[T],
+    b: &[T],
+    sums: &mut [f32],
+    tile: impl Fn(usize, &[T], &[T], &mut [f32]),
+) {
+    for from in (0..depth).step_by(SWEEP) {
+        let k = SWEEP.min(depth - from);
+        let (a, b) = (&a[from * PANEL..], &b[from * PANEL..]);
+        for r in (0..PANEL).step_by(MR) {
+            tile(k, &a[r..], b, &mut sums[r * PANEL..]);
         }
     }
 }

@@ -23,7 +23,7 @@ pub const BLOCK_ROWS: usize = 512;
 pub(crate) const PANEL: usize = 48;
 
 /// Panels per side of the square that one thread works on at a time.
-pub(crate) const MACRO: usize = 4;
+pub(crate) const MACRO: usize = 6;
 
 /// Largest magnitude of a row entry: `BLOCK_ROWS` squares of it stay within the range of one block's sum.
 pub const ROW_LIMIT: f64 = 8_388_608.0;

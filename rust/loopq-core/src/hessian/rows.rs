@@ -89,12 +89,18 @@ impl PackedBlock {
             let depth = rows.n_rows().div_ceil(2);
             let mut lanes = vec![0; panels * depth * PANEL];
             pack_pairs(rows, depth, &mut lanes);
-            return Self { depth, lanes: Lanes::Pairs(lanes) };
+            return Self {
+                depth,
+                lanes: Lanes::Pairs(lanes),
+            };
         }
         let depth = rows.n_rows();
         let mut lanes = vec![0.0; panels * depth * PANEL];
         pack_single(rows, &mut lanes);
-        Self { depth, lanes: Lanes::Single(lanes) }
+        Self {
+            depth,
+            lanes: Lanes::Single(lanes),
+        }
     }
 
     pub(crate) fn panel<'a, T>(&self, lanes: &'a [T], p: usize) -> &'a [T] {
@@ -135,10 +141,22 @@ fn pack_pairs(rows: Rows<'_>, depth: usize, lanes: &mut [u32]) {
     let empty = vec![0_u8; rows.row_bytes()];
     for k in 0..depth {
         let even = rows.slice(2 * k, 1).bytes();
-        let odd = if 2 * k + 1 < rows.n_rows() { rows.slice(2 * k + 1, 1).bytes() } else { &empty };
-        for (p, (even, odd)) in even.chunks(2 * PANEL).zip(odd.chunks(2 * PANEL)).enumerate() {
+        let odd = if 2 * k + 1 < rows.n_rows() {
+            rows.slice(2 * k + 1, 1).bytes()
+        } else {
+            &empty
+        };
+        for (p, (even, odd)) in even
+            .chunks(2 * PANEL)
+            .zip(odd.chunks(2 * PANEL))
+            .enumerate()
+        {
             let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
-            for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
+            for ((lane, e), o) in line
+                .iter_mut()
+                .zip(even.chunks_exact(2))
+                .zip(odd.chunks_exact(2))
+            {
                 *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
             }
         }

@@ -5,10 +5,12 @@
 //! and cutting `k` in pieces changes nothing.
 #![allow(unsafe_code)] // one of the two places that may; each block says why it is sound
 
+mod lanes;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+pub(crate) use lanes::{axpy, lane_cost, lane_range, round_column, round_row, Column, Lanes};
 pub(crate) use tile::add_limbs;
 pub use tile::{tile_pairs, Real, MR};
 

@@ -37,7 +37,16 @@ pub trait Real:
     #[must_use]
     fn wide(self) -> f64;
     /// `c[i][j] += sum_k a[k][i] * b[k][j]` for `MR` x `NR` entries; `lda`, `ldb`, `ldc` are the row strides.
-    fn tile(isa: Isa, k: usize, a: &[Self], lda: usize, b: &[Self], ldb: usize, c: &mut [Self], ldc: usize);
+    fn tile(
+        isa: Isa,
+        k: usize,
+        a: &[Self],
+        lda: usize,
+        b: &[Self],
+        ldb: usize,
+        c: &mut [Self],
+        ldc: usize,
+    );
 }
 
 macro_rules! real {
@@ -62,7 +71,16 @@ macro_rules! real {
                 self.into()
             }
             #[inline]
-            fn tile(isa: Isa, k: usize, a: &[$t], lda: usize, b: &[$t], ldb: usize, c: &mut [$t], ldc: usize) {
+            fn tile(
+                isa: Isa,
+                k: usize,
+                a: &[$t],
+                lda: usize,
+                b: &[$t],
+                ldb: usize,
+                c: &mut [$t],
+                ldc: usize,
+            ) {
                 match isa.level() {
                     #[cfg(target_arch = "x86_64")]
                     // SAFETY: `Isa` values other than `Portable` are made by `Isa::available`, which asked the machine.
@@ -79,7 +97,15 @@ macro_rules! real {
 real!(f32, "float32", 48, tile_f32_avx2, tile_f32_avx512);
 real!(f64, "float64", 24, tile_f64_avx2, tile_f64_avx512);
 
-fn chain<T: Real, const N: usize>(k: usize, a: &[T], lda: usize, b: &[T], ldb: usize, c: &mut [T], ldc: usize) {
+fn chain<T: Real, const N: usize>(
+    k: usize,
+    a: &[T],
+    lda: usize,
+    b: &[T],
+    ldb: usize,
+    c: &mut [T],
+    ldc: usize,
+) {
     for i in 0..MR {
         let mut acc = [T::default(); N];
         acc.copy_from_slice(&c[i * ldc..][..N]);
@@ -93,13 +119,22 @@ fn chain<T: Real, const N: usize>(k: usize, a: &[T], lda: usize, b: &[T], ldb: u
     }
 }
 
-/// `c[i][j] = sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
+/// `c[i][j] += sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
 /// instruction orders and rounds them. Only for [`Isa::Avx512Bf16`].
 ///
 /// # Panics
 /// On another instruction set; callers ask [`Isa::has_pairs`] first.
 #[inline]
-pub fn tile_pairs(isa: Isa, k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, c: &mut [f32], ldc: usize) {
+pub fn tile_pairs(
+    isa: Isa,
+    k: usize,
+    a: &[u32],
+    lda: usize,
+    b: &[u32],
+    ldb: usize,
+    c: &mut [f32],
+    ldc: usize,
+) {
     assert!(isa.has_pairs(), "tiles of bf16 pairs need avx512+bf16");
     #[cfg(target_arch = "x86_64")]
     // SAFETY: `has_pairs` is true only for a value that `Isa::available` made after asking the machine.

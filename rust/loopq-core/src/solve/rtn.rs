@@ -4,8 +4,13 @@ use rayon::prelude::*;
 
 use crate::grid::{Grid, Level, Quantized};
 use crate::pool::pool;
-use crate::solve::{check_weight, located};
-use crate::{Error, Result, Watch};
+use crate::simd::{round_row, Isa};
+use crate::solve::check_weight;
+use crate::solve::levels::static_levels;
+use crate::{dims, Error, Result, Watch};
+
+/// Rows whose scales are fitted together.
+const BATCH: usize = 48;
 
 /// Rounds every weight to the nearest point of its group's grid. `weights` (one per column) weigh the scale search.
 pub fn rtn(
@@ -30,43 +35,55 @@ pub fn rtn(
             "finite numbers of 0 or more",
         ));
     }
-    let (group, n_groups) = (grid.group(dim), grid.n_groups(dim));
+    let ones = vec![1.0; dim];
+    let weights = weights.unwrap_or(&ones);
+    let n_groups = grid.n_groups(dim);
     let mut out = Quantized {
-        codes: vec![0; rows * dim],
+        codes: vec![0; dims::product("codes", rows, dim)?],
         scales: vec![0.0; rows * n_groups],
         zeros: vec![0; rows * n_groups],
     };
+    watch.plan(rows as u64);
     pool(threads)?.install(|| {
         out.codes
-            .par_chunks_mut(dim)
+            .par_chunks_mut(BATCH * dim)
             .zip(
                 out.scales
-                    .par_chunks_mut(n_groups)
-                    .zip(out.zeros.par_chunks_mut(n_groups)),
+                    .par_chunks_mut(BATCH * n_groups)
+                    .zip(out.zeros.par_chunks_mut(BATCH * n_groups)),
             )
             .enumerate()
-            .try_for_each(|(r, (codes, (scales, zeros)))| {
-                watch.check()?;
-                let row = &w[r * dim..(r + 1) * dim];
-                for g in 0..n_groups {
-                    let range = g * group..dim.min((g + 1) * group);
-                    let values: Vec<f64> =
-                        row[range.clone()].iter().map(|&v| f64::from(v)).collect();
-                    let level = grid
-                        .fit(&values, weights.map(|all| &all[range.clone()]))
-                        .map_err(|e| located(e, r, g))?;
-                    round_group(&values, level, grid.top(), &mut codes[range]);
-                    scales[g] = level.scale;
-                    zeros[g] = level.zero;
-                }
-                Ok(())
+            .try_for_each(|(b, (codes, (scales, zeros)))| {
+                let n = codes.len() / dim;
+                let lines = &w[b * BATCH * dim..][..n * dim];
+                let levels = static_levels(lines, dim, b * BATCH, grid, weights, Isa::best())?;
+                levels.store(scales, zeros);
+                round_rows(lines, dim, grid, (scales, zeros), codes);
+                watch.advance(n as u64)
             })
     })?;
     Ok(out)
 }
 
-fn round_group(values: &[f64], level: Level, top: u8, codes: &mut [u8]) {
-    for (code, &value) in codes.iter_mut().zip(values) {
-        *code = level.code(value, top);
+fn round_rows(
+    w: &[f32],
+    dim: usize,
+    grid: &Grid,
+    (scales, zeros): (&[f32], &[u8]),
+    codes: &mut [u8],
+) {
+    let (group, n_groups) = (grid.group(dim), grid.n_groups(dim));
+    for (r, (row, codes)) in w
+        .chunks_exact(dim)
+        .zip(codes.chunks_exact_mut(dim))
+        .enumerate()
+    {
+        for (g, (values, codes)) in row.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
+            let level = Level {
+                scale: scales[r * n_groups + g],
+                zero: zeros[r * n_groups + g],
+            };
+            round_row(Isa::best(), values, level, grid.top(), codes);
+        }
     }
 }

@@ -1,0 +1,30 @@
+//! An upper triangle cut in panels of columns, each stored as contiguous lines.
+
+use crate::simd::Real;
+
+/// Columns per panel: a multiple of both tile widths, wide enough that a factorisation passes over memory rarely.
+pub(crate) const PANEL_WIDTH: usize = 192;
+
+/// Rows `0..end` of every panel of columns; entry `(i, j)` is `panels[j / W][i * W + j % W]`. Columns past the last are
+/// zero. Takes about half of the full matrix.
+#[derive(Clone, Debug)]
+pub(crate) struct Panels<T> {
+    pub(crate) dim: usize,
+    pub(crate) panels: Vec<Vec<T>>,
+}
+
+impl<T: Real> Panels<T> {
+    /// Room for the upper triangle of a `dim` x `dim` matrix.
+    pub(crate) fn zeros(dim: usize) -> Self {
+        let panels = (0..dim.div_ceil(PANEL_WIDTH))
+            .map(|p| vec![T::default(); dim.min((p + 1) * PANEL_WIDTH) * PANEL_WIDTH])
+            .collect();
+        Self { dim, panels }
+    }
+
+    /// The lines of the panel of column `j` from `(i, j)` on.
+    #[inline]
+    pub(crate) fn lines(&self, i: usize, j: usize) -> &[T] {
+        &self.panels[j / PANEL_WIDTH][i * PANEL_WIDTH + j % PANEL_WIDTH..]
+    }
+}

@@ -22,6 +22,18 @@ impl<T: Real> Panels<T> {
         Self { dim, panels }
     }
 
+    /// The matrix row-major and full, zero below its diagonal.
+    pub(crate) fn dense(&self) -> Vec<T> {
+        let dim = self.dim;
+        let mut out = vec![T::default(); dim * dim];
+        for i in 0..dim {
+            for j in i..dim {
+                out[i * dim + j] = self.panels[j / PANEL_WIDTH][i * PANEL_WIDTH + j % PANEL_WIDTH];
+            }
+        }
+        out
+    }
+
     /// The lines of the panel of column `j` from `(i, j)` on.
     #[inline]
     pub(crate) fn lines(&self, i: usize, j: usize) -> &[T] {

@@ -155,9 +155,16 @@ impl Accumulator {
     /// `n_rows` says how many rows of which step the products sum over: one step where steps are kept apart.
     pub fn add_products(&mut self, n_rows: &[(usize, u64)], products: &[f64]) -> Result<()> {
         let dim = self.settings.dim;
-        let at: Vec<usize> = n_rows.iter().map(|&(step, _)| self.index_of(step)).collect::<Result<_>>()?;
+        let at: Vec<usize> = n_rows
+            .iter()
+            .map(|&(step, _)| self.index_of(step))
+            .collect::<Result<_>>()?;
         if at.is_empty() || (self.settings.per_step && at.len() > 1) {
-            return Err(Error::setting("n_rows", format!("{n_rows:?}"), "one step, or the steps of a sum"));
+            return Err(Error::setting(
+                "n_rows",
+                format!("{n_rows:?}"),
+                "one step, or the steps of a sum",
+            ));
         }
         if self.finished {
             return Err(Error::Finished);
@@ -168,21 +175,32 @@ impl Accumulator {
         if let Some(bad) = products.iter().position(|v| !v.is_finite()) {
             let (row, column) = (bad / dim, bad % dim);
             let value = crate::error::name_of(products[bad]);
-            return Err(Error::NonFiniteMatrix { what: "the products", row, column, value });
+            return Err(Error::NonFiniteMatrix {
+                what: "the products",
+                row,
+                column,
+                value,
+            });
         }
         let top = products.iter().fold(0.0, |top: f64, v| top.max(v.abs()));
         if self.bound() + top > SUM_LIMIT {
             let (step, rows) = n_rows[0];
-            return Err(Error::SumTooLarge { step, rows, limit: SUM_LIMIT });
+            return Err(Error::SumTooLarge {
+                step,
+                rows,
+                limit: SUM_LIMIT,
+            });
         }
         self.waiting[at[0]].bound += top;
         for (&at, &(_, count)) in at.iter().zip(n_rows) {
             self.waiting[at].n_rows += count;
         }
-        self.matrices[if self.settings.per_step { at[0] } else { 0 }].for_each_mut(|i, j, hi, lo| {
-            let (add_hi, add_lo) = limbs::split(products[i * dim + j]);
-            limbs::add_one(hi, lo, add_hi, add_lo);
-        });
+        self.matrices[if self.settings.per_step { at[0] } else { 0 }].for_each_mut(
+            |i, j, hi, lo| {
+                let (add_hi, add_lo) = limbs::split(products[i * dim + j]);
+                limbs::add_one(hi, lo, add_hi, add_lo);
+            },
+        );
         Ok(())
     }
 

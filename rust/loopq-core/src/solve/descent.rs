@@ -4,7 +4,6 @@
 //! Entries of a column lie side by side (`[column * LANES + lane]`), so that one entry of `S` serves eight rows. A lane
 //! never looks at its neighbours: what a row becomes does not depend on who shares its tile.
 
-use crate::factor::Factor;
 use crate::grid::{Grid, Level};
 
 /// Rows of a tile.
@@ -28,7 +27,8 @@ pub(crate) struct Field<'a> {
     /// Damped Hessian, row-major, full.
     pub(crate) s: &'a [f64],
     pub(crate) order: &'a [usize],
-    pub(crate) factor: &'a Factor<f64>,
+    /// `A`, row-major, in the order of the sweep.
+    pub(crate) a: &'a [f64],
     pub(crate) grid: Grid,
     pub(crate) signed: bool,
 }
@@ -60,7 +60,7 @@ impl Field<'_> {
                 choice.values[j][r] = f64::from(level[r].value(code));
                 error[r] = w[j][r] - choice.values[j][r];
             }
-            let later = &self.factor.a[i * dim + i + 1..(i + 1) * dim];
+            let later = &self.a[i * dim + i + 1..(i + 1) * dim];
             add_product(&mut updated[i + 1..], later, &error);
         }
         choice

@@ -24,7 +24,8 @@ pub struct Prepared {
     dim: usize,
     s: Vec<f64>,
     order: Vec<usize>,
-    factor: Factor<f64>,
+    /// `A` of the factor, row-major, in the order of the sweep.
+    a: Vec<f64>,
     /// `1 / [S^-1]_jj`.
     conditional: Vec<f64>,
 }
@@ -60,7 +61,7 @@ impl Prepared {
         }
         let natural: Vec<usize> = (0..dim).collect();
         let plain = factored(&s, dim, &natural, threads, watch)?;
-        let inverse = inverse(&plain, threads, watch)?;
+        let inverse = inverse(&plain.a.dense(), plain.pivots(), threads, watch)?;
         let conditional = (0..dim).map(|j| 1.0 / inverse[j * dim + j]).collect();
         let order = match order {
             Order::Natural => natural.clone(),
@@ -76,7 +77,7 @@ impl Prepared {
             dim,
             s,
             order,
-            factor,
+            a: factor.a.dense(),
             conditional,
         })
     }
@@ -198,7 +199,7 @@ pub fn full(
         dim,
         s: &prepared.s,
         order: &prepared.order,
-        factor: &prepared.factor,
+        a: &prepared.a,
         grid: settings.grid,
         signed: settings.signed,
     };

@@ -4,23 +4,16 @@ mod descent;
 mod fit;
 mod full;
 mod gptq;
-<<<<<<< HEAD
-mod order;
-=======
 mod levels;
->>>>>>> refs/heads/rust
+mod order;
 mod proxy;
 mod refit;
 mod rtn;
 
-<<<<<<< HEAD
 pub use fit::Cost;
 pub use full::{full, FullReport, FullSettings, Prepared};
-pub use gptq::{gptq, GptqReport, Scales};
-pub use order::Order;
-=======
 pub use gptq::{gptq, GptqReport, Run, Scales};
->>>>>>> refs/heads/rust
+pub use order::Order;
 pub use proxy::proxy;
 pub use rtn::rtn;
 

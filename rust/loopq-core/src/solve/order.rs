@@ -7,7 +7,6 @@
 
 use rayon::prelude::*;
 
-use crate::factor::Factor;
 use crate::pool::pool;
 use crate::{Error, Result, Watch};
 
@@ -39,8 +38,13 @@ impl Order {
 }
 
 /// `S^-1` from `S = A diag(p) A^T`, `A` unit upper triangular: `sum_i b_i b_i^T / p_i` with `b_i` the rows of `A^-1`.
-pub(crate) fn inverse(factor: &Factor<f64>, threads: usize, watch: &Watch) -> Result<Vec<f64>> {
-    let dim = factor.dim();
+pub(crate) fn inverse(
+    a: &[f64],
+    pivots: &[f64],
+    threads: usize,
+    watch: &Watch,
+) -> Result<Vec<f64>> {
+    let dim = pivots.len();
     let mut rows = vec![0.0; dim * dim];
     let mut out = vec![0.0; dim * dim];
     pool(threads)?.install(|| -> Result<()> {
@@ -51,8 +55,8 @@ pub(crate) fn inverse(factor: &Factor<f64>, threads: usize, watch: &Watch) -> Re
                 b[i] = 1.0;
                 for l in i..dim {
                     let f = -b[l];
-                    for (to, a) in b[l + 1..].iter_mut().zip(&factor.a[l * dim + l + 1..]) {
-                        *to += f * a;
+                    for (to, entry) in b[l + 1..].iter_mut().zip(&a[l * dim + l + 1..]) {
+                        *to += f * entry;
                     }
                 }
                 Ok(())
@@ -60,7 +64,7 @@ pub(crate) fn inverse(factor: &Factor<f64>, threads: usize, watch: &Watch) -> Re
         out.par_chunks_mut(dim).enumerate().try_for_each(|(j, p)| {
             watch.check()?;
             for i in 0..=j {
-                let f = rows[i * dim + j] / factor.pivots()[i];
+                let f = rows[i * dim + j] / pivots[i];
                 for (to, b) in p[i..].iter_mut().zip(&rows[i * dim + i..(i + 1) * dim]) {
                     *to += f * b;
                 }

@@ -163,6 +163,7 @@ class ZooCoconut(ZooModel):
     """
 
     config_class = CoconutConfig
+    prefix_rollouts = False
     config: CoconutConfig
 
     def __init__(self, config: CoconutConfig) -> None:

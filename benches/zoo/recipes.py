@@ -74,7 +74,7 @@ RECIPES: dict[str, Recipe] = {
         "coconut",
         "ZooCoconut",
         {**_FOUR, "intermediate_size": 512, "block_size": 64, "n_layers": 2, "n_steps": 5},
-        depth=(3, 6),
+        depth=(1, 6),
         steps=1200,
         batch=48,
         seq_len=CHAIN_LENGTH,

@@ -11,7 +11,7 @@ from recipes import Recipe
 
 from loopq.zoo._model import ZooModel
 from loopq.zoo.chains import chains
-from loopq.zoo.measure import bits_per_byte, state_movement
+from loopq.zoo.measure import bits_by_depth, state_movement
 
 N_SEQUENCES = 256
 SOURCE = """\
@@ -39,7 +39,7 @@ def measure(model: ZooModel, held_out: np.ndarray, recipe: Recipe) -> dict[str, 
     full = model.config.n_steps
     looped = recipe.margin is not None
     depths = range(1, 2 * full + 1) if looped else [1]
-    bpb = {str(n): round(bits_per_byte(model, rows, n), 4) for n in depths}
+    bpb = {str(n): round(bits, 4) for n, bits in bits_by_depth(model, rows, depths).items()}
     moves = [round(m, 4) for m in state_movement(model, rows[:64], full)] if looped else []
     gap = bpb["1"] - bpb[str(full)]
     return {

@@ -40,7 +40,7 @@ class Recipe:
 
 _SMALL = {"n_embd": 128, "n_heads": 2, "intermediate_size": 384, "block_size": 128}
 _FOUR = {**_SMALL, "n_heads": 4}
-_SHORT: dict[str, Any] = {"steps": 500, "warmup": 50}
+_SHORT: dict[str, Any] = {"steps": 500, "warmup": 50, "batch": 8}
 _HUGINN = Recipe("huginn", "ZooHuginn", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=3000)
 _OURO = Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 2, "n_steps": 4}, depth=(4, 4), steps=1300)
 
@@ -74,7 +74,7 @@ RECIPES: dict[str, Recipe] = {
         "coconut",
         "ZooCoconut",
         {**_FOUR, "intermediate_size": 512, "block_size": 64, "n_layers": 2, "n_steps": 5},
-        depth=(3, 6),
+        depth=(1, 6),
         steps=1200,
         batch=48,
         seq_len=CHAIN_LENGTH,

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from loopq import zoo  # noqa: E402
 from loopq.errors import CheckpointError, ConfigError  # noqa: E402
 from loopq.zoo._model import ZooModel  # noqa: E402
+from loopq.zoo.measure import bits_by_depth, bits_per_byte  # noqa: E402
 
 from .tiny import TINY, Tiny, tiny  # noqa: E402
 
@@ -83,6 +84,14 @@ def test_depth_changes_the_answer(model: ZooModel) -> None:
         return
     one, three = model(IDS, num_steps=1, seed=1), model(IDS, num_steps=3, seed=1)
     assert (one - three).abs().max() > 1e-3
+
+
+def test_bits_by_depth_are_the_bits_of_each_rollout(model: ZooModel) -> None:
+    depths = spec(model).depths
+    found = bits_by_depth(model, IDS.numpy(), depths, seed=4, batch=2)
+    assert list(found) == list(depths)
+    for n, bits in found.items():
+        assert abs(bits - bits_per_byte(model, IDS.numpy(), n, seed=4)) < 1e-5
 
 
 def test_rows_do_not_depend_on_the_batch_they_are_in(model: ZooModel) -> None:

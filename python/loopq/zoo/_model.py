@@ -92,6 +92,8 @@ class ZooModel(nn.Module):
     """
 
     config_class: ClassVar[type[ZooConfig]] = ZooConfig
+    # Whether a shorter rollout is the beginning of a longer one; not so where steps know the depth.
+    prefix_rollouts: ClassVar[bool] = True
     config: ZooConfig
 
     @classmethod

@@ -163,6 +163,7 @@ class ZooCoconut(ZooModel):
     """
 
     config_class = CoconutConfig
+    prefix_rollouts = False
     config: CoconutConfig
 
     def __init__(self, config: CoconutConfig) -> None:
@@ -235,13 +236,18 @@ class ZooCoconut(ZooModel):
     def training_loss(self, ids: Tensor, num_steps: int) -> Tensor:
         """Return the mean loss in nats over the thoughts and the answer of `loopq.zoo.chains`.
 
-        Pass ``t`` is asked for hop ``t`` of the chain through the head, the last one after the end token.
+        Pass ``t`` is asked for hop ``t`` of the chain through the head. The answer spells the hops from the
+        last pass's on, so that following the map is also learnt on letters, where it is easier.
         """
         q = self.config.question_length
-        hops = ids[:, q : q + num_steps]
-        if hops.shape[1] < num_steps:
-            raise ConfigError(f"coconut: {num_steps} passes need as many hops, got {hops.shape[1]}")
-        return F.cross_entropy(self.asked(ids[:, :q], num_steps).flatten(0, 1), hops.flatten())
+        hops = ids[:, q:]
+        if hops.shape[1] <= num_steps:
+            raise ConfigError(f"coconut: {num_steps} passes need more hops than that, got {hops.shape[1]}")
+        _, logits = self.passes(torch.cat((ids[:, :q], hops[:, num_steps - 1 : -1]), 1), num_steps)
+        thoughts = [out[:, -1:] for out in logits[:-1]]
+        n_answer = hops.shape[1] - num_steps + 1
+        asked = torch.cat((*thoughts, logits[-1][:, -n_answer:]), 1)
+        return F.cross_entropy(asked.flatten(0, 1), hops.flatten())
 
     def scored(
         self, ids: Tensor, num_steps: int | None = None, seed: int | None = None, first_row: int = 0

@@ -129,6 +129,7 @@ class ZooLoopFormer(ZooModel):
     """
 
     config_class = LoopFormerConfig
+    prefix_rollouts = False
     config: LoopFormerConfig
 
     def __init__(self, config: LoopFormerConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +52,32 @@ def bits_per_byte(
         total += float(nats)
         count += targets.numel()
     return total / count / math.log(2.0)
+
+
+@torch.no_grad()
+def bits_by_depth(
+    model: ZooModel, tokens: Tokens, depths: Sequence[int], seed: int = 0, batch: int = 32
+) -> dict[int, float]:
+    """Return `bits_per_byte` at every depth, from one rollout to the deepest where the model allows it.
+
+    Parameters
+    ----------
+    depths : sequence of int
+        Depths to read out.
+    model, tokens, seed, batch
+        As in `bits_per_byte`.
+    """
+    if not model.prefix_rollouts:
+        return {n: bits_per_byte(model, tokens, n, seed, batch) for n in depths}
+    totals = dict.fromkeys(depths, 0.0)
+    for first, ids in _chunks(tokens, batch):
+        states = model.states(ids[:, :-1], num_steps=max(depths), seed=seed, first_row=first)
+        for n in depths:
+            logits = model.predict_from_latents(states[model.n_updates(n)])
+            nats = F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten(), reduction="sum")
+            totals[n] += float(nats)
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
+    return {n: total / count / math.log(2.0) for n, total in totals.items()}
 
 
 @torch.no_grad()

@@ -540,6 +540,7 @@ struct Gemm {
                 last = atomic_add(counter, 1) == (u32)grid_y() - 1 ? 1u : 0u;
                 if (last) st_global1(counter, 0);
             }
+            warp_sync();
             fence_gpu();
             for (int j = 0; j < 32 && base + j * s.warps < s.pairs; ++j) {
                 if (shuffle_from(last, j) == 0) continue;

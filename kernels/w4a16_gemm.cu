@@ -14,7 +14,7 @@
 // * A pair that several warps share is summed over the warps, a pair that several slices share over the slices,
 //   always in ascending K order: the result does not depend on which warp or block happens to finish first.
 //
-// Compile-time choices (macros at the bottom): activation type, token tiles kMt in {1,2,4} of 8 tokens, where groups
+// Compile-time choices (macros at the bottom): activation type, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
 // end (kFold: 0 = every 32 rows, 1 = every 64, 2 = at multiples of 64 << group_shift), ring depth kStages,
 // and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
 
@@ -29,10 +29,22 @@ constexpr int kPairColumns = 32;
 constexpr int kScaleRowBytes = kPairColumns * 4;
 
 enum Flags : int {
-    kOutFloat32 = 1,       // else the activation type
-    kScalesFloat32 = 2,    // 32-bit scales, else 16-bit
-    kScalesFloat16 = 4,    // 16-bit scales are float16, else bfloat16
-    kEvictFirst = 8        // weights leave the L2 first
+    kOutFloat32 = 1,  // else the activation type
+    kEvictFirst = 2   // weights leave the L2 first
+};
+
+// Types of scales: bytes as a shift, and the way to float32.
+struct ScaleF32 {
+    static constexpr int kShift = 2;
+    LQ_DEVICE_MEMBER float load(u32 row, int column) { return bits_to_float(ld_shared1(row + (u32)column * 4)); }
+};
+struct ScaleBf16 {
+    static constexpr int kShift = 1;
+    LQ_DEVICE_MEMBER float load(u32 row, int column) { return bf16_to_float(ld_shared_half(row + (u32)column * 2)); }
+};
+struct ScaleFp16 {
+    static constexpr int kShift = 1;
+    LQ_DEVICE_MEMBER float load(u32 row, int column) { return f16_to_float(ld_shared_half(row + (u32)column * 2)); }
 };
 
 struct Bf16 {
@@ -43,11 +55,12 @@ struct Bf16 {
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_bf16(v); }
     // Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
-    LQ_DEVICE_MEMBER void unpack(u32 word, u32 (&a)[4]) {
-        a[0] = fma2((word & 0x000f000fu) | kMagic, kOne, kMinusOffset);
-        a[2] = fma2(((word >> 4) & 0x000f000fu) | kMagic, kOne, kMinusOffset);
-        a[1] = fma2(((word >> 8) & 0x000f000fu) | kMagic, kOne, kMinusOffset);
-        a[3] = fma2(((word >> 12) & 0x000f000fu) | kMagic, kOne, kMinusOffset);
+    // `mask` is 0x000f000f: one LOP3 takes one immediate, so the other constant has to sit in a register.
+    LQ_DEVICE_MEMBER void unpack(u32 word, u32 mask, u32 (&a)[4]) {
+        a[0] = fma2((word & mask) | kMagic, kOne, kMinusOffset);
+        a[2] = fma2(((word >> 4) & mask) | kMagic, kOne, kMinusOffset);
+        a[1] = fma2(((word >> 8) & mask) | kMagic, kOne, kMinusOffset);
+        a[3] = fma2(((word >> 12) & mask) | kMagic, kOne, kMinusOffset);
     }
 };
 
@@ -60,12 +73,12 @@ struct Fp16 {
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
-    LQ_DEVICE_MEMBER void unpack(u32 word, u32 (&a)[4]) {
+    LQ_DEVICE_MEMBER void unpack(u32 word, u32 mask, u32 (&a)[4]) {
         const u32 high = word >> 8;
-        a[0] = fma2((word & 0x000f000fu) | kMagic, kOne, kMinusOffset);
-        a[2] = fma2((word & 0x00f000f0u) | kMagic, kSixteenth, kMinusOffset16);
-        a[1] = fma2((high & 0x000f000fu) | kMagic, kOne, kMinusOffset);
-        a[3] = fma2((high & 0x00f000f0u) | kMagic, kSixteenth, kMinusOffset16);
+        a[0] = fma2((word & mask) | kMagic, kOne, kMinusOffset);
+        a[2] = fma2((word & (mask << 4)) | kMagic, kSixteenth, kMinusOffset16);
+        a[1] = fma2((high & mask) | kMagic, kOne, kMinusOffset);
+        a[3] = fma2((high & (mask << 4)) | kMagic, kSixteenth, kMinusOffset16);
     }
 };
 
@@ -86,30 +99,35 @@ struct Arguments {
 // One warp's share of a block and the block's share of the problem; all of it uniform across the warp.
 struct Share {
     int pair0, pairs;        // the block's pairs
-    int tile0, tiles;        // the block's K slice
+    int tile0, tiles;        // the block's K slice; it begins at an even tile, so that groups end where stages do
     int stages;              // per pair
+    bool half_last;          // the last stage of a pair has one tile
     int warps, warp, lane;
     int begin, end;          // the warp's run in the block's list of pairs * stages stages
 };
 
 LQ_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
-LQ_DEVICE int run_start(const Share& s, int warp) { return (int)((long long)s.pairs * s.stages * warp / s.warps); }
+// 32-bit throughout: a block has at most (n / 32) * (k / 128) * 16 < 2^31 for any weight that fits a GPU.
+LQ_DEVICE int run_start(const Share& s, int warp) { return s.pairs * s.stages * warp / s.warps; }
 
 // The warp whose run holds a stage: the inverse of run_start.
 LQ_DEVICE int run_owner(const Share& s, int stage) {
-    return (int)((((long long)stage + 1) * s.warps - 1) / ((long long)s.pairs * s.stages));
+    return ((stage + 1) * s.warps - 1) / (s.pairs * s.stages);
 }
 
 LQ_DEVICE Share make_share(const Arguments& p) {
     Share s;
     const int all_pairs = (p.n / 16 + 1) / 2;
-    const int first_tile = p.k_begin / kTileRows;
-    const int all_tiles = (p.k_end + kTileRows - 1) / kTileRows - first_tile;
+    const int first_tile = p.k_begin / kTileRows / kStageTiles * kStageTiles;
+    const int end_tile = (p.k_end + kTileRows - 1) / kTileRows;
+    const int all_stages = (end_tile - first_tile + kStageTiles - 1) / kStageTiles;
+    const int stage0 = all_stages * block_y() / grid_y();
+    s.stages = all_stages * (block_y() + 1) / grid_y() - stage0;
     s.pair0 = all_pairs * block_x() / grid_x();
     s.pairs = all_pairs * (block_x() + 1) / grid_x() - s.pair0;
-    s.tile0 = first_tile + all_tiles * block_y() / grid_y();
-    s.tiles = first_tile + all_tiles * (block_y() + 1) / grid_y() - s.tile0;
-    s.stages = (s.tiles + kStageTiles - 1) / kStageTiles;
+    s.tile0 = first_tile + stage0 * kStageTiles;
+    s.tiles = smaller(s.stages * kStageTiles, end_tile - s.tile0);
+    s.half_last = s.tiles % kStageTiles != 0;
     s.warps = thread_count() / 32;
     s.warp = thread_index() / 32;
     s.lane = thread_index() % 32;
@@ -118,9 +136,17 @@ LQ_DEVICE Share make_share(const Arguments& p) {
     return s;
 }
 
-template <class Act, int kMt, int kFold, int kStages, bool kBulk>
+// The next stage to fetch. `weights` and `scales` are this lane's own source addresses for the pair.
+struct Cursor {
+    int flat, in_pair, pair;
+    const char* weights;
+    const char* other_weights;
+    const char* scales;
+};
+
+template <class Act, class Scale, int kMt, int kFold, int kStages, bool kBulk>
 struct Gemm {
-    static constexpr int kScaleRows = kFold == 0 ? 2 * kStageTiles : kStageTiles;
+    static constexpr int kScaleRows = kFold == 0 ? 2 * kStageTiles : kFold == 1 ? kStageTiles : 1;
     static constexpr int kStageBytes = 2 * kStageTiles * kTileBytes + kScaleRows * kScaleRowBytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kFragmentBytes = 2 * kMt * 32 * 16;  // one pair of one warp, float32
@@ -130,7 +156,7 @@ struct Gemm {
 
     const Arguments& p;
     Share s;
-    u32 x_address, x_pitch, head_slots, rings, barriers;
+    u32 x_address, x_pitch, head_slots, rings, barriers, nibble_mask;
     u64 policy;
 
     // ---- shared memory: x | one slot of sums per warp | one ring per warp | barriers ----------------------------
@@ -143,6 +169,7 @@ struct Gemm {
         rings = head_slots + (u32)(s.warps * kFragmentBytes);
         barriers = rings + (u32)(s.warps * kRingBytes);
         policy = l2_policy((p.flags & kEvictFirst) != 0);
+        nibble_mask = in_register(0x000f000fu);
     }
 
     LQ_DEVICE_METHOD u32 ring(int warp) const { return rings + (u32)(warp * kRingBytes); }
@@ -150,97 +177,86 @@ struct Gemm {
     LQ_DEVICE_METHOD u32 barrier(int slot) const { return barriers + (u32)((s.warp * kStages + slot) * 8); }
 
     // ---- weights and scales on their way in -------------------------------------------------------------------------
+    //
+    // A stage in the ring: strip, tiles 0 and 1 | other strip, tiles 0 and 1 | scale rows of 32 columns. Sixteen-byte
+    // pieces of scale rows are spread over the lanes: kPieces per row, the first half of them from the first strip.
 
-    // Whether the sum since the last group boundary is complete after this tile: its group ends, or the segment does.
-    LQ_DEVICE_METHOD bool folds_after(int tile, int in_pair, int flat) const {
-        const int next = tile + 1;
-        if ((next & ((1 << p.group_shift) - 1)) == 0) return true;
-        const bool last_stage = in_pair == s.stages - 1 || flat == s.end - 1;
-        const int stage_end = smaller(s.tile0 + (in_pair + 1) * kStageTiles, s.tile0 + s.tiles);
-        return last_stage && next == stage_end;
+    static constexpr int kPieces = 2 << Scale::kShift;
+    static constexpr u32 kOther = kStageTiles * kTileBytes;
+    static constexpr u32 kScales = 2 * kStageTiles * kTileBytes;
+
+    // Whether the group, or the warp's part of the pair, ends with this stage (kFold 2 only).
+    LQ_DEVICE_METHOD bool folds_after(int flat, int in_pair) const {
+        const int next = s.tile0 + (in_pair + 1) * kStageTiles;
+        return (next & ((1 << p.group_shift) - 1)) == 0 || in_pair == s.stages - 1 || flat == s.end - 1;
     }
 
-    LQ_DEVICE_METHOD const char* weight_source(int strip, int tile) const {
-        return (const char*)p.weights + ((long long)strip * p.k_tiles + tile) * kTileBytes;
+    LQ_DEVICE_METHOD void place(Cursor& c) const {
+        const int strip = 2 * c.pair;
+        // An odd number of strips leaves the last pair half empty; its second half repeats the first and is not stored.
+        const int other = smaller(strip + 1, p.n / 16 - 1);
+        const int tile = s.tile0 + c.in_pair * kStageTiles;
+        const int lane_offset = kBulk ? 0 : s.lane * 16;
+        c.weights = (const char*)p.weights + ((long long)strip * p.k_tiles + tile) * kTileBytes + lane_offset;
+        c.other_weights = (const char*)p.weights + ((long long)other * p.k_tiles + tile) * kTileBytes + lane_offset;
+        const int piece = kBulk ? (s.lane & 1) * (kPieces / 2) : s.lane % kPieces;
+        c.scales = (const char*)p.scales + ((long long)((piece < kPieces / 2 ? strip : other) * 16) << Scale::kShift)
+                   + (piece % (kPieces / 2)) * 16;
     }
 
-    // Row `row` of a stage's scales: which tile, and which row of the scale matrix (the last one where K ends early).
+    // Row of the scale matrix that row `row` of a stage holds; the last one where K ends early.
     LQ_DEVICE_METHOD int scale_row(int tile, int row) const {
-        const int index = kFold == 0 ? 2 * tile + (row & 1) : kFold == 1 ? tile : tile >> p.group_shift;
+        const int index = kFold == 0 ? 2 * tile + row : kFold == 1 ? tile + row : tile >> p.group_shift;
         return smaller(index, p.scale_rows - 1);
     }
 
-    LQ_DEVICE_METHOD bool scales_wanted(int tile, int in_pair, int flat) const {
-        if (tile >= s.tile0 + s.tiles) return false;
-        return kFold != 2 || folds_after(tile, in_pair, flat);
-    }
-
-    LQ_DEVICE_METHOD void fetch(int flat, int in_pair, int pair, int slot) const {
+    LQ_DEVICE_METHOD void fetch_next(Cursor& c, int slot) const {
         const u32 to = ring(s.warp) + (u32)(slot * kStageBytes);
-        const int tile = s.tile0 + in_pair * kStageTiles;
-        const int tiles = smaller(kStageTiles, s.tile0 + s.tiles - tile);
-        // An odd number of strips leaves the last pair half empty; its second half repeats the first and is not stored.
-        const int strip = 2 * pair;
-        const int other = smaller(strip + 1, p.n / 16 - 1);
+        const bool whole = !(s.half_last && c.in_pair == s.stages - 1);
+        const int tile = s.tile0 + c.in_pair * kStageTiles;
+        const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);
         if (kBulk) {
-            fetch_bulk(flat, in_pair, slot, to, tile, tiles, strip, other);
+            fetch_bulk(c, slot, to, tile, whole, with_scales);
         } else {
-            fetch_lanes(flat, in_pair, to, tile, tiles, strip, other);
+            fetch_lanes(c, to, tile, whole, with_scales);
+        }
+        ++c.flat;
+        c.weights += kStageTiles * kTileBytes;
+        c.other_weights += kStageTiles * kTileBytes;
+        if (++c.in_pair == s.stages) {
+            c.in_pair = 0;
+            ++c.pair;
+            if (c.flat < s.end) place(c);
         }
     }
 
-    LQ_DEVICE_METHOD void fetch_lanes(int flat, int in_pair, u32 to, int tile, int tiles, int strip, int other) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const char* from = weight_source(i == 0 ? strip : other, tile) + s.lane * 16;
-#pragma unroll
-            for (int t = 0; t < kStageTiles; ++t) {
-                if (t < tiles) {
-                    copy_async16(to + (u32)((i * kStageTiles + t) * kTileBytes + s.lane * 16), from + t * kTileBytes, policy);
-                }
-            }
+    LQ_DEVICE_METHOD void fetch_lanes(const Cursor& c, u32 to, int tile, bool whole, bool with_scales) const {
+        const u32 mine = to + (u32)s.lane * 16;
+        copy_async16(mine, c.weights, policy);
+        copy_async16(mine + kOther, c.other_weights, policy);
+        if (whole) {
+            copy_async16(mine + kTileBytes, c.weights + kTileBytes, policy);
+            copy_async16(mine + kOther + kTileBytes, c.other_weights + kTileBytes, policy);
         }
-        // 16-byte pieces of the scale rows, one per lane: 8 per row of float32, 4 per row of 16-bit scales.
-        const int element_shift = (p.flags & kScalesFloat32) ? 2 : 1;
-        const int pieces_shift = element_shift + 1;
-        const int row = s.lane >> pieces_shift;
-        const int piece = s.lane & ((1 << pieces_shift) - 1);
-        const int half = piece >> (pieces_shift - 1);
-        const int row_tile = tile + (kFold == 0 ? row / 2 : row);
-        if (row < kScaleRows && scales_wanted(row_tile, in_pair, flat)) {
-            const long long column = (long long)scale_row(row_tile, row) * p.n + (half == 0 ? strip : other) * 16;
-            const char* from = (const char*)p.scales + (column << element_shift)
-                               + (piece & ((1 << (pieces_shift - 1)) - 1)) * 16;
-            copy_async16(to + (u32)(2 * kStageTiles * kTileBytes + row * kScaleRowBytes + piece * 16), from, policy);
+        const int row = s.lane / kPieces;
+        if (with_scales && row < kScaleRows) {
+            const char* from = c.scales + (((long long)scale_row(tile, row) * p.n) << Scale::kShift);
+            copy_async16(to + kScales + (u32)(row * kScaleRowBytes + s.lane % kPieces * 16), from, policy);
         }
     }
 
-    LQ_DEVICE_METHOD void fetch_bulk(int flat, int in_pair, int slot, u32 to, int tile, int tiles,
-                                     int strip, int other) const {
-        const int element_shift = (p.flags & kScalesFloat32) ? 2 : 1;
-        const u32 half_row_bytes = 16u << element_shift;
-        if (s.lane == 0) {
-            u32 bytes = (u32)(2 * tiles * kTileBytes);
-#pragma unroll
-            for (int row = 0; row < kScaleRows; ++row) {
-                const int row_tile = tile + (kFold == 0 ? row / 2 : row);
-                if (scales_wanted(row_tile, in_pair, flat)) bytes += 2 * half_row_bytes;
-            }
-            barrier_expect(barrier(slot), bytes);
-        }
+    LQ_DEVICE_METHOD void fetch_bulk(const Cursor& c, int slot, u32 to, int tile, bool whole, bool with_scales) const {
+        constexpr u32 half_row_bytes = 16u << Scale::kShift;
+        const u32 strip_bytes = whole ? kStageTiles * kTileBytes : kTileBytes;
+        if (s.lane == 0) barrier_expect(barrier(slot), 2 * strip_bytes + (with_scales ? kScaleRows * 2 * half_row_bytes : 0));
         warp_sync();
         if (s.lane < 2) {
-            copy_bulk(to + (u32)(s.lane * kStageTiles * kTileBytes), weight_source(s.lane == 0 ? strip : other, tile),
-                      (u32)(tiles * kTileBytes), barrier(slot), policy);
-        } else if (s.lane < 2 + 2 * kScaleRows) {
-            const int row = (s.lane - 2) >> 1;
-            const int half = s.lane & 1;
-            const int row_tile = tile + (kFold == 0 ? row / 2 : row);
-            if (scales_wanted(row_tile, in_pair, flat)) {
-                const long long column = (long long)scale_row(row_tile, row) * p.n + (half == 0 ? strip : other) * 16;
-                copy_bulk(to + (u32)(2 * kStageTiles * kTileBytes + row * kScaleRowBytes) + (u32)half * half_row_bytes,
-                          (const char*)p.scales + (column << element_shift), half_row_bytes, barrier(slot), policy);
-            }
+            copy_bulk(to + (u32)s.lane * kOther, s.lane == 0 ? c.weights : c.other_weights, strip_bytes, barrier(slot), policy);
+        } else if (with_scales && s.lane < 2 + 2 * kScaleRows) {
+            const int row = (s.lane - 2) / 2;
+            const char* from = c.scales + (((long long)scale_row(tile, row) * p.n) << Scale::kShift);
+            copy_bulk(to + kScales + (u32)(row * kScaleRowBytes) + (u32)(s.lane & 1) * half_row_bytes, from, half_row_bytes,
+                      barrier(slot), policy);
         }
     }
 
@@ -275,18 +291,12 @@ struct Gemm {
 
     // ---- products ---------------------------------------------------------------------------------------------------
 
-    LQ_DEVICE_METHOD float scale_at(u32 row_address, int column) const {
-        if (p.flags & kScalesFloat32) return bits_to_float(ld_shared1(row_address + (u32)column * 4));
-        const u16 bits = ld_shared_half(row_address + (u32)column * 2);
-        return (p.flags & kScalesFloat16) ? f16_to_float(bits) : bf16_to_float(bits);
-    }
-
     // sums += scale * part; part = 0. Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
     LQ_DEVICE_METHOD void fold(u32 row_address, Sums& part, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float low = scale_at(row_address, i * 16 + s.lane / 4);
-            const float high = scale_at(row_address, i * 16 + s.lane / 4 + 8);
+            const float low = Scale::load(row_address, i * 16 + s.lane / 4);
+            const float high = Scale::load(row_address, i * 16 + s.lane / 4 + 8);
 #pragma unroll
             for (int t = 0; t < kMt; ++t) {
 #pragma unroll
@@ -304,7 +314,7 @@ struct Gemm {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) Act::unpack(words[i][2 * half + j], a[j][i]);
+            for (int i = 0; i < 2; ++i) Act::unpack(words[i][2 * half + j], nibble_mask, a[j][i]);
 #pragma unroll
         for (int t = 0; t < kMt; ++t) {
             u32 b[4];
@@ -318,28 +328,26 @@ struct Gemm {
 
     LQ_DEVICE_METHOD void consume(int flat, int in_pair, int slot, const u32 (&x_rows)[kMt], Sums& part, Sums& sums) const {
         const u32 stage = ring(s.warp) + (u32)(slot * kStageBytes);
-        const u32 scale_rows = stage + (u32)(2 * kStageTiles * kTileBytes);
+        const bool whole = !(s.half_last && in_pair == s.stages - 1);
 #pragma unroll
         for (int t = 0; t < kStageTiles; ++t) {
-            const int in_slice = in_pair * kStageTiles + t;
-            if (in_slice < s.tiles) {
+            if (t == 0 || whole) {
                 u32 words[2][4];
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const Vec4 v = ld_shared4(stage + (u32)((i * kStageTiles + t) * kTileBytes + s.lane * 16));
+                    const Vec4 v = ld_shared4(stage + (u32)(i * kOther + t * kTileBytes + s.lane * 16));
                     words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
                 }
-                const u32 x_tile = x_address + (u32)(in_slice * kTileRows * 2);
+                const u32 x_tile = x_address + (u32)((in_pair * kStageTiles + t) * kTileRows * 2);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     multiply_half_tile(words, half, x_tile, x_rows, part);
-                    if (kFold == 0) fold(scale_rows + (u32)((2 * t + half) * kScaleRowBytes), part, sums);
+                    if (kFold == 0) fold(stage + kScales + (u32)((2 * t + half) * kScaleRowBytes), part, sums);
                 }
-                if (kFold == 1 || (kFold == 2 && folds_after(s.tile0 + in_slice, in_pair, flat))) {
-                    fold(scale_rows + (u32)(t * kScaleRowBytes), part, sums);
-                }
+                if (kFold == 1) fold(stage + kScales + (u32)(t * kScaleRowBytes), part, sums);
             }
         }
+        if (kFold == 2 && folds_after(flat, in_pair)) fold(stage + kScales, part, sums);
     }
 
     // ---- sums on their way out --------------------------------------------------------------------------------------
@@ -434,34 +442,24 @@ struct Gemm {
             barrier_init_fence();
             warp_sync();
         }
-        int fetch_in_pair = s.begin % s.stages;
-        int fetch_pair = s.pair0 + s.begin / s.stages;
-        int fetched = s.begin;
+        Cursor next = {s.begin, s.begin % s.stages, s.pair0 + s.begin / s.stages, nullptr, nullptr, nullptr};
+        place(next);
         // Weights never depend on an earlier kernel: fill the ring before waiting for x.
         for (int slot = 0; slot < kStages - 1; ++slot) {
-            if (fetched < s.end) fetch_next(fetched, fetch_in_pair, fetch_pair, slot);
+            if (next.flat < s.end) fetch_next(next, slot);
             if (!kBulk) copy_async_commit();
         }
         wait_for_previous_kernel();
         stage_activations();
         block_sync();
-        stream(fetched, fetch_in_pair, fetch_pair);
+        stream(next);
         block_sync();
         let_next_kernel_start();
         join_warps();
         if (grid_y() > 1) join_slices();
     }
 
-    LQ_DEVICE_METHOD void fetch_next(int& fetched, int& in_pair, int& pair, int slot) const {
-        fetch(fetched, in_pair, pair, slot);
-        ++fetched;
-        if (++in_pair == s.stages) {
-            in_pair = 0;
-            ++pair;
-        }
-    }
-
-    LQ_DEVICE_METHOD void stream(int fetched, int fetch_in_pair, int fetch_pair) const {
+    LQ_DEVICE_METHOD void stream(Cursor& next) const {
         u32 x_rows[kMt];
 #pragma unroll
         for (int t = 0; t < kMt; ++t) {
@@ -484,7 +482,7 @@ struct Gemm {
             }
             // Every lane sees the stage's scales, and is done with the stage before, whose slot is refilled now.
             warp_sync();
-            if (fetched < s.end) fetch_next(fetched, fetch_in_pair, fetch_pair, slot == 0 ? kStages - 1 : slot - 1);
+            if (next.flat < s.end) fetch_next(next, slot == 0 ? kStages - 1 : slot - 1);
             if (!kBulk) copy_async_commit();
             consume(flat, in_pair, slot, x_rows, part, sums);
             if (++slot == kStages) {
@@ -542,6 +540,7 @@ struct Gemm {
                 last = atomic_add(counter, 1) == (u32)grid_y() - 1 ? 1u : 0u;
                 if (last) st_global1(counter, 0);
             }
+            warp_sync();
             fence_gpu();
             for (int j = 0; j < 32 && base + j * s.warps < s.pairs; ++j) {
                 if (shuffle_from(last, j) == 0) continue;
@@ -572,7 +571,7 @@ LQ_KERNEL void __launch_bounds__(LQ_THREADS, 1) loopq_w4a16_gemm(
     const loopq::Arguments arguments = {x, weights, scales, out, bias, addend, partials, counters,
                                         m, n, k_tiles, k_begin, k_end,
                                         x_stride, out_stride, addend_stride, group_shift, scale_rows, flags};
-    loopq::Gemm<loopq::LQ_ACT, LQ_MT, LQ_FOLD, LQ_STAGES, LQ_BULK> gemm(arguments);
+    loopq::Gemm<loopq::LQ_ACT, loopq::LQ_SCALE, LQ_MT, LQ_FOLD, LQ_STAGES, LQ_BULK> gemm(arguments);
     gemm.run();
 }
 #endif

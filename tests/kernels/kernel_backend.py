@@ -51,7 +51,8 @@ class EmulatedBackend:
         if kernel.entry == "loopq_w4a16_gemm":
             assert (len(pointers), len(integers), len(floats)) == (8, 11, 0)
             numbers = [int(defines[name]) for name in ("LQ_MT", "LQ_FOLD", "LQ_STAGES", "LQ_BULK")]
-            variant = (ctypes.c_int * 5)(defines["LQ_ACT"] == "Fp16", *numbers)
+            scales = ("ScaleF32", "ScaleBf16", "ScaleFp16").index(defines["LQ_SCALE"])
+            variant = (ctypes.c_int * 6)(defines["LQ_ACT"] == "Fp16", *numbers, scales)
             assert threads <= int(defines["LQ_THREADS"])
             status = self.lib.emulate_w4a16_gemm(variant, shape, seed, packed_pointers, packed_integers)
         else:

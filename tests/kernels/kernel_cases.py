@@ -8,10 +8,10 @@ import numpy as np
 from kernel_emulation import run_gemm
 
 from loopq.kernels.layout import pack_w4
-from loopq.kernels.plan import Plan, Variant, fold_of, token_tiles_for
+from loopq.kernels.plan import GemmShape, Plan, Variant, fold_of, token_tiles_for
 
 POISON = 0x7FC1  # a NaN in bfloat16 and in float16
-OUT_FLOAT32, SCALES_FLOAT32, SCALES_FLOAT16, EVICT_FIRST = 1, 2, 4, 8
+OUT_FLOAT32, EVICT_FIRST = 1, 2
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -60,14 +60,17 @@ class Case:
     @property
     def variant(self) -> Variant:
         fold, _ = fold_of(self.group)
-        return Variant(self.activation, token_tiles_for(self.tokens), fold, self.stages, self.bulk)
+        return Variant(
+            self.activation, token_tiles_for(self.tokens), fold, self.stages, self.bulk, self.scales
+        )
 
     @property
     def plan(self) -> Plan:
         fold, shift = fold_of(self.group)
-        tiles = -(-self.end // 64) - self.k_begin // 64
-        slices = min(self.slices, tiles)
-        return Plan(self.blocks, slices, self.warps, self.stages, -(-tiles // slices), fold, shift, self.bulk)
+        shape = GemmShape(self.n, self.k_begin, self.end, self.group, 1)
+        slices = min(self.slices, shape.stages)
+        tiles = min(2 * -(-shape.stages // slices), shape.tiles)
+        return Plan(self.blocks, slices, self.warps, self.stages, tiles, fold, shift, self.bulk)
 
 
 @dataclass
@@ -115,7 +118,7 @@ def make_problem(case: Case, seed: int = 1) -> Problem:
 def run(problem: Problem, shared_bytes: int | None = None) -> np.ndarray:
     """The emulated kernel's output as float32, gaps of `out` checked to be untouched."""
     case = problem.case
-    flags = OUT_FLOAT32 * case.out_float32 | {"f32": 2, "fp16": 4, "bf16": 0}[case.scales] | EVICT_FIRST
+    flags = OUT_FLOAT32 * case.out_float32 | EVICT_FIRST
     stride = case.n + case.out_gap
     fill = np.float32(np.nan) if case.out_float32 else np.uint16(POISON)
     out = np.full((case.tokens, stride), fill)

@@ -119,9 +119,17 @@ def run_gemm(
     ]
     if shared_bytes is None:
         shared_bytes = plan.shared_bytes(tokens, variant.token_tiles)
-    choice = (variant.activation == "fp16", variant.token_tiles, variant.fold, variant.stages, variant.bulk)
+    scales = ("f32", "bf16", "fp16").index(variant.scales)
+    choice = (
+        variant.activation == "fp16",
+        variant.token_tiles,
+        variant.fold,
+        variant.stages,
+        variant.bulk,
+        scales,
+    )
     status = memory.lib.emulate_w4a16_gemm(
-        (ctypes.c_int * 5)(*map(int, choice)),
+        (ctypes.c_int * 6)(*map(int, choice)),
         (ctypes.c_longlong * 4)(plan.blocks, plan.slices, plan.warps * 32, shared_bytes),
         ctypes.c_uint64(seed),
         (ctypes.c_void_p * 8)(*(address for address, _ in placed)),

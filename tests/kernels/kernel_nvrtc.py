@@ -12,11 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one kernel in a cubin: registers per thread, bytes of stack (where spills lie), machine code."""
+    """Of one kernel in a cubin: registers per thread and bytes of stack, where spills lie."""
 
     registers: int
     stack_bytes: int
-    code: bytes
 
 
 @cache
@@ -83,7 +82,7 @@ def _sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:
 def resources(cubin: bytes, kernel: str) -> Resources:
     """What the loader sees: `.nv.info` attributes 0x2f (registers), 0x11 and 0x12 (frame, least stack)."""
     sections = _sections(cubin)
-    code, _ = sections[f".text.{kernel}"]
+    assert f".text.{kernel}" in sections, f"no kernel {kernel} in the cubin"
     info, _ = sections[".nv.info"]
     symbols = _symbols(sections)
     registers, stack = -1, 0
@@ -101,7 +100,7 @@ def resources(cubin: bytes, kernel: str) -> Resources:
         else:
             at += 4
     assert registers >= 0, f"no register count of {kernel} in .nv.info"
-    return Resources(registers, stack, code)
+    return Resources(registers, stack)
 
 
 def _symbols(sections: dict[str, tuple[bytes, int]]) -> dict[int, str]:

@@ -24,8 +24,8 @@ MUTANTS = {
         "in-flight",
     ),
     "no warp barrier before scales": (
-        "            warp_sync();\n            if (fetched < s.end) fetch_next",
-        "            if (fetched < s.end) fetch_next",
+        "            warp_sync();\n            if (next.flat < s.end) fetch_next",
+        "            if (next.flat < s.end) fetch_next",
         "with no barrier between",
     ),
     "refill of the stage in use": (
@@ -39,8 +39,8 @@ MUTANTS = {
         "with no barrier between",
     ),
     "no barrier before joining warps": (
-        "fetch_pair);\n        block_sync();\n        let_next",
-        "fetch_pair);\n        let_next",
+        "stream(next);\n        block_sync();\n        let_next",
+        "stream(next);\n        let_next",
         "unwritten",
     ),
     "x read beyond its end": ("k >= p.k_begin && k < p.k_end", "k >= p.k_begin", "outside memory"),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # Registers a block of `threads` may use per thread, of the 65,536 of a multiprocessor.
-LIMIT = {512: 128, 384: 168}
+LIMIT = {512: 128, 256: 255}
 
 
 def variants(architecture: str) -> list[Variant]:
@@ -27,7 +27,10 @@ def variants(architecture: str) -> list[Variant]:
         for bulk in (False, True)
         if not (bulk and architecture == "sm_80") and (activation == "bf16" or fold == 2)
     ]
-    return found + [Variant("bf16", 1, 2, stages, False) for stages in (2, 3, 5, 6)]
+    found += [Variant("bf16", 1, 2, stages, False) for stages in (2, 3, 5, 6)]
+    return found + [
+        Variant("bf16", tiles, 2, 4, False, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")
+    ]
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])

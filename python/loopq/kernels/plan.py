@@ -31,6 +31,9 @@ _MAX_SLICES = 32
 _DEPTHS = (6, 5, 4, 3, 2)
 
 
+_SCALE_TYPES = {"f32": "ScaleF32", "bf16": "ScaleBf16", "fp16": "ScaleFp16"}
+
+
 @dataclass(frozen=True)
 class DeviceLimits:
     """What a cut depends on: multiprocessors, shared memory per block in bytes, compute capability."""
@@ -60,7 +63,13 @@ class GemmShape:
 
     @property
     def tiles(self) -> int:
-        return -(-self.k_end // _TILE_ROWS) - self.k_begin // _TILE_ROWS
+        """Tiles of 64 rows; a range begins at a stage, so at an even tile."""
+        first = self.k_begin // (_TILE_ROWS * _STAGE_TILES) * _STAGE_TILES
+        return -(-self.k_end // _TILE_ROWS) - first
+
+    @property
+    def stages(self) -> int:
+        return -(-self.tiles // _STAGE_TILES)
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,7 @@ class Variant:
     fold: int
     stages: int
     bulk: bool
+    scales: str = "f32"  # or "bf16", "fp16"
 
     @property
     def threads(self) -> int:
@@ -81,6 +91,7 @@ class Variant:
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DLQ_ACT={'Bf16' if self.activation == 'bf16' else 'Fp16'}",
+            f"-DLQ_SCALE={_SCALE_TYPES[self.scales]}",
             f"-DLQ_MT={self.token_tiles}",
             f"-DLQ_FOLD={self.fold}",
             f"-DLQ_STAGES={self.stages}",
@@ -134,12 +145,12 @@ def token_tiles_for(tokens: int) -> int:
 
 
 def max_warps(token_tiles: int) -> int:
-    # Registers per thread: at most 128 with 16 warps, 168 with 12.
-    return 16 if token_tiles <= 2 else 12
+    # Registers per thread: at most 128 with 16 warps, 255 with 8.
+    return 16 if token_tiles <= 2 else 8
 
 
 def _stage_bytes(fold: int) -> int:
-    return _STAGE_WEIGHT_BYTES + (4 if fold == 0 else 2) * 128
+    return _STAGE_WEIGHT_BYTES + (4, 2, 1)[fold] * 128
 
 
 def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
@@ -197,12 +208,12 @@ def make_plan(
     depths = tuple(d for d in _DEPTHS if d >= shallowest) if stages is None else (stages,)
     best: tuple[float, Plan] | None = None
     slice_range = (
-        range(1, min(_MAX_SLICES, shape.tiles, device.multiprocessors) + 1) if slices is None else [slices]
+        range(1, min(_MAX_SLICES, shape.stages, device.multiprocessors) + 1) if slices is None else [slices]
     )
     for n_slices in slice_range:
         blocks = min(device.multiprocessors // n_slices, shape.pairs)
-        slice_tiles = -(-shape.tiles // n_slices)
-        work = (shape.pairs // blocks) * -(-(shape.tiles // n_slices) // _STAGE_TILES)
+        slice_tiles = min(-(-shape.stages // n_slices) * _STAGE_TILES, shape.tiles)
+        work = (shape.pairs // blocks) * (shape.stages // n_slices)
         most = max(1, min(max_warps(class_tiles), work))
         for warps in range(most, max(0, min(most, 4) - 1), -1):
             plan = Plan(blocks, n_slices, warps, 0, slice_tiles, fold, shift, bulk)

@@ -37,9 +37,9 @@ __all__ = [
 FAST_PATH_MAX_TOKENS = 64
 """Above this many tokens the weight is dequantised for cuBLAS. An estimate, not yet measured."""
 
-_OUT_FLOAT32, _SCALES_FLOAT32, _SCALES_FLOAT16, _EVICT_FIRST = 1, 2, 4, 8
+_OUT_FLOAT32, _EVICT_FIRST = 1, 2
 _ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_SCALES = {torch.float32: _SCALES_FLOAT32, torch.float16: _SCALES_FLOAT16, torch.bfloat16: 0}
+_SCALES = {torch.float32: "f32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Weights that fit in the L2 beside everything else are asked to stay; longer streams make room first.
 _STAYS_IN_L2_BYTES = 24 * 1024 * 1024
 
@@ -230,15 +230,16 @@ def launch_gemm(
     """
     _check_alignment(x, {"x": x, "qweight": qweight, "scales": scales})
     k_end = k_begin + x.shape[1]
-    flags = _SCALES[scales.dtype]
-    flags |= _OUT_FLOAT32 if out.dtype == torch.float32 else 0
+    flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
     flags |= _EVICT_FIRST if qweight.numel() * 4 > _STAYS_IN_L2_BYTES else 0
     for start in range(0, x.shape[0], TOKENS_PER_LAUNCH):
         part = x[start : start + TOKENS_PER_LAUNCH]
         rows = part.shape[0]
         shape = _shape(qweight, group_size, k_begin, k_end, rows)
         cut = plan or make_plan(shape, backend.limits, bulk, backend.ring_stages)
-        variant = Variant(_ACTIVATIONS[x.dtype], shape.token_tiles, cut.fold, cut.stages, cut.bulk)
+        variant = Variant(
+            _ACTIVATIONS[x.dtype], shape.token_tiles, cut.fold, cut.stages, cut.bulk, _SCALES[scales.dtype]
+        )
         rows_out = out[start : start + rows]
         rows_addend = None if addend is None else addend[start : start + rows]
         numbers = (

@@ -30,43 +30,47 @@ int launch(int blocks_x, int blocks_y, int threads, size_t shared_bytes, u64 see
     return 0;
 }
 
-template <class Act, int kMt, int kFold, int kStages, bool kBulk>
+template <class Act, class Scale, int kMt, int kFold, int kStages, bool kBulk>
 void gemm_body(const loopq::Arguments* arguments) {
-    loopq::Gemm<Act, kMt, kFold, kStages, kBulk> gemm(*arguments);
+    loopq::Gemm<Act, Scale, kMt, kFold, kStages, kBulk> gemm(*arguments);
     gemm.run();
 }
 
 typedef void (*GemmBody)(const loopq::Arguments*);
 
 #ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
-GemmBody pick(const int*) { return gemm_body<loopq::Bf16, 1, 2, 4, false>; }
+GemmBody pick(const int*) { return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 2, 4, false>; }
 #else
 
-template <class Act, int kMt, int kFold>
-GemmBody pick_copy(int stages, int bulk) {
-    if (stages == 4) return bulk ? gemm_body<Act, kMt, kFold, 4, true> : gemm_body<Act, kMt, kFold, 4, false>;
-    if (stages == 2 && kMt == 1 && !bulk) return gemm_body<Act, 1, kFold, 2, false>;
-    if (stages == 3 && kMt == 2) return bulk ? gemm_body<Act, 2, kFold, 3, true> : gemm_body<Act, 2, kFold, 3, false>;
-    return nullptr;
-}
+struct Row {
+    int variant[6];
+    GemmBody body;
+};
 
-template <class Act, int kMt>
-GemmBody pick_fold(int fold, int stages, int bulk) {
-    if (fold == 0) return pick_copy<Act, kMt, 0>(stages, bulk);
-    if (fold == 1) return pick_copy<Act, kMt, 1>(stages, bulk);
-    return fold == 2 ? pick_copy<Act, kMt, 2>(stages, bulk) : nullptr;
-}
+#define LQ_ROW(half, Act, tokens, fold, stages, bulk, scales, Scale) \
+    {{half, tokens, fold, stages, bulk, scales}, gemm_body<loopq::Act, loopq::Scale, tokens, fold, stages, bulk != 0>}
+#define LQ_BOTH(half, Act, tokens, fold, scales, Scale) \
+    LQ_ROW(half, Act, tokens, fold, 4, 0, scales, Scale), LQ_ROW(half, Act, tokens, fold, 4, 1, scales, Scale)
+#define LQ_FOLDS(tokens) \
+    LQ_BOTH(0, Bf16, tokens, 0, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 1, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 2, 0, ScaleF32)
+#define LQ_TYPES(half, Act, scales, Scale) LQ_BOTH(half, Act, 1, 0, scales, Scale), LQ_BOTH(half, Act, 1, 2, scales, Scale)
 
-template <class Act>
-GemmBody pick_tokens(int token_tiles, int fold, int stages, int bulk) {
-    if (token_tiles == 1) return pick_fold<Act, 1>(fold, stages, bulk);
-    if (token_tiles == 2) return pick_fold<Act, 2>(fold, stages, bulk);
-    return token_tiles == 4 ? pick_fold<Act, 4>(fold, stages, bulk) : nullptr;
-}
+// Everything for bf16 with float32 scales; what other rings and types add, once each.
+const Row kRows[] = {
+    LQ_FOLDS(1), LQ_FOLDS(2), LQ_FOLDS(4),
+    LQ_ROW(0, Bf16, 1, 0, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 1, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 2, 2, 0, 0, ScaleF32),
+    LQ_ROW(0, Bf16, 2, 0, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 1, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 2, 3, 0, 0, ScaleF32),
+    LQ_TYPES(0, Bf16, 1, ScaleBf16), LQ_TYPES(0, Bf16, 2, ScaleFp16),
+    LQ_ROW(0, Bf16, 1, 1, 4, 0, 1, ScaleBf16), LQ_BOTH(0, Bf16, 2, 2, 1, ScaleBf16), LQ_BOTH(0, Bf16, 4, 2, 1, ScaleBf16),
+    LQ_TYPES(1, Fp16, 0, ScaleF32), LQ_TYPES(1, Fp16, 1, ScaleBf16), LQ_TYPES(1, Fp16, 2, ScaleFp16),
+    LQ_ROW(1, Fp16, 2, 2, 4, 0, 0, ScaleF32), LQ_ROW(1, Fp16, 4, 2, 4, 0, 0, ScaleF32),
+};
 
 GemmBody pick(const int* variant) {
-    return variant[0] ? pick_tokens<loopq::Fp16>(variant[1], variant[2], variant[3], variant[4])
-                      : pick_tokens<loopq::Bf16>(variant[1], variant[2], variant[3], variant[4]);
+    for (const Row& row : kRows) {
+        if (std::equal(row.variant, row.variant + 6, variant)) return row.body;
+    }
+    return nullptr;
 }
 
 #endif
@@ -83,7 +87,7 @@ void emulator_register(void* p, size_t bytes, int writable, const char* name) {
     host::vm().regions.push_back({(uintptr_t)p, (uintptr_t)p + bytes, writable != 0, name});
 }
 
-// `variant`: activation (0 bf16, 1 fp16), token tiles, fold, stages, bulk. `launch_shape`: grid x, grid y, threads, shared bytes.
+// `variant`: activation (0 bf16, 1 fp16), token tiles, fold, stages, bulk, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
 int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 seed, void* const* pointers, const int* scalars) {
     const GemmBody body = pick(variant);
     if (!body) {

@@ -19,7 +19,8 @@ from . import remote
 class Case:
     """A tiny model and the prompts that fit it.
 
-    `depths` are those that a rollout is tried at; the first is the model's own.
+    `depths` are those that a rollout is tried at; the first is the model's own. `steps` says whether there is
+    a single-step function.
     """
 
     system: str
@@ -28,6 +29,7 @@ class Case:
     n_tokens: int = 10
     vocabulary: int = 64
     n_shared: int = 0
+    steps: bool = True
 
 
 def prompts(case: Case, n_prompts: int = 3, seed: int = 0, first: int = 0) -> Batch:
@@ -183,23 +185,27 @@ CASES: dict[str, Case] = {
     "zoo loopformer": Case("loopformer", _zoo("loopformer"), (3, 2), n_shared=10),
     "zoo parcae": Case("parcae", _zoo("parcae", n_prelude=1, n_coda=1), (3, 1), n_shared=13),
     "zoo ponder": Case("ponder", _zoo("ponder", n_steps=4), (4, 1, 2), n_shared=9),
-    "zoo coconut": Case("coconut", _zoo("coconut", n_steps=5, question_length=4), (5, 1, 2), n_shared=8),
-    "zoo mamba": Case("mamba", _zoo("mamba", n_steps=1), (1,), n_shared=9),
+    "zoo coconut": Case(
+        "coconut", _zoo("coconut", n_steps=5, question_length=4), (5, 1, 2), n_shared=8, steps=False
+    ),
+    "zoo mamba": Case("mamba", _zoo("mamba", n_steps=1), (1,), n_shared=9, steps=False),
     "zoo control": Case("control", _zoo("control", n_steps=1), (1,), n_shared=8),
     "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
     "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
     "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4, 2), n_shared=6),
     "transformers ALBERT, chunks": Case("albert", _albert(chunk_size_feed_forward=5), (4,), n_shared=6),
-    "transformers ALBERT, 2 groups": Case("albert", _albert(num_hidden_groups=2), (2, 1), n_shared=12),
-    "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6),
-    "transformers Zamba": Case("zamba", _zamba, (3,), n_shared=7),
-    "transformers Zamba2": Case("zamba", _zamba2, (2,), n_shared=12),
-    "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8),
+    "transformers ALBERT, 2 groups": Case(
+        "albert", _albert(num_hidden_groups=2), (2, 1), n_shared=12, steps=False
+    ),
+    "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6, steps=False),
+    "transformers Zamba": Case("zamba", _zamba, (3,), n_shared=7, steps=False),
+    "transformers Zamba2": Case("zamba", _zamba2, (2,), n_shared=12, steps=False),
+    "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8, steps=False),
     "transformers GPT-NeoX Ponder": Case("ponder", _gpt_neox(), (4, 1, 2), n_shared=9),
     "transformers GPT-NeoX Ponder, scaled": Case(
         "ponder", _gpt_neox(scale_embeds=True, mutiply_pondering_steps=True), (4, 3), n_shared=9
     ),
-    "generic HRM-Text": Case("generic", _hrm_text, (6,), n_shared=32),
-    "generic Zamba": Case("generic", _zamba, (3,), n_shared=7),
+    "generic HRM-Text": Case("generic", _hrm_text, (6,), n_shared=32, steps=False),
+    "generic Zamba": Case("generic", _zamba, (3,), n_shared=7, steps=False),
     **{name: Case(**fields) for name, fields in remote.CASES.items()},
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loopq.calibrate.hooks import Observer
-from loopq.errors import CalibrationError, ConfigError
+from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, find_system
 
@@ -27,6 +27,15 @@ each_depth = pytest.mark.parametrize(
     ("case", "n_steps"),
     [(case, n) for case in CASES.values() for n in case.depths],
     ids=[f"{name}, {n} steps" for name, case in CASES.items() for n in case.depths],
+)
+
+each_stepping = pytest.mark.parametrize(
+    "case", [c for c in CASES.values() if c.steps], ids=[name for name, c in CASES.items() if c.steps]
+)
+each_stepping_depth = pytest.mark.parametrize(
+    ("case", "n_steps"),
+    [(case, n) for case in CASES.values() if case.steps for n in case.depths],
+    ids=[f"{name}, {n} steps" for name, case in CASES.items() if case.steps for n in case.depths],
 )
 
 
@@ -63,6 +72,10 @@ def test_system_is_found_by_structure(case: Case) -> None:
     assert system.name == case.system
     assert system.n_steps == case.depths[0]
     assert system.summary
+    assert system.has_steps == case.steps
+    if not case.steps:
+        with pytest.raises(SystemContractError, match=r"no single-step function"):
+            system.step(torch.zeros(1, 1, 1), None, 0, system.n_steps)
 
 
 @each_depth
@@ -160,11 +173,9 @@ def test_no_matrix_called_repeatedly_is_forgotten(case: Case) -> None:
     assert forgotten == []
 
 
-@each_depth
+@each_stepping_depth
 def test_chained_steps_are_the_rollout(case: Case, n_steps: int) -> None:
     system = _open(case)
-    if not system.has_steps:
-        pytest.skip("the system has no single-step function")
     batch = prompts(case)
     expected = system.rollout(batch, n_steps)
     with torch.no_grad():
@@ -176,11 +187,9 @@ def test_chained_steps_are_the_rollout(case: Case, n_steps: int) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-@each
+@each_stepping
 def test_step_keeps_the_graph(case: Case) -> None:
     system = _open(case)
-    if not system.has_steps or system.n_updates(case.depths[0]) == 0:
-        pytest.skip("the system has no single-step function")
     batch = prompts(case, n_prompts=1)
     with torch.no_grad():
         embedding = system.embed(batch)
@@ -193,11 +202,9 @@ def test_step_keeps_the_graph(case: Case) -> None:
     assert gradient.abs().sum() > 0
 
 
-@each
+@each_stepping
 def test_initial_state_does_not_depend_on_the_batch(case: Case) -> None:
     system = _open(case)
-    if not system.has_steps:
-        pytest.skip("the system has no single-step function")
     whole, part = prompts(case, 3), prompts(case, 2, first=1)
     with torch.no_grad():
         a = system.initial_state(whole, system.embed(whole))

@@ -225,6 +225,13 @@ def test_buffers_of_remote_code_are_right_after_loading(remote_folder: Path) -> 
     assert loaded.report.repaired in ((), ("model.layers.0.self_attn.inv_freq",))
 
 
+def test_remote_code_that_fails_names_a_version_to_try(remote_folder: Path) -> None:
+    code = (remote_folder / "modeling_loop.py").read_text()
+    (remote_folder / "modeling_loop.py").write_text(code.replace("self.post_init()", "self.gone_in_5()"))
+    with pytest.raises(CheckpointError, match=r"gone_in_5.*pip install 'transformers==4\.57\.6'"):
+        load_model(remote_folder, trust_remote_code=True)
+
+
 def test_damaged_buffer_is_found_and_set_right() -> None:
     model = build(CASES["transformers HRM-Text"])
     right = {name: b.clone() for name, b in unsaved_buffers(model).items()}

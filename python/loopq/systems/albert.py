@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
@@ -77,16 +78,26 @@ class Albert(LoopedSystem):
 
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            stack.enter_context(setting(self._bare.encoder.config, num_hidden_layers=depth * self._n_groups))
-            for group in self._bare.encoder.albert_layer_groups:
-                for layer in group.albert_layers:
-                    stack.enter_context(setting(layer, chunk_size_feed_forward=0))
+        layers = depth * self._n_groups
+        with (
+            torch.no_grad(),
+            self._whole(),
+            setting(self._bare.encoder.config, num_hidden_layers=layers),
+        ):
             out = self.model(input_ids=ids)
         if self.output == "logits":
             return logits_of(out)
         hidden: Tensor = out.last_hidden_state
         return hidden
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Feed-forward pairs in one piece."""
+        with contextlib.ExitStack() as stack:
+            for group in self._bare.encoder.albert_layer_groups:
+                for layer in group.albert_layers:
+                    stack.enter_context(setting(layer, chunk_size_feed_forward=0))
+            yield
 
     def embed(self, batch: Batch) -> Tensor:
         """Embeddings, mapped to the width of the layers; they start the state and are not injected again."""
@@ -103,7 +114,8 @@ class Albert(LoopedSystem):
         """One application of the group; needs a model with one group."""
         if not self.has_steps:
             raise self._no_steps()
-        after = self._bare.encoder.albert_layer_groups[0](state)
+        with self._whole():
+            after = self._bare.encoder.albert_layer_groups[0](state)
         found: Tensor = after[0] if isinstance(after, tuple) else after
         return found
 

@@ -226,6 +226,11 @@ class LoopedSystem(ABC):
     def _no_steps(self) -> SystemContractError:
         return SystemContractError(f"system {self.name!r} has no single-step function")
 
+    @property
+    def prompt_length(self) -> int | None:
+        """Number of tokens that every prompt must have, or None where any will do."""
+        return None
+
     def check_depth(self, n_steps: int) -> int:
         """Return `n_steps` if a rollout can have this depth, else raise `ConfigError`."""
         if n_steps < 1:

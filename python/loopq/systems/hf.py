@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+# The one version that runs the most published remote code unchanged.
+TESTED_TRANSFORMERS = "4.57.6"
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -152,8 +154,8 @@ def load_hf(
             )
     except (OSError, ValueError, RuntimeError, ImportError, AttributeError, KeyError, TypeError) as cause:
         raise CheckpointError(
-            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {cause}); "
-            "see docs/check-your-checkpoint.md for the versions that remote code runs on"
+            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {cause})"
+            f"{_version_advice(config, trust_remote_code)}"
         ) from cause
     model = model.eval()
     findings = {
@@ -163,6 +165,17 @@ def load_hf(
         "notes": (f"class {type(model).__module__}.{type(model).__name__}",),
     }
     return model, findings
+
+
+def _version_advice(config: Mapping[str, Any], trust_remote_code: bool) -> str:
+    if not (trust_remote_code and config.get("auto_map")):
+        return ""
+    written = config.get("transformers_version")
+    stated = f" for transformers {written}" if written else " for an older transformers"
+    return (
+        f". Its own code was written{stated}; most published looped models run on {TESTED_TRANSFORMERS}: "
+        f"pip install 'transformers=={TESTED_TRANSFORMERS}' (see docs/check-your-checkpoint.md)"
+    )
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
 
@@ -43,6 +43,11 @@ class Trm(LoopedSystem):
     def n_steps(self) -> int:
         """`config.halt_max_steps` calls."""
         return int(self.model.config.halt_max_steps)
+
+    @property
+    def prompt_length(self) -> int:
+        """`config.seq_len`: positions are built in."""
+        return int(self.model.config.seq_len)
 
     def check_depth(self, n_steps: int) -> int:
         """Refuse more calls than the model makes before it starts again."""
@@ -131,8 +136,8 @@ class Trm(LoopedSystem):
         return {"inputs": ids, "puzzle_identifiers": puzzles}
 
     def _check_length(self, batch: Batch) -> None:
-        length = int(self.model.config.seq_len)
-        if batch.input_ids.shape[1] != length:
-            raise SystemContractError(
-                f"trm: prompts have exactly {length} tokens (config.seq_len); got {batch.input_ids.shape[1]}"
+        if batch.input_ids.shape[1] != self.prompt_length:
+            raise ConfigError(
+                f"trm: prompts have exactly {self.prompt_length} tokens (config.seq_len); got "
+                f"{batch.input_ids.shape[1]}"
             )

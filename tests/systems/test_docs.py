@@ -1,0 +1,44 @@
+"""The pages on systems say what is there, and their examples run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from loopq.systems.check import systems_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("systems.md", "check-your-checkpoint.md")
+
+
+def test_table_is_that_of_the_registry() -> None:
+    text = (DOCS / "systems.md").read_text("utf-8")
+    for row in systems_table():
+        models = ", ".join(f"{name}: {n}" for name, n in row.checkpoints) or "-"
+        line = f"| `{row.name}` | {row.summary} | {models} | {', '.join(row.exposed) or '-'} |"
+        assert line in text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run(page: str) -> None:
+    text = (DOCS / page).read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(block, page, "exec"), {"__name__": "example"})
+
+
+def test_every_check_is_explained() -> None:
+    from loopq.systems.check import check_model
+    from loopq.systems.load import load_model
+
+    text = (DOCS / "check-your-checkpoint.md").read_text("utf-8")
+    report = check_model(load_model("huginn_small"))
+    assert report.ok
+    for verdict in report.verdicts:
+        assert f"| {verdict.check} |" in text

@@ -178,20 +178,26 @@ def ablations(d: Diagnosis) -> Picture | None:
         for bar, name in zip(bars, order, strict=True):
             if layers[name]["exposed"]:
                 bar.set(hatch="///", edgecolor=ALARM, linewidth=1.6)
+        rows = [(layers[name]["ablation"]["per_channel"] or {}) for name in order]
+        key = "changed" if logits else "output_error_last"
+        whole = [100 * float(row[key] or 0.0) for row in rows]
+        axes.plot(whole, range(len(order)), "D", color="black", markersize=4, label="one scale per row")
+        axes.legend(loc="lower right")
         for i, name in enumerate(order):
             place = places[name]
-            text = f" gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
-            axes.text(values[i], i, text, va="center", fontsize=7.5)
+            text = f"  gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
+            axes.text(max(values[i], whole[i]), i, text, va="center", fontsize=7.5)
         axes.set_yticks(range(len(order)), [short_name(n) for n in order], fontsize=8)
-        axes.margins(x=0.18)
+        axes.margins(x=0.25)
         axes.grid(axis="y", visible=False)
         what = "predictions changed [%]" if logits else "output moved [%]"
         label(axes, f"{what}, this layer alone rounded", "layer [name]")
     rho = found["table"]["spearman"]
+    setting = next(iter(layers.values()))["ablation"]["setting"]
     caption = (
-        f"Each layer rounded alone to {next(iter(layers.values()))['ablation']['setting']}, {found['n_prompts']} "
-        "prompts, mean over all steps. Beside each bar the layer's place by random-direction gain and by Hessian "
-        f"trace (1 is most sensitive): they rank with Spearman {_number(rho['random-direction gain'])} and "
+        f"Each layer rounded alone to {setting}, {found['n_prompts']} prompts, mean over all steps; diamonds: one "
+        "scale per row. Beside each bar the layer's place by random-direction gain and by Hessian trace (1 is most "
+        f"sensitive): they rank with Spearman {_number(rho['random-direction gain'])} and "
         f"{_number(rho['Hessian trace'])}. Hatched: feedback-exposed."
     )
     return Picture("ablation", "What rounding each layer costs", caption, figure)
@@ -265,7 +271,7 @@ def jacobian(d: Diagnosis) -> Picture | None:
         axes.axhline(1.0, color=ALARM, linestyle="--", linewidth=1.2)
         axes.annotate("1: errors neither grow nor shrink", (-0.4, 1.0), fontsize=8, va="bottom", color=ALARM)
         axes.set_xlim(-0.5, len(names) - 0.5)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(1.0, axes.get_ylim()[1]))
         axes.set_xticks(range(len(names)), [n.replace("changed", "rounded") for n in names])
         label(axes, "map of one step [kind]", "spectral radius [factor per step]")
     a = found["acceptance"]
@@ -301,9 +307,9 @@ def bypass(d: Diagnosis) -> Picture | None:
                 fontsize=9,
             )
         axes.set_xticks(place, [f"{r['radius']:g}" for r in rows])
-        axes.margins(y=0.15)
+        axes.margins(y=0.4)
         axes.grid(axis="x", visible=False)
-        axes.legend()
+        axes.legend(loc="upper right", ncols=2)
         label(axes, "size of the perturbation / state [ratio]", "mismatch / response [ratio]")
     p = max(r["p_holm"] for r in rows)
     caption = (

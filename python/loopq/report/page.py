@@ -339,7 +339,7 @@ def _settings(d: Mapping[str, Any]) -> str:
     def rows(table: Mapping[str, Any]) -> str:
         return "".join(
             f"<tr><td>{html.escape(str(key))}</td><td>{html.escape(_plain(value))}</td></tr>"
-            for key, value in table.items()
+            for key, value in sorted(table.items())
         )
 
     seconds = {f"seconds, {name}": value for name, value in d["seconds"].items()}

@@ -260,3 +260,22 @@ def test_promotion_is_lossless_and_undone():
         assert torch.equal(model.linear.weight.bfloat16(), before["linear.weight"])
     assert model.inner.eps is None
     assert all(torch.equal(v, before[k]) and v.dtype == torch.bfloat16 for k, v in model.state_dict().items())
+
+
+def test_directions_in_one_batch_give_what_they_give_apart(system):
+    class Wrapped(LinearSystem):
+        def embed(self, batch):
+            return [super().embed(batch)]
+
+        def step(self, state, embedding, t, n_steps):
+            return super().step(state, embedding[0], t, n_steps)
+
+    new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)
+    data = tokens(n_prompts=1)
+    together, apart = (
+        bypass.bypass_study(s, data, 8, new, radii=(0.01,), n_directions=5, seeds=(0,), n_resamples=2)["rows"]
+        for s in (system, Wrapped(system.model))
+    )
+    for one, other in zip(together, apart, strict=True):
+        assert one["D0"] == pytest.approx(other["D0"], rel=1e-9)
+        assert one["D1"] == pytest.approx(other["D1"], rel=1e-9)

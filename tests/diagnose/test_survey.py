@@ -66,8 +66,8 @@ def test_estimate_is_told_before_the_run(whole):
     assert "rollouts" in notes.notes[0]
     estimate = found["estimate"]
     assert estimate["seconds"] == pytest.approx(sum(p["seconds"] for p in estimate["sections"].values()))
-    # 2 prompts, 2 layers, the reference, and the inputs of gain and trace.
-    assert estimate["sections"]["ablation"]["n_prompt_rollouts"] == 2 * 5
+    # 2 prompts, 2 layers and the reference at two settings, and the inputs of gain and trace.
+    assert estimate["sections"]["ablation"]["n_prompt_rollouts"] == 2 * 8
     assert estimate["hessian_bytes"] == 8 * 16 * 17 * 5 + 8 * 8 * 9 * 5
     assert {"hessians", "ranks", "ablation", "arms", "jacobian", "bypass"} <= set(notes.stages)
     assert {"feedback grouped", "feedback per channel"} <= set(notes.stages)
@@ -209,6 +209,8 @@ def test_verdict_of_unsurveyed_and_exposed_layers():
     assert "not surveyed (data-independent)" in found["text"]
     exposed = LAYER | {"exposed": True, "feedback_ratio": 1.989}
     assert "1.99 times that of one step" in verdict.judge(exposed, None)["text"]
+    noise = LAYER | {"noise": {"overlap": 0.0057, "chance": 0.00606}}
+    assert "state half is noise: it shares 0.6 %" in verdict.judge(noise, None)["text"]
     assert "adds little" in verdict.judge(exposed | {"feedback_ratio": 1.01}, None)["text"]
     hidden = LAYER | {
         "ablation": {"place": 2, "of": 6, "setting": "INT4 g128", "changed": None, "output_error_last": 0.03}

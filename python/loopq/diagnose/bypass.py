@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,13 +68,25 @@ def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius
     """[F(s + eps ||s|| v) - F(s - eps ||s|| v)] / (2 eps ||s||) for each direction v, float64."""
     torch = require("torch")
     size = radius * float(state.double().norm())
+    many = _together(step, len(directions))
     with torch.no_grad():
-        found = [
-            (step(state + size * v.to(state)).double() - step(state - size * v.to(state)).double())
-            / (2 * size)
-            for v in directions
-        ]
-    return torch.stack(found)
+        if many is not None:
+            moves = size * directions.to(state).flatten(0, 1)
+            found = many(state + moves).double() - many(state - moves).double()
+            return (found / (2 * size)).reshape(directions.shape)
+        moves = [size * v.to(state) for v in directions]
+        apart = [step(state + move).double() - step(state - move).double() for move in moves]
+    return torch.stack(apart) / (2 * size)
+
+
+def _together(step: StepMap, n: int) -> StepMap | None:
+    """The step for n states of one prompt as a batch, where the embedding is one tensor (or none)."""
+    e = step.embedding
+    if e is None:
+        return step
+    if not hasattr(e, "expand") or e.shape[0] != 1:
+        return None
+    return dataclasses.replace(step, embedding=e.expand(n, *e.shape[1:]))
 
 
 def prompt_responses(

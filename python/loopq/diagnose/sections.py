@@ -244,15 +244,19 @@ def ablation(context: Context) -> dict[str, Any]:
     config = context.config
     tokens = context.tokens.take(0, config.n_ablation_prompts)
     chosen = quantizable(context.parameters)
-    found = sensitivity.ablation(
-        context.system,
-        tokens,
-        context.n_steps,
-        config.layer(config.group_size),
-        parameters=chosen,
-        seed=config.seed,
-        **context.shared(),
-    )
+
+    def rounded_alone(group_size: int) -> dict[str, dict[str, float | None]]:
+        return sensitivity.ablation(
+            context.system,
+            tokens,
+            context.n_steps,
+            config.layer(group_size),
+            parameters=chosen,
+            seed=config.seed,
+            **context.shared(),
+        )
+
+    found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)
     # The paper disturbs inputs half-way along the rollout.
     middle = context.system.check_depth(max(1, context.n_steps // 2))
     weights = {p.name: weight_of(context.system, p) for p in chosen}
@@ -261,13 +265,14 @@ def ablation(context: Context) -> dict[str, Any]:
     key = "changed" if context.system.output == "logits" else "output_error"
     measures: dict[str, dict[str, float | None]] = {
         "ablation": {name: values[key] for name, values in found.items()},
+        "ablation per channel": {name: values[key] for name, values in whole.items()},
         "random-direction gain": {name: gain.get(name) for name in found},
         "Hessian trace": {name: trace.get(name) for name in found},
     }
     return {
         "measure": key,
         "layers": {
-            name: values | {"gain": gain.get(name), "trace": trace.get(name)}
+            name: values | {"gain": gain.get(name), "trace": trace.get(name), "per_channel": whole[name]}
             for name, values in found.items()
         },
         "table": sensitivity.rank_table(measures, "ablation"),
@@ -459,7 +464,7 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
     rollouts = {
         "ranks": len(context.tokens.sequences),
         "overlap": len(context.tokens.sequences) * (2 if system.state_is_random else 1),
-        "ablation": n_ablation * (n_layers + 3),
+        "ablation": n_ablation * (2 * n_layers + 4),
         "arms": prompts * arms_run * (2 if system.state_is_random else 1) * 2,
         "feedback": prompts * seeds * 2 * 3 * (len(config.lambdas) + 1),
         "groups": prompts * (len(config.group_sizes) + 1),

@@ -20,7 +20,7 @@ from loopq.config import PER_CHANNEL, DiagnoseConfig
 from loopq.diagnose import sections
 from loopq.diagnose.sections import LOOP_SECTIONS, SECTIONS, Context
 from loopq.diagnose.verdict import judge, summary
-from loopq.diagnose.weights import Rounder, core_rounder
+from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, LoopqError
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
@@ -220,6 +220,7 @@ def _layers(
     ranks = done.get("ranks", {})
     ablation = done.get("ablation", {})
     ratio = _feedback_ratio(done.get("feedback", {}))
+    noise = _noise(done.get("overlap", {}))
     out = []
     for p in parameters:
         leader = ranks.get("leaders", {}).get(p.name)
@@ -235,12 +236,14 @@ def _layers(
             "reason": p.reason,
             "input_of": leader,
             "feedback_ratio": ratio if p.exposed else None,
+            "noise": noise if p.exposed and input_blocks(p) else None,
             "ablation": None,
             "proxy": ranks.get("proxies", {}).get(p.name),
         }
         if p.name in ablation.get("layers", {}):
             layer["ablation"] = ablation["layers"][p.name] | {
                 "place": ablation["table"]["places"][p.name]["ablation"],
+                "place_per_channel": ablation["table"]["places"][p.name]["ablation per channel"],
                 "of": len(ablation["layers"]),
                 "setting": setting_name(config.bits, config.group_size),
             }
@@ -255,6 +258,14 @@ def _feedback_ratio(feedback: Mapping[str, Any]) -> float | None:
         if ratio is not None:
             return float(ratio["estimate"])
     return None
+
+
+def _noise(overlap: Mapping[str, Any]) -> dict[str, float] | None:
+    """Overlap of the state's leading directions at both ends, where it is no more than chance."""
+    ends = [row for row in overlap.get("overlaps", []) if row["between"].startswith("steps")]
+    if not ends or any(row["overlap"] > 1.25 * row["chance"] for row in ends):
+        return None
+    return {"overlap": float(ends[0]["overlap"]), "chance": float(ends[0]["chance"])}
 
 
 def setting_name(bits: int, group_size: int) -> str:

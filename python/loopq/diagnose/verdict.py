@@ -21,7 +21,8 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
     ----------
     layer : mapping
         Facts of the layer: `name`, `role`, `exposed`, `treatment`, `reason`, and where measured `ablation`
-        (`changed`, `place`, `of`, `setting`, `output_error_last`) and `feedback_ratio`.
+        (`changed`, `place`, `of`, `setting`, `output_error_last`), `feedback_ratio`, and `noise` (`overlap`,
+        `chance`) where the state at step 0 overlaps with the last one's no more than chance.
     ranks : mapping or None
         `rank.layer_ranks` of its input; None where it was not observed.
 
@@ -37,6 +38,8 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
     else:
         blind, dominated, seen = _seen(ranks)
         texts.append(seen)
+    if layer.get("noise"):
+        texts.append(_noise(layer["noise"]))
     if layer["exposed"]:
         texts.append(_exposed(layer))
     if layer.get("ablation"):
@@ -87,6 +90,13 @@ def _seen(ranks: Mapping[str, Any]) -> tuple[bool, bool, str]:
     return blind, dominated, text
 
 
+def _noise(noise: Mapping[str, float]) -> str:
+    return (
+        f"At step 0 its state half is noise: it shares {100 * noise['overlap']:.1f} % of its leading directions with "
+        f"the last step, and chance alone gives {100 * noise['chance']:.1f} %."
+    )
+
+
 def _exposed(layer: Mapping[str, Any]) -> str:
     text = "No identity path leads around it: its error is fed back into the loop whole"
     ratio = layer.get("feedback_ratio")
@@ -124,6 +134,10 @@ def summary(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     ranked = [layer for layer in layers if layer.get("ablation")]
     if ranked:
-        worst = min(ranked, key=lambda layer: layer["ablation"]["place"])
-        out.append(f"most damaging when rounded alone: {worst['name']}")
+        grouped = min(ranked, key=lambda layer: layer["ablation"]["place"])
+        whole = min(ranked, key=lambda layer: layer["ablation"]["place_per_channel"])
+        out.append(
+            f"most damaging when rounded alone: {grouped['name']} at {grouped['ablation']['setting']}, "
+            f"{whole['name']} with one scale per row"
+        )
     return out

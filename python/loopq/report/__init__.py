@@ -1,0 +1,1 @@
+"""A diagnosis as one page that opens offline, and as JSON."""

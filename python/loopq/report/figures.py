@@ -1,0 +1,397 @@
+"""The figures of the page, each from one part of a diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from loopq.lazy import require
+from loopq.report import loopfigure
+from loopq.report.style import ALARM, MAP, Picture, canvas, label, line, short_name, styled, whole_numbers
+
+Diagnosis = Mapping[str, Any]
+ARM_NAMES = {
+    "none": "nothing rounded",
+    "exposed": "exposed layers only",
+    "core": "the other layers only",
+    "all": "all layers",
+    "gaussian": "noise of the same size, exposed layers",
+}
+_STEP = "recurrence steps done [number]"
+
+
+def _ordered(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Entries in the order they are read in, whatever order a file kept them in."""
+    first = ("per channel", "all columns")
+    return sorted(table.items(), key=lambda item: (item[0] not in first, item[0]))
+
+
+def loop(d: Diagnosis) -> Picture:
+    """The loop drawn."""
+    return loopfigure.draw(d)
+
+
+def rank_map(d: Diagnosis) -> Picture | None:
+    """Heat map of the rank of each layer's input at each step (D4)."""
+    ranks = d["sections"].get("ranks")
+    if not ranks:
+        return None
+    layers = ranks["layers"]
+    names = list(layers)
+    steps = sorted({s["step"] for layer in layers.values() for s in layer["per_step"]})
+    table = np.full((len(names), len(steps) + 1), np.nan)
+    counts: dict[tuple[int, int], int] = {}
+    for i, name in enumerate(names):
+        layer = layers[name]
+        for s in layer["per_step"]:
+            j = steps.index(s["step"])
+            table[i, j], counts[i, j] = 100 * s["rank"] / layer["dim"], s["rank"]
+        table[i, -1], counts[i, len(steps)] = 100 * layer["all"]["rank"] / layer["dim"], layer["all"]["rank"]
+    with styled("ranks"):
+        figure, axes = canvas(min(13.0, 4.5 + 0.5 * len(steps)), 1.5 + 0.3 * len(names))
+        image = axes.imshow(table, aspect="auto", cmap=MAP, vmin=0, vmax=100)
+        axes.set_xticks(range(len(steps) + 1), [*map(str, steps), "sum"])
+        axes.set_yticks(range(len(names)), [short_name(n) for n in names], fontsize=8)
+        axes.axvline(len(steps) - 0.5, color="white", linewidth=3)
+        axes.grid(False)
+        if len(steps) <= 17:
+            light = {key: table[key] < 55 for key in counts}
+            for (i, j), n in counts.items():
+                ink = "black" if light[i, j] else "white"
+                axes.text(j, i, f"{n:,}", ha="center", va="center", fontsize=7, color=ink)
+        label(axes, "recurrence step [index]", "input of layer [name]")
+        figure.colorbar(image, ax=axes, label="directions above the threshold [% of the width]")
+    caption = (
+        f"Directions of each layer's input whose energy is above {ranks['threshold']:g} of the largest, step by step "
+        "over the same token positions, and of the sum over all steps (last column); the numbers are counts. A pale "
+        "first column beside darker ones is calibration blindness. Layers that read the same input have one row."
+    )
+    return Picture("ranks", "What each layer's input shows at each step", caption, figure)
+
+
+def spectra(d: Diagnosis) -> Picture | None:
+    """Eigenvalues of the Hessian at step 0, at the last step and summed (D6)."""
+    ranks = d["sections"].get("ranks")
+    if not ranks:
+        return None
+    chosen = [ranks["bottleneck"], ranks["largest_gain"]]
+    chosen += [layer["input_of"] for layer in d["layers"] if layer["exposed"]]
+    names = list(dict.fromkeys(n for n in chosen if n))[:3]
+    with styled("spectra"):
+        figure, many = canvas(4.2 * len(names) + 0.5, 3.4, len(names))
+        for axes, name in zip(np.atleast_1d(many), names, strict=True):
+            layer = ranks["layers"][name]
+            for i, (key, text) in enumerate(
+                (("first", "step 0"), ("last", "last step"), ("all", "sum of all steps"))
+            ):
+                curve = layer["spectra"][key]
+                top = max(curve["value"][0], 1e-300)
+                value = np.maximum(np.array(curve["value"]) / top, 1e-12)
+                line(axes, i, curve["index"], value, text, markevery=0.2)
+            axes.axhline(ranks["threshold"], color="#666666", linewidth=1, linestyle=":")
+            axes.annotate(f"{ranks['threshold']:g}", (1, ranks["threshold"]), fontsize=8, va="bottom")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            label(axes, "eigenvalue's place [number]", "eigenvalue / largest [ratio]", short_name(name))
+        np.atleast_1d(many)[0].legend(loc="lower left")
+    caption = (
+        "Eigenvalues of the input's second moment, largest first, each curve relative to its own largest. The dotted "
+        "line is the threshold of the rank. Shown are the layer that sees the smallest share at step 0, the one that "
+        "gains most from later steps, and the feedback-exposed one."
+    )
+    return Picture("spectra", "Spectra", caption, figure)
+
+
+def rollout_error(d: Diagnosis) -> Picture | None:
+    """State error and agreement along the rollout, arm by arm (E1)."""
+    arms = d["sections"].get("arms")
+    if not arms:
+        return None
+    paired = arms["per channel"]["paired"]
+    if len(next(iter(paired.values()))["steps"]) < 2:
+        return None
+    logits = next(iter(paired.values()))["agreement"] is not None
+    with styled("rollout"):
+        figure, many = canvas(10.5 if logits else 6.0, 3.6, 2 if logits else 1)
+        left, *right = np.atleast_1d(many)
+        for i, (name, arm) in enumerate((n, paired[n]) for n in ARM_NAMES if n in paired and n != "none"):
+            error = arm["state_error"] or arm["output_error"]
+            line(left, i, range(1, len(error) + 1), 100 * np.array(error), ARM_NAMES[name])
+            for axes in right:
+                line(axes, i, arm["steps"], 100 * np.array(arm["agreement"]), ARM_NAMES[name])
+        label(left, _STEP, "relative error of the state [%]")
+        left.set_ylim(bottom=0)
+        left.legend()
+        for axes in right:
+            label(axes, _STEP, "same top-1 prediction [% of positions]")
+            axes.set_ylim(0, 102)
+        for axes in np.atleast_1d(many):
+            whole_numbers(axes.xaxis)
+    settings = arms["per channel"]["settings"]
+    caption = (
+        f"INT{settings['bits']} per channel on parts of the loop, against full precision with the same initial state. "
+        "Means over prompts, each with equal weight. An error that grows with the steps is being fed back."
+    )
+    return Picture("rollout", "Error along the rollout", caption, figure)
+
+
+def feedback(d: Diagnosis) -> Picture | None:
+    """Final error against the share of its own error that is fed back (E3, E4)."""
+    found = d["sections"].get("feedback")
+    if not found:
+        return None
+    settings = found["settings"]
+    with styled("feedback"):
+        figure, many = canvas(4.6 * len(settings) + 0.6, 3.5, len(settings))
+        for axes, (setting, curves) in zip(np.atleast_1d(many), _ordered(settings), strict=True):
+            for i, (columns, curve) in enumerate(_ordered(curves)):
+                ratio = curve["ratio"]
+                text = columns + (f": x{ratio['estimate']:.2f}" if ratio else "")
+                line(axes, i, curve["lambdas"], 100 * np.array(curve["error"]), text)
+            axes.set_ylim(bottom=0)
+            axes.legend(loc="best")
+            label(axes, "share of its own error fed back [ratio]", "final error of the state [%]", setting)
+    first = next(iter(next(iter(settings.values())).values()))
+    caption = (
+        f"The exposed layers are rounded and every step receives only part of the error so far: 0 cuts the feedback, 1 "
+        f"is the natural run. {first['n_prompts']} prompts, {first['n_seeds']} initial states; the factor is the "
+        "geometric mean over prompts of both ends. Columns of the layer's input are rounded together or in halves."
+    )
+    return Picture("feedback", "Feeding the error back", caption, figure)
+
+
+def ablations(d: Diagnosis) -> Picture | None:
+    """Damage of each layer alone, with its places by the one-step measures (F1-F3)."""
+    found = d["sections"].get("ablation")
+    if not found:
+        return None
+    layers = {layer["name"]: layer for layer in d["layers"] if layer["ablation"]}
+    order = sorted(layers, key=lambda name: -layers[name]["ablation"]["place"])[-40:]
+    places = found["table"]["places"]
+    logits = found["measure"] == "changed"
+    with styled("ablation"):
+        figure, axes = canvas(6.2, 1.2 + 0.24 * len(order))
+        values = [loopfigure.damage(layers[name]) or 0.0 for name in order]
+        bars = axes.barh(range(len(order)), values, color="#56B4E9", edgecolor="#333333", linewidth=0.5)
+        for bar, name in zip(bars, order, strict=True):
+            if layers[name]["exposed"]:
+                bar.set(hatch="///", edgecolor=ALARM, linewidth=1.6)
+        rows = [(layers[name]["ablation"]["per_channel"] or {}) for name in order]
+        key = "changed" if logits else "output_error_last"
+        whole = [100 * float(row[key] or 0.0) for row in rows]
+        axes.plot(whole, range(len(order)), "D", color="black", markersize=4, label="one scale per row")
+        axes.legend(loc="lower right")
+        for i, name in enumerate(order):
+            place = places[name]
+            text = f"  gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
+            axes.text(max(values[i], whole[i]), i, text, va="center", fontsize=7.5)
+        axes.set_yticks(range(len(order)), [short_name(n) for n in order], fontsize=8)
+        axes.margins(x=0.25)
+        axes.grid(axis="y", visible=False)
+        what = "predictions changed [%]" if logits else "output moved [%]"
+        label(axes, f"{what}, this layer alone rounded", "layer [name]")
+    rho = found["table"]["spearman"]
+    setting = next(iter(layers.values()))["ablation"]["setting"]
+    caption = (
+        f"Each layer rounded alone to {setting}, {found['n_prompts']} prompts, mean over all steps; diamonds: one "
+        "scale per row. Beside each bar the layer's place by random-direction gain and by Hessian trace (1 is most "
+        f"sensitive): they rank with Spearman {_number(rho['random-direction gain'])} and "
+        f"{_number(rho['Hessian trace'])}. Hatched: feedback-exposed."
+    )
+    return Picture("ablation", "What rounding each layer costs", caption, figure)
+
+
+def _number(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:+.2f}"
+
+
+def proxies(d: Diagnosis) -> Picture | None:
+    """Per-step reconstruction proxy (D9)."""
+    ranks = d["sections"].get("ranks")
+    if not ranks or len(ranks["proxy_sum"]["grouped"]["per_step"]) < 2:
+        return None
+    with styled("proxy"):
+        figure, axes = canvas(6.2, 3.2)
+        for i, (name, found) in enumerate(_ordered(ranks["proxy_sum"])):
+            values = np.array(found["per_step"])
+            spread = found["max_over_min"]
+            text = name + (f" (max / min {spread:.2f})" if spread else "")
+            line(axes, i, range(len(values)), 100 * values / values.sum(), text)
+        uniform = 100 * ranks["proxy_sum"]["grouped"]["uniform_share"]
+        axes.axhline(uniform, color="#666666", linewidth=1, linestyle=":")
+        axes.set_ylim(0, 1.4 * max(uniform, axes.get_ylim()[1]))
+        axes.legend()
+        whole_numbers(axes.xaxis)
+        label(axes, "recurrence step [index]", "share of the reconstruction loss [%]")
+    caption = (
+        "tr(D H D^T) of plain rounding at each step, summed over the layers; the dotted line is an even share. A flat "
+        "line means that the size of the error does not tell the steps apart, even where its directions do."
+    )
+    return Picture("proxy", "Reconstruction loss along the rollout", caption, figure)
+
+
+def displacement(d: Diagnosis) -> Picture | None:
+    """Displacement from the reference's final state (E9)."""
+    found = d["sections"].get("displacement")
+    if not found:
+        return None
+    with styled("displacement"):
+        figure, axes = canvas(6.2, 3.2)
+        for i, (name, curve) in enumerate(_ordered(found["settings"])):
+            settled = curve["settled_after"]
+            text = name + (f": settles after {settled}" if settled else ": still moving")
+            line(axes, i, range(1, curve["n_more"] + 1), 100 * np.array(curve["relative"]), text)
+        axes.set_ylim(0, 1.35 * axes.get_ylim()[1])
+        axes.legend()
+        whole_numbers(axes.xaxis)
+        label(axes, "further updates from the final state [number]", "displacement / state [%]")
+    caption = (
+        "Both maps start from the full-precision final state and go on. A curve that levels off is a displaced fixed "
+        "point; one that keeps rising is instability. Settled: within 1 % of the last value."
+    )
+    return Picture("displacement", "Drift from the fixed point", caption, figure)
+
+
+def jacobian(d: Diagnosis) -> Picture | None:
+    """Spectral radius of the step for every prompt (G1, G2)."""
+    found = d["sections"].get("jacobian")
+    if not found:
+        return None
+    entries = [e for e in found["prompts"] if e["state"] == "plain"]
+    kinds = ("reference", "changed", "reference, bypass", "changed, bypass")
+    names = [n for n in kinds if n in entries[0]["maps"]]
+    with styled("jacobian"):
+        figure, axes = canvas(6.2, 3.4)
+        for i, name in enumerate(names):
+            accepted = [e["maps"][name] for e in entries if e["maps"][name]["accepted"]]
+            jitter = (np.arange(len(accepted)) + 1) / (len(accepted) + 1) - 0.5
+            axes.plot(i + 0.5 * jitter, [m["radius"] for m in accepted], "o", color="#0072B2", alpha=0.8)
+        axes.axhline(1.0, color=ALARM, linestyle="--", linewidth=1.2)
+        axes.annotate("1: errors neither grow nor shrink", (-0.4, 1.0), fontsize=8, va="bottom", color=ALARM)
+        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.set_ylim(0, 1.1 * max(1.0, axes.get_ylim()[1]))
+        axes.set_xticks(range(len(names)), [n.replace("changed", "rounded") for n in names])
+        label(axes, "map of one step [kind]", "spectral radius [factor per step]")
+    a = found["acceptance"]
+    caption = (
+        "Largest eigenvalue magnitude of the last step's Jacobian at the full-precision final state, one dot a "
+        "prompt. "
+        f"{a['n_accepted']} of {a['n_maps']} estimates meet the acceptance rules; the largest relative residual is "
+        f"{a['largest_residual']:.1e}, the largest disagreement of two starts {a['largest_disagreement']:.1e}."
+    )
+    return Picture("jacobian", "Stability of the step", caption, figure)
+
+
+def bypass(d: Diagnosis) -> Picture | None:
+    """Response to the weight error with and without the identity path (G3)."""
+    found = d["sections"].get("bypass")
+    if not found:
+        return None
+    rows = [r for r in found["rows"] if r["state"] == "plain"]
+    with styled("bypass"):
+        figure, axes = canvas(6.2, 3.2)
+        place = np.arange(len(rows))
+        axes.bar(place - 0.2, [r["D0"] for r in rows], 0.38, color="#D55E00", hatch="///", edgecolor="black",
+                 label="as it is")  # fmt: skip
+        axes.bar(place + 0.2, [r["D1"] for r in rows], 0.38, color="#56B4E9", edgecolor="black",
+                 label="with an identity path added")  # fmt: skip
+        for i, r in enumerate(rows):
+            axes.text(
+                i,
+                max(r["D0"], r["D1"]),
+                f"{-100 * r['attenuation']:+.0f} %",
+                ha="center",
+                va="bottom",
+                fontsize=9,
+            )
+        axes.set_xticks(place, [f"{r['radius']:g}" for r in rows])
+        axes.margins(y=0.4)
+        axes.grid(axis="x", visible=False)
+        axes.legend(loc="upper right", ncols=2)
+        label(axes, "size of the perturbation / state [ratio]", "mismatch / response [ratio]")
+    p = max(r["p_holm"] for r in rows)
+    caption = (
+        f"How differently the rounded and the full-precision step answer the same {found['settings']['n_directions']} "
+        "small pushes, with and without an identity path laid around the exposed layer. Percentages: change by the "
+        f"path; largest Holm-adjusted sign-flip p {p:.2g} over {rows[0]['n_prompts']} prompts. The path was never "
+        "trained: this speaks of the local structure only."
+    )
+    return Picture("bypass", "What an identity path would take off", caption, figure)
+
+
+def group_sizes(d: Diagnosis) -> Picture | None:
+    """Group-size sweep (E8)."""
+    found = d["sections"].get("groups")
+    if not found:
+        return None
+    rows = found["rows"]
+    logits = rows[0]["agreement"] is not None
+    steps = rows[0]["steps"]
+    picks = sorted({0, len(steps) // 4, len(steps) - 1})
+    with styled("groups"):
+        figure, axes = canvas(6.2, 3.2)
+        for i, pick in enumerate(picks):
+            key = "agreement" if logits else "output_error"
+            line(axes, i, range(len(rows)), [100 * r[key][pick] for r in rows], f"after step {steps[pick]}")
+        axes.set_xticks(
+            range(len(rows)), ["row" if r["group_size"] == -1 else str(r["group_size"]) for r in rows]
+        )
+        axes.legend()
+        if logits:
+            axes.set_ylim(top=102)
+        label(
+            axes,
+            "input columns that share a scale [number]",
+            "same top-1 prediction [% of positions]" if logits else "output error [%]",
+        )
+    return Picture(
+        "groups", "Finer scales", "The whole loop rounded at several group sizes, paired states.", figure
+    )
+
+
+def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
+    """Gap closed by trajectory calibration against the largest rank gain, model by model (D13).
+
+    Parameters
+    ----------
+    points : sequence of mapping
+        `name`, `gain`, `gap_closed` (share), `one_step_better` (than round-to-nearest).
+    """
+    with styled("scatter"):
+        figure, axes = canvas(6.2, 3.8)
+        for better, marker, colour in ((True, "o", "#0072B2"), (False, "s", "#D55E00")):
+            chosen = [p for p in points if bool(p["one_step_better"]) == better]
+            text = "one-step GPTQ " + ("beats" if better else "loses to") + " rounding"
+            axes.plot([p["gain"] for p in chosen], [100 * p["gap_closed"] for p in chosen], marker, ls="", color=colour,
+                      label=text, markersize=7)  # fmt: skip
+        for p in points:
+            axes.annotate(p["name"], (p["gain"], 100 * p["gap_closed"]), xytext=(6, 3),
+                          textcoords="offset points", fontsize=8)  # fmt: skip
+        axes.set_xscale("log")
+        axes.legend(loc="best")
+        label(axes, "largest rank gain, sum of steps over step 0 [ratio]", "gap to full precision closed [%]")
+    caption = "Each point is a model. The rank gain tells that later steps matter, not how much is won."
+    return Picture("scatter", "Rank gain and recovery", caption, figure)
+
+
+FIGURES: tuple[Callable[[Diagnosis], Picture | None], ...] = (
+    loop,
+    rank_map,
+    spectra,
+    rollout_error,
+    feedback,
+    ablations,
+    displacement,
+    jacobian,
+    bypass,
+    group_sizes,
+    proxies,
+)
+
+
+def all_figures(d: Diagnosis) -> list[Picture]:
+    """Every figure that the diagnosis has data for."""
+    require("matplotlib")
+    return [picture for make in FIGURES if (picture := make(d)) is not None]

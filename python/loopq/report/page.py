@@ -1,0 +1,365 @@
+"""The diagnosis as one HTML page: no other file, no network, readable on paper."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from loopq.checkpoint.files import replacing, write_json
+from loopq.errors import ConfigError
+from loopq.report.figures import ARM_NAMES, all_figures, gain_scatter
+from loopq.report.style import Picture, short_name
+
+FORMAT = "loopq-diagnosis"
+VERSION = 1
+_WIDE = ("loop", "ranks", "spectra", "rollout", "feedback")
+Cell = tuple[str, str, str]
+
+
+def write_report(
+    diagnosis: Mapping[str, Any],
+    out: str | Path,
+    *,
+    quantized: Mapping[str, Mapping[str, Any]] | None = None,
+    compared: Sequence[Mapping[str, Any]] | None = None,
+) -> Path:
+    """Write the page.
+
+    Parameters
+    ----------
+    diagnosis : mapping
+        Result of `loopq.diagnose.survey.diagnose` or `diagnose_dump`, or the JSON of one.
+    out : path
+        HTML file.
+    quantized : mapping of str to mapping, optional
+        Report of each quantized layer by parameter name: what was done is then a column of the table.
+    compared : sequence of mapping, optional
+        Points of the scatter of recovery against rank gain (`figures.gain_scatter`).
+
+    Returns
+    -------
+    Path
+        The file.
+
+    Raises
+    ------
+    ConfigError
+        Data that is no diagnosis of this version.
+    MissingExtraError
+        matplotlib is not installed.
+    """
+    text = render(diagnosis, quantized=quantized, compared=compared)
+    path = Path(out)
+    with replacing(path) as temporary:
+        temporary.write_text(text, "utf-8")
+    return path
+
+
+def write_data(diagnosis: Mapping[str, Any], out: str | Path) -> Path:
+    """Write the diagnosis as JSON."""
+    _check(diagnosis)
+    path = Path(out)
+    write_json(path, diagnosis)
+    return path
+
+
+def render(
+    diagnosis: Mapping[str, Any],
+    *,
+    quantized: Mapping[str, Mapping[str, Any]] | None = None,
+    compared: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Return the page as text; parameters as in `write_report`."""
+    _check(diagnosis)
+    pictures = all_figures(diagnosis)
+    if compared:
+        pictures.append(gain_scatter(compared))
+    model = diagnosis["model"]
+    title = f"Diagnosis of {model['name']}"
+    # Inside a script element no "<" may stand that could end it or open another.
+    data = json.dumps(diagnosis, sort_keys=True, allow_nan=False).replace("<", "\\u003c")
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{html.escape(title)}</title>",
+        # Browsers ask the server for an icon otherwise, also of a file.
+        '<link rel="icon" href="data:,">',
+        f"<style>{_file('page.css')}</style></head><body>",
+        f"<header><h1>{html.escape(title)}</h1>{_lead(diagnosis)}</header>",
+        "<main>",
+        _summary(diagnosis),
+        "<h2>What the loop does</h2>",
+        '<div class="figures">',
+        *(_figure(p) for p in pictures),
+        "</div>",
+        _layer_table(diagnosis, quantized),
+        _arms(diagnosis),
+        _perturbations(diagnosis),
+        _overlaps(diagnosis),
+        _unavailable(diagnosis),
+        _settings(diagnosis),
+        "</main>",
+        f'<script type="application/json" id="diagnosis">{data}</script>',
+        f"<script>{_file('page.js')}</script>",
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _file(name: str) -> str:
+    return resources.files("loopq.report").joinpath(name).read_text("utf-8")
+
+
+def _check(diagnosis: Mapping[str, Any]) -> None:
+    if diagnosis.get("format") != FORMAT:
+        raise ConfigError(f"not a diagnosis: its format is {diagnosis.get('format')!r}, expected {FORMAT!r}")
+    if diagnosis.get("version") != VERSION:
+        raise ConfigError(
+            f"diagnosis of version {diagnosis.get('version')!r}; this loopq reads version {VERSION}"
+        )
+
+
+def _lead(d: Mapping[str, Any]) -> str:
+    model, data = d["model"], d["data"]
+    size = f", {model['n_parameters']:,} parameters" if model["n_parameters"] else ""
+    text = (
+        f"System {model['system']}, {model['n_steps']} recurrence steps{size}, {model['dtype']}; "
+        f"{data['n_prompts']} prompts, {data['n_tokens']:,} tokens from {data['source']}."
+    )
+    save = '<a class="save" download="diagnosis.json" href="#diagnosis">Save the data as JSON</a>'
+    return f'<p class="lead">{html.escape(text)} {save}</p>'
+
+
+def _summary(d: Mapping[str, Any]) -> str:
+    items = "".join(f"<li>{html.escape(text)}</li>" for text in d["summary"])
+    return f'<ul class="summary">{items}</ul>'
+
+
+def _figure(picture: Picture) -> str:
+    wide = ' class="wide"' if picture.name in _WIDE else ""
+    return (
+        f'<figure id="figure-{picture.name}"{wide}><h3>{html.escape(picture.title)}</h3>'
+        f'<div class="plot">{picture.svg()}</div><figcaption>{html.escape(picture.caption)}</figcaption></figure>'
+    )
+
+
+def _number(value: float | None, form: str = ",.3g") -> Cell:
+    if value is None:
+        return "number", "", "-"
+    return "number", repr(float(value)), format(value, form)
+
+
+def _words(text: str) -> Cell:
+    return "words", text, html.escape(text)
+
+
+def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]] | None) -> str:
+    ranks = (d["sections"].get("ranks") or {}).get("layers", {})
+    logits = d["model"]["output"] != "hidden"
+    heads = [
+        ("layer", ""),
+        ("role", ""),
+        ("shape", ""),
+        ("rank, step 0", "number"),
+        ("rank, all steps", "number"),
+        ("width", "number"),
+        ("gain", "number"),
+        ("step-0 energy [%]", "number"),
+        ("changed alone [%]" if logits else "moved alone [%]", "number"),
+        ("verdict", ""),
+    ]
+    if quantized is not None:
+        heads.insert(-1, ("what was done", ""))
+    rows = []
+    for layer in d["layers"]:
+        own = ranks.get(layer["input_of"]) or {}
+        cells = _cells(layer, own, logits)
+        if quantized is not None:
+            cells.insert(-1, _words(_done(quantized.get(layer["name"]))))
+        rows.append("".join(f'<td class="{c}" data-sort="{html.escape(k)}">{t}</td>' for c, k, t in cells))
+    head = "".join(f'<th class="{c}" scope="col"><button type="button">{h}</button></th>' for h, c in heads)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    threshold = (d["sections"].get("ranks") or {}).get("threshold", 1e-3)
+    return (
+        "<h2>Layer by layer</h2>"
+        f'<div class="scroll"><table class="sortable" id="layers"><caption>Click a heading to sort. Rank: '
+        f"directions above {threshold:g} of the largest eigenvalue; gain: rank over all steps against rank at step 0; "
+        "energy: share of the summed squared inputs that step 0 holds.</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cells(layer: Mapping[str, Any], ranks: Mapping[str, Any], logits: bool) -> list[Cell]:
+    ablation = layer["ablation"] or {}
+    value = ablation.get("changed") if logits else ablation.get("output_error_last")
+    share = ranks.get("step0_trace_share")
+    flags = [
+        text
+        for key, text in (("blind", "blind"), ("dominated", "step 0 dominates"), ("exposed", "exposed"))
+        if layer["verdict"][key]
+    ]
+    marks = "".join(f'<span class="flag">{text}</span>' for text in flags)
+    verdict = layer["verdict"]["text"]
+    return [
+        ("name", layer["name"], html.escape(short_name(layer["name"]))),
+        ("", layer["role"], html.escape(layer["role"])),
+        (
+            "number",
+            str(layer["shape"][0] * layer["shape"][1]),
+            f"{layer['shape'][0]:,} x {layer['shape'][1]:,}",
+        ),
+        _number(ranks.get("first", {}).get("rank"), ",d"),
+        _number(ranks.get("all", {}).get("rank"), ",d"),
+        _number(ranks.get("dim"), ",d"),
+        _number(ranks.get("rank_gain"), ".2f"),
+        _number(None if share is None else 100 * share, ".1f"),
+        _number(None if value is None else 100 * value, ".2f"),
+        ("words", " ".join(flags) + verdict, marks + html.escape(verdict)),
+    ]
+
+
+def _done(report: Mapping[str, Any] | None) -> str:
+    """What was done to a layer, from its quantization report."""
+    if report is None:
+        return "left as it is"
+    group = "per channel" if report.get("group_size") == -1 else f"g{report.get('group_size')}"
+    text = f"{str(report.get('method_done', '?')).upper()} INT{report.get('bits')} {group}"
+    steps = report.get("steps")
+    if steps:
+        text += f", calibrated on {len(steps)} step{'s' if len(steps) > 1 else ''}"
+    proxy, plain = report.get("proxy"), report.get("proxy_rtn")
+    if proxy is not None and plain:
+        text += f", loss {proxy / plain:.2f} of plain rounding's"
+    return text
+
+
+def _table(title: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], n_text: int) -> str:
+    """A plain table; the first `n_text` columns are words, the others numbers."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{'' if i < n_text else ' class=number'}>{html.escape(text)}</{tag}>"
+            for i, text in enumerate(row)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        f"<h2>{html.escape(title)}</h2><div class=scroll><table class=settings><caption>{html.escape(caption)}"
+        f"</caption><thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def _arms(d: Mapping[str, Any]) -> str:
+    found = d["sections"].get("arms")
+    if not found or d["model"]["output"] == "hidden":
+        return ""
+    rows = []
+    for setting, runs in sorted(found.items(), reverse=True):
+        for pairing in ("paired", "unpaired"):
+            for arm, name in ARM_NAMES.items():
+                run = (runs[pairing] or {}).get(arm)
+                if run:
+                    ends = [_percent(run["agreement"][0]), _percent(run["agreement"][-1])]
+                    low, high = (_percent(run["final_agreement"][end]) for end in ("low", "high"))
+                    rows.append([setting, pairing, name, *ends, f"{low} to {high}", f"{run['kl'][-1]:.4f}"])
+    caption = (
+        "Top-1 agreement with full precision, mean over prompts; paired: both runs start from the same initial state. "
+        "The interval is a 95 % bootstrap over prompts; KL in nats at the end."
+    )
+    heads = (
+        "rounding",
+        "states",
+        "what is rounded",
+        "first step [%]",
+        "last step [%]",
+        "interval [%]",
+        "KL [nat]",
+    )
+    return _table("Where the error enters", caption, heads, rows, 3)
+
+
+def _perturbations(d: Mapping[str, Any]) -> str:
+    found = d["sections"].get("perturbation")
+    if not found:
+        return ""
+    logits = d["model"]["output"] != "hidden"
+    key = "agreement" if logits else "output_error"
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in found["rows"]:
+        groups.setdefault((row["perturbation"], row["location"]), []).append(row)
+    rows = []
+    for (kind, place), members in sorted(groups.items()):
+        mean = sum(m[key] for m in members) / len(members)
+        norm = sum(m["norm"] for m in members) / len(members)
+        rows.append([kind, place, f"{norm:.3g}", str(len(members)), _percent(mean)])
+    caption = (
+        "Changes other than rounding at the exposed layers and in the core, paired states. Rank-4 updates have one "
+        "norm at both places; the noise matches the output error that rounding makes there."
+    )
+    what = "agreement at the end [%]" if logits else "output error at the end [%]"
+    return _table("Other perturbations", caption, ("perturbation", "place", "norm", "draws", what), rows, 2)
+
+
+def _overlaps(d: Mapping[str, Any]) -> str:
+    found = (d["sections"].get("overlap") or {}).get("overlaps")
+    if not found:
+        return ""
+    rows = [
+        [r["between"], str(r["k"]), f"{100 * r['overlap']:.2f}", f"{100 * r['chance']:.2f}"]
+        for r in sorted(found, key=lambda r: r["k"])
+    ]
+    caption = (
+        "Mean squared cosine between the leading directions of the state, and what two unrelated spaces of that size "
+        "give by chance: an overlap at chance says that one side is noise."
+    )
+    heads = ("between", "directions", "overlap [%]", "chance [%]")
+    return _table("Do steps share their directions?", caption, heads, rows, 1)
+
+
+def _unavailable(d: Mapping[str, Any]) -> str:
+    if not d["unavailable"]:
+        return ""
+    rows = "".join(
+        f"<li><strong>{html.escape(u['section'])}</strong>: {html.escape(u['reason'])}</li>"
+        for u in d["unavailable"]
+    )
+    return f'<h2>What could not be diagnosed</h2><ul id="unavailable">{rows}</ul>'
+
+
+def _settings(d: Mapping[str, Any]) -> str:
+    def rows(table: Mapping[str, Any]) -> str:
+        return "".join(
+            f"<tr><td>{html.escape(str(key))}</td><td>{html.escape(_plain(value))}</td></tr>"
+            for key, value in sorted(table.items())
+        )
+
+    seconds = {f"seconds, {name}": value for name, value in d["seconds"].items()}
+    blocks = (
+        ("Settings", d["settings"]),
+        ("Data", d["data"]),
+        ("Versions", d["versions"]),
+        ("Time", seconds),
+    )
+    tables = "".join(
+        f"<h3>{name}</h3><table class=settings><tbody>{rows(table)}</tbody></table>"
+        for name, table in blocks
+        if table
+    )
+    return f"<h2>To reproduce this</h2>{tables}"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)

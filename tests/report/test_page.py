@@ -1,0 +1,246 @@
+"""The page: whole, self-contained, safe with odd names, and right in a real browser."""
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the page's figures need matplotlib: pip install 'loopq[report]'")
+pytest.importorskip("torch", reason="the diagnosis that is drawn here is made with torch")
+pytest.importorskip(
+    "scipy", reason="the diagnosis that is drawn here needs SciPy: pip install 'loopq[report]'"
+)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
+from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
+
+from loopq.config import DiagnoseConfig
+from loopq.diagnose import survey
+from loopq.errors import ConfigError
+from loopq.report import figures, loopfigure, page, style
+
+QUICK = DiagnoseConfig(
+    n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directions=4, group_sizes=(4, -1)
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def diagnosis():
+    system = LinearSystem(LinearLoop(width=8))
+    return survey.diagnose(
+        system, tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, name="toy <&>", threads=1
+    )
+
+
+@pytest.fixture(scope="module")
+def text(diagnosis):
+    return page.render(diagnosis)
+
+
+class Outline(HTMLParser):
+    """Ids, elements and what they load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.tags, self.loads, self.open = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags.append(tag)
+        if "id" in found:
+            self.ids.append(found["id"])
+        for key in ("src", "href", "xlink:href"):
+            if found.get(key) and not found[key].startswith(("#", "data:")):
+                self.loads.append(found[key])
+
+
+def test_page_loads_nothing_and_has_no_id_twice(text):
+    outline = Outline(text)
+    assert outline.loads == []
+    assert len(outline.ids) == len(set(outline.ids))
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+
+
+def test_page_shows_the_whole_diagnosis(diagnosis, text):
+    for layer in diagnosis["layers"]:
+        assert layer["verdict"]["text"].split(".")[0] in text
+    for line in diagnosis["summary"]:
+        assert line in text
+    assert f"numpy</td><td>{diagnosis['versions']['numpy']}" in text
+    kept = re.search(r'<script type="application/json" id="diagnosis">(.*?)</script>', text, re.DOTALL)[1]
+    assert json.loads(kept) == diagnosis
+    names = {p.name for p in figures.all_figures(diagnosis)}
+    assert names == {
+        "loop", "ranks", "spectra", "rollout", "feedback", "ablation", "displacement", "jacobian", "bypass",
+        "groups", "proxy",
+    }  # fmt: skip
+
+
+def test_names_are_escaped(diagnosis):
+    odd = copy.deepcopy(diagnosis)
+    odd["model"]["name"] = "</script><script>alert(1)</script>"
+    odd["layers"][0]["role"] = "<b>"
+    text = page.render(odd)
+    assert "<script>alert" not in text
+    assert "<b>" not in text
+
+
+def test_every_axis_has_a_label_with_its_unit(diagnosis):
+    points = [{"name": "a", "gain": 7.8, "gap_closed": 1.02, "one_step_better": False}]
+    for picture in [*figures.all_figures(diagnosis), figures.gain_scatter(points)]:
+        for axes in picture.figure.axes:
+            labels = [axes.get_xlabel(), axes.get_ylabel()]
+            if axes.get_label() == "<colorbar>":
+                labels = [text for text in labels if text]
+            assert labels, picture.name
+            for text in labels:
+                assert re.search(r"\[[^\]]+\]", text), (picture.name, text)
+
+
+def test_series_are_told_apart_without_colour():
+    assert len({(str(dash), marker) for _, dash, marker in style.SERIES}) == len(style.SERIES)
+
+
+def test_map_is_even_in_lightness():
+    import matplotlib
+    import numpy as np
+
+    rgb = matplotlib.colormaps[style.MAP](np.linspace(0, 1, 64))[:, :3]
+    light = rgb @ [0.2126, 0.7152, 0.0722]
+    assert (np.diff(light) < 0).all()
+
+
+def test_the_same_diagnosis_gives_the_same_bytes(diagnosis, text):
+    # Also from a file, where keys are sorted.
+    assert page.render(json.loads(json.dumps(diagnosis, sort_keys=True))) == text
+
+
+def test_systems_without_steps_have_a_page_that_says_why():
+    found = survey.diagnose(
+        BlindSystem(LinearLoop(width=8)),
+        tokens(n_tokens=12),
+        5,
+        config=QUICK,
+        only=["ranks", "ablation", "jacobian"],
+    )
+    text = page.render(found)
+    assert "What could not be diagnosed" in text
+    assert "has no single-step function" in text
+    assert "Every layer has an identity path" in text
+
+
+def test_a_page_after_quantizing_says_what_was_done(diagnosis):
+    report = {
+        "method_done": "gptq", "bits": 4, "group_size": 32, "steps": [0, 1, 2], "proxy": 1.0, "proxy_rtn": 4.0,
+    }  # fmt: skip
+    text = page.render(diagnosis, quantized={"adapter.weight": report})
+    assert "GPTQ INT4 g32, calibrated on 3 steps, loss 0.25 of plain rounding" in text
+    assert "left as it is" in text
+
+
+def test_layers_are_grouped_by_block():
+    names = [
+        "transformer.adapter.weight",
+        "model.layers.0.q_proj.weight",
+        "model.layers.0.mlp.up.weight",
+        "h.1.c.weight",
+    ]
+    found = loopfigure.blocks([{"name": n} for n in names])
+    assert {k: len(v) for k, v in found.items()} == {"adapter": 1, "layers.0": 2, "h.1": 1}
+
+
+def test_a_deep_stack_is_drawn_without_names(diagnosis):
+    many = copy.deepcopy(diagnosis)
+    one = many["layers"][1]
+    many["layers"] = [one | {"name": f"model.layers.{i}.{p}.weight"} for i in range(48) for p in "qkvogud"]
+    picture = loopfigure.draw(many)
+    assert picture.figure.get_size_inches()[0] <= 13
+    assert "layers.47" not in picture.svg()
+
+
+def test_other_data_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not a diagnosis"):
+        page.render({})
+    with pytest.raises(ConfigError, match="version 9"):
+        page.write_data({"format": "loopq-diagnosis", "version": 9}, tmp_path / "x.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_data_fits_its_schema(diagnosis, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema", reason="checking the schema needs jsonschema")
+    schema = json.loads(resources.files("loopq.report").joinpath("schema.json").read_text("utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(diagnosis, schema)
+    page.write_data(diagnosis, tmp_path / "d.json")
+    assert json.loads((tmp_path / "d.json").read_text("utf-8")) == diagnosis
+    broken = copy.deepcopy(diagnosis)
+    del broken["layers"][0]["verdict"]["text"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, schema)
+
+
+PROBE = """
+<script>
+window.addEventListener("error", (e) => { document.title = "ERROR " + e.message; });
+window.addEventListener("load", () => {
+  const figures = [...document.querySelectorAll("figure")].map((f) => {
+    const box = f.querySelector("svg").getBoundingClientRect();
+    return {id: f.id, width: box.width, height: box.height, right: box.right,
+      units: [...f.querySelectorAll("svg text")].filter((t) => /\\[[^\\]]+\\]/.test(t.textContent)).length};
+  });
+  const table = document.getElementById("layers");
+  const first = () => table.tBodies[0].rows[0].cells[0].textContent;
+  const button = table.tHead.rows[0].cells[3].querySelector("button");
+  const order = [first()]; button.click(); order.push(first()); button.click(); order.push(first());
+  const saved = document.querySelector("a.save").href.startsWith("blob:");
+  const out = document.createElement("pre");
+  out.id = "probe";
+  out.textContent = JSON.stringify({figures, order, saved, title: document.title,
+    overflow: document.documentElement.scrollWidth - window.innerWidth});
+  document.body.append(out);
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="NO BROWSER CHECK: chromium is not installed (apt-get install chromium)"
+)
+def test_page_in_a_real_browser(text, tmp_path):
+    place = tmp_path / "page.html"
+    # The probe stands before the page's own script: it hears its errors.
+    place.write_text(text.replace("</title>", "</title>" + PROBE, 1), "utf-8")
+    run = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
+            "--window-size=1280,2000", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000",
+            "--dump-dom", place.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    console = [line for line in run.stderr.splitlines() if ":CONSOLE" in line]
+    assert console == []
+    found = json.loads(
+        re.search(r'<pre id="probe">(.*?)</pre>', run.stdout, re.DOTALL)[1].replace("&amp;", "&")
+    )
+    assert not found["title"].startswith("ERROR")
+    assert len(found["figures"]) == 11
+    for figure in found["figures"]:
+        assert figure["units"] >= 2, figure
+        assert figure["width"] > 300, figure
+        assert figure["height"] > 120, figure
+        assert figure["right"] <= 1281, figure
+    assert found["overflow"] <= 0
+    assert found["saved"]
+    # Sorted by rank at step 0, rising then falling: the first row changes.
+    assert found["order"][1] != found["order"][2]

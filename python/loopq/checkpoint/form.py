@@ -213,8 +213,8 @@ def split(layer: QuantizedLayer) -> Fitted:
 
 
 def as_channel(layer: QuantizedLayer) -> Fitted:
-    """Call a row that is one group by its name: group_size -1 stores the same tensors."""
-    if layer.group_size == -1 or layer.scales.shape[1] != 1:
+    """Call a row that is one short group by its name: group_size -1 stores the same tensors."""
+    if not is_ragged(layer) or layer.scales.shape[1] != 1:
         return Fitted(layer)
     note = f"one group of {layer.shape[1]} columns, stored as one scale per row"
     return Fitted(dataclasses.replace(layer, group_size=-1), (note,))

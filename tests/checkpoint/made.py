@@ -24,6 +24,7 @@ def layer(rows, columns, bits=4, group_size=32, symmetric=True, name="a.b.weight
         scales = (scales.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
     else:
         scales = scales.astype(_TYPES[scale_dtype]).astype(np.float32)
+    scales[::3] *= -1
     zeros = None if symmetric else rng.integers(0, 1 << bits, (rows, n_groups)).astype(np.uint8)
     stored = (codes - (1 << (bits - 1))).astype(np.int8) if symmetric else codes.astype(np.uint8)
     return QuantizedLayer(name, bits, group_size, symmetric, stored, scales, zeros, scale_dtype, report={"n": 1})

@@ -401,7 +401,7 @@ DAMAGED_TENSORS = [
     (CT, put("a.b.weight_packed", np.zeros((64, 7), np.int32)), r"'a\.b\.weight_packed' is I32 \[64, 7\]"),
     (CT, put("a.b.weight_scale", np.ones((64, 3), np.float16)), r"'a\.b\.weight_scale' is F16 \[64, 3\]"),
     (CT, put("a.b.weight_scale", np.ones((64, 2), np.int8)), r"'a\.b\.weight_scale' is I8"),
-    (CT, edit("a.b.weight_scale", lambda a: a.__setitem__((3, 1), -1)), r"'a\.b\.weight_scale' holds a scale"),
+    (CT, edit("a.b.weight_scale", lambda a: a.__setitem__((3, 1), 0)), r"'a\.b\.weight_scale' holds a scale"),
     (CT, edit("a.b.weight_shape", lambda a: a.__setitem__(1, 60)), r"'a\.b\.weight_(packed|scale)'"),
     (CT, put("a.b.weight_shape", np.array([0, 64])), r"'a\.b\.weight_shape' says"),
     (CT, put("a.b.weight_g_idx", np.zeros(64, np.int32)), r"'a\.b\.weight_g_idx'"),
@@ -437,6 +437,10 @@ def test_bits_beyond_the_last_code_are_refused(tmp_path):
     tensors = read_tensors(tmp_path / "n" / "model.safetensors")
     edit("a.b.weight_packed", top)(tensors)
     with pytest.raises(CheckpointError, match=r"'a\.b\.weight_packed': row 2 has bits after"):
+        type(made).from_tensors(made.settings(), tensors, {}, "file")
+    tensors = read_tensors(tmp_path / "n" / "model.safetensors")
+    edit("a.b.weight_zero_point", last)(tensors)
+    with pytest.raises(CheckpointError, match=r"'a\.b\.weight_zero_point': row 0 has bits after"):
         type(made).from_tensors(made.settings(), tensors, {}, "file")
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import loopq
-from loopq.api import calibration_tokens, weights_of
+from loopq.api import calibration_tokens, side_files, weights_of
+from loopq.calibrate.collect import Collection, collect_hessians
 from loopq.calibrate.data import windows
+from loopq.calibrate.select import select
 from loopq.checkpoint.files import float_to_raw
 from loopq.evaluate.compare import compare
 from loopq.systems.load import load_model
@@ -42,9 +45,17 @@ def as_bfloat16(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(model: str, n_calibration: int, n_evaluation: int, seeds: int) -> list[dict[str, Any]]:
-    """Quantize with each kind of scale and compare on held-out text."""
+    """Quantize with each kind of scale, from the same Hessians, and compare on held-out text."""
     loaded = load_model(model)
     calibration = calibration_tokens(loaded, None, n_prompts=n_calibration)
+    job = Collection(loaded.system, calibration, select(loaded.system, calibration), side_files=side_files(loaded))
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder) / "dump"
+        collect_hessians(job, dump)
+        return _compare(loaded, dump, n_evaluation, seeds)
+
+
+def _compare(loaded: Any, dump: Path, n_evaluation: int, seeds: int) -> list[dict[str, Any]]:
     held_out = windows(evaluation_text().decode(), loaded.encode, 128, n_evaluation, "embedded evaluation text")
     results = []
     for bits, group_size in GRIDS:
@@ -52,7 +63,7 @@ def measure(model: str, n_calibration: int, n_evaluation: int, seeds: int) -> li
         changed = {}
         for label, dtype, kept in kinds(bits):
             settings = {"bits": bits, "group_size": group_size, "scale_dtype": dtype, "scale_bits": kept}
-            weights = weights_of(loopq.quantize(loaded, calibration, **settings, rank_threshold=None))
+            weights = weights_of(loopq.solve(dump, **settings, rank_threshold=None))
             deployed = as_bfloat16(weights)
             variants[label], variants[f"{label} deployed"] = weights, deployed
             changed[label] = sum(int((weights[n] != deployed[n]).sum()) for n in weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -65,24 +66,79 @@ def tiny_llama(dtype="float32", **changes):
     return model, config
 
 
+def tiny_hrm():
+    """transformers' HRM-Text with random weights."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    settings = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 16, "num_layers_per_stack": 2, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        model = HrmTextForCausalLM(HrmTextConfig(**settings)).eval()
+    config = model.config.to_dict()
+    config["architectures"] = ["HrmTextForCausalLM"]
+    return model, config
+
+
+def _code(name):
+    """A module of `code/`, under a name that pickles of nothing depend on."""
+    path = Path(__file__).parent / "code" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, {path.name: path.read_bytes()}
+
+
+def looped_code():
+    """A looped model whose code travels with the checkpoint; returns the code files too."""
+    module, files = _code("modeling_loop")
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        model = module.LoopForCausalLM(module.LoopConfig()).eval()
+    return model, _with_code(model, "modeling_loop", "LoopConfig", "LoopForCausalLM"), files
+
+
+def wrapped_zoo():
+    """A Huginn of the zoo in the wrapper that transformers loads; returns the code files too."""
+    module, files = _code("modeling_loopq_zoo")
+    inner = {
+        "model_type": "loopq-zoo-huginn", "n_embd": 64, "n_heads": 2, "intermediate_size": 96, "n_steps": 4,
+        "vocab_size": 96, "block_size": 32,
+    }  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(10)
+        model = module.LoopqZooForCausalLM(module.LoopqZooConfig(zoo=inner)).eval()
+    return model, _with_code(model, "modeling_loopq_zoo", "LoopqZooConfig", "LoopqZooForCausalLM"), files
+
+
+def _with_code(model, module, config_class, model_class):
+    config = model.config.to_dict()
+    config["architectures"] = [model_class]
+    config["auto_map"] = {"AutoConfig": f"{module}.{config_class}", "AutoModelForCausalLM": f"{module}.{model_class}"}
+    return config
+
+
 def prompts(n=3, length=12, vocab=96):
     """Token ids of a few prompts."""
     generator = torch.Generator().manual_seed(3)
     return torch.randint(3, vocab, (n, length), generator=generator)
 
 
-def expected_logits(model, checkpoint, ids):
-    """Logits of the model with the checkpoint's dequantized weights put in, in its own type."""
+def put_in(model, checkpoint, dtype=None):
+    """Put dequantized weights into a model, rounded to its type."""
     from loopq.checkpoint.native import load_into
 
     load_into(model, checkpoint)
+    return model if dtype is None else model.to(dtype)
+
+
+def logits_of(model, ids):
+    """Logits in float32."""
     with torch.no_grad():
-        return model(ids).logits
-
-
-def save_ids(path: Path, ids) -> None:
-    """Write token ids for the program that runs in another environment."""
-    np.save(path, ids.numpy())
+        return model(ids).logits.float().numpy()
 
 
 def tokenizer_files(vocab=96):

@@ -13,7 +13,9 @@ from loopq.checkpoint.native import Checkpoint
 _TYPES = {"float16": np.float16, "float32": np.float32}
 
 
-def layer(rows, columns, bits=4, group_size=32, symmetric=True, name="a.b.weight", scale_dtype="float16", seed=0):
+def layer(
+    rows, columns, bits=4, group_size=32, symmetric=True, name="a.b.weight", scale_dtype="float16", seed=0
+):
     """A layer whose codes take every value, the outermost too."""
     rng = np.random.default_rng(seed)
     n_groups = 1 if group_size == -1 else -(-columns // group_size)
@@ -27,7 +29,9 @@ def layer(rows, columns, bits=4, group_size=32, symmetric=True, name="a.b.weight
     scales[::3] *= -1
     zeros = None if symmetric else rng.integers(0, 1 << bits, (rows, n_groups)).astype(np.uint8)
     stored = (codes - (1 << (bits - 1))).astype(np.int8) if symmetric else codes.astype(np.uint8)
-    return QuantizedLayer(name, bits, group_size, symmetric, stored, scales, zeros, scale_dtype, report={"n": 1})
+    return QuantizedLayer(
+        name, bits, group_size, symmetric, stored, scales, zeros, scale_dtype, report={"n": 1}
+    )
 
 
 def checkpoint(*layers, ties=None, dense=None):

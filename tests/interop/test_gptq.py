@@ -139,7 +139,7 @@ def foreign(tmp_path_factory):
     for number, config in enumerate(WRITTEN):
         out = str(base / str(number))
         jobs.append({"tool": "gptq-quantize", "folder": str(base / "dense"), "ids": str(base / "calibration.npy"),
-                     "out": out, "config": {"desc_act": False, **config}})  # fmt: skip
+                     "out": out, "config": {"desc_act": False, "act_group_aware": False, **config}})  # fmt: skip
         jobs.append({"tool": "gptqmodel", "folder": f"{out}.folder", "ids": str(base / "ids.npy"),
                      "out": f"{out}.npy", "modules": models.linear_names(model)})  # fmt: skip
     return base, run("gptq", jobs, base, timeout=290)

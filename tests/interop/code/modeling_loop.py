@@ -39,7 +39,6 @@ class Inner(nn.Module):
 
 class LoopForCausalLM(PreTrainedModel):
     config_class = LoopConfig
-    base_model_prefix = "model"
     _no_split_modules = ["Block"]
 
     def __init__(self, config):

@@ -13,7 +13,7 @@ from loopq import _native
 from loopq.checkpoint import FORMATS, hf_folder
 from loopq.checkpoint import native as store
 from loopq.checkpoint.files import RawTensor, read_json
-from loopq.checkpoint.form import Export, Format, Ragged, Shelf, restore
+from loopq.checkpoint.form import Export, Format, Ragged, Shelf, even_out, restore
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError, ConfigError
@@ -229,6 +229,8 @@ def _write_foreign(
     if not checkpoint.layers:
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
     fitted = {name: form.fit(layer, ragged) for name, layer in checkpoint.layers.items()}
+    if form.one_group_size:
+        fitted = even_out(checkpoint.layers, fitted)
     owners = _owners(checkpoint)
     tensors: dict[str, RawTensor] = {}
     layers = {}

@@ -60,11 +60,11 @@ class Shelf:
         return tensor
 
     def scales(self, name: str, shape: tuple[int | None, ...]) -> tuple[NDArray[np.float32], str]:
-        """Return scales and their stored type ("float16"); they must be positive and finite."""
+        """Return scales and their stored type ("float16"); they must be finite and not zero."""
         tensor = self.get(name, _FLOATS, shape)
         values = tensor.float32()
-        if not np.isfinite(values).all() or (values <= 0).any():
-            raise CheckpointError(f"{self.where}: tensor {name!r} holds a scale that is not positive and finite")
+        if not np.isfinite(values).all() or (values == 0).any():
+            raise CheckpointError(f"{self.where}: tensor {name!r} holds a scale that is zero or not finite")
         return values, _SCALE_DTYPES[tensor.dtype]
 
 
@@ -115,11 +115,14 @@ class Format(ABC):
         the same scale, or filled up with zeros.
     reason : str
         Why the other policies cannot be had.
+    one_group_size : bool
+        Some readers know one group size for the whole file: where one layer is split, all of its group size are.
     """
 
     name: ClassVar[str]
     ragged: ClassVar[tuple[Ragged, ...]]
     reason: ClassVar[str]
+    one_group_size: ClassVar[bool] = False
 
     @abstractmethod
     def describes(self, config: Mapping[str, Any]) -> bool:
@@ -194,13 +197,22 @@ def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
     return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"
 
 
-def split(layer: QuantizedLayer) -> Fitted:
-    """Cut groups to the largest size that divides in_features: codes stay, scales are repeated.
+def split(layer: QuantizedLayer, size: int | None = None) -> Fitted:
+    """Cut groups to a size that divides in_features: codes stay, scales are repeated.
 
     The weight stays the same, number by number; only scales take more room.
+
+    Parameters
+    ----------
+    layer : QuantizedLayer
+        Layer with groups.
+    size : int, optional
+        New group size, a divisor of the old one; the largest that divides in_features when absent.
     """
     columns = layer.shape[1]
-    size = math.gcd(columns, layer.group_size)
+    size = size or math.gcd(columns, layer.group_size)
+    if size == layer.group_size:
+        return Fitted(layer)
     source = np.arange(0, columns, size) // layer.group_size
     fitted = dataclasses.replace(
         layer,
@@ -212,9 +224,35 @@ def split(layer: QuantizedLayer) -> Fitted:
     return Fitted(fitted, (f"groups of {layer.group_size} cut to {size}: {more:+d} bytes",))
 
 
+def even_out(layers: Mapping[str, QuantizedLayer], fitted: Mapping[str, Fitted]) -> dict[str, Fitted]:
+    """Cut the groups of all layers as far as those of the layers that had to be split.
+
+    Parameters
+    ----------
+    layers, fitted : mapping of str to QuantizedLayer and to Fitted
+        Before and after fitting, by layer name.
+
+    Returns
+    -------
+    dict of str to Fitted
+        Layers that had one group size have one again.
+    """
+    sizes: dict[int, int] = {}
+    for name, layer in layers.items():
+        if fitted[name].layer.group_size != layer.group_size:
+            size = sizes.get(layer.group_size, layer.group_size)
+            sizes[layer.group_size] = math.gcd(size, fitted[name].layer.group_size)
+    even = dict(fitted)
+    for name, layer in layers.items():
+        if layer.group_size in sizes:
+            again = split(fitted[name].layer, sizes[layer.group_size])
+            even[name] = Fitted(again.layer, (*fitted[name].notes, *again.notes))
+    return even
+
+
 def as_channel(layer: QuantizedLayer) -> Fitted:
-    """Call a row that is one group by its name: group_size -1 stores the same tensors."""
-    if layer.group_size == -1 or layer.scales.shape[1] != 1:
+    """Call a row that is one short group by its name: group_size -1 stores the same tensors."""
+    if not is_ragged(layer) or layer.scales.shape[1] != 1:
         return Fitted(layer)
     note = f"one group of {layer.shape[1]} columns, stored as one scale per row"
     return Fitted(dataclasses.replace(layer, group_size=-1), (note,))

@@ -33,6 +33,7 @@ class GPTQ(Format):
 
     ragged: ClassVar[tuple[Ragged, ...]] = ("keep", "split")
     reason: ClassVar[str] = "a padded matrix does not fit the model"
+    one_group_size: ClassVar[bool] = True
 
     def __init__(self, version: int) -> None:
         self.version = version

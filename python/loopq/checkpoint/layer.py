@@ -176,15 +176,15 @@ class QuantizedLayer:
         packed = get("weight_packed", "I32", (rows, words)).array()
         codes = unpack_codes(packed, bits, columns, offset, f"{where}: tensor '{module}.weight_packed'")
         scales = get("weight_scale", _SCALE_NAMES[str(settings["scale_dtype"])], (rows, n_groups)).float32()
-        if not np.isfinite(scales).all() or (scales <= 0).any():
+        if not np.isfinite(scales).all() or (scales == 0).any():
             raise CheckpointError(
-                f"{where}: tensor '{module}.weight_scale' holds a scale that is not positive and finite"
+                f"{where}: tensor '{module}.weight_scale' holds a scale that is zero or not finite"
             )
         zeros = None
         if not settings["symmetric"]:
             stored = get("weight_zero_point", "I32", (-(-rows * bits // 32), n_groups)).array()
-            unpacked = native.unpack_dense(np.ascontiguousarray(stored.T), bits, rows, 0)
-            zeros = np.ascontiguousarray(unpacked.T.astype(np.uint8))
+            at = f"{where}: tensor '{module}.weight_zero_point'"
+            zeros = np.ascontiguousarray(unpack_codes(stored.T, bits, rows, 0, at).T)
         return cls(**fields, codes=codes, scales=scales, zeros=zeros, report=dict(report))
 
     def same_as(self, other: QuantizedLayer) -> bool:

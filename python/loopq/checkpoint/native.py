@@ -227,6 +227,9 @@ def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
     kinds = {n: dtypes[str(t.dtype)] for n, t in own.items() if str(t.dtype) in dtypes}
     state = checkpoint.state(kinds)
     names = set(state) | set(checkpoint.ties)
+    # Files of other tools store a tied tensor once and leave its other names to the model.
+    filled = {id(own[name]) for name in names if name in own}
+    names |= {name for name, tensor in own.items() if id(tensor) in filled}
     if names != set(own):
         raise CheckpointError(
             f"the checkpoint does not fit the model: missing {sorted(set(own) - names)[:5]}, "

@@ -19,13 +19,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=("keep", "split", "pad"),
         help="a last group shorter than the others: keep it, cut all groups to a width that divides, or pad with zeros",
     )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run code that came with the model, to compare logits",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and say what it cost."""
-    from loopq.checkpoint.convert import convert
+    from loopq.api import export
 
-    print("\n".join(convert(args.folder, args.out, args.format, ragged=args.ragged).lines()))
+    exported = export(
+        args.folder, args.out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
+    )
+    print("\n".join(exported.lines()))
     return 0
 
 

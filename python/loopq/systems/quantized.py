@@ -1,0 +1,70 @@
+"""Put quantized modules in the place of a model's linear layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.native import Checkpoint
+from loopq.errors import CheckpointError
+from loopq.lazy import require
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """Replace every linear layer that a checkpoint quantizes by a module that holds codes and scales.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Model that the checkpoint's weights were put into (`loopq.checkpoint.native.load_into`).
+    checkpoint : Checkpoint
+        Its layers.
+
+    Returns
+    -------
+    dict of str to str
+        Layers that keep a dequantized weight, with the reason.
+
+    Raises
+    ------
+    CheckpointError
+        A layer of the checkpoint is no module of the model.
+    """
+    torch = require("torch")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    made: dict[int, Any] = {}
+    kept: dict[str, str] = {}
+    for layer in checkpoint.layers.values():
+        owners = [layer.name, *(tied for tied, source in checkpoint.ties.items() if source == layer.name)]
+        found = [modules.get(name.removesuffix(".weight")) for name in owners]
+        if any(module is None for module in found):
+            raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
+        strange = {type(module).__name__ for module in found if type(module) is not torch.nn.Linear}
+        if strange:
+            kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
+            continue
+        if not layer.symmetric:
+            kept[layer.name] = "asymmetric: the modules of loopq.kernels hold symmetric codes"
+            continue
+        for module in found:
+            # One quantized module stands for one linear module, however many names that has.
+            if id(module) not in made:
+                made[id(module)] = _module(layer, module)
+    for name, module in modules.items():
+        if id(module) in made:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, made[id(module)])
+    return kept
+
+
+def _module(layer: QuantizedLayer, linear: Any) -> Any:
+    from loopq.kernels.modules import QuantLinear
+
+    return QuantLinear.from_codes(
+        layer.codes, np.ascontiguousarray(layer.scales), layer.group_size, layer.bits, linear.bias
+    ).to(linear.weight.device)

@@ -1,0 +1,143 @@
+"""Exports of a model: logits before and after, loading with dequantized weights and with quantized modules."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import loopq
+from loopq.api import export
+from loopq.checkpoint import native as store
+from loopq.checkpoint.convert import RECORD, read_any
+from loopq.checkpoint.files import read_tensors, write_tensors
+from loopq.errors import CheckpointError
+from loopq.systems.quantized import install
+
+
+@pytest.fixture
+def solved(tiny_folder, tokens, tmp_path):
+    out = tmp_path / "q"
+    loopq.quantize(tiny_folder, tokens, out=out, method="rtn", bits=4, group_size=16)
+    return out
+
+
+def test_export_compares_logits(solved, tmp_path):
+    for form in ("native", "compressed-tensors", "gptq", "gptq_v2"):
+        done = export(solved, tmp_path / form, form)
+        assert (done.n_prompts, done.difference) == (2, 0.0)
+        assert done.lines()[-1] == "logits of 2 prompts: largest difference 0"
+        assert done.lines()[-2] == "read back from disk: 9 layers equal, number by number"
+
+
+def test_export_says_why_logits_were_not_compared(solved, tmp_path):
+    whole = store.read(solved)
+    del whole.side_files["config.json"]
+    store.write(tmp_path / "bare", whole)
+    done = export(tmp_path / "bare", tmp_path / "ct", "compressed-tensors")
+    assert done.difference is None
+    assert "logits not compared: the checkpoint carries no config.json" in done.lines()[-1]
+
+
+def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
+    values = iter([np.zeros(3), np.ones(3)])
+    monkeypatch.setattr("loopq.api._logits", lambda *a: next(values))
+    with pytest.raises(CheckpointError, match="logits differ by 1 from those of"):
+        export(solved, tmp_path / "x", "gptq")
+
+
+def test_load_takes_every_format(solved, tmp_path):
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        expected = loopq.load(solved).model(ids, seed=1)
+        for form in ("compressed-tensors", "gptq"):
+            export(solved, tmp_path / form, form)
+            assert torch.equal(loopq.load(tmp_path / form).model(ids, seed=1), expected)
+            # As another tool would have written it: no record, the tied head left to the model.
+            (tmp_path / form / RECORD).unlink()
+            assert torch.equal(loopq.load(tmp_path / form).model(ids, seed=1), expected)
+
+
+def test_load_refuses_tensors_that_the_model_lacks(solved, tmp_path):
+    export(solved, tmp_path / "g", "gptq")
+    (tmp_path / "g" / RECORD).unlink()
+    path = tmp_path / "g" / "model.safetensors"
+    tensors = read_tensors(path)
+    kept = {n: t for n, t in tensors.items() if n != "transformer.ln_f.weight"}
+    write_tensors(path, kept)
+    with pytest.raises(CheckpointError, match=r"missing \['transformer\.ln_f\.weight'\]"):
+        loopq.load(tmp_path / "g")
+    write_tensors(path, tensors | {"more.weight": tensors["transformer.ln_f.weight"]})
+    with pytest.raises(CheckpointError, match=r"unexpected \['more\.weight'\]"):
+        loopq.load(tmp_path / "g")
+
+
+def test_quantized_modules_hold_codes_and_give_the_same_logits(solved):
+    from loopq.kernels.modules import QuantLinear
+
+    dense, packed = loopq.load(solved), loopq.load(solved, quantized=True)
+    assert packed.report.notes == ()
+    modules = dict(packed.model.named_modules())
+    whole = store.read(solved)
+    for layer in whole.layers.values():
+        module = modules[layer.module]
+        assert isinstance(module, QuantLinear)
+        np.testing.assert_array_equal(module.dequantize().numpy(), layer.dequantize())
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        a, b = dense.model(ids, seed=1), packed.model(ids, seed=1)
+    assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert not any(n.endswith("adapter.weight") for n in packed.model.state_dict())
+
+
+def test_layers_without_a_quantized_module_are_named(tiny_folder, tokens, tmp_path):
+    out = tmp_path / "asym"
+    loopq.quantize(tiny_folder, tokens, out=out, method="rtn", group_size=16, symmetric=False)
+    loaded = loopq.load(out, quantized=True)
+    assert len(loaded.report.notes) == 9
+    assert all("asymmetric" in note for note in loaded.report.notes)
+    whole = store.read(out)
+    name = next(iter(whole.layers))
+    own = dict(loaded.model.state_dict())[name]
+    np.testing.assert_array_equal(own.numpy(), whole.layers[name].dequantize())
+
+
+def test_install_replaces_a_module_under_all_its_names_and_keeps_others(solved):
+    whole = store.read(solved)
+    (name, layer), *_ = whole.layers.items()
+    inner = torch.nn.Linear(layer.shape[1], layer.shape[0], bias=False)
+    model = torch.nn.ModuleDict({"a": inner, "b": inner, "c": torch.nn.Embedding(*layer.shape)})
+    small = store.Checkpoint({"a.weight": _named(layer, "a.weight")}, {}, {}, {})
+    assert install(model, small) == {}
+    assert model["a"] is model["b"]
+    assert type(model["a"]).__name__ == "QuantLinear"
+    kept = install(model, store.Checkpoint({"c.weight": _named(layer, "c.weight")}, {}, {}, {}))
+    assert kept == {"c.weight": "held by Embedding, which is not nn.Linear"}
+    with pytest.raises(CheckpointError, match=r"layer d\.weight: the model has no module"):
+        install(model, store.Checkpoint({"d.weight": _named(layer, "d.weight")}, {}, {}, {}))
+
+
+def _named(layer, name):
+    import dataclasses
+
+    return dataclasses.replace(layer, name=name)
+
+
+def test_command_line(solved, tmp_path, capsys):
+    from loopq.cli import main
+
+    assert main(["export", str(solved), "--out", str(tmp_path / "ct"), "--format", "compressed-tensors"]) == 0
+    assert "largest difference 0" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "ct"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "compressed-tensors"
+    assert main(["convert", str(tmp_path / "ct"), "--out", str(tmp_path / "n"), "--format", "native"]) == 0
+    whole, again = read_any(solved), read_any(tmp_path / "n")
+    assert all(layer.same_as(again.layers[name]) for name, layer in whole.layers.items())
+    assert {p.name: p.read_bytes() for p in solved.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "n").iterdir()
+    }
+    capsys.readouterr()
+    assert main(["export", str(solved), "--out", str(tmp_path / "m"), "--format", "marlin"]) == 1
+    assert "Marlin holds groups of 128" in capsys.readouterr().err

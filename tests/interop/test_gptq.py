@@ -1,0 +1,159 @@
+"""GPTQModel, and optimum with transformers, load what loopq writes; loopq reads what GPTQModel writes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from loopq.checkpoint.convert import read_any, write_as
+
+from . import models
+from .environments import run
+
+pytestmark = pytest.mark.slow
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, a grid, a format, and the library that loads it."""
+
+    kind: str
+    form: str
+    bits: int
+    group_size: int = 32
+    symmetric: bool = True
+    ragged: str | None = None
+    tool: str = "gptqmodel"
+
+    @property
+    def name(self):
+        asym = "" if self.symmetric else "-asym"
+        ragged = f"-{self.ragged}" if self.ragged else ""
+        return f"{self.kind}-{self.form}{asym}-{self.bits}bit-g{self.group_size}{ragged}-{self.tool}"
+
+
+GRIDS = [("gptq", True), ("gptq_v2", True), ("gptq_v2", False)]
+CASES = [
+    *(Case("llama", form, bits, 32, symmetric) for form, symmetric in GRIDS for bits in (2, 3, 4, 8)),
+    *(Case("llama", form, bits, -1, symmetric) for form, symmetric in GRIDS[::2] for bits in (3, 4)),
+    *(Case("llama", form, bits, 32, symmetric, tool="transformers") for form, symmetric in GRIDS for bits in (2, 3, 4, 8)),
+    Case("llama", "gptq", 4, 64, ragged="keep"),
+    Case("llama", "gptq", 4, 64, ragged="split"),
+    Case("llama", "gptq", 4, 64, ragged="split", tool="transformers"),
+    *(Case(kind, form, 4, 32, symmetric, tool="transformers") for kind in ("hrm", "loop", "zoo") for form, symmetric in GRIDS[::2]),
+    Case("hrm", "gptq", 4),
+    Case("mixed", "gptq", 4),
+]  # fmt: skip
+
+
+def build(case):
+    """Model, checkpoint and side files of a case."""
+    files = {}
+    if case.kind in ("llama", "mixed"):
+        model, config = models.tiny_llama("float16")
+    elif case.kind == "hrm":
+        model, config = models.tiny_hrm()
+    else:
+        model, config, files = models.looped_code() if case.kind == "loop" else models.wrapped_zoo()
+    leave = ("lm_head", "early_exit_gate")
+    side = {**files, **models.tokenizer_files()}
+    grid = {"group_size": case.group_size, "symmetric": case.symmetric}
+    whole = models.checkpoint_of(model, config, leave=leave, side=side, bits=case.bits, **grid)
+    if case.kind == "mixed":
+        other = models.checkpoint_of(model, config, leave=leave, bits=8, **grid | {"group_size": 16})
+        for name in whole.layers:
+            if "down_proj" in name:
+                whole.layers[name] = other.layers[name]
+    return model, whole
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """Every case: layers, logits in float32 and in float16 of the dequantized model, the library's result."""
+    base = tmp_path_factory.mktemp("gptq")
+    ids = models.prompts()
+    np.save(base / "ids.npy", ids.numpy())
+    jobs, expected = [], {}
+    for case in CASES:
+        model, whole = build(case)
+        write_as(base / case.name, whole, case.form, ragged=case.ragged)
+        single = models.logits_of(models.put_in(model.float(), whole), ids)
+        half = models.logits_of(model.half(), ids)
+        expected[case.name] = (whole, single, half)
+        jobs.append(
+            {
+                "tool": case.tool,
+                "folder": str(base / case.name),
+                "ids": str(base / "ids.npy"),
+                "out": str(base / f"{case.name}.npy"),
+                "dtype": "float16",
+                "modules": [layer.module for layer in whole.layers.values()],
+            }
+        )
+    results = run("gptq", jobs, base, timeout=290)
+    return {c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")]) for c in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_logits_agree_to_float16(loaded, case):
+    _, single, half, path, result = loaded[case.name]
+    assert "error" not in result, result
+    # What float16 alone does to this model, dequantized, is the measure.
+    level = np.abs(half - single).max()
+    got = np.load(path)
+    assert np.abs(got - single).max() <= 3 * level
+    assert np.abs(got - half).max() <= 3 * level
+    assert 3 * level < 0.05 * np.abs(single).max()
+    assert all("Linear" in kind and kind != "Linear" for kind in result["modules"].values()), result["modules"]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.tool == "gptqmodel"], ids=lambda c: c.name)
+def test_modules_dequantize_to_the_very_weights(loaded, case):
+    whole, _, _, path, result = loaded[case.name]
+    assert "error" not in result, result
+    weights = np.load(f"{path}.weights.npz")
+    for layer in whole.layers.values():
+        # The kernel multiplies in float16: code times scale, rounded once.
+        np.testing.assert_array_equal(weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32))
+
+
+WRITTEN = [{"bits": 4, "group_size": 32}, {"bits": 3, "group_size": 32}, {"bits": 8, "group_size": -1},
+           {"bits": 4, "group_size": 32, "format": "gptq_v2", "sym": False}]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """Folders that GPTQModel itself quantized and saved, and its own logits of them."""
+    base = tmp_path_factory.mktemp("gptq-foreign")
+    model, _ = models.tiny_llama("float16")
+    model.save_pretrained(base / "dense")
+    for name, data in models.tokenizer_files().items():
+        (base / "dense" / name).write_bytes(data)
+    ids = torch.cat([models.prompts(), models.prompts()]).repeat(1, 4)
+    np.save(base / "calibration.npy", ids.numpy())
+    np.save(base / "ids.npy", models.prompts().numpy())
+    jobs = []
+    for number, config in enumerate(WRITTEN):
+        out = str(base / str(number))
+        jobs.append({"tool": "gptq-quantize", "folder": str(base / "dense"), "ids": str(base / "calibration.npy"),
+                     "out": out, "config": {"desc_act": False, "act_group_aware": False, **config}})  # fmt: skip
+        jobs.append({"tool": "gptqmodel", "folder": f"{out}.folder", "ids": str(base / "ids.npy"),
+                     "out": f"{out}.npy", "modules": models.linear_names(model)})  # fmt: skip
+    return base, run("gptq", jobs, base, timeout=290)
+
+
+@pytest.mark.parametrize("number", range(len(WRITTEN)))
+def test_files_of_gptqmodel_are_read(foreign, number):
+    base, results = foreign
+    out = str(base / str(number))
+    assert "error" not in results[out], results[out]
+    assert "error" not in results[f"{out}.npy"], results[f"{out}.npy"]
+    found = read_any(f"{out}.folder")
+    weights = np.load(f"{out}.npy.weights.npz")
+    assert len(found.layers) == 14
+    for layer in found.layers.values():
+        assert layer.bits == WRITTEN[number]["bits"]
+        np.testing.assert_array_equal(weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32))

@@ -60,11 +60,11 @@ class Shelf:
         return tensor
 
     def scales(self, name: str, shape: tuple[int | None, ...]) -> tuple[NDArray[np.float32], str]:
-        """Return scales and their stored type ("float16"); they must be positive and finite."""
+        """Return scales and their stored type ("float16"); they must be finite and not zero."""
         tensor = self.get(name, _FLOATS, shape)
         values = tensor.float32()
-        if not np.isfinite(values).all() or (values <= 0).any():
-            raise CheckpointError(f"{self.where}: tensor {name!r} holds a scale that is not positive and finite")
+        if not np.isfinite(values).all() or (values == 0).any():
+            raise CheckpointError(f"{self.where}: tensor {name!r} holds a scale that is zero or not finite")
         return values, _SCALE_DTYPES[tensor.dtype]
 
 

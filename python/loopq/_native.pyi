@@ -409,6 +409,127 @@ def gptq(
     ``w_j + sum_{i<j} (w_i - q_i) A_ij``, which gives the codes of GPTQ's inverse form.
     """
 
+@final
+class Prepared:
+    """A damped Hessian, ordered and factored once for all layers with the same input.
+
+    Parameters
+    ----------
+    h : ndarray of float64 or float32, shape (dim, dim)
+        Its upper triangle is read.
+    mu : ndarray of float64, shape (dim,)
+        Added to the diagonal.
+    order : {'conditional', 'diagonal', 'natural'}
+        Order of the sweep: by falling ``1 / [(S_F)^-1]_jj`` among the columns ``F`` that remain, by falling
+        diagonal, or as the columns lie.
+    threads : int
+        Number of threads; 0 for all.
+    progress : callable, optional
+        Called with the share done.
+
+    Raises
+    ------
+    loopq.errors.SolveError, loopq.errors.NonFiniteError, loopq.errors.ConfigError
+        A pivot is not positive (named by column); NaN or infinity; shapes or values of `mu`.
+    """
+
+    def __new__(
+        cls,
+        h: NDArray[np.floating[Any]],
+        mu: NDArray[np.float64],
+        *,
+        order: Literal["conditional", "diagonal", "natural"] = "conditional",
+        threads: int = 0,
+        progress: _Progress | None = None,
+    ) -> Prepared: ...
+    def shift(
+        self,
+        w: NDArray[np.float32],
+        cross: NDArray[np.float64],
+        alpha: float,
+        *,
+        threads: int = 0,
+        progress: _Progress | None = None,
+    ) -> NDArray[np.float32]:
+        """Give ``W (I + alpha C S^-1)``, the target of asymmetric calibration, with ``C = sum (X - X^)^T X^``.
+
+        Parameters
+        ----------
+        w : ndarray of float32, shape (m, dim)
+            Rows are outputs.
+        cross : ndarray of float64, shape (dim, dim)
+            ``C``.
+        alpha : float
+            0 gives the weight back.
+        threads : int
+            Number of threads; 0 for all.
+        progress : callable, optional
+            Called with the share done.
+        """
+    @property
+    def dim(self) -> int:
+        """Columns of the Hessian."""
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The column at each place of the sweep."""
+    @property
+    def conditional(self) -> NDArray[np.float64]:
+        """``1 / [S^-1]_jj``: what a unit error in a column costs when all others make up for it."""
+
+def full(
+    w: NDArray[np.float32],
+    prepared: Prepared,
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    signed: bool,
+    scale_dtype: _ScaleType,
+    cost: Literal["conditional", "diagonal", "even", "largest"],
+    sweeps: int,
+    rounds: int,
+    refit: bool,
+    threads: int = 0,
+    progress: _Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize a weight by the full solver: fitted static scales, ordered sweep, descent, refit, and again.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    prepared : Prepared
+        The damped Hessian.
+    bits, group_size, symmetric, scale_dtype
+        As in `rtn`.
+    signed : bool
+        Let scales of a symmetric grid be negative.
+    cost : {'conditional', 'diagonal', 'even', 'largest'}
+        Weights of the columns in the scale search; 'largest' searches nothing.
+    sweeps : int
+        Most times round of one coordinate descent; 0 leaves it out.
+    rounds : int
+        Most rounds of descent, refit and new sweep.
+    refit : bool
+        Fit the scales to the codes in closed form.
+    threads : int
+        Number of threads; 0 for all.
+    progress : callable, optional
+        Called with the share done.
+
+    Returns
+    -------
+    dict
+        ``codes``, ``scales``, ``zeros`` as in `rtn`; the damped proxy after the first sweep, descent and refit and
+        at the end, ``proxy_swept >= proxy_descended >= proxy_refitted >= proxy_settled``; ``n_moves`` and
+        ``n_rounds``.
+
+    Raises
+    ------
+    loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
+        As in `rtn`.
+    """
+
 def dequantize(
     codes: NDArray[np.int8] | NDArray[np.uint8],
     scales: NDArray[np.float32],

@@ -531,7 +531,9 @@ class _Run:
     def hessians(self) -> HessianSet:
         """Empty accumulators: one sum for each group, or each step apart where layers choose differently."""
         steps = self.steps()
-        apart = any(t.leader and list(t.steps) != steps[t.leader] for t in self.tasks)
+        apart = any(
+            t.leader and (list(t.steps) != steps[t.leader] or t.config.step_weights != "sum") for t in self.tasks
+        )
         return HessianSet(self.job, steps, per_step=apart, threads=self.threads)
 
     def estimate(self, memory: int | None) -> Estimate:

@@ -10,9 +10,11 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 from loopq.errors import ConfigError
+from loopq.rotation import parse_rotation
 
 BITS = (2, 3, 4, 8)
 SCALE_DTYPES = ("float32", "float16", "bfloat16")
@@ -28,6 +30,10 @@ SNAPSHOT_SECONDS = 60.0
 Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]
 ScaleSearch = Literal["max", "mse"]
+ScaleCost = Literal["largest", "even", "diagonal", "conditional"]
+ColumnOrder = Literal["natural", "diagonal", "conditional"]
+DampingKind = Literal["mean", "median", "diagonal", "tail"]
+STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax")
 ScaleType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -70,6 +76,30 @@ class LayerConfig:
         Arithmetic of factorisation and sweep.
     block_size : int
         Columns swept before the trailing update; it changes speed, never a code.
+    damping_kind : {"mean", "median", "diagonal", "tail"}
+        What `damping` is a fraction of: the mean or the median of diag H; each column's own H_jj; the mean
+        diagonal without the largest hundredth of the eigenvalues.
+    step_weights : str
+        How the Hessians of the steps are added: "sum" (the paper), "trace", "balanced", "loss", "minimax", or
+        "alpha=A" with A a fraction such as 0.25 or 1/4, the weight of step 0 against the mean of the others.
+    signed_scales : bool
+        "full", symmetric: a scale may be negative, which turns the grid's extra code to the other side.
+    scale_cost : {"conditional", "diagonal", "even", "largest"}
+        "full": how errors count in the search for the static scales: as they cost when the other columns make
+        up for them, when none does, or all alike; "largest" takes the largest magnitude and searches nothing.
+    order : {"conditional", "diagonal", "natural"}
+        "full": order of the sweep. No index is stored.
+    descent : int
+        "full": most times round of coordinate descent on the codes; 0 leaves it out.
+    refit : bool
+        "full": closed-form scales for the codes found, and a new sweep from them.
+    rounds : int
+        "full": most rounds of descent, refit and new sweep.
+    rotation : str
+        "none", "hadamard:SIZE", "random:SIZE", or "hadamard" for one block as wide as the layer: the input is
+        rotated at run time, the weight against it (paper, C1 to C3).
+    rotation_seed : int
+        Seed of random rotations.
     """
 
     method: str = "gptq"
@@ -84,6 +114,16 @@ class LayerConfig:
     act_order: bool = False
     precision: Precision = "float64"
     block_size: int = 128
+    damping_kind: DampingKind = "mean"
+    step_weights: str = "sum"
+    signed_scales: bool = True
+    scale_cost: ScaleCost = "conditional"
+    order: ColumnOrder = "conditional"
+    descent: int = 30
+    refit: bool = True
+    rounds: int = 8
+    rotation: str = "none"
+    rotation_seed: int = 0
 
     def __post_init__(self) -> None:
         _choice("bits", self.bits, BITS)
@@ -103,6 +143,14 @@ class LayerConfig:
             raise ConfigError(f"damping must be a finite fraction >= 0 of mean(diag H); got {self.damping!r}")
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1; got {self.block_size!r}")
+        _choice("damping_kind", self.damping_kind, ("mean", "median", "diagonal", "tail"))
+        _choice("scale_cost", self.scale_cost, ("conditional", "diagonal", "even", "largest"))
+        _choice("order", self.order, ("conditional", "diagonal", "natural"))
+        for name in ("descent", "rounds"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0; got {getattr(self, name)!r}")
+        parse_step_weights(self.step_weights)
+        parse_rotation(self.rotation, dim=1)
 
 
 @dataclass(frozen=True)
@@ -186,6 +234,33 @@ class QuantConfig:
         for key in ("include", "exclude"):
             rest[key] = tuple(rest[key])
         return cls(layer=layer, overrides=overrides, **rest)
+
+
+def parse_step_weights(spec: str) -> Fraction | str:
+    """Read a step weighting: its name, or the exact alpha of "alpha=A".
+
+    Raises
+    ------
+    ConfigError
+        A name that is not known, or an alpha outside [0, 1].
+
+    Examples
+    --------
+    >>> parse_step_weights("sum"), parse_step_weights("alpha=1/4"), parse_step_weights("alpha=0.25")
+    ('sum', Fraction(1, 4), Fraction(1, 4))
+    """
+    if spec in STEP_WEIGHTS:
+        return spec
+    allowed = f"step_weights must be one of {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
+    if not spec.startswith("alpha="):
+        raise ConfigError(allowed)
+    try:
+        alpha = Fraction(spec.removeprefix("alpha="))
+    except (ValueError, ZeroDivisionError) as cause:
+        raise ConfigError(allowed) from cause
+    if not 0 <= alpha <= 1:
+        raise ConfigError(allowed)
+    return alpha
 
 
 _RANGE = re.compile(r"^(\d*):(\d*)$")

@@ -132,7 +132,7 @@ def descend(w, s, codes, scales, zeros, bits, group_size, sweeps):
     return codes, value(codes, scales[:, owner], zeros[:, owner])
 
 
-def refit(w, s, codes, scales, zeros, group_size, scale_dtype):
+def refit(w, s, codes, scales, zeros, group_size, scale_dtype, signed=False):
     """Scales of least loss for fixed codes; a row keeps its old scales where rounding makes the new ones worse."""
     m, d = w.shape
     owner, ranges = groups(d, group_size)
@@ -148,13 +148,9 @@ def refit(w, s, codes, scales, zeros, group_size, scale_dtype):
         b = b[live]
         m_ = b @ s @ b.T
         rhs = b @ s @ w[i]
-        try:
-            found = np.linalg.solve(m_, rhs)
-        except np.linalg.LinAlgError:
-            continue
-        out[i, live] = stored(found, scale_dtype)
-    bad = ~np.isfinite(out).all(1) | (out == 0).any(1)
-    out[bad] = scales[bad]
+        found = stored(np.linalg.solve(m_, rhs), scale_dtype)
+        fits = np.isfinite(found) & (found != 0) & (signed | (found > 0))
+        out[i, live] = np.where(fits, found, out[i, live])
     before = loss(w, value(codes, scales[:, owner], zeros[:, owner]), s)
     after = loss(w, value(codes, out[:, owner], zeros[:, owner]), s)
     return np.where((after < before)[:, None], out, scales)

@@ -144,7 +144,7 @@ def run_rollouts(
     progress.stop()
 
 
-def _to_native(rows: Tensor) -> Any:
+def to_native(rows: Tensor) -> Any:
     import torch
 
     host = rows.detach().to("cpu").contiguous()
@@ -300,7 +300,7 @@ class _Parts:
 
     def _take(self, leader: str, step: int, rows: Tensor) -> None:
         if rows.device.type == "cpu":
-            self._accs[leader].update(step, _to_native(rows))
+            self._accs[leader].update(step, to_native(rows))
             return
         if leader not in self._device:
             dim = rows.shape[1]

@@ -228,6 +228,12 @@ def _write_foreign(
 ) -> Written:
     if not checkpoint.layers:
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
+    turned = [name for name, layer in checkpoint.layers.items() if layer.transform is not None]
+    if turned:
+        raise CheckpointError(
+            f"layer {turned[0]}: its codes are for a transformed input ({len(turned)} such layers), which {form.name} "
+            "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
+        )
     fitted = {name: form.fit(layer, ragged) for name, layer in checkpoint.layers.items()}
     if form.one_group_size:
         fitted = even_out(checkpoint.layers, fitted)

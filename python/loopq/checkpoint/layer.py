@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.checkpoint.files import RawTensor, float_to_raw
 from loopq.errors import CheckpointError
+from loopq.rotation import Transform, from_description
 
 _SCALE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -73,6 +74,8 @@ class QuantizedLayer:
         How the model stores the weight.
     report : mapping of str to Any
         What was asked, what was done, and what it cost.
+    transform : Transform, optional
+        Change of the input's basis that the codes are for (`loopq.rotation`); only the native format holds it.
     """
 
     name: str
@@ -85,6 +88,7 @@ class QuantizedLayer:
     scale_dtype: str
     orientation: str = "out_in"
     report: Mapping[str, Any] = field(default_factory=dict)
+    transform: Transform | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,7 +96,12 @@ class QuantizedLayer:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> NDArray[np.float32]:
-        """Return (code - zero) * scale, float32, shape (out_features, in_features)."""
+        """Return (code - zero) * scale for the layer's plain input, float32, shape (out_features, in_features)."""
+        values = self.stored_values()
+        return values if self.transform is None else self.transform.unfold(values)
+
+    def stored_values(self) -> NDArray[np.float32]:
+        """Return (code - zero) * scale for the transformed input; without a transform that is the plain one."""
         width = self.shape[1] if self.group_size == -1 else self.group_size
         out: NDArray[np.float32] = native.dequantize(self.codes, self.scales, self.zeros, width)
         return out
@@ -120,6 +129,9 @@ class QuantizedLayer:
             # Zero points are packed along the output dimension, so that a group is a column.
             packed_zeros = native.pack_dense(np.ascontiguousarray(self.zeros.T), self.bits, 0)
             out["weight_zero_point"] = RawTensor.of(np.ascontiguousarray(packed_zeros.T))
+        if self.transform is not None:
+            # Rounded to float16 where they are made, so that nothing is lost here.
+            out |= {name: float_to_raw(a, "F16") for name, a in self.transform.arrays().items()}
         return {f"{self.module}.{key}": tensor for key, tensor in out.items()}
 
     def settings(self) -> dict[str, Any]:
@@ -132,7 +144,7 @@ class QuantizedLayer:
             "scale_dtype": self.scale_dtype,
             "orientation": self.orientation,
             "shape": list(self.shape),
-        }
+        } | ({} if self.transform is None else {"transform": self.transform.describe()})
 
     @classmethod
     def from_tensors(
@@ -149,7 +161,7 @@ class QuantizedLayer:
         CheckpointError
             Names the file and the tensor.
         """
-        fields = {k: v for k, v in settings.items() if k != "shape"}
+        fields = {k: v for k, v in settings.items() if k not in ("shape", "transform")}
         rows, columns = (int(n) for n in settings["shape"])
         bits, group = int(settings["bits"]), int(settings["group_size"])
         module = str(settings["name"]).removesuffix(".weight")
@@ -183,17 +195,40 @@ class QuantizedLayer:
         zeros = None
         if not settings["symmetric"]:
             stored = get("weight_zero_point", "I32", (-(-rows * bits // 32), n_groups)).array()
-            at = f"{where}: tensor '{module}.weight_zero_point'"
-            zeros = np.ascontiguousarray(unpack_codes(stored.T, bits, rows, 0, at).T)
-        return cls(**fields, codes=codes, scales=scales, zeros=zeros, report=dict(report))
+            unpacked = native.unpack_dense(np.ascontiguousarray(stored.T), bits, rows, 0)
+            zeros = np.ascontiguousarray(unpacked.T.astype(np.uint8))
+        transform = None
+        if "transform" in settings:
+            arrays = {}
+            if settings["transform"].get("type") == "channel_scale":
+                arrays["input_scale"] = get("input_scale", "F16", (columns,)).float32()
+            transform = from_description(settings["transform"], arrays)
+        return cls(**fields, codes=codes, scales=scales, zeros=zeros, report=dict(report), transform=transform)
 
     def same_as(self, other: QuantizedLayer) -> bool:
         """Whether codes, scales and zero points are equal, bit for bit."""
         zeros = (self.zeros is None) == (other.zeros is None) and (
             self.zeros is None or other.zeros is None or np.array_equal(self.zeros, other.zeros)
         )
-        return np.array_equal(self.codes, other.codes) and np.array_equal(self.scales, other.scales) and zeros
+        return (
+            np.array_equal(self.codes, other.codes)
+            and np.array_equal(self.scales, other.scales)
+            and zeros
+            and _same_transform(self.transform, other.transform)
+        )
 
     def with_report(self, **more: Any) -> QuantizedLayer:
         """Return the layer with more in its report."""
         return dataclasses.replace(self, report={**self.report, **more})
+
+    def with_transform(self, transform: Transform) -> QuantizedLayer:
+        """Return the layer for another basis of its input."""
+        return dataclasses.replace(self, transform=transform)
+
+
+def _same_transform(a: Transform | None, b: Transform | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    mine, theirs = a.arrays(), b.arrays()
+    same = mine.keys() == theirs.keys() and all(np.array_equal(mine[k], theirs[k]) for k in mine)
+    return same and a.describe() == b.describe()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import ConfigError
 from loopq.progress import Progress, Silent
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.replace import Weights, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Weights = Mapping[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -77,37 +75,6 @@ class Measurement:
         if self.output == "logits":
             data |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
         return data
-
-
-@contextlib.contextmanager
-def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
-    """Put other weights into the model, in place, and the old ones back afterwards, also after an error.
-
-    Parameters
-    ----------
-    system : LoopedSystem
-        The model's adapter.
-    weights : mapping of str to ndarray, float32
-        Parameter name to new values in the model's own orientation.
-    """
-    import torch
-
-    parameters = {name: system.model.get_parameter(name) for name in weights}
-    for name, parameter in parameters.items():
-        if tuple(parameter.shape) != weights[name].shape:
-            raise CheckpointError(
-                f"layer {name}: weights of shape {list(weights[name].shape)}, the model has {list(parameter.shape)}"
-            )
-    saved = {name: p.detach().clone() for name, p in parameters.items()}
-    try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
 
 
 def compare(

@@ -33,6 +33,9 @@ class Problem:
         Threads; 0 takes all cores. It changes no code.
     shared : dict
         Scratch of the input group: what depends on H alone (its factor) is made once and kept here.
+    goal : ndarray, float32, shape (out_features, in_features), optional
+        What the product with the layer's own input should come near to, where that is not the weight itself: the
+        shifted target of asymmetric calibration.
     """
 
     name: str
@@ -42,6 +45,12 @@ class Problem:
     orientation: str
     threads: int
     shared: dict[Any, Any]
+    goal: NDArray[np.float32] | None = None
+
+    @property
+    def target(self) -> NDArray[np.float32]:
+        """`goal`, or the weight."""
+        return self.weight if self.goal is None else self.goal
 
 
 class Quantizer(Protocol):

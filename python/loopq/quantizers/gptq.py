@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import SolveError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.base import Problem, core_group_size, core_scale_dtype, layer_from
+from loopq.quantizers.damping import damping_vector
 
 
 class GPTQ:
@@ -25,14 +28,18 @@ class GPTQ:
             raise SolveError(
                 f"layer {problem.name}: GPTQ needs the layer's activations, and none were collected"
             )
+        hessian, damping = problem.hessian, config.damping
+        if config.damping_kind != "mean":
+            mu = damping_vector(hessian, config.damping_kind, damping, problem.threads)
+            hessian, damping = hessian + np.diag(mu), 0.0
         try:
             result = native.gptq(
-                problem.weight,
-                problem.hessian,
+                problem.target,
+                hessian,
                 bits=config.bits,
                 group_size=core_group_size(config),
                 symmetric=config.symmetric,
-                damping=config.damping,
+                damping=damping,
                 precision=config.precision,
                 scale_dtype=core_scale_dtype(config),
                 scales=config.scales,

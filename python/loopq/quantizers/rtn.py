@@ -17,7 +17,7 @@ class RTN:
         """Quantize the layer."""
         config = problem.config
         result = native.rtn(
-            problem.weight,
+            problem.target,
             bits=config.bits,
             group_size=core_group_size(config),
             symmetric=config.symmetric,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +17,22 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.checkpoint.files import RawTensor, read_json, read_tensors, write_json, write_tensors
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.config import LayerConfig, QuantConfig, parse_steps
+from loopq.config import LayerConfig, QuantConfig, parse_step_weights, parse_steps
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.progress import Progress, Silent
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.base import Problem
+from loopq.quantizers.weighting import (
+    Weighting,
+    alpha_weights,
+    balanced_weights,
+    combine,
+    loss_weights,
+    minimax_weights,
+    needs_weight,
+    trace_weights,
+)
+from loopq.rotation import parse_rotation
 from loopq.systems.base import SharedParameter
 
 
@@ -82,12 +95,14 @@ class Solver:
         done = {t.parameter.name: self._resume(t) for t in tasks}
         if any(layer is None for layer in done.values()):
             lead = tasks[0]
-            seen = _Seen.of(self.source.accumulator(lead.leader, lead.steps), lead) if lead.leader else None
-            extra = self._spectrum(seen)
+            acc = self.source.accumulator(lead.leader, lead.steps) if lead.leader else None
+            common = None
             shared: dict[Any, Any] = {}
             for task in tasks:
                 if done[task.parameter.name] is None:
-                    layer = self._solve(task, seen, shared).with_report(**extra)
+                    if acc is not None and (common is None or needs_weight(task.config.step_weights)):
+                        common, shared = self._seen(acc, task), {}
+                    layer = self._solve(task, common, shared).with_report(**self._spectrum(common, shared))
                     self._keep(task, layer)
                     done[task.parameter.name] = layer
                 self.progress.advance()
@@ -95,28 +110,70 @@ class Solver:
             self.progress.advance(len(tasks))
         return {name: layer for name, layer in done.items() if layer is not None}
 
-    def _spectrum(self, seen: _Seen | None) -> dict[str, Any]:
+    def _seen(self, acc: native.HessianAccumulator, task: Task) -> _Seen:
+        """Weigh the steps of a task and add their Hessians."""
+        weights = self._weights(acc, task)
+        rows = {t: acc.n_rows(t) for t in task.steps}
+        if weights is None:
+            return _Seen(np.asarray(acc.matrix(list(task.steps)), dtype=np.float64), rows, None)
+        if not acc.per_step:
+            raise ConfigError(
+                f"layer {task.parameter.name}: step_weights {task.config.step_weights!r} need the Hessian of each "
+                "step; only their sum was collected: collect again with each step apart"
+            )
+        total = float(sum(weights))
+        return _Seen(combine(acc, task.steps, weights), rows, [float(w) / total for w in weights])
+
+    def _weights(self, acc: native.HessianAccumulator, task: Task) -> Weighting | None:
+        spec = parse_step_weights(task.config.step_weights)
+        if spec == "sum" or not acc.per_step:
+            # Refused by the caller, with the layer's name, if weights were asked for.
+            return None if spec == "sum" else []
+        if isinstance(spec, Fraction):
+            return alpha_weights(spec, len(task.steps))
+        if spec == "trace":
+            return trace_weights(acc, task.steps)
+        if spec == "balanced":
+            return balanced_weights(acc, task.steps)
+        weight = oriented(self.weight(task.parameter), task.parameter)
+        rounded = self._attempt(task, "rtn", weight, None).dequantize()
+        if spec == "loss":
+            return loss_weights(acc, task.steps, weight, rounded, self.threads)
+
+        def solve(hessian: NDArray[np.float64]) -> NDArray[np.float32]:
+            return self._attempt(task, task.config.method, weight, hessian).dequantize()
+
+        return minimax_weights(acc, task.steps, weight, rounded, solve, self.threads)
+
+    def _attempt(
+        self, task: Task, method: str, weight: NDArray[np.float32], hessian: NDArray[np.float64] | None
+    ) -> QuantizedLayer:
+        parameter = task.parameter
+        return QUANTIZERS.get(method)(
+            Problem(parameter.name, weight, hessian, task.config, parameter.orientation, self.threads, {})
+        )
+
+    def _spectrum(self, seen: _Seen | None, shared: dict[Any, Any]) -> dict[str, Any]:
         if seen is None or self.rank_threshold is None:
             return {"rank": None, "rank_threshold": None}
-        values = native.eigvalsh(seen.hessian, threads=self.threads)
-        rank = int((values > self.rank_threshold * values[-1]).sum())
-        return {"rank": rank, "rank_threshold": self.rank_threshold}
+        if "rank" not in shared:
+            values = native.eigvalsh(seen.hessian, threads=self.threads)
+            shared["rank"] = int((values > self.rank_threshold * values[-1]).sum())
+        return {"rank": shared["rank"], "rank_threshold": self.rank_threshold}
 
     def _solve(self, task: Task, seen: _Seen | None, shared: dict[Any, Any]) -> QuantizedLayer:
         weight = oriented(self.weight(task.parameter), task.parameter)
-        config = task.config
-        method = QUANTIZERS.get(config.method)
         problem = Problem(
             name=task.parameter.name,
             weight=weight,
             hessian=seen.hessian if seen else None,
-            config=config,
+            config=task.config,
             orientation=task.parameter.orientation,
             threads=self.threads,
             shared=shared,
         )
-        layer = method(problem)
-        return layer.with_report(**_account(task, layer, weight, seen, self.threads))
+        layer = solve_rotated(problem)
+        return layer.with_report(**account(task, layer, weight, seen, self.threads))
 
     def _path(self, task: Task) -> Path | None:
         return self.work / "layers" / f"{task.parameter.name}.safetensors" if self.work else None
@@ -157,18 +214,14 @@ class _Seen:
 
     hessian: NDArray[np.float64]
     rows: dict[int, int]
-
-    @classmethod
-    def of(cls, acc: native.HessianAccumulator, task: Task) -> _Seen:
-        hessian = np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
-        return cls(hessian, {t: acc.n_rows(t) for t in task.steps})
+    weights: list[float] | None
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that share input and steps stand together; the others alone. Order of first appearance."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:
-        key = (task.leader, task.steps) if task.leader else (None, task.parameter.name)
+        key = (task.leader, task.steps, task.config.step_weights) if task.leader else (None, task.parameter.name)
         groups.setdefault(key, []).append(task)
     return list(groups.values())
 
@@ -199,16 +252,50 @@ def _relative_error(value: NDArray[np.float32], target: NDArray[np.float32]) -> 
     return float(np.linalg.norm(value - target)) / max(float(np.linalg.norm(target)), 1e-30)
 
 
-def _account(
+def solve_rotated(problem: Problem) -> QuantizedLayer:
+    """Quantize a layer in the rotated basis that its settings ask for, or as it is.
+
+    Notes
+    -----
+    H' = R H R^T and W' = W R^T are handed to the quantizer; R goes with the layer.
+    """
+    method = QUANTIZERS.get(problem.config.method)
+    config = problem.config
+    rotation = parse_rotation(config.rotation, problem.weight.shape[1], config.rotation_seed)
+    if rotation is None:
+        return method(problem)
+    key = ("rotated", config.rotation, config.rotation_seed)
+    if key not in problem.shared:
+        turned = None if problem.hessian is None else rotation.conjugate(problem.hessian)
+        problem.shared[key] = (turned, {})
+    hessian, shared = problem.shared[key]
+    layer = method(
+        dataclasses.replace(
+            problem,
+            weight=rotation.fold(problem.weight),
+            goal=None if problem.goal is None else rotation.fold(problem.goal),
+            hessian=hessian,
+            shared=shared,
+        )
+    )
+    if layer.transform is not None:
+        raise ConfigError(f"layer {problem.name}: method {config.method!r} cannot be combined with a rotation")
+    return layer.with_transform(rotation).with_report(rotation=rotation.describe())
+
+
+def account(
     task: Task, layer: QuantizedLayer, weight: NDArray[np.float32], seen: _Seen | None, threads: int
 ) -> dict[str, Any]:
     """What the report says of a layer besides what its quantizer says."""
     config = task.config
-    account: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "method_asked": config.method,
         "bits": config.bits,
         "group_size": config.group_size,
         "damping": config.damping if seen else None,
+        "damping_kind": config.damping_kind if seen else None,
+        "step_weighting": config.step_weights if seen else None,
+        "step_weights": seen.weights if seen else None,
         "role": task.parameter.role,
         "exposed": task.parameter.exposed,
         "shape": list(layer.shape),
@@ -219,13 +306,13 @@ def _account(
         "weight_error": _relative_error(layer.dequantize(), weight),
     }
     if seen is None:
-        return account | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}
+        return facts | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}
     plain = QUANTIZERS.get("rtn")(
         Problem(layer.name, weight, None, config, task.parameter.orientation, threads, {})
     )
     zero = np.zeros_like(weight)
     total = native.proxy(weight, zero, seen.hessian, threads=threads)
-    return account | {
+    return facts | {
         "proxy": native.proxy(weight, layer.dequantize(), seen.hessian, threads=threads),
         "proxy_rtn": native.proxy(weight, plain.dequantize(), seen.hessian, threads=threads),
         "proxy_total": total,

@@ -3,11 +3,12 @@
 use loopq_core::grid::{Grid, ScaleType, Search};
 use loopq_core::solve::{self, Cost, FullSettings, Order};
 use loopq_core::Error;
-use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::door::{raise, run};
+use crate::hessian::matrix;
 use crate::solving::{result, HArray};
 
 /// A damped Hessian in its order, factored, to be shared by layers with the same input.
@@ -35,6 +36,24 @@ impl Prepared {
             solve::Prepared::new(view, mu, dim, order, threads, watch)
         })?;
         Ok(Self { inner })
+    }
+
+    #[pyo3(signature = (w, cross, alpha, *, threads = 0, progress = None))]
+    fn shift<'py>(
+        &self,
+        py: Python<'py>,
+        w: PyReadonlyArray2<'py, f32>,
+        cross: PyReadonlyArray2<'py, f64>,
+        alpha: f64,
+        threads: usize,
+        progress: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let (rows, dim) = (w.shape()[0], w.shape()[1]);
+        let (values, cross) = (w.as_slice()?, cross.as_slice()?);
+        let out = run(py, progress, |watch| {
+            self.inner.shift(values, rows, cross, alpha, threads, watch)
+        })?;
+        matrix(py, out, [rows, dim])
     }
 
     #[getter]

@@ -3,12 +3,14 @@
 //! A symmetric grid has one code more below zero than above. A negative scale turns it round at no cost in bytes, which
 //! matters at two and three bits; `signed` tries both.
 
-use crate::grid::{Grid, Level, SHRINK_STEPS};
+use crate::grid::{Grid, Level, Search, SHRINK_STEPS};
 use crate::{Error, Result};
 
 /// How the error of a column counts in the scale search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cost {
+    /// No search: the largest magnitude sets the scale.
+    Largest,
     /// Every column alike.
     Even,
     /// By the diagonal of `S`: what an error costs that nothing makes up for.
@@ -21,13 +23,14 @@ impl Cost {
     /// The weighting with that name.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
+            "largest" => Ok(Self::Largest),
             "even" => Ok(Self::Even),
             "diagonal" => Ok(Self::Diagonal),
             "conditional" => Ok(Self::Conditional),
             _ => Err(Error::setting(
                 "scale_cost",
                 format!("{name:?}"),
-                "'even', 'diagonal', 'conditional'",
+                "'largest', 'even', 'diagonal', 'conditional'",
             )),
         }
     }
@@ -54,7 +57,11 @@ pub(crate) fn fit(grid: &Grid, signed: bool, values: &[f64], cost: &[f64]) -> Re
             (-high, -low)
         };
         let exact = widest(grid, signed, lo, hi);
-        for k in 0..SHRINK_STEPS {
+        let steps = match grid.search {
+            Search::Max => 1,
+            Search::Mse => SHRINK_STEPS,
+        };
+        for k in 0..steps {
             let shrink = 1.0 - k as f64 / 100.0;
             let scale = grid.scale_type.round(exact * shrink);
             if scale == 0.0 || !scale.is_finite() {

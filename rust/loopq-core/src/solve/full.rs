@@ -6,10 +6,11 @@
 
 use rayon::prelude::*;
 
+use crate::error::name_of;
 use crate::factor::{Factor, Symmetric};
-use crate::grid::{Grid, Level, Quantized};
+use crate::grid::{Grid, Level, Quantized, Search};
 use crate::pool::pool;
-use crate::solve::descent::{Choice, Field, Lane, LANES};
+use crate::solve::descent::{add_product, Choice, Field, Lane, LANES};
 use crate::solve::fit::{fit, Cost};
 use crate::solve::order::{by_conditional_energy, by_diagonal, inverse, Order};
 use crate::solve::{check_weight, located};
@@ -100,9 +101,89 @@ impl Prepared {
         &self.conditional
     }
 
+    /// The target of asymmetric calibration, `W (I + alpha C S^-1)`: what, multiplied with the inputs that the layer
+    /// will really get, comes nearest to its output on the inputs that it should have got. `C = sum (X - X^)^T X^`.
+    pub fn shift(
+        &self,
+        w: &[f32],
+        rows: usize,
+        cross: &[f64],
+        alpha: f64,
+        threads: usize,
+        watch: &Watch,
+    ) -> Result<Vec<f32>> {
+        let dim = self.dim;
+        check_weight("W", w, rows, dim)?;
+        crate::dims::check_matrix("C", cross, dim, dim)?;
+        if let Some(at) = cross.iter().position(|v| !v.is_finite()) {
+            return Err(Error::NonFiniteMatrix {
+                what: "C",
+                row: at / dim,
+                column: at % dim,
+                value: name_of(cross[at]),
+            });
+        }
+        if !alpha.is_finite() {
+            return Err(Error::setting("alpha", alpha, "a finite number"));
+        }
+        let mut out = vec![0.0; rows * dim];
+        pool(threads)?.install(|| {
+            out.par_chunks_mut(dim * LANES)
+                .enumerate()
+                .try_for_each(|(tile, out)| {
+                    watch.check()?;
+                    let first = tile * LANES;
+                    let lanes = lanes_of(w, rows, dim, first);
+                    let mut shift = vec![[0.0; LANES]; dim];
+                    for (j, lane) in lanes.iter().enumerate() {
+                        add_product(&mut shift, &cross[j * dim..(j + 1) * dim], lane);
+                    }
+                    let shift = self.divide(&shift);
+                    for (r, row) in out.chunks_exact_mut(dim).enumerate() {
+                        for (j, to) in row.iter_mut().enumerate() {
+                            *to = (lanes[j][r] + alpha * shift[j][r]) as f32;
+                        }
+                    }
+                    Ok(())
+                })
+        })?;
+        Ok(out)
+    }
+
+    /// `b S^-1` for every lane.
+    fn divide(&self, b: &[Lane]) -> Vec<Lane> {
+        let (dim, a) = (self.dim, &self.factor.a);
+        let mut x: Vec<Lane> = self.order.iter().map(|&j| b[j]).collect();
+        for i in (0..dim).rev() {
+            let mut sum = [0.0; LANES];
+            for (f, later) in a[i * dim + i + 1..(i + 1) * dim].iter().zip(&x[i + 1..]) {
+                for r in 0..LANES {
+                    sum[r] += f * later[r];
+                }
+            }
+            for r in 0..LANES {
+                x[i][r] -= sum[r];
+            }
+        }
+        for (lane, pivot) in x.iter_mut().zip(self.factor.pivots()) {
+            for value in lane {
+                *value /= pivot;
+            }
+        }
+        for i in 0..dim {
+            let by = x[i].map(|v| -v);
+            add_product(&mut x[i + 1..], &a[i * dim + i + 1..(i + 1) * dim], &by);
+        }
+        let mut out = vec![[0.0; LANES]; dim];
+        for (lane, &j) in x.iter().zip(&self.order) {
+            out[j] = *lane;
+        }
+        out
+    }
+
     fn cost(&self, cost: Cost) -> Vec<f64> {
         match cost {
-            Cost::Even => vec![1.0; self.dim],
+            Cost::Largest | Cost::Even => vec![1.0; self.dim],
             Cost::Diagonal => (0..self.dim).map(|j| self.s[j * self.dim + j]).collect(),
             Cost::Conditional => self.conditional.clone(),
         }
@@ -144,7 +225,7 @@ fn factored(
 /// Settings of a solve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FullSettings {
-    /// The grid; its `search` is not looked at.
+    /// The grid; its `search` is set from `cost`.
     pub grid: Grid,
     /// Whether a scale may be negative.
     pub signed: bool,
@@ -200,7 +281,14 @@ pub fn full(
         s: &prepared.s,
         order: &prepared.order,
         a: &prepared.a,
-        grid: settings.grid,
+        grid: Grid {
+            search: if settings.cost == Cost::Largest {
+                Search::Max
+            } else {
+                Search::Mse
+            },
+            ..settings.grid
+        },
         signed: settings.signed,
     };
     let tiles: Vec<Result<Solved>> = pool(threads)?.install(|| {
@@ -224,20 +312,7 @@ fn solve_tile(
     cost: &[f64],
     watch: &Watch,
 ) -> Result<Solved> {
-    let dim = field.dim;
-    let live = LANES.min(rows - first);
-    // Lanes without a row hold zeros, which every grid meets exactly.
-    let lanes: Vec<Lane> = (0..dim)
-        .map(|j| {
-            std::array::from_fn(|r| {
-                if r < live {
-                    f64::from(w[(first + r) * dim + j])
-                } else {
-                    0.0
-                }
-            })
-        })
-        .collect();
+    let lanes = lanes_of(w, rows, field.dim, first);
     let levels = fit_tile(field, &lanes, first, cost)?;
     let mut choice = field.sweep(&lanes, levels);
     let mut loss = field.gradient(&lanes, &choice.values).1;
@@ -283,6 +358,22 @@ fn solve_tile(
         moves,
         rounds,
     })
+}
+
+/// Rows from `first` on, side by side. Lanes without a row hold zeros, which every grid meets exactly.
+fn lanes_of(w: &[f32], rows: usize, dim: usize, first: usize) -> Vec<Lane> {
+    let live = LANES.min(rows - first);
+    (0..dim)
+        .map(|j| {
+            std::array::from_fn(|r| {
+                if r < live {
+                    f64::from(w[(first + r) * dim + j])
+                } else {
+                    0.0
+                }
+            })
+        })
+        .collect()
 }
 
 fn fit_tile(

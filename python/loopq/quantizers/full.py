@@ -1,0 +1,66 @@
+"""The full solver: what a closed form can do for a layer without a change of graph or file format."""
+
+from __future__ import annotations
+
+import loopq._native as native
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.errors import SolveError
+from loopq.quantizers import QUANTIZERS
+from loopq.quantizers.base import Problem, core_group_size, core_scale_dtype, layer_from
+from loopq.quantizers.damping import damping_vector
+
+
+class Full:
+    """Minimise tr(D S D^T) over codes and scales, S = H + diag(mu).
+
+    Notes
+    -----
+    Static scales of least weighted error, with either sign where the grid is symmetric; columns in the order of
+    falling conditional energy 1 / [(S_F)^-1]_jj, F the columns that remain; one greedy sweep; coordinate descent
+    c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, until no code changes; scales s = (B S B^T)^-1 B S w for the
+    codes found; and again. What a stage gives is taken row by row, only where it lowers the damped proxy.
+    """
+
+    needs_hessian = True
+
+    def __call__(self, problem: Problem) -> QuantizedLayer:
+        """Quantize the layer."""
+        config = problem.config
+        if problem.hessian is None:
+            raise SolveError(
+                f"layer {problem.name}: the full solver needs the layer's activations, and none were collected"
+            )
+        try:
+            prepared = self._prepared(problem)
+            result = native.full(
+                problem.target,
+                prepared,
+                bits=config.bits,
+                group_size=core_group_size(config),
+                symmetric=config.symmetric,
+                signed=config.signed_scales and config.symmetric,
+                scale_dtype=core_scale_dtype(config),
+                cost=config.scale_cost,
+                sweeps=config.descent,
+                rounds=config.rounds,
+                refit=config.refit,
+                threads=problem.threads,
+            )
+        except SolveError as cause:
+            raise SolveError(f"layer {problem.name}: {cause}") from cause
+        return layer_from(problem, result, "full")
+
+    def _prepared(self, problem: Problem) -> native.Prepared:
+        assert problem.hessian is not None
+        config = problem.config
+        key = ("full", config.damping_kind, config.damping, config.order)
+        found = problem.shared.get(key)
+        if found is None:
+            mu = damping_vector(problem.hessian, config.damping_kind, config.damping, problem.threads)
+            found = native.Prepared(problem.hessian, mu, order=config.order, threads=problem.threads)
+            problem.shared[key] = found
+        made: native.Prepared = found
+        return made
+
+
+QUANTIZERS.register("full")(Full())

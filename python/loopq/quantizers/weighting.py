@@ -1,0 +1,144 @@
+"""How the Hessians of the steps are added to the one that the solver sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.config import parse_step_weights
+from loopq.errors import ConfigError, SolveError
+
+BALANCE_ROUNDS = 200
+MINIMAX_ROUNDS = 8
+MINIMAX_RATE = 0.5
+
+Weighting = list[float] | list[Fraction]
+Solve = Callable[[NDArray[np.float64]], NDArray[np.float32]]
+
+
+def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
+    """Weights of H = alpha H_0 + (1 - alpha) mean(H_1, ..., H_{N-1}) (paper, B6), exact.
+
+    alpha = 1/N weighs all steps alike, 0 leaves step 0 out, 1 leaves the others out.
+    """
+    if n_steps == 1:
+        return [Fraction(1)]
+    return [alpha] + [(1 - alpha) / (n_steps - 1)] * (n_steps - 1)
+
+
+def trace_weights(acc: native.HessianAccumulator, steps: Sequence[int]) -> list[float]:
+    """1 / tr H_t: no step counts for more than another, however large its activations."""
+    return _inverse([acc.trace(t) for t in steps], steps, "trace")
+
+
+def balanced_weights(acc: native.HessianAccumulator, steps: Sequence[int]) -> list[float]:
+    """Weights under which every step has the same share of the channels.
+
+    Returns
+    -------
+    list of float
+        w with sum_j w_t H_t,jj / S_jj equal for all t, S = sum_t w_t H_t.
+
+    Notes
+    -----
+    Scaling the activations of one step, or of one channel in all steps, changes S by just that scaling and no
+    step's share: a channel with massive activations cannot decide which step counts. A step with no activation
+    gets weight 0. Found by fixed-point iteration, which is Sinkhorn's on the diagonals.
+    """
+    table = np.stack([acc.diagonal([t]) for t in steps])
+    live = table.sum(axis=1) > 0
+    if not live.any():
+        raise SolveError("step_weights 'balanced': every activation is zero at every step")
+    table = table[live][:, table.sum(axis=0) > 0]
+    table = table / table.sum(axis=0)
+    w = 1.0 / table.sum(axis=1)
+    for _ in range(BALANCE_ROUNDS):
+        share = (table / (w @ table)).sum(axis=1)
+        new = 1.0 / share
+        new *= len(new) / new.sum()
+        if np.allclose(new, w, rtol=1e-13, atol=0):
+            break
+        w = new
+    out = np.zeros(len(live))
+    out[live] = w
+    return [float(v) for v in out]
+
+
+def loss_weights(
+    acc: native.HessianAccumulator,
+    steps: Sequence[int],
+    weight: NDArray[np.float32],
+    rounded: NDArray[np.float32],
+    threads: int = 0,
+) -> list[float]:
+    """1 / tau_t with tau_t = tr(D H_t D^T), D the error of plain rounding: a step counts by what is at stake."""
+    losses = [native.proxy(weight, rounded, acc.matrix([t]), threads=threads) for t in steps]
+    return _inverse(losses, steps, "loss")
+
+
+def minimax_weights(
+    acc: native.HessianAccumulator,
+    steps: Sequence[int],
+    weight: NDArray[np.float32],
+    rounded: NDArray[np.float32],
+    solve: Solve,
+    threads: int = 0,
+) -> list[float]:
+    """Weights that lower the worst step's loss relative to plain rounding, by multiplicative updates.
+
+    Notes
+    -----
+    min_D max_t tr(D H_t D^T) / tau_t. Starting from 1 / tau_t, each round solves the layer and multiplies w_t
+    by exp(eta (L_t / tau_t - mean) / mean). The weights of the round with the least worst loss are returned.
+    """
+    matrices = [acc.matrix([t]) for t in steps]
+    tau = np.array([native.proxy(weight, rounded, h, threads=threads) for h in matrices])
+    w = np.array(_inverse([float(v) for v in tau], steps, "minimax"))
+    live = tau > 0
+    best, chosen = np.inf, w
+    for _ in range(MINIMAX_ROUNDS):
+        found = solve(combine(acc, steps, [float(v) for v in w]))
+        ratio = np.array([native.proxy(weight, found, h, threads=threads) for h in matrices])
+        ratio = np.where(live, ratio / np.where(live, tau, 1.0), 0.0)
+        if ratio.max() < best:
+            best, chosen = float(ratio.max()), w
+        mean = ratio[live].mean()
+        w = w * np.exp(MINIMAX_RATE * np.where(live, ratio - mean, 0.0) / mean)
+    return [float(v) for v in chosen]
+
+
+def _inverse(values: Sequence[float], steps: Sequence[int], name: str) -> list[float]:
+    array = np.array(values)
+    if not (array > 0).any():
+        raise SolveError(f"step_weights {name!r}: nothing is at stake at any of the steps {list(steps)}")
+    # A step without activations adds nothing whatever its weight.
+    out = np.where(array > 0, 1.0 / np.where(array > 0, array, 1.0), 0.0)
+    return [float(v) for v in out / out.max()]
+
+
+def combine(
+    acc: native.HessianAccumulator, steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
+) -> NDArray[np.float64]:
+    """Return sum_t w_t H_t up to a positive factor, float64, shape (d, d).
+
+    Steps of equal weight are summed exactly, so that weights which say "all alike" or "this step alone" give the
+    very bits of the plain sum.
+    """
+    kept = [(t, w) for t, w in zip(steps, weights, strict=True) if w != 0]
+    if not kept:
+        raise ConfigError(f"step_weights leave no step of {list(steps)}")
+    chosen = [t for t, _ in kept]
+    if len({w for _, w in kept}) == 1:
+        return np.asarray(acc.matrix(chosen), dtype=np.float64)
+    largest = max(w for _, w in kept)
+    scaled = [float(w / largest) for _, w in kept]
+    return np.asarray(acc.matrix(chosen, weights=scaled), dtype=np.float64)
+
+
+def needs_weight(spec: str) -> bool:
+    """Whether a weighting depends on the layer's weight, not on its input alone."""
+    return parse_step_weights(spec) in ("loss", "minimax")

@@ -1,0 +1,274 @@
+"""Changes of a layer's input basis: block rotations and channel scales, both undone in the weight.
+
+A layer computes W x. With an invertible T, W x = (W T^-1) (T x): what is quantized is W T^-1, whose outliers may be
+spread out, and T is applied to the input at run time, or folded back into the dequantized weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import ConfigError
+
+Matrix = NDArray[np.float64]
+KINDS = ("hadamard", "random")
+
+
+class Transform(Protocol):
+    """A change of input basis."""
+
+    def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W T^-1: the weight that goes with the transformed input."""
+
+    def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W' T: the weight that goes with the plain input."""
+
+    def conjugate(self, hessian: Matrix) -> Matrix:
+        """T H T^T: the Hessian of the transformed input."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data that, with `arrays`, gives the transform back."""
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """What `describe` does not hold, by name."""
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % k for k in range(2, int(n**0.5) + 1))
+
+
+def _residues(q: int) -> NDArray[np.int8]:
+    """Quadratic character of every pair difference: chi(i - j) mod q, shape (q, q)."""
+    character = -np.ones(q, dtype=np.int8)
+    character[0] = 0
+    character[np.unique(np.arange(1, q, dtype=np.int64) ** 2 % q)] = 1
+    return character[np.subtract.outer(np.arange(q), np.arange(q)) % q]
+
+
+def _paley(n: int) -> NDArray[np.int8] | None:
+    """Paley's constructions for prime fields: I where n - 1 = 3 mod 4, II where n / 2 - 1 = 1 mod 4."""
+    if n % 4:
+        return None
+    if _is_prime(n - 1) and (n - 1) % 4 == 3:
+        core = _residues(n - 1)
+        skew = np.ones((n, n), dtype=np.int8)
+        skew[0, 0] = 0
+        skew[1:, 0] = -1
+        skew[1:, 1:] = core
+        return skew + np.eye(n, dtype=np.int8)
+    if _is_prime(n // 2 - 1) and (n // 2 - 1) % 4 == 1:
+        half = n // 2
+        conference = np.ones((half, half), dtype=np.int8)
+        conference[0, 0] = 0
+        conference[1:, 1:] = _residues(half - 1)
+        plus = np.array([[1, 1], [1, -1]], dtype=np.int8)
+        minus = np.array([[1, -1], [-1, -1]], dtype=np.int8)
+        return np.kron(conference, plus) + np.kron(np.eye(half, dtype=np.int8), minus)
+    return None
+
+
+@cache
+def hadamard(n: int) -> NDArray[np.int8] | None:
+    """Return a Hadamard matrix: entries +-1, rows orthogonal.
+
+    Parameters
+    ----------
+    n : int
+        Order.
+
+    Returns
+    -------
+    ndarray, int8, shape (n, n), or None
+        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of the two with
+        the largest factor first. None where this finds none.
+
+    Examples
+    --------
+    >>> [hadamard(n) is not None for n in (1, 2, 12, 20, 160, 320, 5280, 6, 92)]
+    [True, True, True, True, True, True, True, False, False]
+    """
+    if n == 1:
+        return np.ones((1, 1), dtype=np.int8)
+    if n % 2 or (n > 2 and n % 4):
+        return None
+    if n & (n - 1) == 0:
+        smaller = hadamard(n // 2)
+        assert smaller is not None
+        return np.kron(np.array([[1, 1], [1, -1]], dtype=np.int8), smaller)
+    found = _paley(n)
+    if found is not None:
+        return found
+    for factor in range(n // 2, 1, -1):
+        if n % factor == 0:
+            first, second = hadamard(factor), hadamard(n // factor)
+            if first is not None and second is not None:
+                return np.kron(first, second)
+    return None
+
+
+def random_orthogonal(n: int, seed: int) -> Matrix:
+    """Orthogonal matrix of the QR factorisation of a Gaussian one, signs made unique, float64, shape (n, n)."""
+    q, r = np.linalg.qr(np.random.default_rng([seed, n]).standard_normal((n, n)))
+    return np.asarray(q * np.sign(np.diag(r)))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Block-diagonal rotation of a layer's input (paper, C1 and C2).
+
+    Parameters
+    ----------
+    dim : int
+        Input columns.
+    kind : {"hadamard", "random"}
+        Hadamard matrix of the block's size over its square root, or a random orthogonal matrix.
+    block : int
+        Columns that are rotated together. A last block that is shorter is rotated by a matrix of its own size;
+        one for which no Hadamard matrix is found takes the random one, and `describe` says so.
+    seed : int
+        Seed of random matrices.
+    """
+
+    dim: int
+    kind: str
+    block: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"rotation must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if self.block < 1 or self.dim < 1:
+            raise ConfigError(f"rotation: block and dim must be at least 1; got {self.block} and {self.dim}")
+
+    def sizes(self) -> list[int]:
+        """Sizes of the blocks."""
+        whole, rest = divmod(self.dim, self.block)
+        return [self.block] * whole + ([rest] if rest else [])
+
+    def matrix(self, size: int) -> Matrix:
+        """Rotation of a block of this size, float64, shape (size, size)."""
+        return _block(self.kind, size, self.seed)
+
+    def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
+        out = np.empty(rows.shape, dtype=np.float64)
+        start = 0
+        for size in self.sizes():
+            r = self.matrix(size)
+            out[:, start : start + size] = rows[:, start : start + size].astype(np.float64) @ (r.T if transposed else r)
+            start += size
+        return out
+
+    def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W R^T, float32."""
+        return self._right(weight, True).astype(np.float32)
+
+    def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W' R, float32."""
+        return self._right(weight, False).astype(np.float32)
+
+    def conjugate(self, hessian: Matrix) -> Matrix:
+        """R H R^T, exactly symmetric."""
+        half = self._right(hessian, True)
+        both = self._right(np.ascontiguousarray(half.T), True)
+        return np.ascontiguousarray((both + both.T) / 2)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, sizes and seed, and how each size was made."""
+        made = {
+            str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
+            for size in sorted(set(self.sizes()))
+        }
+        return {
+            "type": "rotation",
+            "kind": self.kind,
+            "dim": self.dim,
+            "block": self.block,
+            "seed": self.seed,
+            "made": made,
+        }
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Nothing: a rotation is made anew from its description."""
+        return {}
+
+
+@cache
+def _block(kind: str, size: int, seed: int) -> Matrix:
+    exact = hadamard(size) if kind == "hadamard" else None
+    if exact is None:
+        return random_orthogonal(size, seed)
+    return exact.astype(np.float64) / np.sqrt(size)
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """Input channel j is divided by s_j, its weight column multiplied (AWQ; paper, A4).
+
+    Parameters
+    ----------
+    scale : ndarray, float32, shape (in_features,)
+        s, positive.
+    """
+
+    scale: NDArray[np.float32] = field(repr=False)
+
+    def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W diag(s), float32."""
+        return np.asarray(weight * self.scale, dtype=np.float32)
+
+    def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W' diag(s)^-1, float32."""
+        return np.asarray(weight / self.scale, dtype=np.float32)
+
+    def conjugate(self, hessian: Matrix) -> Matrix:
+        """diag(s)^-1 H diag(s)^-1."""
+        inverse = 1.0 / self.scale.astype(np.float64)
+        return np.asarray(hessian * inverse * inverse[:, None])
+
+    def describe(self) -> dict[str, Any]:
+        """Its type."""
+        return {"type": "channel_scale"}
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """s."""
+        return {"input_scale": self.scale}
+
+
+def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> Transform:
+    """Rebuild a transform; the inverse of `describe` and `arrays`.
+
+    Raises
+    ------
+    ConfigError
+        A type that is not known.
+    """
+    kind = data.get("type")
+    if kind == "rotation":
+        return Rotation(int(data["dim"]), str(data["kind"]), int(data["block"]), int(data["seed"]))
+    if kind == "channel_scale":
+        return ChannelScale(arrays["input_scale"])
+    raise ConfigError(f"input transform of unknown type {kind!r}; this file needs a newer loopq")
+
+
+def parse_rotation(spec: str, dim: int, seed: int = 0) -> Rotation | None:
+    """Read "none", "hadamard", "hadamard:512" or "random:512" for a layer of `dim` input columns.
+
+    Without a size the whole input is one block.
+
+    Raises
+    ------
+    ConfigError
+        Another spelling.
+    """
+    kind, _, size = spec.partition(":")
+    if spec == "none":
+        return None
+    if kind not in KINDS or (size and not size.isdigit()):
+        raise ConfigError(f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {spec!r}")
+    return Rotation(dim, kind, min(int(size), dim) if size else dim, seed)

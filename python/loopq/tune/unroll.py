@@ -1,0 +1,103 @@
+"""A rollout that gradients flow through, with other tensors in the place of weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError, SystemContractError
+from loopq.systems.base import Batch, LoopedSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@contextlib.contextmanager
+def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the model compute with tensors that are part of a graph; put its own parameters back afterwards.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    weights : mapping of str to Tensor
+        Parameter name to the tensor that every module holding this parameter shall use.
+    """
+    wanted = {id(system.model.get_parameter(name)): tensor for name, tensor in weights.items()}
+    changed: list[tuple[Any, dict[str, Any], list[str]]] = []
+    try:
+        for module in system.model.modules():
+            names = [n for n, p in module._parameters.items() if p is not None and id(p) in wanted]
+            if not names:
+                continue
+            before = dict(module._parameters)
+            changed.append((module, before, names))
+            for name in names:
+                del module._parameters[name]
+                module.__dict__[name] = wanted[id(before[name])]
+        yield
+    finally:
+        for module, before, names in changed:
+            for name in names:
+                module.__dict__.pop(name, None)
+            # The whole table goes back, so that the order of a state dict does not change.
+            module._parameters.clear()
+            module._parameters.update(before)
+
+
+def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | None = None) -> Tensor:
+    """Run a rollout step by step with gradients.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        A system with a single-step function.
+    batch : Batch
+        Prompts; their seeds fix the initial states.
+    n_steps : int
+        Depth.
+    truncate : int, optional
+        Only the last `truncate` steps carry gradients (truncated back-propagation); all when absent.
+
+    Returns
+    -------
+    Tensor
+        What `system.rollout` returns, with a graph. Activations inside a step are computed again in the
+        backward pass: memory holds one state for each step, not one step's activations times the depth.
+
+    Raises
+    ------
+    SystemContractError
+        The system has no single-step function.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    if not system.has_steps:
+        raise SystemContractError(
+            f"system {system.name!r} has no single-step function: gradients cannot be sent through its loop; use a "
+            "closed-form quantizer"
+        )
+    if truncate is not None and truncate < 1:
+        raise ConfigError(f"truncate must be at least 1; got {truncate}")
+    embedding = system.embed(batch)
+    state = system.initial_state(batch, embedding)
+    first = n_steps - (truncate if truncate is not None else n_steps)
+    for t in range(n_steps):
+        if t < first:
+            with torch.no_grad():
+                state = system.step(state, embedding, t, n_steps)
+        else:
+            state = checkpoint(system.step, state, embedding, t, n_steps, use_reentrant=False)
+    return system.predict(state, embedding)
+
+
+def divergence(reference: Tensor, out: Tensor, output: str) -> Tensor:
+    """KL(reference || out) in nats, mean over positions; for hidden states the squared relative error."""
+    if output == "logits":
+        log_p, log_q = reference.log_softmax(-1), out.log_softmax(-1)
+        kl: Tensor = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        return kl
+    error: Tensor = (out - reference).square().sum() / reference.square().sum()
+    return error

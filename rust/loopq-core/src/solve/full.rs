@@ -27,6 +27,7 @@ pub struct Prepared {
     order: Vec<usize>,
     /// `A` of the factor, row-major, in the order of the sweep.
     a: Vec<f64>,
+    pivots: Vec<f64>,
     /// `1 / [S^-1]_jj`.
     conditional: Vec<f64>,
 }
@@ -79,6 +80,7 @@ impl Prepared {
             s,
             order,
             a: factor.a.dense(),
+            pivots: factor.pivots().to_vec(),
             conditional,
         })
     }
@@ -152,7 +154,7 @@ impl Prepared {
 
     /// `b S^-1` for every lane.
     fn divide(&self, b: &[Lane]) -> Vec<Lane> {
-        let (dim, a) = (self.dim, &self.factor.a);
+        let (dim, a) = (self.dim, &self.a);
         let mut x: Vec<Lane> = self.order.iter().map(|&j| b[j]).collect();
         for i in (0..dim).rev() {
             let mut sum = [0.0; LANES];
@@ -165,7 +167,7 @@ impl Prepared {
                 x[i][r] -= sum[r];
             }
         }
-        for (lane, pivot) in x.iter_mut().zip(self.factor.pivots()) {
+        for (lane, pivot) in x.iter_mut().zip(&self.pivots) {
             for value in lane {
                 *value /= pivot;
             }

@@ -19,8 +19,7 @@ fn main() -> io::Result<()> {
     names.sort();
     let mut table = String::from("pub(crate) const SOURCES: &[(&str, &str)] = &[\n");
     for path in names {
-        let (Some(name), Some(path)) = (path.file_name().and_then(|n| n.to_str()), path.to_str())
-        else {
+        let (Some(name), Some(path)) = (path.file_name().and_then(|n| n.to_str()), path.to_str()) else {
             return Err(io::Error::other(format!("{} is not UTF-8", path.display())));
         };
         writeln!(table, "    ({name:?}, include_str!({path:?})),").map_err(io::Error::other)?;

@@ -6,10 +6,7 @@ use crate::{Error, Result};
 pub fn product(what: &'static str, a: usize, b: usize) -> Result<usize> {
     a.checked_mul(b)
         .filter(|&n| n <= isize::MAX as usize)
-        .ok_or_else(|| Error::TooLarge {
-            what,
-            detail: format!("{a} x {b}"),
-        })
+        .ok_or_else(|| Error::TooLarge { what, detail: format!("{a} x {b}") })
 }
 
 /// Number of entries of the upper triangle of a `dim` x `dim` matrix, its diagonal included.

@@ -77,8 +77,10 @@ pub enum Error {
         value: &'static str,
     },
     /// A row entry too large for the exact grid.
-    #[error("input rows reach {magnitude:e} at step {step}, row {row}, column {column}; the exact Hessian takes \
-             magnitudes up to {limit:e}: scale the rows down (a Hessian's scale changes no code)")]
+    #[error(
+        "input rows reach {magnitude:e} at step {step}, row {row}, column {column}; the exact Hessian takes \
+             magnitudes up to {limit:e}: scale the rows down (a Hessian's scale changes no code)"
+    )]
     RowTooLarge {
         /// The loop step.
         step: usize,
@@ -92,8 +94,10 @@ pub enum Error {
         limit: f64,
     },
     /// The sum would leave the range of the exact grid.
-    #[error("the Hessian of step {step} would exceed {limit:e}, the range of its exact grid, after {rows} rows; \
-             scale the rows down (a Hessian's scale changes no code) or use fewer rows")]
+    #[error(
+        "the Hessian of step {step} would exceed {limit:e}, the range of its exact grid, after {rows} rows; \
+             scale the rows down (a Hessian's scale changes no code) or use fewer rows"
+    )]
     SumTooLarge {
         /// The loop step.
         step: usize,
@@ -119,10 +123,13 @@ pub enum Error {
         got: &'static str,
     },
     /// An update after `finish`.
-    #[error(
-        "the Hessian is finished; rows can no longer be added, make a new accumulator and merge it"
-    )]
+    #[error("the Hessian is finished; rows can no longer be added, make a new accumulator and merge it")]
     Finished,
+    /// Any use after an interrupted update.
+    #[error(
+        "an update of this Hessian was interrupted half-way; its sums are not whole: make a new accumulator"
+    )]
+    Broken,
     /// A read before `finish`.
     #[error("the Hessian still buffers rows; call finish() before reading it")]
     NotFinished,
@@ -200,7 +207,9 @@ pub enum Error {
         dtype: &'static str,
     },
     /// A number that does not fit the bits it is to be packed in.
-    #[error("code {value} at row {row}, column {column} does not fit {bits} bits with zero offset {zero_offset}")]
+    #[error(
+        "code {value} at row {row}, column {column} does not fit {bits} bits with zero offset {zero_offset}"
+    )]
     CodeRange {
         /// Row.
         row: usize,
@@ -214,7 +223,9 @@ pub enum Error {
         zero_offset: i64,
     },
     /// An eigenvalue iteration that did not settle.
-    #[error("the eigenvalues of a {dim} x {dim} matrix did not converge; check the matrix for extreme scales")]
+    #[error(
+        "the eigenvalues of a {dim} x {dim} matrix did not converge; check the matrix for extreme scales"
+    )]
     NoConvergence {
         /// Size of the matrix.
         dim: usize,
@@ -244,6 +255,7 @@ impl Error {
             | Self::RowType { .. }
             | Self::Finished
             | Self::NotFinished
+            | Self::Broken
             | Self::OnlySummed { .. }
             | Self::MergeMismatch { .. }
             | Self::CodeRange { .. }
@@ -262,20 +274,12 @@ impl Error {
 
     /// Shorthand for [`Error::Setting`].
     pub(crate) fn setting(name: &'static str, got: impl ToString, allowed: impl ToString) -> Self {
-        Self::Setting {
-            name,
-            got: got.to_string(),
-            allowed: allowed.to_string(),
-        }
+        Self::Setting { name, got: got.to_string(), allowed: allowed.to_string() }
     }
 
     /// Shorthand for [`Error::Shape`].
     pub(crate) fn shape(what: &'static str, expected: impl ToString, got: impl ToString) -> Self {
-        Self::Shape {
-            what,
-            expected: expected.to_string(),
-            got: got.to_string(),
-        }
+        Self::Shape { what, expected: expected.to_string(), got: got.to_string() }
     }
 }
 

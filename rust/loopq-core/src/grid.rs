@@ -101,11 +101,7 @@ impl Search {
         match name {
             "max" => Ok(Self::Max),
             "mse" => Ok(Self::Mse),
-            _ => Err(Error::setting(
-                "scale_search",
-                format!("{name:?}"),
-                "'max', 'mse'",
-            )),
+            _ => Err(Error::setting("scale_search", format!("{name:?}"), "'max', 'mse'")),
         }
     }
 }
@@ -171,10 +167,7 @@ impl Grid {
     /// [`Error::ScaleRange`] with row and group 0: the caller knows where it is.
     pub(crate) fn widest(&self, low: f64, high: f64) -> Result<Level> {
         if low == 0.0 && high == 0.0 {
-            return Ok(Level {
-                scale: 1.0,
-                zero: if self.symmetric { self.middle() } else { 0 },
-            });
+            return Ok(Level { scale: 1.0, zero: if self.symmetric { self.middle() } else { 0 } });
         }
         self.level(low, high, 1.0)
     }
@@ -207,9 +200,7 @@ impl Grid {
         let zero = if self.symmetric {
             self.middle()
         } else {
-            (-low * shrink / f64::from(scale))
-                .round_ties_even()
-                .clamp(0.0, f64::from(self.top())) as u8
+            (-low * shrink / f64::from(scale)).round_ties_even().clamp(0.0, f64::from(self.top())) as u8
         };
         Ok(Level { scale, zero })
     }
@@ -267,14 +258,8 @@ pub fn dequantize(
     dims::check_matrix("zeros", zeros, rows, n_groups)?;
     let mut out = Vec::with_capacity(codes.len());
     for r in 0..rows {
-        for (j, chunk) in codes[r * dim..(r + 1) * dim]
-            .chunks(group.max(1))
-            .enumerate()
-        {
-            let level = Level {
-                scale: scales[r * n_groups + j],
-                zero: zeros[r * n_groups + j],
-            };
+        for (j, chunk) in codes[r * dim..(r + 1) * dim].chunks(group.max(1)).enumerate() {
+            let level = Level { scale: scales[r * n_groups + j], zero: zeros[r * n_groups + j] };
             out.extend(chunk.iter().map(|&code| level.value(code)));
         }
     }
@@ -284,10 +269,7 @@ pub fn dequantize(
 /// Signed codes of a symmetric grid: `u - 2^(bits - 1)`.
 pub fn to_signed(codes: &[u8], bits: u32) -> Vec<i8> {
     let middle = 1_u8 << (bits - 1);
-    codes
-        .iter()
-        .map(|&u| u.wrapping_sub(middle) as i8)
-        .collect()
+    codes.iter().map(|&u| u.wrapping_sub(middle) as i8).collect()
 }
 
 /// Biased codes of signed ones: `q + zero_offset`, each checked to fit `bits` bits.
@@ -302,13 +284,7 @@ pub fn to_biased(codes: &[i8], dim: usize, bits: u32, zero_offset: i64) -> Resul
                 return Ok(u as u8);
             }
             let (row, column) = (i / dim.max(1), i % dim.max(1));
-            Err(Error::CodeRange {
-                row,
-                column,
-                value: i64::from(q),
-                bits,
-                zero_offset,
-            })
+            Err(Error::CodeRange { row, column, value: i64::from(q), bits, zero_offset })
         })
         .collect()
 }
@@ -320,13 +296,7 @@ pub fn to_signed_by(codes: &[u8], zero_offset: i64) -> Result<Vec<i8>> {
         .enumerate()
         .map(|(column, &u)| {
             let value = i64::from(u) - zero_offset;
-            i8::try_from(value).map_err(|_| Error::CodeRange {
-                row: 0,
-                column,
-                value,
-                bits: 8,
-                zero_offset,
-            })
+            i8::try_from(value).map_err(|_| Error::CodeRange { row: 0, column, value, bits: 8, zero_offset })
         })
         .collect()
 }
@@ -344,10 +314,7 @@ pub fn dequantize_signed(
     dims::check_matrix("scales", scales, rows, n_groups)?;
     let mut out = Vec::with_capacity(codes.len());
     for r in 0..rows {
-        for (j, chunk) in codes[r * dim..(r + 1) * dim]
-            .chunks(group.max(1))
-            .enumerate()
-        {
+        for (j, chunk) in codes[r * dim..(r + 1) * dim].chunks(group.max(1)).enumerate() {
             let scale = scales[r * n_groups + j];
             out.extend(chunk.iter().map(|&code| f32::from(code) * scale));
         }

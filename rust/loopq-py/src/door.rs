@@ -20,10 +20,8 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Kind::Solve => "SolveError",
         Kind::Interrupted => return PyKeyboardInterrupt::new_err("interrupted"),
     };
-    let made = py
-        .import("loopq.errors")
-        .and_then(|m| m.getattr(class))
-        .and_then(|c| c.call1((error.to_string(),)));
+    let made =
+        py.import("loopq.errors").and_then(|m| m.getattr(class)).and_then(|c| c.call1((error.to_string(),)));
     match made {
         Ok(value) => PyErr::from_value(value),
         Err(failed) => failed,
@@ -68,9 +66,7 @@ pub(crate) fn run<T: Send>(
     match outcome {
         Some(result) => result.map_err(|e| raise(py, &e)),
         // Only a panic in the core gets here; std has printed it.
-        None => Err(pyo3::panic::PanicException::new_err(
-            "the core panicked; please report this",
-        )),
+        None => Err(pyo3::panic::PanicException::new_err("the core panicked; please report this")),
     }
 }
 

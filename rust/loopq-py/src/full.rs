@@ -32,9 +32,7 @@ impl Prepared {
         let (array, dim) = HArray::take(py, h)?;
         let (view, mu) = (array.view()?, mu.as_slice()?);
         let order = Order::parse(order).map_err(|e| raise(py, &e))?;
-        let inner = run(py, progress, |watch| {
-            solve::Prepared::new(view, mu, dim, order, threads, watch)
-        })?;
+        let inner = run(py, progress, |watch| solve::Prepared::new(view, mu, dim, order, threads, watch))?;
         Ok(Self { inner })
     }
 
@@ -50,9 +48,7 @@ impl Prepared {
     ) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let (rows, dim) = (w.shape()[0], w.shape()[1]);
         let (values, cross) = (w.as_slice()?, cross.as_slice()?);
-        let out = run(py, progress, |watch| {
-            self.inner.shift(values, rows, cross, alpha, threads, watch)
-        })?;
+        let out = run(py, progress, |watch| self.inner.shift(values, rows, cross, alpha, threads, watch))?;
         matrix(py, out, [rows, dim])
     }
 
@@ -108,9 +104,8 @@ pub(crate) fn full<'py>(
     };
     let (rows, values) = (w.shape()[0], w.as_slice()?);
     let shared = &prepared.get().inner;
-    let (out, report) = run(py, progress, |watch| {
-        solve::full(values, rows, shared, &settings, threads, watch)
-    })?;
+    let (out, report) =
+        run(py, progress, |watch| solve::full(values, rows, shared, &settings, threads, watch))?;
     let dict = result(py, out, &settings.grid, rows, shared.dim())?;
     dict.set_item("proxy_swept", report.swept)?;
     dict.set_item("proxy_descended", report.descended)?;

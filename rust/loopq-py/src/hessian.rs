@@ -8,9 +8,7 @@ use loopq_core::dump::{RowType, Rows};
 use loopq_core::hessian::{Accumulator, MatrixState, Settings, State};
 use loopq_core::simd::Isa;
 use loopq_core::{Error, Watch};
-use numpy::{
-    PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods,
-};
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::exceptions::{PyKeyError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -38,9 +36,7 @@ impl HessianAccumulator {
     }
 
     fn wrap(inner: Accumulator) -> Self {
-        Self {
-            inner: Mutex::new(inner),
-        }
+        Self { inner: Mutex::new(inner) }
     }
 }
 
@@ -57,13 +53,7 @@ impl HessianAccumulator {
         isa: Option<&str>,
     ) -> PyResult<Self> {
         let isa = isa_named(py, isa)?;
-        let made = Accumulator::new(Settings {
-            dim,
-            steps,
-            per_step,
-            threads,
-            isa,
-        });
+        let made = Accumulator::new(Settings { dim, steps, per_step, threads, isa });
         Ok(Self::wrap(made.map_err(|e| raise(py, &e))?))
     }
 
@@ -98,10 +88,7 @@ impl HessianAccumulator {
         dtype: &str,
     ) -> PyResult<()> {
         let dtype = RowType::parse(dtype).map_err(|e| raise(py, &e))?;
-        run(py, None, |watch| {
-            self.lock()
-                .update_file(step, &path, offset, n_rows, dtype, watch)
-        })
+        run(py, None, |watch| self.lock().update_file(step, &path, offset, n_rows, dtype, watch))
     }
 
     fn add_products(
@@ -111,8 +98,7 @@ impl HessianAccumulator {
         products: PyReadonlyArray2<'_, f64>,
     ) -> PyResult<()> {
         let products = products.as_slice()?;
-        py.detach(|| self.lock().add_products(&n_rows, products))
-            .map_err(|e| raise(py, &e))
+        py.detach(|| self.lock().add_products(&n_rows, products)).map_err(|e| raise(py, &e))
     }
 
     fn n_rows(&self, py: Python<'_>, step: usize) -> PyResult<u64> {
@@ -156,14 +142,7 @@ impl HessianAccumulator {
             "float64" => false,
             other => {
                 let allowed = "'float32', 'float64'".to_string();
-                return Err(raise(
-                    py,
-                    &Error::Setting {
-                        name: "dtype",
-                        got: format!("{other:?}"),
-                        allowed,
-                    },
-                ));
+                return Err(raise(py, &Error::Setting { name: "dtype", got: format!("{other:?}"), allowed }));
             }
         };
         let steps = steps.as_deref();
@@ -177,13 +156,9 @@ impl HessianAccumulator {
         })?;
         if single {
             let narrow: Vec<f32> = loopq_core::hessian::narrow(&values);
-            return Ok(PyArray1::from_vec(py, narrow)
-                .reshape([dim, dim])?
-                .into_any());
+            return Ok(PyArray1::from_vec(py, narrow).reshape([dim, dim])?.into_any());
         }
-        Ok(PyArray1::from_vec(py, values)
-            .reshape([dim, dim])?
-            .into_any())
+        Ok(PyArray1::from_vec(py, values).reshape([dim, dim])?.into_any())
     }
 
     #[pyo3(signature = (steps = None))]
@@ -192,10 +167,7 @@ impl HessianAccumulator {
         py: Python<'py>,
         steps: Option<Vec<usize>>,
     ) -> PyResult<Bound<'py, PyArray1<f64>>> {
-        Ok(PyArray1::from_vec(
-            py,
-            self.read(py, |inner| inner.diagonal(steps.as_deref()))?,
-        ))
+        Ok(PyArray1::from_vec(py, self.read(py, |inner| inner.diagonal(steps.as_deref()))?))
     }
 
     #[pyo3(signature = (step = None))]
@@ -245,15 +217,11 @@ impl HessianAccumulator {
     #[pyo3(signature = (state, *, threads = 0))]
     fn from_state(py: Python<'_>, state: &Bound<'_, PyDict>, threads: usize) -> PyResult<Self> {
         let item = |name: &str| {
-            state
-                .get_item(name)?
-                .ok_or_else(|| PyKeyError::new_err(format!("Hessian state has no {name:?}")))
+            state.get_item(name)?.ok_or_else(|| PyKeyError::new_err(format!("Hessian state has no {name:?}")))
         };
         let limbs = |name: &str| -> PyResult<Vec<Vec<i64>>> {
             let list: Vec<PyReadonlyArray1<'_, i64>> = item(name)?.extract()?;
-            list.iter()
-                .map(|array| Ok(array.as_slice()?.to_vec()))
-                .collect()
+            list.iter().map(|array| Ok(array.as_slice()?.to_vec())).collect()
         };
         let (hi, lo) = (limbs("hi")?, limbs("lo")?);
         if hi.len() != lo.len() {
@@ -266,15 +234,9 @@ impl HessianAccumulator {
             steps: item("steps")?.extract()?,
             per_step: item("per_step")?.extract()?,
             n_rows: item("n_rows")?.extract()?,
-            matrices: hi
-                .into_iter()
-                .zip(lo)
-                .map(|(hi, lo)| MatrixState { hi, lo })
-                .collect(),
+            matrices: hi.into_iter().zip(lo).map(|(hi, lo)| MatrixState { hi, lo }).collect(),
         };
-        Ok(Self::wrap(run(py, None, |_: &Watch| {
-            Accumulator::from_state(&state, threads)
-        })?))
+        Ok(Self::wrap(run(py, None, |_: &Watch| Accumulator::from_state(&state, threads))?))
     }
 }
 
@@ -290,24 +252,10 @@ fn isa_named(py: Python<'_>, name: Option<&str>) -> PyResult<Isa> {
         return Ok(Isa::best());
     };
     let all = Isa::available();
-    all.iter()
-        .copied()
-        .find(|isa| isa.name() == name)
-        .ok_or_else(|| {
-            let allowed = all
-                .iter()
-                .map(|isa| format!("'{}'", isa.name()))
-                .collect::<Vec<_>>()
-                .join(", ");
-            raise(
-                py,
-                &Error::Setting {
-                    name: "isa",
-                    got: format!("{name:?}"),
-                    allowed,
-                },
-            )
-        })
+    all.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
+        let allowed = all.iter().map(|isa| format!("'{}'", isa.name())).collect::<Vec<_>>().join(", ");
+        raise(py, &Error::Setting { name: "isa", got: format!("{name:?}"), allowed })
+    })
 }
 
 /// Shorthand used by the other files: a matrix as a Python array.

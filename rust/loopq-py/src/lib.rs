@@ -1,4 +1,5 @@
 //! Python binding of `loopq-core`: conversions and one door, no arithmetic.
+#![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
 mod door;
 mod full;
@@ -13,10 +14,7 @@ use pyo3::prelude::*;
 /// The instruction sets found on this machine, the one in use last.
 #[pyfunction]
 fn cpu_features() -> Vec<String> {
-    Isa::available()
-        .into_iter()
-        .map(|isa| isa.name().to_string())
-        .collect()
+    Isa::available().into_iter().map(|isa| isa.name().to_string()).collect()
 }
 
 #[pymodule]

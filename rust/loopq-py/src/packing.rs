@@ -73,16 +73,9 @@ pub(crate) fn marlin_pack<'py>(
     let n_groups = scales.shape()[1];
     let flat = biased(&codes, 4, 8)?;
     let scales = scales.as_slice()?;
-    let (words, stored) = run(py, None, |_| {
-        Ok((
-            marlin::pack(&flat?, k, n)?,
-            marlin::pack_scales(scales, n, n_groups)?,
-        ))
-    })?;
-    Ok((
-        matrix(py, as_i32(words), [k / 16, 2 * n])?,
-        matrix(py, stored, [n_groups, n])?,
-    ))
+    let (words, stored) =
+        run(py, None, |_| Ok((marlin::pack(&flat?, k, n)?, marlin::pack_scales(scales, n, n_groups)?)))?;
+    Ok((matrix(py, as_i32(words), [k / 16, 2 * n])?, matrix(py, stored, [n_groups, n])?))
 }
 
 #[pyfunction]
@@ -96,14 +89,7 @@ pub(crate) fn marlin_unpack<'py>(
     let n_groups = scales.shape()[0];
     let words = as_u32(packed.as_slice()?);
     let stored = scales.as_slice()?;
-    let (codes, scales) = run(py, None, |_| {
-        Ok((
-            marlin::unpack(&words, k, n)?,
-            marlin::unpack_scales(stored, n, n_groups)?,
-        ))
-    })?;
-    Ok((
-        matrix(py, grid::to_signed(&codes, 4), [n, k])?,
-        matrix(py, scales, [n, n_groups])?,
-    ))
+    let (codes, scales) =
+        run(py, None, |_| Ok((marlin::unpack(&words, k, n)?, marlin::unpack_scales(stored, n, n_groups)?)))?;
+    Ok((matrix(py, grid::to_signed(&codes, 4), [n, k])?, matrix(py, scales, [n, n_groups])?))
 }

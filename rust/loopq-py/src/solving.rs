@@ -28,23 +28,11 @@ impl<'py> HArray<'py> {
             let shape = [h.shape()[0], h.shape()[1]];
             (Self::F32(h), shape)
         } else {
-            return Err(PyTypeError::new_err(
-                "h must be a (dim, dim) array of float64 or float32",
-            ));
+            return Err(PyTypeError::new_err("h must be a (dim, dim) array of float64 or float32"));
         };
         if shape[0] != shape[1] {
-            let (expected, got) = (
-                "a square matrix".to_string(),
-                format!("{} x {}", shape[0], shape[1]),
-            );
-            return Err(raise(
-                py,
-                &Error::Shape {
-                    what: "H",
-                    expected,
-                    got,
-                },
-            ));
+            let (expected, got) = ("a square matrix".to_string(), format!("{} x {}", shape[0], shape[1]));
+            return Err(raise(py, &Error::Shape { what: "H", expected, got }));
         }
         Ok((array, shape[0]))
     }
@@ -69,23 +57,12 @@ fn grid_of(
     let allowed = "1 or more, or 0 / -1 for one scale per row".to_string();
     let group_size = match group_size {
         -1 => 0,
-        other => usize::try_from(other).map_err(|_| {
-            named(Error::Setting {
-                name: "group_size",
-                got: other.to_string(),
-                allowed,
-            })
-        })?,
+        other => usize::try_from(other)
+            .map_err(|_| named(Error::Setting { name: "group_size", got: other.to_string(), allowed }))?,
     };
     let scale_type = ScaleType::parse(scale_dtype).map_err(named)?;
     let search = Search::parse(scale_search).map_err(named)?;
-    let grid = Grid {
-        bits,
-        group_size,
-        symmetric,
-        scale_type,
-        search,
-    };
+    let grid = Grid { bits, group_size, symmetric, scale_type, search };
     grid.check().map_err(named)?;
     Ok(grid)
 }
@@ -101,10 +78,7 @@ pub(crate) fn result<'py>(
     let dict = PyDict::new(py);
     let n_groups = grid.n_groups(dim);
     if grid.symmetric {
-        dict.set_item(
-            "codes",
-            matrix(py, grid::to_signed(&out.codes, grid.bits), [rows, dim])?,
-        )?;
+        dict.set_item("codes", matrix(py, grid::to_signed(&out.codes, grid.bits), [rows, dim])?)?;
         dict.set_item("zeros", py.None())?;
     } else {
         dict.set_item("codes", matrix(py, out.codes, [rows, dim])?)?;
@@ -132,13 +106,8 @@ pub(crate) fn rtn<'py>(
     let grid = grid_of(py, bits, group_size, symmetric, scale_dtype, scale_search)?;
     let (rows, dim) = (w.shape()[0], w.shape()[1]);
     let values = w.as_slice()?;
-    let weights = weights_diag
-        .as_ref()
-        .map(PyReadonlyArray1::as_slice)
-        .transpose()?;
-    let out = run(py, progress, |watch| {
-        solve::rtn(values, rows, dim, &grid, weights, threads, watch)
-    })?;
+    let weights = weights_diag.as_ref().map(PyReadonlyArray1::as_slice).transpose()?;
+    let out = run(py, progress, |watch| solve::rtn(values, rows, dim, &grid, weights, threads, watch))?;
     result(py, out, &grid, rows, dim)
 }
 
@@ -168,13 +137,9 @@ impl AnyFactor {
         watch: &Watch,
     ) -> Result<Self, Error> {
         Ok(if double {
-            Self::F64(factor::Factor::new(
-                h, dim, damping, act_order, threads, watch,
-            )?)
+            Self::F64(factor::Factor::new(h, dim, damping, act_order, threads, watch)?)
         } else {
-            Self::F32(factor::Factor::new(
-                h, dim, damping, act_order, threads, watch,
-            )?)
+            Self::F32(factor::Factor::new(h, dim, damping, act_order, threads, watch)?)
         })
     }
 }
@@ -185,14 +150,7 @@ fn is_double(py: Python<'_>, precision: &str) -> PyResult<bool> {
         "float32" => Ok(false),
         other => {
             let allowed = "'float32', 'float64'".to_string();
-            Err(raise(
-                py,
-                &Error::Setting {
-                    name: "precision",
-                    got: format!("{other:?}"),
-                    allowed,
-                },
-            ))
+            Err(raise(py, &Error::Setting { name: "precision", got: format!("{other:?}"), allowed }))
         }
     }
 }
@@ -223,11 +181,7 @@ impl Factor {
         let inner = run(py, progress, |watch| {
             AnyFactor::make(view, dim, damping, double, act_order, threads, watch)
         })?;
-        Ok(Self {
-            inner,
-            damping,
-            act_order,
-        })
+        Ok(Self { inner, damping, act_order })
     }
 
     #[getter]
@@ -311,19 +265,11 @@ pub(crate) fn gptq<'py>(
             made = AnyFactor::make(view, dim, damping, double, act_order, threads, watch)?;
             &made
         };
-        let how = Run {
-            block_size,
-            threads,
-            isa: Isa::best(),
-            watch,
-        };
+        let how = Run { block_size, threads, isa: Isa::best(), watch };
         let (out, report) = either!(used, f => solve::gptq(values, rows, f, &grid, mode, &how))?;
         let facts = either!(used, f => (f.damping_abs, f.n_dead_columns, f.min_pivot(), f.max_pivot(), f.order().to_vec()));
-        let energy = if energy {
-            Some(solve::proxy(values, None, rows, dim, view, threads, watch)?)
-        } else {
-            None
-        };
+        let energy =
+            if energy { Some(solve::proxy(values, None, rows, dim, view, threads, watch)?) } else { None };
         Ok((out, report, facts, energy))
     })?;
     let dict = result(py, out, &grid, rows, dim)?;
@@ -345,17 +291,11 @@ fn describe(
     dict.set_item("proxy", report.proxy)?;
     dict.set_item("proxy_damped", report.proxy_damped)?;
     dict.set_item("energy", energy)?;
-    dict.set_item(
-        "proxy_relative",
-        energy.map(|e| if e > 0.0 { report.proxy / e } else { 0.0 }),
-    )?;
+    dict.set_item("proxy_relative", energy.map(|e| if e > 0.0 { report.proxy / e } else { 0.0 }))?;
     if order.is_empty() {
         dict.set_item("order", dict.py().None())
     } else {
-        dict.set_item(
-            "order",
-            PyArray1::from_vec(dict.py(), order.into_iter().map(|c| c as i64).collect()),
-        )
+        dict.set_item("order", PyArray1::from_vec(dict.py(), order.into_iter().map(|c| c as i64).collect()))
     }
 }
 
@@ -367,35 +307,19 @@ fn check_shared(
     act_order: bool,
 ) -> Result<(), Error> {
     let differ = |name: &'static str, got: String, made: String| {
-        Err(Error::Setting {
-            name,
-            got,
-            allowed: format!("{made}, which the given factor was made with"),
-        })
+        Err(Error::Setting { name, got, allowed: format!("{made}, which the given factor was made with") })
     };
     if shared.dim() != dim {
-        return differ(
-            "the columns of h",
-            dim.to_string(),
-            shared.dim().to_string(),
-        );
+        return differ("the columns of h", dim.to_string(), shared.dim().to_string());
     }
     if shared.damping.to_bits() != damping.to_bits() {
         return differ("damping", damping.to_string(), shared.damping.to_string());
     }
     if shared.precision() != precision {
-        return differ(
-            "precision",
-            precision.to_string(),
-            shared.precision().to_string(),
-        );
+        return differ("precision", precision.to_string(), shared.precision().to_string());
     }
     if shared.act_order != act_order {
-        return differ(
-            "act_order",
-            act_order.to_string(),
-            shared.act_order.to_string(),
-        );
+        return differ("act_order", act_order.to_string(), shared.act_order.to_string());
     }
     Ok(())
 }
@@ -414,9 +338,7 @@ impl<'py> Codes<'py> {
         if let Ok(codes) = codes.extract::<PyReadonlyArray2<'py, u8>>() {
             return Ok(Self::Biased(codes));
         }
-        Err(PyTypeError::new_err(
-            "codes must be a two-dimensional array of int8 (signed) or uint8 (biased)",
-        ))
+        Err(PyTypeError::new_err("codes must be a two-dimensional array of int8 (signed) or uint8 (biased)"))
     }
 
     pub(crate) fn shape(&self) -> [usize; 2] {
@@ -445,19 +367,13 @@ pub(crate) fn dequantize<'py>(
     let values = match (&codes, zeros) {
         (Codes::Signed(codes), None) => {
             let codes = codes.as_slice()?;
-            run(py, None, |_| {
-                grid::dequantize_signed(codes, scales, rows, dim, group)
-            })
+            run(py, None, |_| grid::dequantize_signed(codes, scales, rows, dim, group))
         }
         (Codes::Biased(codes), Some(zeros)) => {
             let codes = codes.as_slice()?;
-            run(py, None, |_| {
-                grid::dequantize(codes, scales, zeros, rows, dim, group)
-            })
+            run(py, None, |_| grid::dequantize(codes, scales, zeros, rows, dim, group))
         }
-        (Codes::Signed(_), Some(_)) => {
-            Err(PyTypeError::new_err("signed (int8) codes take no zeros"))
-        }
+        (Codes::Signed(_), Some(_)) => Err(PyTypeError::new_err("signed (int8) codes take no zeros")),
         (Codes::Biased(_), None) => Err(PyTypeError::new_err("biased (uint8) codes need zeros")),
     }?;
     matrix(py, values, [rows, dim])
@@ -477,9 +393,7 @@ pub(crate) fn proxy<'py>(
     let (rows, dim) = (w.shape()[0], w.shape()[1]);
     let values = w.as_slice()?;
     let w_hat = w_hat.as_ref().map(PyReadonlyArray2::as_slice).transpose()?;
-    run(py, None, |watch| {
-        solve::proxy(values, w_hat, rows, dim, view, threads, watch)
-    })
+    run(py, None, |watch| solve::proxy(values, w_hat, rows, dim, view, threads, watch))
 }
 
 #[pyfunction]
@@ -491,8 +405,5 @@ pub(crate) fn eigvalsh<'py>(
 ) -> PyResult<Bound<'py, PyArray1<f64>>> {
     let (array, dim) = HArray::take(py, h)?;
     let view = array.view()?;
-    Ok(PyArray1::from_vec(
-        py,
-        run(py, None, |_| factor::eigvalsh(view, dim, threads))?,
-    ))
+    Ok(PyArray1::from_vec(py, run(py, None, |_| factor::eigvalsh(view, dim, threads))?))
 }

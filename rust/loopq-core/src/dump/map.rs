@@ -18,10 +18,7 @@ pub struct MappedFile {
 impl MappedFile {
     /// Maps a whole file; an empty one gives no bytes.
     pub fn open(path: &Path) -> Result<Self> {
-        let io = |e: std::io::Error| Error::Io {
-            path: path.to_path_buf(),
-            reason: e.to_string(),
-        };
+        let io = |e: std::io::Error| Error::Io { path: path.to_path_buf(), reason: e.to_string() };
         let file = File::open(path).map_err(io)?;
         if file.metadata().map_err(io)?.len() == 0 {
             return Ok(Self { map: None });

@@ -45,11 +45,7 @@ impl RowType {
             "F32" => Ok(Self::F32),
             "F16" => Ok(Self::F16),
             "BF16" => Ok(Self::Bf16),
-            _ => Err(Error::setting(
-                "dtype",
-                format!("{name:?}"),
-                "'BF16', 'F16', 'F32'",
-            )),
+            _ => Err(Error::setting("dtype", format!("{name:?}"), "'BF16', 'F16', 'F32'")),
         }
     }
 }
@@ -66,20 +62,11 @@ pub struct Rows<'a> {
 impl<'a> Rows<'a> {
     /// Views bytes as rows; their number must fit exactly.
     pub fn new(bytes: &'a [u8], dtype: RowType, n_rows: usize, dim: usize) -> Result<Self> {
-        let need = dims::product(
-            "the rows",
-            dims::product("the rows", n_rows, dim)?,
-            dtype.size(),
-        )?;
+        let need = dims::product("the rows", dims::product("the rows", n_rows, dim)?, dtype.size())?;
         if need != bytes.len() {
             return Err(Error::shape("the rows' bytes", need, bytes.len()));
         }
-        Ok(Self {
-            bytes,
-            dtype,
-            n_rows,
-            dim,
-        })
+        Ok(Self { bytes, dtype, n_rows, dim })
     }
 
     /// Views single-precision rows.
@@ -93,12 +80,7 @@ impl<'a> Rows<'a> {
     }
 
     /// Views rows of 16-bit patterns of the given type.
-    pub fn from_bits16(
-        values: &'a [u16],
-        dtype: RowType,
-        n_rows: usize,
-        dim: usize,
-    ) -> Result<Self> {
+    pub fn from_bits16(values: &'a [u16], dtype: RowType, n_rows: usize, dim: usize) -> Result<Self> {
         Self::new(bytemuck::cast_slice(values), dtype, n_rows, dim)
     }
 
@@ -136,11 +118,7 @@ impl<'a> Rows<'a> {
     #[must_use]
     pub fn slice(&self, from: usize, n: usize) -> Rows<'a> {
         let size = self.row_bytes();
-        Rows {
-            bytes: &self.bytes[from * size..(from + n) * size],
-            n_rows: n,
-            ..*self
-        }
+        Rows { bytes: &self.bytes[from * size..(from + n) * size], n_rows: n, ..*self }
     }
 }
 
@@ -153,23 +131,15 @@ pub fn rows_of_file<'a>(
     dim: usize,
     dtype: RowType,
 ) -> Result<Rows<'a>> {
-    let n_bytes = dims::product(
-        "the rows",
-        dims::product("the rows", n_rows, dim)?,
-        dtype.size(),
-    )?;
+    let n_bytes = dims::product("the rows", dims::product("the rows", n_rows, dim)?, dtype.size())?;
     let have = file.bytes().len() as u64;
     let end = offset.checked_add(n_bytes as u64);
-    let range = end
-        .filter(|&end| end <= have)
-        .map(|end| offset as usize..end as usize);
-    let bytes = range
-        .and_then(|r| file.bytes().get(r))
-        .ok_or_else(|| Error::Truncated {
-            path: path.to_path_buf(),
-            need_from: offset,
-            need_to: end.unwrap_or(u64::MAX),
-            have,
-        })?;
+    let range = end.filter(|&end| end <= have).map(|end| offset as usize..end as usize);
+    let bytes = range.and_then(|r| file.bytes().get(r)).ok_or_else(|| Error::Truncated {
+        path: path.to_path_buf(),
+        need_from: offset,
+        need_to: end.unwrap_or(u64::MAX),
+        have,
+    })?;
     Rows::new(bytes, dtype, n_rows, dim)
 }

@@ -65,11 +65,7 @@ impl<T: Real> Factor<T> {
             return Err(Error::ZeroHessian);
         }
         let damping_abs = damping * (diagonal.iter().sum::<f64>() / dim as f64);
-        let order = if act_order {
-            descending(&diagonal)
-        } else {
-            Vec::new()
-        };
+        let order = if act_order { descending(&diagonal) } else { Vec::new() };
         let mut made = Self {
             a: Panels::zeros(dim),
             pivots: vec![0.0; dim],
@@ -88,30 +84,21 @@ impl<T: Real> Factor<T> {
     /// Copies the damped upper triangle, in the order of the factor.
     fn load(&mut self, h: Symmetric<'_>, diagonal: &[f64]) {
         let (dim, order, damping) = (self.a.dim, &self.order, self.damping_abs);
-        self.a
-            .panels
-            .par_iter_mut()
-            .with_max_len(1)
-            .enumerate()
-            .for_each(|(p, panel)| {
-                for (i, line) in panel.chunks_exact_mut(PANEL_WIDTH).enumerate() {
-                    let from = order.get(i).copied().unwrap_or(i);
-                    for (c, entry) in line.iter_mut().enumerate() {
-                        let j = p * PANEL_WIDTH + c;
-                        if j < i || j >= dim {
-                            continue;
-                        }
-                        let to = order.get(j).copied().unwrap_or(j);
-                        // The upper triangle is what counts, also when the order swaps a pair.
-                        let value = h.at(from.min(to) * dim + from.max(to));
-                        *entry = T::of(if i == j {
-                            diagonal[from] + damping
-                        } else {
-                            value
-                        });
+        self.a.panels.par_iter_mut().with_max_len(1).enumerate().for_each(|(p, panel)| {
+            for (i, line) in panel.chunks_exact_mut(PANEL_WIDTH).enumerate() {
+                let from = order.get(i).copied().unwrap_or(i);
+                for (c, entry) in line.iter_mut().enumerate() {
+                    let j = p * PANEL_WIDTH + c;
+                    if j < i || j >= dim {
+                        continue;
                     }
+                    let to = order.get(j).copied().unwrap_or(j);
+                    // The upper triangle is what counts, also when the order swaps a pair.
+                    let value = h.at(from.min(to) * dim + from.max(to));
+                    *entry = T::of(if i == j { diagonal[from] + damping } else { value });
                 }
-            });
+            }
+        });
     }
 
     fn factor(&mut self, refusal: &Refusal, isa: Isa, watch: &Watch) -> Result<()> {
@@ -123,14 +110,13 @@ impl<T: Real> Factor<T> {
             let (left, right) = self.a.panels.split_at_mut(p);
             let panel = &mut right[0];
             let (above, block) = panel.split_at_mut(j0 * PANEL_WIDTH);
-            let corner =
-                Corner::factor(block, nb, isa).map_err(|(column, value)| Error::NotPositive {
-                    column: self.order.get(j0 + column).copied().unwrap_or(j0 + column),
-                    dim,
-                    value,
-                    damping: refusal.damping,
-                    precision: T::NAME,
-                })?;
+            let corner = Corner::factor(block, nb, isa).map_err(|(column, value)| Error::NotPositive {
+                column: self.order.get(j0 + column).copied().unwrap_or(j0 + column),
+                dim,
+                value,
+                damping: refusal.damping,
+                precision: T::NAME,
+            })?;
             corner.store(block, &mut self.pivots[j0..j0 + nb]);
             let (solved, negated) = corner.solve_above(above, isa, watch)?;
             take_off(left, &solved, &negated, nb, isa, watch)?;
@@ -239,11 +225,7 @@ impl<T: Real> Corner<T> {
         let mut negated = solved.clone();
         above
             .par_chunks_exact_mut(T::NR * PANEL_WIDTH)
-            .zip(
-                solved
-                    .par_chunks_exact_mut(T::NR * depth)
-                    .zip(negated.par_chunks_exact_mut(T::NR * depth)),
-            )
+            .zip(solved.par_chunks_exact_mut(T::NR * depth).zip(negated.par_chunks_exact_mut(T::NR * depth)))
             .try_for_each(|(rows, (lines, minus))| {
                 watch.check()?;
                 self.solve_chunk(rows, lines, &negative, isa);
@@ -268,12 +250,7 @@ impl<T: Real> Corner<T> {
             for k in k0..nb.min(k0 + MR) {
                 let (before, line) = rest.split_at_mut((k - k0) * nr);
                 for (q, earlier) in before.chunks_exact(nr).enumerate() {
-                    axpy(
-                        isa,
-                        negative[(k0 + q) * PANEL_WIDTH + k],
-                        earlier,
-                        &mut line[..nr],
-                    );
+                    axpy(isa, negative[(k0 + q) * PANEL_WIDTH + k], earlier, &mut line[..nr]);
                 }
                 let root = self.root(k);
                 for entry in &mut line[..nr] {
@@ -299,42 +276,25 @@ fn take_off<T: Real>(
     watch: &Watch,
 ) -> Result<()> {
     let (nr, size) = (T::NR, T::NR * nb.next_multiple_of(MR));
-    left.par_iter_mut()
-        .enumerate()
-        .rev()
-        .try_for_each(|(p, panel)| {
-            panel
-                .par_chunks_mut(TASK_ROWS * PANEL_WIDTH)
-                .with_max_len(1)
-                .enumerate()
-                .try_for_each(|(t, rows)| {
-                    watch.check()?;
-                    let (first, n) = (t * TASK_ROWS, rows.len() / PANEL_WIDTH);
-                    for from in (0..nb).step_by(SWEEP) {
-                        let k = SWEEP.min(nb - from);
-                        for c in (0..PANEL_WIDTH).step_by(nr) {
-                            let column = p * PANEL_WIDTH + c;
-                            let b = &solved[column / nr * size + from * nr..];
-                            // Tiles wholly below the diagonal are never read.
-                            for r in (0..n).step_by(MR).take_while(|r| first + r < column + nr) {
-                                let a = &negated
-                                    [(first + r) / nr * size + from * nr + (first + r) % nr..];
-                                T::tile(
-                                    isa,
-                                    k,
-                                    a,
-                                    nr,
-                                    b,
-                                    nr,
-                                    &mut rows[r * PANEL_WIDTH + c..],
-                                    PANEL_WIDTH,
-                                );
-                            }
-                        }
+    left.par_iter_mut().enumerate().rev().try_for_each(|(p, panel)| {
+        panel.par_chunks_mut(TASK_ROWS * PANEL_WIDTH).with_max_len(1).enumerate().try_for_each(|(t, rows)| {
+            watch.check()?;
+            let (first, n) = (t * TASK_ROWS, rows.len() / PANEL_WIDTH);
+            for from in (0..nb).step_by(SWEEP) {
+                let k = SWEEP.min(nb - from);
+                for c in (0..PANEL_WIDTH).step_by(nr) {
+                    let column = p * PANEL_WIDTH + c;
+                    let b = &solved[column / nr * size + from * nr..];
+                    // Tiles wholly below the diagonal are never read.
+                    for r in (0..n).step_by(MR).take_while(|r| first + r < column + nr) {
+                        let a = &negated[(first + r) / nr * size + from * nr + (first + r) % nr..];
+                        T::tile(isa, k, a, nr, b, nr, &mut rows[r * PANEL_WIDTH + c..], PANEL_WIDTH);
                     }
-                    Ok(())
-                })
+                }
+            }
+            Ok(())
         })
+    })
 }
 
 /// Indices by descending value, ties by ascending index.

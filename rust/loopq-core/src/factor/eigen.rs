@@ -25,6 +25,5 @@ pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize) -> Result<Vec<f64>
     faer::set_global_parallelism(Par::Seq);
     // Row-major upper is column-major lower.
     let matrix = MatRef::from_column_major_slice(values, dim, dim);
-    pool.install(|| matrix.self_adjoint_eigenvalues(Side::Lower))
-        .map_err(|_| Error::NoConvergence { dim })
+    pool.install(|| matrix.self_adjoint_eigenvalues(Side::Lower)).map_err(|_| Error::NoConvergence { dim })
 }

@@ -39,8 +39,10 @@ pub struct Settings {
 struct Waiting {
     bytes: Vec<u8>,
     n_rows: u64,
-    /// An upper bound on the step's largest diagonal entry.
+    /// An upper bound on what the step's worked-off rows have added to any entry.
     bound: f64,
+    /// The same for the rows that wait.
+    bound_waiting: f64,
 }
 
 /// Streaming `X^T X` per step.
@@ -51,6 +53,8 @@ pub struct Accumulator {
     waiting: Vec<Waiting>,
     dtype: Option<RowType>,
     finished: bool,
+    /// Set while rows are worked off: still set later if that was interrupted, and then the sums are not whole.
+    broken: bool,
 }
 
 impl Accumulator {
@@ -67,22 +71,10 @@ impl Accumulator {
             ));
         }
         pool(settings.threads)?;
-        let n_matrices = if settings.per_step {
-            settings.steps.len()
-        } else {
-            1
-        };
-        let matrices = (0..n_matrices)
-            .map(|_| ExactMatrix::zeros(settings.dim))
-            .collect::<Result<_>>()?;
+        let n_matrices = if settings.per_step { settings.steps.len() } else { 1 };
+        let matrices = (0..n_matrices).map(|_| ExactMatrix::zeros(settings.dim)).collect::<Result<_>>()?;
         let waiting = vec![Waiting::default(); settings.steps.len()];
-        Ok(Self {
-            settings,
-            matrices,
-            waiting,
-            dtype: None,
-            finished: false,
-        })
+        Ok(Self { settings, matrices, waiting, dtype: None, finished: false, broken: false })
     }
 
     /// The settings it was made with.
@@ -106,19 +98,12 @@ impl Accumulator {
     #[must_use]
     pub fn n_bytes(&self) -> usize {
         let sums: usize = self.matrices.iter().map(ExactMatrix::n_bytes).sum();
-        sums + self
-            .waiting
-            .iter()
-            .map(|w| w.bytes.capacity())
-            .sum::<usize>()
+        sums + self.waiting.iter().map(|w| w.bytes.capacity()).sum::<usize>()
     }
 
     pub(super) fn index_of(&self, step: usize) -> Result<usize> {
         let steps = &self.settings.steps;
-        steps.binary_search(&step).map_err(|_| Error::UnknownStep {
-            step,
-            steps: steps.clone(),
-        })
+        steps.binary_search(&step).map_err(|_| Error::UnknownStep { step, steps: steps.clone() })
     }
 
     /// Adds rows to a step. A refused call changes nothing.
@@ -140,11 +125,7 @@ impl Accumulator {
         watch: &Watch,
     ) -> Result<()> {
         let file = MappedFile::open(path)?;
-        self.update(
-            step,
-            rows_of_file(&file, path, offset, n_rows, self.settings.dim, dtype)?,
-            watch,
-        )
+        self.update(step, rows_of_file(&file, path, offset, n_rows, self.settings.dim, dtype)?, watch)
     }
 
     /// Adds `X^T X` of rows whose products were summed elsewhere, on a GPU say. A refused call changes nothing.
@@ -155,16 +136,9 @@ impl Accumulator {
     /// `n_rows` says how many rows of which step the products sum over: one step where steps are kept apart.
     pub fn add_products(&mut self, n_rows: &[(usize, u64)], products: &[f64]) -> Result<()> {
         let dim = self.settings.dim;
-        let at: Vec<usize> = n_rows
-            .iter()
-            .map(|&(step, _)| self.index_of(step))
-            .collect::<Result<_>>()?;
+        let at: Vec<usize> = n_rows.iter().map(|&(step, _)| self.index_of(step)).collect::<Result<_>>()?;
         if at.is_empty() || (self.settings.per_step && at.len() > 1) {
-            return Err(Error::setting(
-                "n_rows",
-                format!("{n_rows:?}"),
-                "one step, or the steps of a sum",
-            ));
+            return Err(Error::setting("n_rows", format!("{n_rows:?}"), "one step, or the steps of a sum"));
         }
         if self.finished {
             return Err(Error::Finished);
@@ -175,52 +149,35 @@ impl Accumulator {
         if let Some(bad) = products.iter().position(|v| !v.is_finite()) {
             let (row, column) = (bad / dim, bad % dim);
             let value = crate::error::name_of(products[bad]);
-            return Err(Error::NonFiniteMatrix {
-                what: "the products",
-                row,
-                column,
-                value,
-            });
+            return Err(Error::NonFiniteMatrix { what: "the products", row, column, value });
         }
         let top = products.iter().fold(0.0, |top: f64, v| top.max(v.abs()));
         if self.bound() + top > SUM_LIMIT {
             let (step, rows) = n_rows[0];
-            return Err(Error::SumTooLarge {
-                step,
-                rows,
-                limit: SUM_LIMIT,
-            });
+            return Err(Error::SumTooLarge { step, rows, limit: SUM_LIMIT });
         }
         self.waiting[at[0]].bound += top;
         for (&at, &(_, count)) in at.iter().zip(n_rows) {
             self.waiting[at].n_rows += count;
         }
-        self.matrices[if self.settings.per_step { at[0] } else { 0 }].for_each_mut(
-            |i, j, hi, lo| {
-                let (add_hi, add_lo) = limbs::split(products[i * dim + j]);
-                limbs::add_one(hi, lo, add_hi, add_lo);
-            },
-        );
+        self.matrices[if self.settings.per_step { at[0] } else { 0 }].for_each_mut(|i, j, hi, lo| {
+            let (add_hi, add_lo) = limbs::split(products[i * dim + j]);
+            limbs::add_one(hi, lo, add_hi, add_lo);
+        });
         Ok(())
     }
 
     /// Refuses what cannot be added, before anything is changed.
     fn admit(&mut self, at: usize, rows: Rows<'_>) -> Result<()> {
+        self.check_whole()?;
         if self.finished {
             return Err(Error::Finished);
         }
         if rows.dim() != self.settings.dim {
-            return Err(Error::shape(
-                "columns of the rows",
-                self.settings.dim,
-                rows.dim(),
-            ));
+            return Err(Error::shape("columns of the rows", self.settings.dim, rows.dim()));
         }
         if let Some(first) = self.dtype.filter(|&first| first != rows.dtype()) {
-            return Err(Error::RowType {
-                first: first.name(),
-                got: rows.dtype().name(),
-            });
+            return Err(Error::RowType { first: first.name(), got: rows.dtype().name() });
         }
         let step = self.settings.steps[at];
         let top = self.check_parallel(rows, step, self.waiting[at].n_rows)?;
@@ -228,14 +185,10 @@ impl Accumulator {
         if self.bound() + grown > SUM_LIMIT {
             self.tighten();
             if self.bound() + grown > SUM_LIMIT {
-                return Err(Error::SumTooLarge {
-                    step,
-                    rows: self.waiting[at].n_rows,
-                    limit: SUM_LIMIT,
-                });
+                return Err(Error::SumTooLarge { step, rows: self.waiting[at].n_rows, limit: SUM_LIMIT });
             }
         }
-        self.waiting[at].bound += grown;
+        self.waiting[at].bound_waiting += grown;
         self.dtype = Some(rows.dtype());
         Ok(())
     }
@@ -252,34 +205,22 @@ impl Accumulator {
                 })
                 .collect()
         });
-        tops.into_iter()
-            .try_fold(0.0, |top: f64, next| Ok(top.max(next?)))
+        tops.into_iter().try_fold(0.0, |top: f64, next| Ok(top.max(next?)))
     }
 
     /// Bound on every entry of every sum, also of the sum over steps.
     fn bound(&self) -> f64 {
-        self.waiting.iter().map(|w| w.bound).sum()
+        self.waiting.iter().map(|w| w.bound + w.bound_waiting).sum()
     }
 
-    /// Replaces the running bounds by what the diagonals and the waiting rows really hold.
+    /// Replaces the running bounds by what the diagonals really hold: no entry of a Gram matrix is larger than its
+    /// largest diagonal entry.
     fn tighten(&mut self) {
-        let size = self.dtype.map_or(4, RowType::size) * self.settings.dim;
-        let tops: Vec<f64> = self
-            .matrices
-            .iter()
-            .map(|m| m.diagonal().into_iter().fold(0.0, f64::max))
-            .collect();
-        let total: f64 = tops.iter().sum();
+        let per_step = self.settings.per_step;
         for (i, waiting) in self.waiting.iter_mut().enumerate() {
-            let buffered = (waiting.bytes.len() / size) as f64 * crate::hessian::ROW_LIMIT.powi(2);
-            let summed = if tops.len() > 1 {
-                tops[i]
-            } else if i == 0 {
-                total
-            } else {
-                0.0
-            };
-            waiting.bound = waiting.bound.min(summed + buffered);
+            let matrix =
+                if per_step { self.matrices.get(i) } else { self.matrices.first().filter(|_| i == 0) };
+            waiting.bound = matrix.map_or(0.0, |m| m.diagonal().into_iter().fold(0.0, f64::max));
         }
     }
 
@@ -305,9 +246,7 @@ impl Accumulator {
                 continue;
             }
             let n = rows.n_rows().min(limit - held);
-            self.waiting[at]
-                .bytes
-                .extend_from_slice(rows.slice(0, n).bytes());
+            self.waiting[at].bytes.extend_from_slice(rows.slice(0, n).bytes());
             rows = rows.slice(n, rows.n_rows() - n);
             if held + n == limit {
                 self.flush(at, watch)?;
@@ -323,24 +262,21 @@ impl Accumulator {
         };
         let mut bytes = std::mem::take(&mut self.waiting[at].bytes);
         let n = bytes.len() / (dtype.size() * self.settings.dim);
-        let result = Rows::new(&bytes, dtype, n, self.settings.dim)
-            .and_then(|rows| self.work_off(at, rows, watch));
+        let result =
+            Rows::new(&bytes, dtype, n, self.settings.dim).and_then(|rows| self.work_off(at, rows, watch));
         bytes.clear();
-        self.waiting[at].bytes = bytes;
+        let waiting = &mut self.waiting[at];
+        waiting.bytes = bytes;
+        waiting.bound += std::mem::take(&mut waiting.bound_waiting);
         result
     }
 
     fn work_off(&mut self, at: usize, rows: Rows<'_>, watch: &Watch) -> Result<()> {
-        let Settings {
-            dim,
-            per_step,
-            threads,
-            isa,
-            ..
-        } = self.settings;
+        let Settings { dim, per_step, threads, isa, .. } = self.settings;
         let block_bytes = dims::product("a block of rows", dim + super::PANEL, 4 * BLOCK_ROWS)?;
         let pass = (PASS_BYTES / block_bytes).clamp(1, PASS_BLOCKS) * BLOCK_ROWS;
         let matrix = &mut self.matrices[if per_step { at } else { 0 }];
+        self.broken = true;
         let mut from = 0;
         while from < rows.n_rows() {
             let n = pass.min(rows.n_rows() - from);
@@ -360,11 +296,13 @@ impl Accumulator {
             watch.advance((n as u64).saturating_mul((dim * (dim + 1) / 2) as u64))?;
             from += n;
         }
+        self.broken = false;
         Ok(())
     }
 
     /// Works off all partial blocks. Further calls do nothing.
     pub fn finish(&mut self, watch: &Watch) -> Result<()> {
+        self.check_whole()?;
         if self.finished {
             return Ok(());
         }
@@ -376,7 +314,15 @@ impl Accumulator {
         Ok(())
     }
 
+    fn check_whole(&self) -> Result<()> {
+        if self.broken {
+            return Err(Error::Broken);
+        }
+        Ok(())
+    }
+
     pub(super) fn check_finished(&self) -> Result<()> {
+        self.check_whole()?;
         if self.finished {
             return Ok(());
         }
@@ -389,17 +335,10 @@ impl Accumulator {
         let Some(steps) = steps else {
             return Ok((0..self.matrices.len()).collect());
         };
-        let mut found = steps
-            .iter()
-            .map(|&s| self.index_of(s))
-            .collect::<Result<Vec<_>>>()?;
+        let mut found = steps.iter().map(|&s| self.index_of(s)).collect::<Result<Vec<_>>>()?;
         found.sort_unstable();
         if found.is_empty() || found.windows(2).any(|w| w[0] == w[1]) {
-            return Err(Error::setting(
-                "steps",
-                format!("{steps:?}"),
-                "one or more steps, each once",
-            ));
+            return Err(Error::setting("steps", format!("{steps:?}"), "one or more steps, each once"));
         }
         if self.settings.per_step {
             return Ok(found);
@@ -407,10 +346,7 @@ impl Accumulator {
         if found.len() == self.settings.steps.len() {
             return Ok(vec![0]);
         }
-        Err(Error::OnlySummed {
-            got: steps.to_vec(),
-            steps: self.settings.steps.clone(),
-        })
+        Err(Error::OnlySummed { got: steps.to_vec(), steps: self.settings.steps.clone() })
     }
 
     /// The full symmetric sum over steps, row-major: the exact sum rounded once to double precision.
@@ -443,26 +379,15 @@ impl Accumulator {
         }
         let order = steps.map_or_else(|| self.settings.steps.clone(), <[usize]>::to_vec);
         if weights.len() != order.len() {
-            return Err(Error::shape(
-                "weights",
-                format!("{} (one per step)", order.len()),
-                weights.len(),
-            ));
+            return Err(Error::shape("weights", format!("{} (one per step)", order.len()), weights.len()));
         }
         if let Some(bad) = weights.iter().find(|w| !w.is_finite() || **w < 0.0) {
-            return Err(Error::setting(
-                "weights",
-                bad,
-                "finite numbers of 0 or more",
-            ));
+            return Err(Error::setting("weights", bad, "finite numbers of 0 or more"));
         }
         let dim = self.settings.dim;
         let mut out = vec![0.0; dims::product("the Hessian", dim, dim)?];
         for m in chosen {
-            let weight = order
-                .iter()
-                .position(|&s| s == self.settings.steps[m])
-                .map_or(0.0, |p| weights[p]);
+            let weight = order.iter().position(|&s| s == self.settings.steps[m]).map_or(0.0, |p| weights[p]);
             self.matrices[m].for_each(|i, j, hi, lo| {
                 let entry = &mut out[i * dim + j];
                 *entry += weight * limbs::to_f64(limbs::integer(hi, lo));
@@ -485,19 +410,15 @@ impl Accumulator {
 
     /// The trace of one step's Hessian, or of the sum over all steps.
     pub fn trace(&self, step: Option<usize>) -> Result<f64> {
-        Ok(self
-            .diagonal(step.as_ref().map(std::slice::from_ref))?
-            .iter()
-            .sum())
+        Ok(self.diagonal(step.as_ref().map(std::slice::from_ref))?.iter().sum())
     }
 
     /// Adds another finished accumulator: any order, any grouping, the same bits.
     pub fn merge(&mut self, other: &Self) -> Result<()> {
         self.check_finished()?;
         other.check_finished()?;
-        let (a, b) = (&self.settings, &other.settings);
-        let differ =
-            |what, left: String, right: String| Err(Error::MergeMismatch { what, left, right });
+        let (a, b) = (self.settings.clone(), &other.settings);
+        let differ = |what, left: String, right: String| Err(Error::MergeMismatch { what, left, right });
         if a.dim != b.dim {
             return differ("dims", a.dim.to_string(), b.dim.to_string());
         }
@@ -507,13 +428,10 @@ impl Accumulator {
         if a.per_step != b.per_step {
             return differ("per_step", a.per_step.to_string(), b.per_step.to_string());
         }
-        for (mine, theirs) in self
-            .waiting
-            .iter()
-            .zip(&other.waiting)
-            .map(|(m, t)| (m.bound, t.bound))
-        {
-            if mine + theirs > SUM_LIMIT {
+        if self.bound() + other.bound() > SUM_LIMIT {
+            self.tighten();
+            let theirs: f64 = other.diagonal(None)?.into_iter().fold(0.0, f64::max);
+            if self.bound() + theirs > SUM_LIMIT {
                 return Err(Error::SumTooLarge {
                     step: a.steps[0],
                     rows: self.waiting[0].n_rows,
@@ -526,25 +444,17 @@ impl Accumulator {
         }
         for (mine, theirs) in self.waiting.iter_mut().zip(&other.waiting) {
             mine.n_rows += theirs.n_rows;
-            mine.bound += theirs.bound;
+            mine.bound += theirs.bound + theirs.bound_waiting;
         }
         Ok(())
     }
 
     /// Rebuilds a finished accumulator from its parts.
-    pub(super) fn restore(
-        settings: Settings,
-        matrices: Vec<ExactMatrix>,
-        n_rows: &[u64],
-    ) -> Result<Self> {
-        let mut made = Self::new(Settings {
-            dim: settings.dim,
-            ..settings
-        })?;
+    pub(super) fn restore(settings: Settings, matrices: Vec<ExactMatrix>, n_rows: &[u64]) -> Result<Self> {
+        let mut made = Self::new(Settings { dim: settings.dim, ..settings })?;
         made.matrices = matrices;
         for (waiting, &n) in made.waiting.iter_mut().zip(n_rows) {
             waiting.n_rows = n;
-            waiting.bound = f64::INFINITY;
         }
         made.finished = true;
         made.tighten();

@@ -45,11 +45,7 @@ impl ExactMatrix {
                     }
                 }
                 let n = pairs.len() * TILE;
-                patches.push(Patch {
-                    pairs,
-                    hi: vec![0; n],
-                    lo: vec![0; n],
-                });
+                patches.push(Patch { pairs, hi: vec![0; n], lo: vec![0; n] });
             }
         }
         Ok(Self { dim, patches })
@@ -64,10 +60,7 @@ impl ExactMatrix {
         watch: &Watch,
     ) -> Result<()> {
         pool(threads)?.install(|| {
-            self.patches
-                .par_iter_mut()
-                .with_max_len(1)
-                .for_each(|patch| patch.add(blocks, isa));
+            self.patches.par_iter_mut().with_max_len(1).for_each(|patch| patch.add(blocks, isa));
         });
         watch.check()
     }
@@ -134,17 +127,10 @@ impl ExactMatrix {
     pub(crate) fn load(&mut self, hi: &[i64], lo: &[i64]) -> Result<()> {
         let n = dims::n_upper(self.dim)?;
         if hi.len() != n || lo.len() != n {
-            return Err(Error::BadState(format!(
-                "{n} entries needed, {} and {} given",
-                hi.len(),
-                lo.len()
-            )));
+            return Err(Error::BadState(format!("{n} entries needed, {} and {} given", hi.len(), lo.len())));
         }
         if let Some(bad) = lo.iter().position(|&l| !limbs::is_canonical(l)) {
-            return Err(Error::BadState(format!(
-                "low limb {bad} is {}, outside 0..2^62",
-                lo[bad]
-            )));
+            return Err(Error::BadState(format!("low limb {bad} is {}, outside 0..2^62", lo[bad])));
         }
         let dim = self.dim;
         self.for_each_mut(|i, j, h, l| {
@@ -191,13 +177,7 @@ impl Patch {
 /// Runs the tiles of one panel pair. Lines are taken [`SWEEP`] at a time, so that both panels' share and the sums stay
 /// in the first-level cache while all tiles use them; each entry is still one chain over all lines.
 #[inline(always)]
-fn sweep<T>(
-    depth: usize,
-    a: &[T],
-    b: &[T],
-    sums: &mut [f32],
-    tile: impl Fn(usize, &[T], &[T], &mut [f32]),
-) {
+fn sweep<T>(depth: usize, a: &[T], b: &[T], sums: &mut [f32], tile: impl Fn(usize, &[T], &[T], &mut [f32])) {
     for from in (0..depth).step_by(SWEEP) {
         let k = SWEEP.min(depth - from);
         let (a, b) = (&a[from * PANEL..], &b[from * PANEL..]);

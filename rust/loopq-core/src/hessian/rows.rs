@@ -24,9 +24,7 @@ fn top_bits32(bytes: &[u8]) -> u32 {
 }
 
 fn top_bits16(bytes: &[u8]) -> u16 {
-    bytes.chunks_exact(2).fold(0, |top, c| {
-        top.max(u16::from_le_bytes([c[0], c[1]]) & 0x7fff)
-    })
+    bytes.chunks_exact(2).fold(0, |top, c| top.max(u16::from_le_bytes([c[0], c[1]]) & 0x7fff))
 }
 
 /// The value at flat index `i`.
@@ -43,26 +41,13 @@ fn value(rows: Rows<'_>, i: usize) -> f32 {
 fn locate(rows: Rows<'_>, step: usize, first_row: u64) -> Error {
     let n = rows.n_rows() * rows.dim();
     let bad = (0..n).find(|&i| !value(rows, i).is_finite());
-    let at = bad
-        .or_else(|| (0..n).find(|&i| f64::from(value(rows, i).abs()) > ROW_LIMIT))
-        .unwrap_or(0);
+    let at = bad.or_else(|| (0..n).find(|&i| f64::from(value(rows, i).abs()) > ROW_LIMIT)).unwrap_or(0);
     let (row, column) = (first_row + (at / rows.dim()) as u64, at % rows.dim());
     let magnitude = f64::from(value(rows, at));
     if bad.is_some() {
-        return Error::NonFiniteRow {
-            step,
-            row,
-            column,
-            value: name_of(magnitude),
-        };
+        return Error::NonFiniteRow { step, row, column, value: name_of(magnitude) };
     }
-    Error::RowTooLarge {
-        step,
-        row,
-        column,
-        magnitude: magnitude.abs(),
-        limit: ROW_LIMIT,
-    }
+    Error::RowTooLarge { step, row, column, magnitude: magnitude.abs(), limit: ROW_LIMIT }
 }
 
 /// The numbers of a packed block.
@@ -89,18 +74,12 @@ impl PackedBlock {
             let depth = rows.n_rows().div_ceil(2);
             let mut lanes = vec![0; panels * depth * PANEL];
             pack_pairs(rows, depth, &mut lanes);
-            return Self {
-                depth,
-                lanes: Lanes::Pairs(lanes),
-            };
+            return Self { depth, lanes: Lanes::Pairs(lanes) };
         }
         let depth = rows.n_rows();
         let mut lanes = vec![0.0; panels * depth * PANEL];
         pack_single(rows, &mut lanes);
-        Self {
-            depth,
-            lanes: Lanes::Single(lanes),
-        }
+        Self { depth, lanes: Lanes::Single(lanes) }
     }
 
     pub(crate) fn panel<'a, T>(&self, lanes: &'a [T], p: usize) -> &'a [T] {
@@ -141,22 +120,10 @@ fn pack_pairs(rows: Rows<'_>, depth: usize, lanes: &mut [u32]) {
     let empty = vec![0_u8; rows.row_bytes()];
     for k in 0..depth {
         let even = rows.slice(2 * k, 1).bytes();
-        let odd = if 2 * k + 1 < rows.n_rows() {
-            rows.slice(2 * k + 1, 1).bytes()
-        } else {
-            &empty
-        };
-        for (p, (even, odd)) in even
-            .chunks(2 * PANEL)
-            .zip(odd.chunks(2 * PANEL))
-            .enumerate()
-        {
+        let odd = if 2 * k + 1 < rows.n_rows() { rows.slice(2 * k + 1, 1).bytes() } else { &empty };
+        for (p, (even, odd)) in even.chunks(2 * PANEL).zip(odd.chunks(2 * PANEL)).enumerate() {
             let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
-            for ((lane, e), o) in line
-                .iter_mut()
-                .zip(even.chunks_exact(2))
-                .zip(odd.chunks_exact(2))
-            {
+            for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
                 *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
             }
         }

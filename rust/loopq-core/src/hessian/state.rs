@@ -37,18 +37,10 @@ impl Accumulator {
     /// The exact state.
     pub fn state(&self) -> Result<State> {
         self.check_finished()?;
-        let Settings {
-            dim,
-            steps,
-            per_step,
-            ..
-        } = self.settings.clone();
+        let Settings { dim, steps, per_step, .. } = self.settings.clone();
         let n = dims::n_upper(dim)?;
         let matrices = self.matrices.iter().map(|m| {
-            let mut out = MatrixState {
-                hi: vec![0; n],
-                lo: vec![0; n],
-            };
+            let mut out = MatrixState { hi: vec![0; n], lo: vec![0; n] };
             m.for_each(|i, j, hi, lo| {
                 let at = upper_index(dim, i, j);
                 out.hi[at] = hi;
@@ -56,27 +48,14 @@ impl Accumulator {
             });
             out
         });
-        let n_rows = steps
-            .iter()
-            .map(|&s| self.n_rows(s))
-            .collect::<Result<_>>()?;
-        Ok(State {
-            spec_version: SPEC_VERSION,
-            dim,
-            n_rows,
-            per_step,
-            matrices: matrices.collect(),
-            steps,
-        })
+        let n_rows = steps.iter().map(|&s| self.n_rows(s)).collect::<Result<_>>()?;
+        Ok(State { spec_version: SPEC_VERSION, dim, n_rows, per_step, matrices: matrices.collect(), steps })
     }
 
     /// A finished accumulator with that state.
     pub fn from_state(state: &State, threads: usize) -> Result<Self> {
         if state.spec_version != SPEC_VERSION {
-            let reason = format!(
-                "spec version {} where this loopq reads {SPEC_VERSION}",
-                state.spec_version
-            );
+            let reason = format!("spec version {} where this loopq reads {SPEC_VERSION}", state.spec_version);
             return Err(Error::BadState(reason));
         }
         let expected = if state.per_step { state.steps.len() } else { 1 };

@@ -22,13 +22,7 @@ pub fn pack(codes: &[u8], rows: usize, dim: usize, bits: u32) -> Result<Vec<u32>
     let top = ((1_u32 << bits) - 1) as u8;
     if let Some(at) = codes.iter().position(|&code| code > top) {
         let (row, column) = (at / dim, at % dim);
-        return Err(Error::CodeRange {
-            row,
-            column,
-            value: i64::from(codes[at]),
-            bits,
-            zero_offset: 0,
-        });
+        return Err(Error::CodeRange { row, column, value: i64::from(codes[at]), bits, zero_offset: 0 });
     }
     let n_words = words(dim, bits)?;
     let mut out = vec![0; dims::product("packed codes", rows, n_words)?];

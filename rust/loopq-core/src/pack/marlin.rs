@@ -6,18 +6,10 @@ use crate::{dims, Error, Result};
 
 fn check(k: usize, n: usize) -> Result<()> {
     if k % 16 != 0 || k == 0 {
-        return Err(Error::setting(
-            "inputs (K)",
-            k,
-            "a multiple of 16: pad with zero codes",
-        ));
+        return Err(Error::setting("inputs (K)", k, "a multiple of 16: pad with zero codes"));
     }
     if n % 64 != 0 || n == 0 {
-        return Err(Error::setting(
-            "outputs (N)",
-            n,
-            "a multiple of 64: pad with zero codes",
-        ));
+        return Err(Error::setting("outputs (N)", n, "a multiple of 64: pad with zero codes"));
     }
     Ok(())
 }
@@ -25,8 +17,7 @@ fn check(k: usize, n: usize) -> Result<()> {
 /// Word and nibble of entry `(k, n)`.
 #[inline]
 fn place(k: usize, n: usize, n_out: usize) -> (usize, usize) {
-    let word =
-        (k >> 4) * 2 * n_out + (n >> 6) * 128 + (4 * (n & 7) + ((k & 7) >> 1)) * 4 + ((n >> 4) & 3);
+    let word = (k >> 4) * 2 * n_out + (n >> 6) * 128 + (4 * (n & 7) + ((k & 7) >> 1)) * 4 + ((n >> 4) & 3);
     (word, 2 * ((n >> 3) & 1) + ((k >> 3) & 1) + 4 * (k & 1))
 }
 
@@ -36,13 +27,7 @@ pub fn pack(codes: &[u8], k: usize, n: usize) -> Result<Vec<u32>> {
     dims::check_matrix("codes", codes, n, k)?;
     if let Some(at) = codes.iter().position(|&code| code > 15) {
         let value = i64::from(codes[at]);
-        return Err(Error::CodeRange {
-            row: at / k,
-            column: at % k,
-            value,
-            bits: 4,
-            zero_offset: 0,
-        });
+        return Err(Error::CodeRange { row: at / k, column: at % k, value, bits: 4, zero_offset: 0 });
     }
     let mut out = vec![0_u32; dims::product("packed codes", k / 16, 2 * n)?];
     for (row, line) in codes.chunks_exact(k).enumerate() {

@@ -118,11 +118,7 @@ versions!(lane_cost => cost_body(line: &[T], weight: f64, levels: &Lanes<'_>, to
 
 #[inline(always)]
 fn row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
-    let (scale, zero, top) = (
-        f64::from(level.scale),
-        f64::from(level.zero),
-        f64::from(top),
-    );
+    let (scale, zero, top) = (f64::from(level.scale), f64::from(level.zero), f64::from(top));
     for (code, &v) in codes.iter_mut().zip(values) {
         let steps = (f64::from(v) / scale).round_ties_even() + zero;
         *code = (steps.max(0.0).min(top) + WHOLE).to_bits() as u8;

@@ -37,16 +37,7 @@ pub trait Real:
     #[must_use]
     fn wide(self) -> f64;
     /// `c[i][j] += sum_k a[k][i] * b[k][j]` for `MR` x `NR` entries; `lda`, `ldb`, `ldc` are the row strides.
-    fn tile(
-        isa: Isa,
-        k: usize,
-        a: &[Self],
-        lda: usize,
-        b: &[Self],
-        ldb: usize,
-        c: &mut [Self],
-        ldc: usize,
-    );
+    fn tile(isa: Isa, k: usize, a: &[Self], lda: usize, b: &[Self], ldb: usize, c: &mut [Self], ldc: usize);
 }
 
 macro_rules! real {

@@ -8,22 +8,14 @@
 //! Every function is `unsafe` for one reason, its instruction set, and checks the lengths of its slices itself before
 //! it turns them into pointers.
 
+#[allow(clippy::wildcard_imports)] // some forty intrinsics
 use std::arch::x86_64::*;
 
 use super::MR;
 
 /// Checks that strided operands lie inside their slices.
 #[inline(always)]
-fn check<A, B, C>(
-    k: usize,
-    a: &[A],
-    lda: usize,
-    b: &[B],
-    ldb: usize,
-    c: &[C],
-    ldc: usize,
-    nr: usize,
-) {
+fn check<A, B, C>(k: usize, a: &[A], lda: usize, b: &[B], ldb: usize, c: &[C], ldc: usize, nr: usize) {
     assert!(k == 0 || (a.len() >= (k - 1) * lda + MR && b.len() >= (k - 1) * ldb + nr));
     assert!(c.len() >= (MR - 1) * ldc + nr && lda >= MR && ldb >= nr && ldc >= nr);
 }
@@ -32,15 +24,7 @@ macro_rules! tile512 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {
         /// `c[i][j] += sum_k a[k][i] * b[k][j]`.
         #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
-        pub(super) fn $name(
-            k: usize,
-            a: &[$t],
-            lda: usize,
-            b: &[$t],
-            ldb: usize,
-            c: &mut [$t],
-            ldc: usize,
-        ) {
+        pub(super) fn $name(k: usize, a: &[$t], lda: usize, b: &[$t], ldb: usize, c: &mut [$t], ldc: usize) {
             const L: usize = $lanes;
             check(k, a, lda, b, ldb, c, ldc, 3 * L);
             let (mut pa, mut pb, pc) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
@@ -74,43 +58,18 @@ macro_rules! tile512 {
         }
     };
 }
-tile512!(
-    tile_f32_avx512,
-    f32,
-    16,
-    _mm512_loadu_ps,
-    _mm512_storeu_ps,
-    _mm512_set1_ps,
-    _mm512_fmadd_ps
-);
-tile512!(
-    tile_f64_avx512,
-    f64,
-    8,
-    _mm512_loadu_pd,
-    _mm512_storeu_pd,
-    _mm512_set1_pd,
-    _mm512_fmadd_pd
-);
+tile512!(tile_f32_avx512, f32, 16, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_set1_ps, _mm512_fmadd_ps);
+tile512!(tile_f64_avx512, f64, 8, _mm512_loadu_pd, _mm512_storeu_pd, _mm512_set1_pd, _mm512_fmadd_pd);
 
 macro_rules! tile256 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {
         /// `c[i][j] += sum_k a[k][i] * b[k][j]`.
         #[target_feature(enable = "avx2,fma")]
-        pub(super) fn $name(
-            k: usize,
-            a: &[$t],
-            lda: usize,
-            b: &[$t],
-            ldb: usize,
-            c: &mut [$t],
-            ldc: usize,
-        ) {
+        pub(super) fn $name(k: usize, a: &[$t], lda: usize, b: &[$t], ldb: usize, c: &mut [$t], ldc: usize) {
             const L: usize = $lanes;
             check(k, a, lda, b, ldb, c, ldc, 6 * L);
             for (half, side) in [(0, 0), (4, 0), (0, 3 * L), (4, 3 * L)] {
-                let (mut pa, mut pb) =
-                    (a.as_ptr().wrapping_add(half), b.as_ptr().wrapping_add(side));
+                let (mut pa, mut pb) = (a.as_ptr().wrapping_add(half), b.as_ptr().wrapping_add(side));
                 // SAFETY: as in the 512-bit version; `half < MR` and `side < 6 * L` stay within a row.
                 unsafe {
                     let pc = c.as_mut_ptr().add(half * ldc + side);
@@ -141,44 +100,19 @@ macro_rules! tile256 {
         }
     };
 }
-tile256!(
-    tile_f32_avx2,
-    f32,
-    8,
-    _mm256_loadu_ps,
-    _mm256_storeu_ps,
-    _mm256_set1_ps,
-    _mm256_fmadd_ps
-);
-tile256!(
-    tile_f64_avx2,
-    f64,
-    4,
-    _mm256_loadu_pd,
-    _mm256_storeu_pd,
-    _mm256_set1_pd,
-    _mm256_fmadd_pd
-);
+tile256!(tile_f32_avx2, f32, 8, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
+tile256!(tile_f64_avx2, f64, 4, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd);
 
 /// `c[i][j] += sum_k lo(a[k][i]) * lo(b[k][j]) + hi(a[k][i]) * hi(b[k][j])` over words that hold two bf16 numbers.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma")]
-pub(super) fn tile_bf16(
-    k: usize,
-    a: &[u32],
-    lda: usize,
-    b: &[u32],
-    ldb: usize,
-    c: &mut [f32],
-    ldc: usize,
-) {
+pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, c: &mut [f32], ldc: usize) {
     const L: usize = 16;
     check(k, a, lda, b, ldb, c, ldc, 3 * L);
     let (mut pa, mut pb, pc) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
     // SAFETY: as in the 512-bit tile above. A vector of words and a vector of bf16 pairs are the same 512 bits, for
     // which every pattern is valid.
     unsafe {
-        let pair =
-            |p: *const u32| std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast()));
+        let pair = |p: *const u32| std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast()));
         let mut acc = [[_mm512_setzero_ps(); 3]; MR];
         for (i, row) in acc.iter_mut().enumerate() {
             for (v, entry) in row.iter_mut().enumerate() {
@@ -188,9 +122,8 @@ pub(super) fn tile_bf16(
         for _ in 0..k {
             let columns = [pair(pb), pair(pb.add(L)), pair(pb.add(2 * L))];
             for (i, row) in acc.iter_mut().enumerate() {
-                let x = std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32(
-                    (*pa.add(i)).cast_signed(),
-                ));
+                let x =
+                    std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32((*pa.add(i)).cast_signed()));
                 row[0] = _mm512_dpbf16_ps(row[0], x, columns[0]);
                 row[1] = _mm512_dpbf16_ps(row[1], x, columns[1]);
                 row[2] = _mm512_dpbf16_ps(row[2], x, columns[2]);
@@ -221,10 +154,7 @@ pub(super) fn add_limbs(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
             let fine = _mm512_mul_ps(rest, _mm512_set1_ps(295_147_905_179_352_825_856.0));
             let halves = [
                 (_mm512_castps512_ps256(whole), _mm512_castps512_ps256(fine)),
-                (
-                    _mm512_extractf32x8_ps::<1>(whole),
-                    _mm512_extractf32x8_ps::<1>(fine),
-                ),
+                (_mm512_extractf32x8_ps::<1>(whole), _mm512_extractf32x8_ps::<1>(fine)),
             ];
             for (half, (whole, fine)) in halves.into_iter().enumerate() {
                 let ph = hi.as_mut_ptr().add(at + 8 * half).cast();

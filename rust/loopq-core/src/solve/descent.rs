@@ -46,11 +46,7 @@ impl Field<'_> {
     pub(crate) fn sweep(&self, w: &[Lane], levels: Vec<[Level; LANES]>) -> Choice {
         let dim = self.dim;
         let mut updated: Vec<Lane> = self.order.iter().map(|&j| w[j]).collect();
-        let mut choice = Choice {
-            codes: vec![[0; LANES]; dim],
-            values: vec![[0.0; LANES]; dim],
-            levels,
-        };
+        let mut choice = Choice { codes: vec![[0; LANES]; dim], values: vec![[0.0; LANES]; dim], levels };
         for (i, &j) in self.order.iter().enumerate() {
             let level = &choice.levels[self.group_of(j)];
             let mut error = [0.0; LANES];

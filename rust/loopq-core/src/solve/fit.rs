@@ -45,17 +45,9 @@ pub(crate) fn fit(grid: &Grid, signed: bool, values: &[f64], cost: &[f64]) -> Re
         return Ok(Level { scale: 1.0, zero });
     }
     let mut best: Option<(f64, Level)> = None;
-    let signs: &[f32] = if signed && grid.symmetric {
-        &[1.0, -1.0]
-    } else {
-        &[1.0]
-    };
+    let signs: &[f32] = if signed && grid.symmetric { &[1.0, -1.0] } else { &[1.0] };
     for &sign in signs {
-        let (lo, hi) = if sign > 0.0 {
-            (low, high)
-        } else {
-            (-high, -low)
-        };
+        let (lo, hi) = if sign > 0.0 { (low, high) } else { (-high, -low) };
         let exact = widest(grid, signed, lo, hi);
         let steps = match grid.search {
             Search::Max => 1,
@@ -70,32 +62,22 @@ pub(crate) fn fit(grid: &Grid, signed: bool, values: &[f64], cost: &[f64]) -> Re
             let zero = if grid.symmetric {
                 grid.middle()
             } else {
-                (-lo * shrink / f64::from(scale))
-                    .round_ties_even()
-                    .clamp(0.0, f64::from(grid.top())) as u8
+                (-lo * shrink / f64::from(scale)).round_ties_even().clamp(0.0, f64::from(grid.top())) as u8
             };
-            let level = Level {
-                scale: scale * sign,
-                zero,
-            };
+            let level = Level { scale: scale * sign, zero };
             let error = error_of(level, grid.top(), values, cost);
             if best.is_none_or(|(least, _)| error < least) {
                 best = Some((error, level));
             }
         }
     }
-    best.map(|(_, level)| level)
-        .ok_or_else(|| Error::ScaleRange {
-            row: 0,
-            group: 0,
-            value: widest(grid, signed, low, high),
-            what: if high.max(-low) < 1.0 {
-                "zero"
-            } else {
-                "infinite"
-            },
-            dtype: grid.scale_type.name(),
-        })
+    best.map(|(_, level)| level).ok_or_else(|| Error::ScaleRange {
+        row: 0,
+        group: 0,
+        value: widest(grid, signed, low, high),
+        what: if high.max(-low) < 1.0 { "zero" } else { "infinite" },
+        dtype: grid.scale_type.name(),
+    })
 }
 
 /// The scale at which nothing is clipped. Without signs it is the published one, which leaves the lowest code unused.

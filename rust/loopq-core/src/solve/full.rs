@@ -70,19 +70,8 @@ impl Prepared {
             Order::Diagonal => by_diagonal(&s, dim),
             Order::Conditional => by_conditional_energy(&inverse, dim, threads, watch)?,
         };
-        let factor = if order == natural {
-            plain
-        } else {
-            factored(&s, dim, &order, threads, watch)?
-        };
-        Ok(Self {
-            dim,
-            s,
-            order,
-            a: factor.a.dense(),
-            pivots: factor.pivots().to_vec(),
-            conditional,
-        })
+        let factor = if order == natural { plain } else { factored(&s, dim, &order, threads, watch)? };
+        Ok(Self { dim, s, order, a: factor.a.dense(), pivots: factor.pivots().to_vec(), conditional })
     }
 
     /// Columns.
@@ -130,24 +119,22 @@ impl Prepared {
         }
         let mut out = vec![0.0; rows * dim];
         pool(threads)?.install(|| {
-            out.par_chunks_mut(dim * LANES)
-                .enumerate()
-                .try_for_each(|(tile, out)| {
-                    watch.check()?;
-                    let first = tile * LANES;
-                    let lanes = lanes_of(w, rows, dim, first);
-                    let mut shift = vec![[0.0; LANES]; dim];
-                    for (j, lane) in lanes.iter().enumerate() {
-                        add_product(&mut shift, &cross[j * dim..(j + 1) * dim], lane);
+            out.par_chunks_mut(dim * LANES).enumerate().try_for_each(|(tile, out)| {
+                watch.check()?;
+                let first = tile * LANES;
+                let lanes = lanes_of(w, rows, dim, first);
+                let mut shift = vec![[0.0; LANES]; dim];
+                for (j, lane) in lanes.iter().enumerate() {
+                    add_product(&mut shift, &cross[j * dim..(j + 1) * dim], lane);
+                }
+                let shift = self.divide(&shift);
+                for (r, row) in out.chunks_exact_mut(dim).enumerate() {
+                    for (j, to) in row.iter_mut().enumerate() {
+                        *to = (lanes[j][r] + alpha * shift[j][r]) as f32;
                     }
-                    let shift = self.divide(&shift);
-                    for (r, row) in out.chunks_exact_mut(dim).enumerate() {
-                        for (j, to) in row.iter_mut().enumerate() {
-                            *to = (lanes[j][r] + alpha * shift[j][r]) as f32;
-                        }
-                    }
-                    Ok(())
-                })
+                }
+                Ok(())
+            })
         })?;
         Ok(out)
     }
@@ -193,13 +180,7 @@ impl Prepared {
 }
 
 /// Factor of `S` with its columns in the given order.
-fn factored(
-    s: &[f64],
-    dim: usize,
-    order: &[usize],
-    threads: usize,
-    watch: &Watch,
-) -> Result<Factor<f64>> {
+fn factored(s: &[f64], dim: usize, order: &[usize], threads: usize, watch: &Watch) -> Result<Factor<f64>> {
     let mut turned = vec![0.0; dim * dim];
     for (i, &from) in order.iter().enumerate() {
         for (j, &to) in order.iter().enumerate().skip(i) {
@@ -207,19 +188,9 @@ fn factored(
         }
     }
     Factor::new(Symmetric::F64(&turned), dim, 0.0, false, threads, watch).map_err(|e| match e {
-        Error::NotPositive {
-            column,
-            dim,
-            value,
-            damping,
-            precision,
-        } => Error::NotPositive {
-            column: order[column],
-            dim,
-            value,
-            damping,
-            precision,
-        },
+        Error::NotPositive { column, dim, value, damping, precision } => {
+            Error::NotPositive { column: order[column], dim, value, damping, precision }
+        }
         other => other,
     })
 }
@@ -284,11 +255,7 @@ pub fn full(
         order: &prepared.order,
         a: &prepared.a,
         grid: Grid {
-            search: if settings.cost == Cost::Largest {
-                Search::Max
-            } else {
-                Search::Mse
-            },
+            search: if settings.cost == Cost::Largest { Search::Max } else { Search::Mse },
             ..settings.grid
         },
         signed: settings.signed,
@@ -354,44 +321,23 @@ fn solve_tile(
         rounds += 1;
     }
     stages[3] = loss;
-    Ok(Solved {
-        choice,
-        stages,
-        moves,
-        rounds,
-    })
+    Ok(Solved { choice, stages, moves, rounds })
 }
 
 /// Rows from `first` on, side by side. Lanes without a row hold zeros, which every grid meets exactly.
 fn lanes_of(w: &[f32], rows: usize, dim: usize, first: usize) -> Vec<Lane> {
     let live = LANES.min(rows - first);
     (0..dim)
-        .map(|j| {
-            std::array::from_fn(|r| {
-                if r < live {
-                    f64::from(w[(first + r) * dim + j])
-                } else {
-                    0.0
-                }
-            })
-        })
+        .map(|j| std::array::from_fn(|r| if r < live { f64::from(w[(first + r) * dim + j]) } else { 0.0 }))
         .collect()
 }
 
-fn fit_tile(
-    field: &Field<'_>,
-    lanes: &[Lane],
-    first: usize,
-    cost: &[f64],
-) -> Result<Vec<[Level; LANES]>> {
+fn fit_tile(field: &Field<'_>, lanes: &[Lane], first: usize, cost: &[f64]) -> Result<Vec<[Level; LANES]>> {
     let (dim, group) = (field.dim, field.grid.group(field.dim));
     let mut levels = Vec::with_capacity(field.grid.n_groups(dim));
     for g in 0..field.grid.n_groups(dim) {
         let range = g * group..dim.min((g + 1) * group);
-        let mut level = [Level {
-            scale: 1.0,
-            zero: 0,
-        }; LANES];
+        let mut level = [Level { scale: 1.0, zero: 0 }; LANES];
         for (r, to) in level.iter_mut().enumerate() {
             let values: Vec<f64> = lanes[range.clone()].iter().map(|lane| lane[r]).collect();
             *to = fit(&field.grid, field.signed, &values, &cost[range.clone()])
@@ -427,11 +373,7 @@ fn take(
     }
 }
 
-fn collect(
-    tiles: Vec<Result<Solved>>,
-    field: &Field<'_>,
-    rows: usize,
-) -> Result<(Quantized, FullReport)> {
+fn collect(tiles: Vec<Result<Solved>>, field: &Field<'_>, rows: usize) -> Result<(Quantized, FullReport)> {
     let (dim, n_groups) = (field.dim, field.grid.n_groups(field.dim));
     let mut out = Quantized {
         codes: vec![0; rows * dim],
@@ -458,13 +400,6 @@ fn collect(
         rounds = rounds.max(solved.rounds);
     }
     let [swept, descended, refitted, settled] = sums;
-    let report = FullReport {
-        swept,
-        descended,
-        refitted,
-        settled,
-        moves,
-        rounds,
-    };
+    let report = FullReport { swept, descended, refitted, settled, moves, rounds };
     Ok((out, report))
 }

@@ -14,11 +14,7 @@ pub(crate) struct Levels {
 
 impl Levels {
     pub(crate) fn unset(n: usize, n_groups: usize) -> Self {
-        Self {
-            n,
-            scale: vec![1.0; n * n_groups],
-            zero: vec![0.0; n * n_groups],
-        }
+        Self { n, scale: vec![1.0; n * n_groups], zero: vec![0.0; n * n_groups] }
     }
 
     /// Lanes `from..from + len` of group `g`.
@@ -65,25 +61,14 @@ pub(crate) fn fit_lanes<T: Real>(
     }
     let mut least = vec![f64::INFINITY; lanes];
     for k in 0..SHRINK_STEPS {
-        let tried: Vec<Level> = (0..lanes)
-            .map(|l| grid.shrunk(low[l], high[l], k).unwrap_or(best[l]))
-            .collect();
+        let tried: Vec<Level> =
+            (0..lanes).map(|l| grid.shrunk(low[l], high[l], k).unwrap_or(best[l])).collect();
         let scale: Vec<f32> = tried.iter().map(|t| t.scale).collect();
         let zero: Vec<f32> = tried.iter().map(|t| f32::from(t.zero)).collect();
         let mut costs = vec![0.0; lanes];
         for (line, &weight) in lines.chunks_exact(lanes).zip(weights) {
-            let levels = Lanes {
-                scale: &scale,
-                zero: &zero,
-            };
-            lane_cost(
-                isa,
-                line,
-                weight,
-                &levels,
-                f64::from(grid.top()),
-                &mut costs,
-            );
+            let levels = Lanes { scale: &scale, zero: &zero };
+            lane_cost(isa, line, weight, &levels, f64::from(grid.top()), &mut costs);
         }
         for lane in 0..lanes {
             if costs[lane] < least[lane] {

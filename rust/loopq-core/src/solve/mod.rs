@@ -28,27 +28,14 @@ pub(crate) fn check_weight(what: &'static str, w: &[f32], rows: usize, dim: usiz
     }
     w.iter().position(|v| !v.is_finite()).map_or(Ok(()), |at| {
         let value = name_of(f64::from(w[at]));
-        Err(Error::NonFiniteMatrix {
-            what,
-            row: at / dim,
-            column: at % dim,
-            value,
-        })
+        Err(Error::NonFiniteMatrix { what, row: at / dim, column: at % dim, value })
     })
 }
 
 /// Puts row and group into a scale's error.
 pub(crate) fn located(error: Error, row: usize, group: usize) -> Error {
     match error {
-        Error::ScaleRange {
-            value, what, dtype, ..
-        } => Error::ScaleRange {
-            row,
-            group,
-            value,
-            what,
-            dtype,
-        },
+        Error::ScaleRange { value, what, dtype, .. } => Error::ScaleRange { row, group, value, what, dtype },
         other => other,
     }
 }

@@ -28,39 +28,28 @@ impl Order {
             "natural" => Ok(Self::Natural),
             "diagonal" => Ok(Self::Diagonal),
             "conditional" => Ok(Self::Conditional),
-            _ => Err(Error::setting(
-                "order",
-                format!("{name:?}"),
-                "'natural', 'diagonal', 'conditional'",
-            )),
+            _ => Err(Error::setting("order", format!("{name:?}"), "'natural', 'diagonal', 'conditional'")),
         }
     }
 }
 
 /// `S^-1` from `S = A diag(p) A^T`, `A` unit upper triangular: `sum_i b_i b_i^T / p_i` with `b_i` the rows of `A^-1`.
-pub(crate) fn inverse(
-    a: &[f64],
-    pivots: &[f64],
-    threads: usize,
-    watch: &Watch,
-) -> Result<Vec<f64>> {
+pub(crate) fn inverse(a: &[f64], pivots: &[f64], threads: usize, watch: &Watch) -> Result<Vec<f64>> {
     let dim = pivots.len();
     let mut rows = vec![0.0; dim * dim];
     let mut out = vec![0.0; dim * dim];
     pool(threads)?.install(|| -> Result<()> {
-        rows.par_chunks_mut(dim)
-            .enumerate()
-            .try_for_each(|(i, b)| {
-                watch.check()?;
-                b[i] = 1.0;
-                for l in i..dim {
-                    let f = -b[l];
-                    for (to, entry) in b[l + 1..].iter_mut().zip(&a[l * dim + l + 1..]) {
-                        *to += f * entry;
-                    }
+        rows.par_chunks_mut(dim).enumerate().try_for_each(|(i, b)| {
+            watch.check()?;
+            b[i] = 1.0;
+            for l in i..dim {
+                let f = -b[l];
+                for (to, entry) in b[l + 1..].iter_mut().zip(&a[l * dim + l + 1..]) {
+                    *to += f * entry;
                 }
-                Ok(())
-            })?;
+            }
+            Ok(())
+        })?;
         out.par_chunks_mut(dim).enumerate().try_for_each(|(j, p)| {
             watch.check()?;
             for i in 0..=j {
@@ -91,11 +80,9 @@ pub(crate) fn by_conditional_energy(
     let pool = pool(threads)?;
     for step in 0..dim {
         watch.check()?;
-        let Some(at) = (0..left.len()).min_by(|&a, &b| {
-            diagonal[left[a]]
-                .total_cmp(&diagonal[left[b]])
-                .then(left[a].cmp(&left[b]))
-        }) else {
+        let Some(at) = (0..left.len())
+            .min_by(|&a, &b| diagonal[left[a]].total_cmp(&diagonal[left[b]]).then(left[a].cmp(&left[b])))
+        else {
             break;
         };
         let j = left.swap_remove(at);

@@ -4,10 +4,23 @@ use rayon::prelude::*;
 
 use crate::factor::Symmetric;
 use crate::pool::pool;
+use crate::simd::{Isa, Real, MR};
 use crate::solve::check_weight;
-use crate::{Result, Watch};
+use crate::{dims, Result, Watch};
+
+/// Columns of `H` that one task multiplies with.
+const WIDTH: usize = 96;
+
+/// Rows of `D` that are held transposed in double precision at a time.
+const ROWS: usize = 768;
+
+/// Rows of `H` per stride of a product.
+const STRIDE: usize = 256;
 
 /// `tr((W^ - W) H (W^ - W)^T)` in double precision; `w_hat = None` stands for zero and gives `tr(W H W^T)`.
+///
+/// Reads the upper triangle: the sum over `i <= j` of `D_i H_ij D_j`, entries off the diagonal twice. Sums run in an
+/// order that depends on the shapes only.
 pub fn proxy(
     w: &[f32],
     w_hat: Option<&[f32]>,
@@ -22,25 +35,72 @@ pub fn proxy(
         check_weight("W^", w_hat, rows, dim)?;
     }
     h.check(dim)?;
-    let per_row: Vec<Result<f64>> = pool(threads)?.install(|| {
-        (0..rows)
-            .into_par_iter()
-            .map(|r| {
-                watch.check()?;
-                let d: Vec<f64> = (r * dim..(r + 1) * dim)
-                    .map(|i| f64::from(w_hat.map_or(0.0, |v| v[i])) - f64::from(w[i]))
-                    .collect();
-                let mut sum = 0.0;
-                for i in 0..dim {
-                    let mut line = 0.5 * h.at(i * dim + i) * d[i];
-                    for j in i + 1..dim {
-                        line += h.at(i * dim + j) * d[j];
-                    }
-                    sum += 2.0 * d[i] * line;
-                }
-                Ok(sum)
-            })
-            .collect()
+    watch.plan((rows as u64).saturating_mul((dim as u64).pow(2) / 2));
+    let pool = pool(threads)?;
+    let mut total = 0.0;
+    for first in (0..rows).step_by(ROWS) {
+        let n = ROWS.min(rows - first);
+        let range = first * dim..(first + n) * dim;
+        let gaps = gaps(&w[range.clone()], w_hat.map(|v| &v[range]), dim)?;
+        let parts: Vec<Result<f64>> = pool.install(|| {
+            (0..dim.div_ceil(WIDTH))
+                .into_par_iter()
+                .with_max_len(1)
+                .map(|p| {
+                    let (from, to) = (p * WIDTH, dim.min((p + 1) * WIDTH));
+                    watch.advance((n * (to - from) * (from + to) / 2) as u64)?;
+                    Ok(columns(&gaps, h, dim, from, to))
+                })
+                .collect()
+        });
+        for part in parts {
+            total += part?;
+        }
+    }
+    Ok(total)
+}
+
+/// `W^ - W` with vectors over rows: one matrix of lines per `f64::NR` rows, `dim` padded to whole strips.
+fn gaps(w: &[f32], w_hat: Option<&[f32]>, dim: usize) -> Result<Vec<Vec<f64>>> {
+    let size = dims::product("W^ - W", dim.next_multiple_of(MR), f64::NR)?;
+    let vectors = w.par_chunks(f64::NR * dim).enumerate().map(|(v, rows)| {
+        let mut lines = vec![0.0; size];
+        for (lane, row) in rows.chunks_exact(dim).enumerate() {
+            let at = (v * f64::NR + lane) * dim;
+            for (j, &value) in row.iter().enumerate() {
+                let hat = w_hat.map_or(0.0, |all| f64::from(all[at + j]));
+                lines[j * f64::NR + lane] = hat - f64::from(value);
+            }
+        }
+        lines
     });
-    per_row.into_iter().try_fold(0.0, |sum, row| Ok(sum + row?))
+    Ok(vectors.collect())
+}
+
+/// The share of columns `from..to`.
+fn columns(gaps: &[Vec<f64>], h: Symmetric<'_>, dim: usize, from: usize, to: usize) -> f64 {
+    let (nr, isa) = (f64::NR, Isa::best());
+    // Twice the entries above the diagonal, once those on it.
+    let mut packed = vec![0.0; to * WIDTH];
+    for (i, line) in packed.chunks_exact_mut(WIDTH).enumerate() {
+        for j in from.max(i)..to {
+            line[j - from] = if i == j { h.at(i * dim + j) } else { 2.0 * h.at(i * dim + j) };
+        }
+    }
+    let mut sum = 0.0;
+    let mut products = vec![0.0; WIDTH * nr];
+    for lines in gaps {
+        products.fill(0.0);
+        for start in (0..to).step_by(STRIDE) {
+            let k = STRIDE.min(to - start);
+            for c in (0..(to - from).next_multiple_of(MR)).step_by(MR) {
+                let a = &packed[start * WIDTH + c..];
+                f64::tile(isa, k, a, WIDTH, &lines[start * nr..], nr, &mut products[c * nr..], nr);
+            }
+        }
+        for (product, gap) in products.iter().zip(&lines[from * nr..to * nr]) {
+            sum += product * gap;
+        }
+    }
+    sum
 }

@@ -51,11 +51,7 @@ impl Field<'_> {
 }
 
 /// Solves a small positive definite system by Cholesky; `None` where it is not positive definite in double precision.
-fn solve(
-    n: usize,
-    matrix: impl Fn(usize, usize) -> f64,
-    right: impl Fn(usize) -> f64,
-) -> Option<Vec<f64>> {
+fn solve(n: usize, matrix: impl Fn(usize, usize) -> f64, right: impl Fn(usize) -> f64) -> Option<Vec<f64>> {
     let mut l = vec![0.0; n * n];
     for i in 0..n {
         for j in 0..=i {

@@ -27,13 +27,8 @@ pub fn rtn(
     if let Some(given) = weights.filter(|given| given.len() != dim) {
         return Err(Error::shape("weights_diag", dim, given.len()));
     }
-    if let Some(bad) = weights.and_then(|given| given.iter().find(|v| !v.is_finite() || **v < 0.0))
-    {
-        return Err(Error::setting(
-            "weights_diag",
-            bad,
-            "finite numbers of 0 or more",
-        ));
+    if let Some(bad) = weights.and_then(|given| given.iter().find(|v| !v.is_finite() || **v < 0.0)) {
+        return Err(Error::setting("weights_diag", bad, "finite numbers of 0 or more"));
     }
     let ones = vec![1.0; dim];
     let weights = weights.unwrap_or(&ones);
@@ -47,11 +42,7 @@ pub fn rtn(
     pool(threads)?.install(|| {
         out.codes
             .par_chunks_mut(BATCH * dim)
-            .zip(
-                out.scales
-                    .par_chunks_mut(BATCH * n_groups)
-                    .zip(out.zeros.par_chunks_mut(BATCH * n_groups)),
-            )
+            .zip(out.scales.par_chunks_mut(BATCH * n_groups).zip(out.zeros.par_chunks_mut(BATCH * n_groups)))
             .enumerate()
             .try_for_each(|(b, (codes, (scales, zeros)))| {
                 let n = codes.len() / dim;
@@ -65,24 +56,11 @@ pub fn rtn(
     Ok(out)
 }
 
-fn round_rows(
-    w: &[f32],
-    dim: usize,
-    grid: &Grid,
-    (scales, zeros): (&[f32], &[u8]),
-    codes: &mut [u8],
-) {
+fn round_rows(w: &[f32], dim: usize, grid: &Grid, (scales, zeros): (&[f32], &[u8]), codes: &mut [u8]) {
     let (group, n_groups) = (grid.group(dim), grid.n_groups(dim));
-    for (r, (row, codes)) in w
-        .chunks_exact(dim)
-        .zip(codes.chunks_exact_mut(dim))
-        .enumerate()
-    {
+    for (r, (row, codes)) in w.chunks_exact(dim).zip(codes.chunks_exact_mut(dim)).enumerate() {
         for (g, (values, codes)) in row.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
-            let level = Level {
-                scale: scales[r * n_groups + g],
-                zero: zeros[r * n_groups + g],
-            };
+            let level = Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] };
             round_row(Isa::best(), values, level, grid.top(), codes);
         }
     }

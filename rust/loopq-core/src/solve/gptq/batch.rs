@@ -50,13 +50,7 @@ struct Vector<T> {
 
 impl<'a, T: Real> Batch<'a, T> {
     pub(super) fn new(w: &'a [f32], dim: usize, first: usize, levels: Levels) -> Self {
-        Self {
-            w,
-            dim,
-            first,
-            vectors: Vec::new(),
-            levels,
-        }
+        Self { w, dim, first, vectors: Vec::new(), levels }
     }
 
     fn n(&self) -> usize {
@@ -66,31 +60,18 @@ impl<'a, T: Real> Batch<'a, T> {
     /// Rounds all columns; codes are (rows, dim).
     pub(super) fn solve(mut self, job: &Job<'_, T>, codes: &mut [u8]) -> Result<Self> {
         let dim = self.dim;
-        self.vectors = (0..self.n().div_ceil(T::NR))
-            .map(|v| self.load(v, job))
-            .collect();
-        let block = job
-            .run
-            .block_size
-            .next_multiple_of(MR)
-            .min(dim.next_multiple_of(MR));
+        self.vectors = (0..self.n().div_ceil(T::NR)).map(|v| self.load(v, job)).collect();
+        let block = job.run.block_size.next_multiple_of(MR).min(dim.next_multiple_of(MR));
         for from in (0..dim).step_by(block) {
             let to = dim.min(from + block);
             self.reach(from, from, to, job);
             for octet in (from..to).step_by(MR) {
                 self.octet(octet, to.min(octet + MR), job)?;
             }
-            job.run
-                .watch
-                .advance((self.n() * (to - from) * (to + from) / 2) as u64)?;
+            job.run.watch.advance((self.n() * (to - from) * (to + from) / 2) as u64)?;
         }
         for (v, vector) in self.vectors.iter().enumerate() {
-            for (lane, row) in codes
-                .chunks_exact_mut(dim)
-                .skip(v * T::NR)
-                .take(T::NR)
-                .enumerate()
-            {
+            for (lane, row) in codes.chunks_exact_mut(dim).skip(v * T::NR).take(T::NR).enumerate() {
                 for j in 0..dim {
                     row[column(job.factor, j)] = vector.codes[j * T::NR + lane];
                 }
@@ -103,13 +84,7 @@ impl<'a, T: Real> Batch<'a, T> {
         let padded = self.dim.next_multiple_of(MR);
         let mut values = vec![T::default(); padded * T::NR];
         let mut original = vec![0.0; padded * T::NR];
-        for (lane, row) in self
-            .w
-            .chunks_exact(self.dim)
-            .skip(v * T::NR)
-            .take(T::NR)
-            .enumerate()
-        {
+        for (lane, row) in self.w.chunks_exact(self.dim).skip(v * T::NR).take(T::NR).enumerate() {
             for j in 0..self.dim {
                 let weight = row[column(job.factor, j)];
                 values[j * T::NR + lane] = T::of(f64::from(weight));
@@ -129,11 +104,8 @@ impl<'a, T: Real> Batch<'a, T> {
     /// Brings columns `from..to` up to date with all errors of columns before `limit`.
     fn reach(&mut self, limit: usize, from: usize, to: usize, job: &Job<'_, T>) {
         let octets = from / MR..to.div_ceil(MR);
-        let mut start = octets
-            .clone()
-            .flat_map(|o| self.vectors.iter().map(move |v| v.done[o]))
-            .min()
-            .unwrap_or(limit);
+        let mut start =
+            octets.clone().flat_map(|o| self.vectors.iter().map(move |v| v.done[o])).min().unwrap_or(limit);
         while start < limit {
             let stop = limit.min(start + STRIDE);
             for vector in &mut self.vectors {
@@ -182,12 +154,7 @@ impl<'a, T: Real> Batch<'a, T> {
         );
         let a = job.factor.a.lines(j, j);
         for k in j + 1..to {
-            axpy(
-                job.run.isa,
-                a[k - j],
-                line,
-                &mut later[(k - j - 1) * nr..(k - j) * nr],
-            );
+            axpy(job.run.isa, a[k - j], line, &mut later[(k - j - 1) * nr..(k - j) * nr]);
         }
         vector.done[j / MR] = j + 1;
     }
@@ -215,10 +182,7 @@ impl<'a, T: Real> Batch<'a, T> {
 
     /// Damped proxy and square error of each row.
     pub(super) fn costs(&self) -> Vec<(f64, f64)> {
-        let all = self
-            .vectors
-            .iter()
-            .flat_map(|v| v.damped.iter().copied().zip(v.error.iter().copied()));
+        let all = self.vectors.iter().flat_map(|v| v.damped.iter().copied().zip(v.error.iter().copied()));
         all.take(self.n()).collect()
     }
 }
@@ -239,16 +203,7 @@ impl<T: Real> Vector<T> {
         // Inside an octet columns are updated one by one, so a stride never ends inside its own octet.
         debug_assert!(limit <= c);
         let a = job.factor.a.lines(start, c);
-        T::tile(
-            job.run.isa,
-            limit - start,
-            a,
-            PANEL_WIDTH,
-            &errors[start * nr..],
-            nr,
-            rest,
-            nr,
-        );
+        T::tile(job.run.isa, limit - start, a, PANEL_WIDTH, &errors[start * nr..], nr, rest, nr);
         self.done[octet] = limit;
     }
 

@@ -37,11 +37,7 @@ impl Scales {
         match name {
             "group" => Ok(Self::Group),
             "static" => Ok(Self::Static),
-            _ => Err(Error::setting(
-                "scales",
-                format!("{name:?}"),
-                "'group', 'static'",
-            )),
+            _ => Err(Error::setting("scales", format!("{name:?}"), "'group', 'static'")),
         }
     }
 }
@@ -107,20 +103,13 @@ pub fn gptq<T: Real>(
     };
     let pool = pool(run.threads)?;
     let batch_rows = vectors_per_task::<T>(rows, pool.current_num_threads()) * T::NR;
-    run.watch
-        .plan((rows as u64).saturating_mul((dim as u64).pow(2) / 2));
+    run.watch.plan((rows as u64).saturating_mul((dim as u64).pow(2) / 2));
     // What an error in a column costs once the later columns have made up for it.
     let mut weights = vec![0.0; dim];
     for (position, &pivot) in factor.pivots().iter().enumerate() {
         weights[factor.order().get(position).copied().unwrap_or(position)] = pivot;
     }
-    let job = Job {
-        factor,
-        grid,
-        scales,
-        weights: &weights,
-        run,
-    };
+    let job = Job { factor, grid, scales, weights: &weights, run };
     let results: Vec<Result<Vec<(f64, f64)>>> = pool.install(|| {
         out.codes
             .par_chunks_mut(batch_rows * dim)
@@ -136,9 +125,7 @@ pub fn gptq<T: Real>(
                 let n = codes.len() / dim;
                 let weights = &w[first * dim..(first + n) * dim];
                 let levels = match job.scales {
-                    Scales::Static => {
-                        static_levels(weights, dim, first, grid, job.weights, run.isa)?
-                    }
+                    Scales::Static => static_levels(weights, dim, first, grid, job.weights, run.isa)?,
                     Scales::Group => Levels::unset(n, n_groups),
                 };
                 let solved = Batch::new(weights, dim, first, levels).solve(&job, codes)?;
@@ -155,11 +142,5 @@ pub fn gptq<T: Real>(
         }
     }
     let proxy = (damped - factor.damping_abs * error).max(0.0);
-    Ok((
-        out,
-        GptqReport {
-            proxy,
-            proxy_damped: damped,
-        },
-    ))
+    Ok((out, GptqReport { proxy, proxy_damped: damped }))
 }

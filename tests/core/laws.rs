@@ -1,0 +1,425 @@
+//! What must hold for any input: the fast paths against plain ones, and independence of cuts and threads.
+#![allow(clippy::unwrap_used, clippy::many_single_char_names, clippy::cast_precision_loss)]
+
+use loopq_core::dump::{RowType, Rows};
+use loopq_core::factor::{eigvalsh, Factor, Symmetric};
+use loopq_core::grid::{dequantize, Grid, Quantized, ScaleType, Search};
+use loopq_core::hessian::{Accumulator, Settings};
+use loopq_core::pack::{dense, marlin};
+use loopq_core::simd::{tile_pairs, Isa, Real, MR};
+use loopq_core::solve::{gptq, proxy, rtn, Run, Scales};
+use loopq_core::Watch;
+use proptest::prelude::*;
+
+/// Reproducible numbers in -1..1.
+fn noise(n: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / 8_388_608.0 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+fn settings(dim: usize, threads: usize, isa: Isa) -> Settings {
+    Settings { dim, steps: vec![0, 3], per_step: true, threads, isa }
+}
+
+/// `X^T X / n + 0.3` in double precision, from correlated rows.
+fn hessian(dim: usize, n: usize, seed: u64) -> Vec<f64> {
+    let mut x = noise(n * dim, seed);
+    for row in x.chunks_exact_mut(dim) {
+        for j in 1..dim {
+            row[j] += 0.7 * row[j - 1];
+        }
+    }
+    let mut h = vec![0.3; dim * dim];
+    for row in x.chunks_exact(dim) {
+        for i in 0..dim {
+            for j in 0..dim {
+                h[i * dim + j] += f64::from(row[i]) * f64::from(row[j]) / n as f64;
+            }
+        }
+    }
+    h
+}
+
+fn grid(bits: u32, group_size: usize) -> Grid {
+    Grid { bits, group_size, symmetric: true, scale_type: ScaleType::F32, search: Search::Max }
+}
+
+fn solve<T: Real>(
+    w: &[f32],
+    h: &[f64],
+    dim: usize,
+    grid: &Grid,
+    scales: Scales,
+    block: usize,
+    threads: usize,
+    isa: Isa,
+) -> Quantized {
+    let watch = Watch::new();
+    let factor = Factor::<T>::new(Symmetric::F64(h), dim, 0.01, false, threads, &watch).unwrap();
+    let run = Run { block_size: block, threads, isa, watch: &watch };
+    gptq(w, w.len() / dim, &factor, grid, scales, &run).unwrap().0
+}
+
+/// GPTQ as it was published: upper Cholesky factor of the inverse, in plain double precision.
+fn inverse_form(w: &[f32], h: &[f64], dim: usize, bits: u32, group: usize) -> (Vec<i32>, Vec<f32>) {
+    let mean: f64 = (0..dim).map(|i| h[i * dim + i]).sum::<f64>() / dim as f64;
+    let mut m: Vec<f64> = h.to_vec();
+    (0..dim).for_each(|i| m[i * dim + i] += 0.01 * mean);
+    let inverse = invert(&m, dim);
+    let u = upper_cholesky(&inverse, dim);
+    let top = f64::from((1 << (bits - 1)) - 1);
+    let (mut codes, mut scales) = (Vec::new(), Vec::new());
+    for row in w.chunks_exact(dim) {
+        let mut v: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
+        let mut scale = 0.0_f32;
+        for j in 0..dim {
+            if j % group == 0 {
+                let max = v[j..dim.min(j + group)].iter().fold(0.0_f64, |a, b| a.max(b.abs()));
+                scale = (max / top) as f32;
+                scales.push(scale);
+            }
+            let q = (v[j] / f64::from(scale)).round_ties_even().clamp(-top - 1.0, top);
+            codes.push(q as i32);
+            let e = (v[j] - f64::from(q as f32 * scale)) / u[j * dim + j];
+            for k in j + 1..dim {
+                v[k] -= e * u[j * dim + k];
+            }
+        }
+    }
+    (codes, scales)
+}
+
+fn invert(m: &[f64], n: usize) -> Vec<f64> {
+    let mut a = m.to_vec();
+    let mut b: Vec<f64> = (0..n * n).map(|i| f64::from(u8::from(i / n == i % n))).collect();
+    for p in 0..n {
+        let d = a[p * n + p];
+        for j in 0..n {
+            a[p * n + j] /= d;
+            b[p * n + j] /= d;
+        }
+        for i in (0..n).filter(|&i| i != p) {
+            let f = a[i * n + p];
+            for j in 0..n {
+                a[i * n + j] -= f * a[p * n + j];
+                b[i * n + j] -= f * b[p * n + j];
+            }
+        }
+    }
+    b
+}
+
+/// `U` upper with `U^T U = m`.
+fn upper_cholesky(m: &[f64], n: usize) -> Vec<f64> {
+    let mut u = vec![0.0; n * n];
+    for i in 0..n {
+        for j in i..n {
+            let sum: f64 = (0..i).map(|k| u[k * n + i] * u[k * n + j]).sum();
+            u[i * n + j] =
+                if i == j { (m[i * n + i] - sum).sqrt() } else { (m[i * n + j] - sum) / u[i * n + i] };
+        }
+    }
+    u
+}
+
+#[test]
+fn tiles_have_the_bits_of_the_portable_chain() {
+    fn check<T: Real + PartialEq>(k: usize) {
+        let real =
+            |n: usize, seed| noise(n, seed).into_iter().map(|v| T::of(f64::from(v))).collect::<Vec<T>>();
+        let (lda, ldb, ldc) = (MR + 3, T::NR + 1, T::NR + 5);
+        let (a, b, c) = (real((k + 1) * lda, 1), real((k + 1) * ldb, 2), real(MR * ldc, 3));
+        let mut expected = c.clone();
+        T::tile(Isa::PORTABLE, k, &a, lda, &b, ldb, &mut expected, ldc);
+        for isa in Isa::available() {
+            let mut got = c.clone();
+            T::tile(isa, k, &a, lda, &b, ldb, &mut got, ldc);
+            assert!(got == expected, "{} {} k = {k}", isa.name(), T::NAME);
+        }
+    }
+    for k in [0, 1, 2, 3, 7, 64, 65] {
+        check::<f32>(k);
+        check::<f64>(k);
+    }
+}
+
+#[test]
+fn pair_tiles_agree_with_exact_products() {
+    let Some(isa) = Isa::available().into_iter().find(|isa| isa.has_pairs()) else {
+        eprintln!("skipped: this machine has no bf16 products");
+        return;
+    };
+    let words: Vec<u32> =
+        noise(130 * 48, 5).iter().map(|v| v.to_bits() & 0xffff_0000 | v.to_bits() >> 16 & 0xbfff).collect();
+    for k in [1, 2, 63, 130] {
+        let mut got = vec![0.0; MR * 48];
+        tile_pairs(isa, k, &words[8..], 48, &words, 48, &mut got, 48);
+        for i in 0..MR {
+            for j in 0..48 {
+                let value = |w: u32, half: u32| f64::from(f32::from_bits((w >> (16 * half)) << 16));
+                let (mut exact, mut size) = (0.0, 0.0);
+                for p in 0..k {
+                    for half in 0..2 {
+                        let product = value(words[8 + p * 48 + i], half) * value(words[p * 48 + j], half);
+                        exact += product;
+                        size += product.abs();
+                    }
+                }
+                let error = (f64::from(got[i * 48 + j]) - exact).abs();
+                assert!(error <= 2.0 * k as f64 * 6e-8 * size, "k = {k}: {error}");
+            }
+            // `words[8..]` lets the last line's row operand start eight words in: still inside.
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn cuts_threads_and_vector_width_leave_no_trace(
+        dim in 1_usize..130, n in 1_usize..1500, cuts in prop::collection::vec(1_usize..700, 1..5), seed in 0_u64..99,
+    ) {
+        let x = noise(n * dim, seed);
+        let mut reference = Accumulator::new(settings(dim, 1, Isa::PORTABLE)).unwrap();
+        reference.update(3, Rows::from_f32(&x, n, dim).unwrap(), &Watch::new()).unwrap();
+        reference.finish(&Watch::new()).unwrap();
+        for isa in Isa::available() {
+            let mut other = Accumulator::new(settings(dim, 2, isa)).unwrap();
+            let (mut from, mut cut) = (0, cuts.iter().cycle());
+            while from < n {
+                let m = (*cut.next().unwrap()).min(n - from);
+                other.update(3, Rows::from_f32(&x[from * dim..(from + m) * dim], m, dim).unwrap(), &Watch::new()).unwrap();
+                from += m;
+            }
+            other.finish(&Watch::new()).unwrap();
+            prop_assert_eq!(other.state().unwrap(), reference.state().unwrap());
+        }
+    }
+
+    #[test]
+    fn every_row_type_stays_within_the_stated_bound(dim in 1_usize..70, n in 1_usize..1200, seed in 0_u64..99) {
+        let x = noise(n * dim, seed);
+        let half: Vec<half::f16> = x.iter().map(|&v| half::f16::from_f32(v)).collect();
+        let brain: Vec<half::bf16> = x.iter().map(|&v| half::bf16::from_f32(v)).collect();
+        let bits: Vec<u16> = brain.iter().map(|v| v.to_bits()).collect();
+        let wide = |v: &dyn Fn(usize) -> f64| (0..n * dim).map(v).collect::<Vec<f64>>();
+        let cases = [
+            (Rows::from_f32(&x, n, dim).unwrap(), wide(&|i| f64::from(x[i]))),
+            (Rows::from_f16(&half, n, dim).unwrap(), wide(&|i| half[i].to_f64())),
+            (Rows::from_bits16(&bits, RowType::Bf16, n, dim).unwrap(), wide(&|i| brain[i].to_f64())),
+        ];
+        for (rows, exact) in cases {
+            for isa in Isa::available() {
+                let mut a = Accumulator::new(settings(dim, 1, isa)).unwrap();
+                a.update(0, rows, &Watch::new()).unwrap();
+                a.finish(&Watch::new()).unwrap();
+                let h = a.matrix(Some(&[0])).unwrap();
+                for i in 0..dim {
+                    for j in 0..dim {
+                        let products = exact.chunks_exact(dim).map(|r| r[i] * r[j]);
+                        let (sum, size) = products.fold((0.0, 0.0), |(s, z), p| (s + p, z + p.abs()));
+                        prop_assert!((h[i * dim + j] - sum).abs() <= 3.06e-5 * size + 1e-20);
+                        prop_assert!(h[i * dim + j].to_bits() == h[j * dim + i].to_bits());
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn merging_is_associative_commutative_and_exact(dim in 1_usize..60, seed in 0_u64..99) {
+        let part = |s: u64, n: usize| {
+            let x = noise(n * dim, seed + s);
+            let mut a = Accumulator::new(settings(dim, 1, Isa::best())).unwrap();
+            a.update(0, Rows::from_f32(&x, n, dim).unwrap(), &Watch::new()).unwrap();
+            a.update(3, Rows::from_f32(&x[..dim], 1, dim).unwrap(), &Watch::new()).unwrap();
+            a.finish(&Watch::new()).unwrap();
+            a
+        };
+        let (a, b, c) = (part(1, 5), part(2, 600), part(3, 40));
+        let mut left = a.clone();
+        left.merge(&b).unwrap();
+        left.merge(&c).unwrap();
+        let mut right = c.clone();
+        right.merge(&a).unwrap();
+        let mut last = b.clone();
+        last.merge(&right).unwrap();
+        prop_assert_eq!(left.state().unwrap(), last.state().unwrap());
+        let restored = Accumulator::from_state(&left.state().unwrap(), 1).unwrap();
+        prop_assert_eq!(restored.state().unwrap(), left.state().unwrap());
+        prop_assert_eq!(left.n_rows(0).unwrap(), 645);
+    }
+
+    #[test]
+    fn codes_are_those_of_the_inverse_form(
+        dim in 1_usize..80, rows in 1_usize..60, bits in prop::sample::select(vec![2_u32, 3, 4, 8]),
+        group in 1_usize..90, seed in 0_u64..99,
+    ) {
+        let (w, h) = (noise(rows * dim, seed), hessian(dim, 2 * dim, seed + 1));
+        let got = solve::<f64>(&w, &h, dim, &grid(bits, group), Scales::Group, 128, 1, Isa::best());
+        let (codes, scales) = inverse_form(&w, &h, dim, bits, group);
+        let middle = 1_i32 << (bits - 1);
+        let differ = got.codes.iter().zip(&codes).filter(|(&u, &q)| i32::from(u) - middle != q).count();
+        // A value that lies on a rounding boundary to the last bits may go either way and take its row along.
+        prop_assert!(differ * 50 <= codes.len(), "{differ} of {} codes", codes.len());
+        if differ == 0 {
+            prop_assert!(got.scales.iter().zip(&scales).all(|(a, b)| (a - b).abs() <= 2e-7 * b.abs()));
+        }
+    }
+
+    #[test]
+    fn blocks_threads_and_vector_width_change_no_code(
+        dim in 1_usize..260, rows in 1_usize..110, group in 1_usize..140, block in 1_usize..300, seed in 0_u64..99,
+        scales in prop::sample::select(vec![Scales::Group, Scales::Static]),
+    ) {
+        let (w, h) = (noise(rows * dim, seed), hessian(dim, 40, seed + 1));
+        let expected = solve::<f32>(&w, &h, dim, &grid(3, group), scales, 128, 1, Isa::PORTABLE);
+        for isa in Isa::available() {
+            let got = solve::<f32>(&w, &h, dim, &grid(3, group), scales, block, 2, isa);
+            prop_assert!(got == expected, "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn packing_round_trips(rows in 0_usize..5, dim in 1_usize..200, bits in prop::sample::select(vec![2_u32, 3, 4, 8])) {
+        let codes: Vec<u8> = noise(rows * dim, 9).iter().map(|v| ((v + 1.0) * 127.0) as u8 & ((1 << bits) - 1) as u8).collect();
+        let packed = dense::pack(&codes, rows, dim, bits).unwrap();
+        prop_assert_eq!(dense::unpack(&packed, rows, dim, bits).unwrap(), codes);
+    }
+
+    #[test]
+    fn marlin_round_trips(k in 1_usize..6, n in 1_usize..4, groups in 1_usize..4) {
+        let (k, n) = (16 * k, 64 * n);
+        let codes: Vec<u8> = noise(k * n, 3).iter().map(|v| ((v + 1.0) * 7.9) as u8).collect();
+        prop_assert_eq!(marlin::unpack(&marlin::pack(&codes, k, n).unwrap(), k, n).unwrap(), codes);
+        let scales = noise(n * groups, 4);
+        let stored = marlin::pack_scales(&scales, n, groups).unwrap();
+        prop_assert_eq!(marlin::unpack_scales(&stored, n, groups).unwrap(), scales);
+    }
+}
+
+#[test]
+fn sum_over_steps_is_the_sum() {
+    let (dim, n) = (37, 900);
+    let x = noise(2 * n * dim, 8);
+    let rows = |t: usize| Rows::from_f32(&x[t * n * dim..(t + 1) * n * dim], n, dim).unwrap();
+    let run = |per_step| {
+        let mut a = Accumulator::new(Settings { per_step, ..settings(dim, 2, Isa::best()) }).unwrap();
+        a.update(0, rows(0), &Watch::new()).unwrap();
+        a.update(3, rows(1), &Watch::new()).unwrap();
+        a.finish(&Watch::new()).unwrap();
+        a
+    };
+    let (split, whole) = (run(true), run(false));
+    assert_eq!(split.matrix(None).unwrap(), whole.matrix(None).unwrap());
+    assert_eq!(split.matrix(Some(&[3, 0])).unwrap(), whole.matrix(None).unwrap());
+    assert_eq!(split.weighted(Some(&[0]), &[1.0]).unwrap(), split.matrix(Some(&[0])).unwrap());
+    assert!(
+        (split.trace(None).unwrap() - split.trace(Some(0)).unwrap() - split.trace(Some(3)).unwrap()).abs()
+            < 1e-9
+    );
+}
+
+#[test]
+fn factor_rebuilds_the_damped_hessian_across_panels() {
+    for dim in [1, 7, 191, 192, 193, 400] {
+        let h = hessian(dim, 500, 3);
+        let f = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.02, false, 2, &Watch::new()).unwrap();
+        // With every row a unit vector and codes far away, e A reads A; the pivots follow from R R^T = H'.
+        let product: f64 = f.pivots().iter().map(|p| p.ln()).sum();
+        let mut m = h.clone();
+        (0..dim).for_each(|i| m[i * dim + i] += f.damping_abs);
+        let u = upper_cholesky(&m, dim);
+        let expected: f64 = (0..dim).map(|i| 2.0 * u[i * dim + i].ln()).sum();
+        assert!(
+            (product - expected).abs() <= 1e-9 * (1.0 + expected.abs()),
+            "dim {dim}: {product} and {expected}"
+        );
+        let one = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.02, false, 1, &Watch::new()).unwrap();
+        assert_eq!(one.pivots(), f.pivots());
+    }
+}
+
+#[test]
+fn identity_gives_rtn_and_scaling_changes_nothing() {
+    let (dim, rows) = (100, 50);
+    let w = noise(rows * dim, 2);
+    let identity: Vec<f64> = (0..dim * dim).map(|i| if i / dim == i % dim { 7.0 } else { 0.0 }).collect();
+    for symmetric in [true, false] {
+        for search in [Search::Max, Search::Mse] {
+            let grid = Grid { symmetric, search, scale_type: ScaleType::Bf16, ..grid(4, 32) };
+            let plain = rtn(&w, rows, dim, &grid, None, 1, &Watch::new()).unwrap();
+            for scales in [Scales::Group, Scales::Static] {
+                assert_eq!(solve::<f64>(&w, &identity, dim, &grid, scales, 16, 1, Isa::best()), plain);
+            }
+        }
+    }
+    let h = hessian(dim, 300, 4);
+    let scaled: Vec<f64> = h.iter().map(|v| v * 1024.0).collect();
+    let solved = |h: &[f64]| solve::<f64>(&w, h, dim, &grid(4, 32), Scales::Group, 128, 1, Isa::best());
+    assert_eq!(solved(&h), solved(&scaled));
+}
+
+#[test]
+fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
+    let (dim, rows) = (150, 40);
+    let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
+    let watch = Watch::new();
+    for act_order in [false, true] {
+        let f = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.01, act_order, 1, &watch).unwrap();
+        let run = Run { block_size: 128, threads: 1, isa: Isa::best(), watch: &watch };
+        let (q, report) = gptq(&w, rows, &f, &grid(4, 50), Scales::Static, &run).unwrap();
+        let hat = dequantize(&q.codes, &q.scales, &q.zeros, rows, dim, 50).unwrap();
+        let real = proxy(&w, Some(&hat), rows, dim, Symmetric::F64(&h), 1, &watch).unwrap();
+        assert!((report.proxy - real).abs() <= 1e-9 * real, "{} and {real}", report.proxy);
+        let plain = rtn(&w, rows, dim, &grid(4, 50), None, 1, &watch).unwrap();
+        assert_eq!(plain.scales, q.scales);
+        let hat = dequantize(&plain.codes, &plain.scales, &plain.zeros, rows, dim, 50).unwrap();
+        assert!(real < 0.8 * proxy(&w, Some(&hat), rows, dim, Symmetric::F64(&h), 1, &watch).unwrap());
+    }
+}
+
+#[test]
+fn rows_of_w_are_independent() {
+    let (dim, rows) = (90, 120);
+    let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
+    let all = solve::<f32>(&w, &h, dim, &grid(4, 32), Scales::Group, 128, 2, Isa::best());
+    for r in [0, 47, 48, 119] {
+        let one = solve::<f32>(
+            &w[r * dim..(r + 1) * dim],
+            &h,
+            dim,
+            &grid(4, 32),
+            Scales::Group,
+            128,
+            1,
+            Isa::best(),
+        );
+        assert_eq!(one.codes, all.codes[r * dim..(r + 1) * dim]);
+    }
+}
+
+#[test]
+fn eigenvalues_of_a_known_matrix() {
+    // The second difference matrix of size n has 2 - 2 cos(k pi / (n + 1)).
+    let n = 61_usize;
+    let h: Vec<f64> = (0..n * n)
+        .map(|i| match (i / n).abs_diff(i % n) {
+            0 => 2.0,
+            1 => -1.0,
+            _ => 0.0,
+        })
+        .collect();
+    let got = eigvalsh(Symmetric::F64(&h), n, 2).unwrap();
+    for (k, value) in got.iter().enumerate() {
+        let exact = 2.0 - 2.0 * ((k + 1) as f64 * std::f64::consts::PI / (n + 1) as f64).cos();
+        assert!((value - exact).abs() < 1e-13);
+    }
+}

@@ -116,7 +116,7 @@ def sweep() -> dict[str, Any]:
 
 
 def threshold() -> dict[str, Any]:
-    """Kernel against dequantise-and-multiply, to place FAST_PATH_MAX_TOKENS."""
+    """Kernel against dequantise-and-multiply, to place config.INT4_KERNEL_TOKENS."""
     backend = cuda_backend(0)
     records = []
     for layer in HUGINN:

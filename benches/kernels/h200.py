@@ -25,7 +25,7 @@ except ImportError:
     stand_in.__version__ = "0"
     sys.modules["loopq._native"] = stand_in
 
-from loopq.kernels import bench, bench_rollout
+from loopq.kernels import bench, bench_products, bench_rollout
 from loopq.kernels.load import Backend, CudaBackend, cuda_backend
 from loopq.kernels.shapes import HUGINN, MODELS, Projection
 
@@ -84,7 +84,7 @@ def _overlap_same_bits(size: bench_rollout.LoopSize) -> bool:
         runner = bench_rollout.RolloutRunner(parts, CudaBackend(0, overlap=overlap))
         runner.capture(1, 7, 32)
         for seed in range(3):
-            state, embedding = bench_rollout._inputs(size, 7, DEVICE, seed)
+            state, embedding = bench_rollout.random_inputs(size, 7, DEVICE, seed)
             results.append(runner.run(state, embedding, 32, graph=True))
     return all(torch.equal(a, b) for a, b in zip(results[:3], results[3:], strict=True))
 
@@ -94,7 +94,7 @@ def products() -> dict[str, Any]:
     backend = cuda_backend(0)
     bandwidth = bench.copy_bandwidth(DEVICE)
     return {
-        name: bench.compare_products(backend, HUGINN, DEVICE, bulk=bulk, bandwidth=bandwidth)
+        name: bench_products.compare_products(backend, HUGINN, DEVICE, bulk=bulk, bandwidth=bandwidth)
         for name, bulk in (("cp_async", False), ("bulk", True))
     }
 
@@ -104,7 +104,7 @@ def models() -> dict[str, Any]:
     backend: Backend = cuda_backend(0)
     bandwidth = bench.copy_bandwidth(DEVICE)
     return {
-        name: bench.compare_products(backend, layers, DEVICE, bandwidth=bandwidth)
+        name: bench_products.compare_products(backend, layers, DEVICE, bandwidth=bandwidth)
         for name, layers in MODELS.items()
         if name != "huginn-3.5b"
     }
@@ -112,17 +112,17 @@ def models() -> dict[str, Any]:
 
 def sweep() -> dict[str, Any]:
     """Other cuts than the planner's."""
-    return {"cuts": bench.sweep_cuts(cuda_backend(0), HUGINN, DEVICE)}
+    return {"cuts": bench_products.sweep_cuts(cuda_backend(0), HUGINN, DEVICE)}
 
 
 def threshold() -> dict[str, Any]:
-    """Kernel against dequantise-and-multiply, to place FAST_PATH_MAX_TOKENS."""
+    """Kernel against dequantise-and-multiply, to place config.INT4_KERNEL_TOKENS."""
     backend = cuda_backend(0)
     records = []
     for layer in HUGINN:
         for tokens in (17, 32, 48, 64, 96, 128):
-            timing = bench.time_int4(backend, layer, tokens, DEVICE)
-            dequantized = bench.time_dequantized(backend, layer, tokens, DEVICE)
+            timing = bench_products.capture_int4(backend, layer, tokens, DEVICE).time()
+            dequantized = bench_products.capture_dequantized(backend, layer, tokens, DEVICE).time()
             records.append(
                 {"layer": layer.name, "tokens": tokens, "int4": timing.median, "other": dequantized.median}
             )

@@ -26,6 +26,8 @@ EVALUATION_PROMPTS = 64
 SEQ_LEN = 128
 BATCH_SIZE = 8
 SNAPSHOT_SECONDS = 60.0
+# Above this many tokens an int4 weight is dequantised for cuBLAS: an estimate, no GPU has measured it yet.
+INT4_KERNEL_TOKENS = 64
 
 Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]

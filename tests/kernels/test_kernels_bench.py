@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from kernel_backend import EmulatedBackend
 from kernel_emulation import compiler
 
 from loopq.errors import ConfigError
-from loopq.kernels import bench, bench_rollout
+from loopq.kernels import bench, bench_products, bench_rollout
+from loopq.kernels.rollout import RolloutRunner
 from loopq.kernels.shapes import HUGINN, MODELS, Projection, weights_per_step
 
 needs_compiler = pytest.mark.skipif(
@@ -111,3 +113,82 @@ def test_the_gpu_script_has_its_sections() -> None:
     shell = (root / "benches/kernels/run_h200.sh").read_text()
     named = shell.split("sections=${*:-")[1].split("}")[0].split()
     assert set(named) == set(sections)
+
+
+class FakeGraph:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing code with the GPU taken out: graphs run their work, and clocks read fixed times."""
+
+    def captured(work: Callable[[], None], n_calls: int) -> bench.Captured:
+        work()
+        return bench.Captured(FakeGraph(work), n_calls, work)
+
+    def trials(
+        first: Callable[[], object], second: Callable[[], object], n: int = 5
+    ) -> tuple[list[float], list[float]]:
+        first()
+        second()
+        return [3.0] * n, [1.0] * n
+
+    monkeypatch.setattr(bench.Captured, "of", captured)
+    monkeypatch.setattr(bench, "_event_times", lambda work, repeats: [64.0] * repeats)
+    for module in (bench_products, bench_rollout):
+        monkeypatch.setattr(module, "paired_trials", trials)
+    monkeypatch.setattr(bench_products, "CALLS_PER_GRAPH", 2)
+    monkeypatch.setattr(bench_products, "COLD_BYTES", 1)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("without_gpu")
+def test_comparison_of_products_adds_up() -> None:
+    layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
+    found = bench_products.compare_products(EmulatedBackend(), layers, CPU, tokens=(1, 7), bandwidth=1e9)
+    assert len(found["products"]) == 4
+    for record in found["products"]:
+        assert record["ratio"] == {"ratio": 3.0, "low": 3.0, "high": 3.0}
+        assert record["int4"]["median"] == 0.5  # one microsecond for two calls
+        share = record["int4_bytes"] / 0.5e-6 / 1e9
+        assert record["share_of_copy_bandwidth"] == pytest.approx(share)
+        assert "unavailable" in record["torch_int4"] or "timing" in record["torch_int4"]
+    assert [step["ratio"] for step in found["step"]] == [3.0, 3.0]
+    assert found["step"][0]["int4"] == pytest.approx(1.5)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("without_gpu")
+def test_sweep_times_the_planners_cut_and_others() -> None:
+    layers = [Projection("a", 1312, 96, 1)]
+    backend = EmulatedBackend()
+    found = bench_products.sweep_cuts(
+        backend, layers, CPU, tokens=(1,), slices=(1, 2), warps=(4,), depths=(4,)
+    )
+    assert sum(record["picked"] for record in found) == 2, "one per way of bringing weights in"
+    assert {(record["slices"], record["warps"]) for record in found if not record["picked"]} == {
+        (1, 4),
+        (2, 4),
+    }
+
+
+@needs_compiler
+@pytest.mark.usefixtures("without_gpu")
+def test_comparison_of_rollouts_pairs_like_with_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RolloutRunner.run
+    monkeypatch.setattr(RolloutRunner, "capture", lambda *_: None)
+    monkeypatch.setattr(RolloutRunner, "run", lambda self, s, e, n, graph: run(self, s, e, n))
+    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
+    (found,) = bench_rollout.compare_rollouts(
+        {"plain": EmulatedBackend()}, CPU, size=size, n_steps=1, tokens=(2,)
+    )
+    assert set(found["ratios"]) == {
+        "bf16_graph_plain / int4_graph_plain",
+        "bf16_graph_plain_hoisted / int4_graph_plain_hoisted",
+        "bf16_eager / int4_eager",
+        "bf16_eager / int4_graph_plain",
+    }
+    assert all(ratio["ratio"] == 3.0 for ratio in found["ratios"].values())
+    assert found["milliseconds"]["bf16_eager"]["median"] == pytest.approx(3e-3)

@@ -8,7 +8,7 @@ and the comparison with float64 run anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +17,11 @@ import torch
 from loopq.errors import ConfigError
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend
-from loopq.kernels.plan import GemmShape, Plan, make_plan, token_tiles_for
+from loopq.kernels.plan import Plan
 from loopq.kernels.shapes import Projection
 from loopq.kernels.w4a16 import (
     Workspace,
     dequantize_packed,
-    launch_dequantize,
     launch_gemm,
     spread_scales,
     workspace_for,
@@ -35,14 +34,13 @@ __all__ = [
     "COLD_BYTES",
     "TOKENS",
     "WARM_UPS",
+    "Captured",
     "Int4Layer",
     "Timing",
-    "compare_products",
     "copy_bandwidth",
+    "draw",
     "paired_bootstrap",
     "paired_trials",
-    "sweep_cuts",
-    "time_graph",
     "verify_products",
 ]
 
@@ -132,7 +130,7 @@ class Int4Layer:
         return x.double() @ weight.t()
 
 
-def _draw(rows: int, columns: int, device: torch.device, seed: int, dtype: torch.dtype) -> torch.Tensor:
+def draw(rows: int, columns: int, device: torch.device, seed: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(rows, columns, generator=generator, device=device).to(dtype)
 
@@ -181,7 +179,7 @@ def verify_products(
             weights = Int4Layer.random(layer, group_size, device, seed + 1000 * call, torch.bfloat16)
             shape = (layer.out_features, 0, layer.in_features, group_size)
             workspace = workspace_for(backend, [shape], largest, device, bulk)
-            x = _draw(largest, layer.in_features, device, seed + call, torch.bfloat16)
+            x = draw(largest, layer.in_features, device, seed + call, torch.bfloat16)
             exact = weights.exact(x)
             for m in tokens:
                 outs = []
@@ -232,23 +230,30 @@ def _event_times(work: Callable[[], object], repeats: int) -> list[float]:
     return times
 
 
-def capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, which runs once before so that everything is loaded. Needs a GPU."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
+@dataclass(frozen=True)
+class Captured:
+    """A graph of `n_calls` calls; `work` is kept because it holds the tensors that the graph uses."""
 
+    graph: torch.cuda.CUDAGraph
+    n_calls: int
+    work: Callable[[], None]
 
-def time_graph(work: Callable[[], None], n_calls: int, repeats: int = 30) -> Timing:
-    """Microseconds per call of work that makes `n_calls` calls, replayed as a graph. Needs a GPU."""
-    graph = capture(work)
-    return Timing.of([t / n_calls for t in _event_times(graph.replay, repeats)])
+    @classmethod
+    def of(cls, work: Callable[[], None], n_calls: int) -> Captured:
+        """Capture `work`, which runs once before so that everything is loaded. Needs a GPU."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return cls(graph, n_calls, work)
+
+    def time(self, repeats: int = 30) -> Timing:
+        """Microseconds per call."""
+        return Timing.of([t / self.n_calls for t in _event_times(self.graph.replay, repeats)])
 
 
 def paired_trials(
@@ -311,209 +316,3 @@ def paired_bootstrap(
     ratios = np.median(a[picks], axis=1) / np.median(b[picks], axis=1)
     low, high = np.quantile(ratios, ((1 - level) / 2, (1 + level) / 2))
     return float(np.median(a) / np.median(b)), float(low), float(high)
-
-
-def _copies(n_bytes: int) -> int:
-    return max(2, -(-COLD_BYTES // n_bytes))
-
-
-def _rotating(runs: Sequence[Callable[[], None]], rounds: int) -> tuple[Callable[[], None], int]:
-    def work() -> None:
-        for _ in range(rounds):
-            for run in runs:
-                run()
-
-    return work, rounds * len(runs)
-
-
-def time_int4(
-    backend: Backend,
-    layer: Projection,
-    tokens: int,
-    device: torch.device,
-    *,
-    group_size: int = 128,
-    plan: Plan | None = None,
-    bulk: bool = False,
-) -> Timing:
-    """Time of one product with a cold L2. Needs a GPU."""
-    n_copies = _copies(layer.int4_bytes(group_size))
-    copies = [Int4Layer.random(layer, group_size, device, seed, torch.bfloat16) for seed in range(n_copies)]
-    x = _draw(tokens, layer.in_features, device, 0, torch.bfloat16)
-    out = torch.empty(tokens, layer.out_features, dtype=torch.bfloat16, device=device)
-    shape = (layer.out_features, 0, layer.in_features, group_size)
-    workspace = workspace_for(backend, [shape], tokens, device, bulk)
-    if plan is not None:
-        floats = plan.slices * ((layer.out_features // 16 + 1) // 2) * 256 * token_tiles_for(tokens)
-        workspace = Workspace.allocate(floats, layer.out_features // 16, device)
-    runs = [lambda c=c: c.run(backend, x, out, workspace, plan, bulk) for c in copies]
-    return time_graph(*_rotating(runs, -(-CALLS_PER_GRAPH // n_copies)))
-
-
-def time_cublas(layer: Projection, tokens: int, device: torch.device) -> Timing:
-    """Time of the same product by cuBLAS in bfloat16, cold L2. Needs a GPU."""
-    n_copies = _copies(2 * layer.n_weights)
-    weights = [
-        _draw(layer.out_features, layer.in_features, device, s, torch.bfloat16) for s in range(n_copies)
-    ]
-    x = _draw(tokens, layer.in_features, device, 0, torch.bfloat16)
-    out = torch.empty(tokens, layer.out_features, dtype=torch.bfloat16, device=device)
-    runs = [lambda w=w: torch.mm(x, w.t(), out=out) for w in weights]
-    return time_graph(*_rotating(runs, -(-CALLS_PER_GRAPH // n_copies)))
-
-
-def time_dequantized(backend: Backend, layer: Projection, tokens: int, device: torch.device) -> Timing:
-    """Time of dequantising the whole weight and multiplying by cuBLAS, cold L2. Needs a GPU."""
-    n_copies = _copies(layer.int4_bytes())
-    copies = [Int4Layer.random(layer, 128, device, seed, torch.bfloat16) for seed in range(n_copies)]
-    x = _draw(tokens, layer.in_features, device, 0, torch.bfloat16)
-    weight = torch.empty(layer.out_features, layer.in_features, dtype=torch.bfloat16, device=device)
-    out = torch.empty(tokens, layer.out_features, dtype=torch.bfloat16, device=device)
-
-    def run(copy: Int4Layer) -> None:
-        launch_dequantize(backend, copy.qweight, copy.scales, weight, 128)
-        torch.mm(x, weight.t(), out=out)
-
-    runs = [lambda c=c: run(c) for c in copies]
-    return time_graph(*_rotating(runs, -(-CALLS_PER_GRAPH // n_copies)))
-
-
-def time_torch_int4(layer: Projection, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Time of torch's own int4 matmul at group 128, K padded to a multiple of 128, cold L2. Needs a GPU.
-
-    Returns
-    -------
-    dict
-        ``timing``, or ``unavailable`` with torch's message where it refuses the shape.
-    """
-    width = -(-layer.in_features // 128) * 128
-    n_copies = _copies(width * layer.out_features // 2)
-    x = _draw(tokens, width, device, 0, torch.bfloat16)
-    try:
-        packed = [
-            torch.ops.aten._convert_weight_to_int4pack(
-                torch.randint(0, 256, (layer.out_features, width // 2), dtype=torch.uint8, device=device), 8
-            )
-            for _ in range(n_copies)
-        ]
-        scales = torch.rand(width // 128, layer.out_features, 2, device=device).to(torch.bfloat16)
-        runs = [lambda w=w: torch.ops.aten._weight_int4pack_mm(x, w, 128, scales) for w in packed]
-        timing = time_graph(*_rotating(runs, -(-CALLS_PER_GRAPH // n_copies)))
-    except RuntimeError as error:
-        return {"unavailable": str(error).splitlines()[0]}
-    return {"timing": timing.__dict__, "padded_in_features": width}
-
-
-def compare_products(
-    backend: Backend,
-    layers: Sequence[Projection],
-    device: torch.device,
-    *,
-    tokens: Sequence[int] = TOKENS,
-    group_size: int = 128,
-    bulk: bool = False,
-    bandwidth: float | None = None,
-) -> dict[str, Any]:
-    """Time and bandwidth share per layer, and the calls of a step together against cuBLAS. Needs a GPU.
-
-    Returns
-    -------
-    dict
-        ``copy_bandwidth`` in bytes per second; ``products``: per layer and tokens the times of the int4
-        kernel,
-        cuBLAS and torch's int4, and the int4 bytes per second as a share of the copy bandwidth; ``step``: per
-        tokens the sum over a step's calls and the ratio to cuBLAS.
-    """
-    bandwidth = copy_bandwidth(device) if bandwidth is None else bandwidth
-    products, step = [], []
-    for m in tokens:
-        total_int4 = total_cublas = 0.0
-        for layer in layers:
-            ours = time_int4(backend, layer, m, device, group_size=group_size, bulk=bulk)
-            cublas = time_cublas(layer, m, device)
-            n_bytes = layer.int4_bytes(group_size)
-            total_int4 += layer.calls * ours.median
-            total_cublas += layer.calls * cublas.median
-            products.append(
-                {
-                    "layer": layer.name,
-                    "tokens": m,
-                    "int4": ours.__dict__,
-                    "cublas_bf16": cublas.__dict__,
-                    "torch_int4": time_torch_int4(layer, m, device),
-                    "int4_bytes": n_bytes,
-                    "share_of_copy_bandwidth": n_bytes / (ours.median * 1e-6) / bandwidth,
-                }
-            )
-        step.append(
-            {"tokens": m, "int4": total_int4, "cublas_bf16": total_cublas, "ratio": total_cublas / total_int4}
-        )
-    return {"copy_bandwidth": bandwidth, "products": products, "step": step}
-
-
-def sweep_cuts(
-    backend: Backend,
-    layers: Sequence[Projection],
-    device: torch.device,
-    *,
-    tokens: Sequence[int] = (1, 16),
-    group_size: int = 128,
-    slices: Sequence[int] = (1, 2, 3, 4, 6, 12),
-    warps: Sequence[int] = (12, 16),
-    bulks: Sequence[bool] = (False, True),
-) -> list[dict[str, Any]]:
-    """Times of other cuts than the planner's, to tune it. Needs a GPU.
-
-    Returns
-    -------
-    list of dict
-        Layer, tokens, cut (slices, warps, stages, bulk), time, and whether the planner picks it.
-    """
-    records = []
-    for layer in layers:
-        for m in tokens:
-            shape = GemmShape(layer.out_features, 0, layer.in_features, group_size, token_tiles_for(m))
-            for bulk in bulks:
-                picked = make_plan(shape, backend.limits, bulk)
-                plans = {picked: True}
-                for n_slices in slices:
-                    plans.update(_cuts(shape, backend, bulk, n_slices, warps, plans))
-                for plan, is_picked in plans.items():
-                    timing = time_int4(backend, layer, m, device, group_size=group_size, plan=plan, bulk=bulk)
-                    cut = {
-                        name: getattr(plan, name) for name in ("blocks", "slices", "warps", "stages", "bulk")
-                    }
-                    records.append(
-                        {
-                            "layer": layer.name,
-                            "tokens": m,
-                            **cut,
-                            "picked": is_picked,
-                            "int4": timing.__dict__,
-                        }
-                    )
-    return records
-
-
-def _cuts(
-    shape: GemmShape,
-    backend: Backend,
-    bulk: bool,
-    n_slices: int,
-    warps: Sequence[int],
-    known: dict[Plan, bool],
-) -> dict[Plan, bool]:
-    """Plans with `n_slices` slices and each number of warps, at the deepest ring that fits."""
-    found: dict[Plan, bool] = {}
-    try:
-        base = make_plan(shape, backend.limits, bulk, slices=n_slices)
-    except ConfigError:
-        return found
-    for count in warps:
-        for depth in (6, 5, 4, 3):
-            plan = replace(base, warps=count, stages=depth)
-            if plan.shared_bytes(shape.token_tiles * 8, shape.token_tiles) <= backend.limits.shared_bytes:
-                if plan not in known:
-                    found[plan] = False
-                break
-    return found

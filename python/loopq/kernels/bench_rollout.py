@@ -21,7 +21,7 @@ from loopq.kernels.modules import QuantLinear
 from loopq.kernels.rollout import BlockParts, LoopParts, RolloutRunner
 from loopq.kernels.w4a16 import dequantize_packed
 
-__all__ = ["EagerLoop", "LoopSize", "compare_rollouts", "random_parts", "verify_rollout"]
+__all__ = ["EagerLoop", "LoopSize", "compare_rollouts", "random_inputs", "random_parts", "verify_rollout"]
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,10 @@ class EagerLoop:
         return result
 
 
-def _inputs(
+def random_inputs(
     size: LoopSize, tokens: int, device: torch.device, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """State and embedding, (1, tokens, width): noise of Huginn's scale, and unit variance."""
     generator = torch.Generator(device).manual_seed(seed)
     state, embedding = (
         torch.randn(1, tokens, size.width, generator=generator, device=device).to(torch.bfloat16)
@@ -169,7 +170,7 @@ def verify_rollout(
     hoisted = RolloutRunner(parts, backend, hoist=True, bulk=bulk)
     records = []
     for m in tokens:
-        state, embedding = _inputs(size, m, device, seed=m)
+        state, embedding = random_inputs(size, m, device, seed=m)
         before = runner.n_products
         eager = runner.run(state, embedding, n_steps)
         counted = runner.n_products - before
@@ -221,7 +222,7 @@ def compare_rollouts(
     dense = random_parts(size, device, quantized=False)
     records = []
     for m in tokens:
-        state, embedding = _inputs(size, m, device, seed=m)
+        state, embedding = random_inputs(size, m, device, seed=m)
         arms: dict[str, Callable[[], object]] = {}
         for name, parts in (("int4", int4), ("bf16", dense)):
             for launch, backend in backends.items():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from loopq.config import INT4_KERNEL_TOKENS
 from loopq.errors import KernelError
 from loopq.kernels.layout import K_STEP, N_STEP, TILE_K, WORDS_PER_TILE, packed_shape
 from loopq.kernels.load import Backend, Kernel, cuda_backend
@@ -25,7 +26,6 @@ from loopq.kernels.plan import (
 )
 
 __all__ = [
-    "FAST_PATH_MAX_TOKENS",
     "Workspace",
     "dequantize_packed",
     "launch_dequantize",
@@ -33,9 +33,6 @@ __all__ = [
     "w4a16_linear",
     "w4a16_linear_ref",
 ]
-
-FAST_PATH_MAX_TOKENS = 64
-"""Above this many tokens the weight is dequantised for cuBLAS. An estimate, not yet measured."""
 
 _OUT_FLOAT32, _EVICT_FIRST = 1, 2
 _ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -376,13 +373,13 @@ def run_linear(
     out_dtype: torch.dtype | None = None,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """The product on a backend: the kernel, or above FAST_PATH_MAX_TOKENS tokens dequantise and multiply."""
+    """The product on a backend: the kernel, or above INT4_KERNEL_TOKENS tokens dequantise and multiply."""
     rows = _rows(x, "x")
     out_features = qweight.shape[0] * N_STEP
     dtype = x.dtype if out_dtype is None else out_dtype
     flat_addend = None if addend is None else _rows(addend, "addend")
     out = torch.empty((rows.shape[0], out_features), dtype=dtype, device=x.device)
-    if rows.shape[0] > FAST_PATH_MAX_TOKENS:
+    if rows.shape[0] > INT4_KERNEL_TOKENS:
         weight = torch.empty((out_features, in_features), dtype=x.dtype, device=x.device)
         launch_dequantize(backend, qweight, scales, weight, group_size)
         product = torch.nn.functional.linear(rows, weight[:, k_begin : k_begin + rows.shape[1]])
@@ -525,7 +522,7 @@ def w4a16_linear(
     -----
     Precision: codes exact, float32 sum per group, scale applied to that sum, float32 across groups, one
     rounding.
-    Above `FAST_PATH_MAX_TOKENS` tokens on a GPU the weights ``s q`` are rounded to x's type first.
+    Above `INT4_KERNEL_TOKENS` tokens on a GPU the weights ``s q`` are rounded to x's type first.
 
     Examples
     --------

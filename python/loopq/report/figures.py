@@ -155,7 +155,7 @@ def feedback(d: Diagnosis) -> Picture | None:
             label(axes, "share of its own error fed back [ratio]", "final error of the state [%]", setting)
     first = next(iter(next(iter(settings.values())).values()))
     caption = (
-        f"The exposed layers are rounded and every step receives only part of the error so far: 0 cuts the feedback, 1 "
+        f"{'All layers are' if found['layers'] == 'all' else 'The exposed layers are'} rounded and every step receives only part of the error so far: 0 cuts the feedback, 1 "
         f"is the natural run. {first['n_prompts']} prompts, {first['n_seeds']} initial states; the factor is the "
         "geometric mean over prompts of both ends. Columns of the layer's input are rounded together or in halves."
     )

@@ -180,7 +180,7 @@ def ablations(d: Diagnosis) -> Picture | None:
         for bar, name in zip(bars, order, strict=True):
             if layers[name]["exposed"]:
                 bar.set(hatch="///", edgecolor=ALARM, linewidth=1.6)
-        rows = [(layers[name]["ablation"]["per_channel"] or {}) for name in order]
+        rows = [layers[name]["ablation"]["per_channel"] for name in order]
         key = "changed" if logits else "output_error_last"
         whole = [100 * float(row[key] or 0.0) for row in rows]
         axes.plot(whole, range(len(order)), "D", color="black", markersize=4, label="one scale per row")

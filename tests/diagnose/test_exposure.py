@@ -287,3 +287,14 @@ def test_contraction_bound_holds_on_a_linear_loop():
     assert found.distance.max() <= bound * (1 + 1e-9)
     with pytest.raises(ConfigError, match="L < 1"):
         displacement.contraction_bound(1.0, 1.0)
+
+
+def test_feedback_without_exposed_layers_rounds_all():
+    class Covered(LinearSystem):
+        name = "covered-toy"
+
+        def shared_parameters(self, n_steps):
+            return BlindSystem(self.model).shared_parameters(n_steps)
+
+    arms = feedback.split_weights(Covered(LinearLoop()), 8, INT4, numpy_rounder)
+    assert {name: sorted(w) for name, w in arms.items()} == {"all columns": ["adapter.weight", "core.weight"]}

@@ -17,6 +17,7 @@ from loopq.diagnose.weights import (
     core_rounder,
     input_blocks,
     keep_columns,
+    quantizable,
     replaced,
     rounded,
     weight_of,
@@ -204,14 +205,17 @@ def split_weights(
 ) -> dict[str, dict[str, Any]]:
     """Round each exposed layer once and keep the rounded values everywhere or in one input block (E4).
 
+    Where no layer is exposed, all layers are rounded.
+
     Returns
     -------
     dict of str to weights
         "all columns", and one entry for each input block where the input is a concatenation. Groups of the
         grid may straddle two blocks; they keep the scale they had.
     """
-    exposed = [p for p in system.shared_parameters(n_steps) if p.exposed]
-    full = rounded(system, exposed, config, rounder)
+    parameters = system.shared_parameters(n_steps)
+    exposed = [p for p in parameters if p.exposed]
+    full = rounded(system, exposed or quantizable(parameters), config, rounder)
     arms: dict[str, dict[str, Any]] = {"all columns": dict(full)}
     for p in exposed:
         for block, columns in input_blocks(p).items():
@@ -232,7 +236,7 @@ def feedback_study(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Run the intervention on the exposed layers, whole and split by input block, for several settings.
+    """Run the intervention for several settings: exposed layers whole and split by input block, or all layers.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ LOOP_SECTIONS = {
     "jacobian": "the Jacobian of a step",
     "bypass": "the identity bypass",
 }
-EXPOSED_SECTIONS = ("feedback", "perturbation", "bypass")
+EXPOSED_SECTIONS = ("perturbation", "bypass")
 
 
 @dataclass
@@ -332,7 +332,7 @@ def groups(context: Context) -> dict[str, Any]:
 
 
 def feedback(context: Context) -> dict[str, Any]:
-    """Feedback intervention on the exposed layers, whole and split by input block (E3, E4)."""
+    """Feedback intervention on the exposed layers, whole and split by input block, or on all (E3, E4)."""
     from loopq.diagnose.feedback import feedback_study
 
     config = context.config
@@ -346,7 +346,7 @@ def feedback(context: Context) -> dict[str, Any]:
         seeds=config.seeds,
         **context.shared(),
     )
-    return {"settings": found}
+    return {"settings": found, "layers": [p.name for p in context.exposed] or "all"}
 
 
 def displacements(context: Context) -> dict[str, Any]:

@@ -154,10 +154,12 @@ def feedback(d: Diagnosis) -> Picture | None:
             axes.legend(loc="best")
             label(axes, "share of its own error fed back [ratio]", "final error of the state [%]", setting)
     first = next(iter(next(iter(settings.values())).values()))
+    what = "All layers are" if found["layers"] == "all" else "The exposed layers are"
+    halves = "" if found["layers"] == "all" else " Columns of their input are rounded together or in halves."
     caption = (
-        f"The exposed layers are rounded and every step receives only part of the error so far: 0 cuts the feedback, 1 "
-        f"is the natural run. {first['n_prompts']} prompts, {first['n_seeds']} initial states; the factor is the "
-        "geometric mean over prompts of both ends. Columns of the layer's input are rounded together or in halves."
+        f"{what} rounded, and every step receives only part of the error so far: 0 cuts the feedback, 1 is the "
+        f"natural run. {first['n_prompts']} prompts, {first['n_seeds']} initial states; the factor is the geometric "
+        f"mean over prompts of both ends.{halves}"
     )
     return Picture("feedback", "Feeding the error back", caption, figure)
 
@@ -178,7 +180,7 @@ def ablations(d: Diagnosis) -> Picture | None:
         for bar, name in zip(bars, order, strict=True):
             if layers[name]["exposed"]:
                 bar.set(hatch="///", edgecolor=ALARM, linewidth=1.6)
-        rows = [(layers[name]["ablation"]["per_channel"] or {}) for name in order]
+        rows = [layers[name]["ablation"]["per_channel"] for name in order]
         key = "changed" if logits else "output_error_last"
         whole = [100 * float(row[key] or 0.0) for row in rows]
         axes.plot(whole, range(len(order)), "D", color="black", markersize=4, label="one scale per row")

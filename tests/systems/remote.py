@@ -411,7 +411,7 @@ class RecursiveModel(nn.Module):
 
     def initial_carry(self, batch: dict[str, Tensor]) -> Carry:
         rows = batch["inputs"].shape[0]
-        empty = torch.full((rows, self.config.seq_len, 32), float("nan"))
+        empty = torch.full((rows, self.config.seq_len, 32), float("nan"), dtype=self.inner.H_init.dtype)
         return Carry(empty, empty, torch.zeros(rows), torch.ones(rows, dtype=torch.bool))
 
     def forward(self, carry: Carry, batch: dict[str, Tensor]) -> tuple[Carry, dict[str, Tensor]]:

@@ -52,6 +52,27 @@ def test_every_tiny_model_passes(case: Case) -> None:
     assert report.n_steps == case.depths[0]
 
 
+BFLOAT16 = (
+    "zoo huginn",
+    "zoo parcae",
+    "transformers HRM-Text",
+    "transformers ALBERT",
+    "transformers GPT-2 COCONUT",
+    "transformers GPT-NeoX Ponder",
+    "remote Huginn",
+    "remote R-Llama",
+    "remote Ouro",
+    "remote Nanbeige",
+    "remote TRM",
+)
+
+
+@pytest.mark.parametrize("name", BFLOAT16)
+def test_bfloat16_models_pass(name: str) -> None:
+    report = check_model(_loaded(find_system(build(CASES[name]).bfloat16())))
+    assert report.ok, "\n".join(report.lines())
+
+
 def test_table_has_every_system() -> None:
     rows = systems_table()
     assert [row.name for row in rows] == SYSTEMS.names()

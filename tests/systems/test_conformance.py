@@ -256,7 +256,8 @@ def test_writing_one_weight_reaches_every_owner_and_changes_the_output(case: Cas
     batch = prompts(case)
     before = system.rollout(batch, n_steps)
     names = {name: p.clone() for name, p in system.model.named_parameters()}
-    for shared in system.shared_parameters(n_steps):
+    declared = system.shared_parameters(n_steps)
+    for shared in declared[:: max(1, len(declared) // 6)]:
         weight = system.parameter(shared)
         kept = weight.detach().clone()
         with torch.no_grad():

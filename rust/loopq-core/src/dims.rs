@@ -5,7 +5,7 @@ use crate::{Error, Result};
 /// `a * b`, or an error that names what was sized.
 pub fn product(what: &'static str, a: usize, b: usize) -> Result<usize> {
     a.checked_mul(b)
-        .filter(|&n| n <= isize::MAX as usize)
+        .filter(|&n| isize::try_from(n).is_ok())
         .ok_or_else(|| Error::TooLarge { what, detail: format!("{a} x {b}") })
 }
 

@@ -267,6 +267,7 @@ pub fn dequantize(
 }
 
 /// Signed codes of a symmetric grid: `u - 2^(bits - 1)`.
+#[must_use]
 pub fn to_signed(codes: &[u8], bits: u32) -> Vec<i8> {
     let middle = 1_u8 << (bits - 1);
     codes.iter().map(|&u| u.wrapping_sub(middle) as i8).collect()

@@ -5,10 +5,10 @@
 use crate::{dims, Error, Result};
 
 fn check(k: usize, n: usize) -> Result<()> {
-    if k % 16 != 0 || k == 0 {
+    if !k.is_multiple_of(16) || k == 0 {
         return Err(Error::setting("inputs (K)", k, "a multiple of 16: pad with zero codes"));
     }
-    if n % 64 != 0 || n == 0 {
+    if !n.is_multiple_of(64) || n == 0 {
         return Err(Error::setting("outputs (N)", n, "a multiple of 64: pad with zero codes"));
     }
     Ok(())

@@ -143,7 +143,7 @@ pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, 
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
 pub(super) fn add_limbs(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
     const TRUNCATE: i32 = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
-    assert!(sums.len() % 16 == 0 && hi.len() == sums.len() && lo.len() == sums.len());
+    assert!(sums.len().is_multiple_of(16) && hi.len() == sums.len() && lo.len() == sums.len());
     let mask = _mm512_set1_epi64((1 << 62) - 1);
     for at in (0..sums.len()).step_by(16) {
         // SAFETY: `at + 16 <= sums.len()`, and the three lengths are the same.

@@ -294,7 +294,7 @@ fn solve_tile(
         let frozen = done;
         let mut next = choice.clone();
         moves += field.descend(&lanes, &mut next, settings.sweeps);
-        take(field, &lanes, &mut choice, &mut loss, next, &frozen);
+        take(field, &lanes, &mut choice, &mut loss, next, frozen);
         if rounds == 0 {
             stages[1] = loss;
         }
@@ -302,14 +302,14 @@ fn solve_tile(
             let mut next = choice.clone();
             next.levels = field.refit(&lanes, &choice);
             next.values = field.values(&next.codes, &next.levels);
-            take(field, &lanes, &mut choice, &mut loss, next, &frozen);
+            take(field, &lanes, &mut choice, &mut loss, next, frozen);
             if rounds == 0 {
                 stages[2] = loss;
             }
             // New scales can make a better start than the place where the old codes are stuck.
             let mut next = field.sweep(&lanes, choice.levels.clone());
             moves += field.descend(&lanes, &mut next, settings.sweeps);
-            take(field, &lanes, &mut choice, &mut loss, next, &frozen);
+            take(field, &lanes, &mut choice, &mut loss, next, frozen);
         }
         if rounds == 0 && !settings.refit {
             stages[2] = loss;
@@ -355,7 +355,7 @@ fn take(
     choice: &mut Choice,
     loss: &mut Lane,
     next: Choice,
-    done: &[bool; LANES],
+    done: [bool; LANES],
 ) {
     let (_, new) = field.gradient(w, &next.values);
     for r in 0..LANES {

@@ -23,7 +23,7 @@ from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 from loopq.config import DiagnoseConfig
 from loopq.diagnose import survey
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, MissingExtraError
 from loopq.report import figures, loopfigure, page, style
 
 QUICK = DiagnoseConfig(
@@ -86,7 +86,12 @@ def test_page_shows_the_whole_diagnosis(diagnosis, text):
     }  # fmt: skip
 
 
-def test_names_are_escaped(diagnosis):
+@pytest.fixture
+def no_figures(monkeypatch):
+    monkeypatch.setattr(page, "all_figures", lambda d: [])
+
+
+def test_names_are_escaped(diagnosis, no_figures):
     odd = copy.deepcopy(diagnosis)
     odd["model"]["name"] = "</script><script>alert(1)</script>"
     odd["layers"][0]["role"] = "<b>"
@@ -139,7 +144,13 @@ def test_systems_without_steps_have_a_page_that_says_why():
     assert "Every layer has an identity path" in text
 
 
-def test_a_page_after_quantizing_says_what_was_done(diagnosis):
+def test_a_missing_matplotlib_names_the_extra(diagnosis, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'loopq\[report\]'"):
+        page.render(diagnosis)
+
+
+def test_a_page_after_quantizing_says_what_was_done(diagnosis, no_figures):
     report = {
         "method_done": "gptq", "bits": 4, "group_size": 32, "steps": [0, 1, 2], "proxy": 1.0, "proxy_rtn": 4.0,
     }  # fmt: skip

@@ -473,12 +473,12 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
         + (6 * config.n_updates if context.train else 0),
     }
     maps = 8 if context.exposed else 2
-    # About 150 products for a start vector, each worth two steps, and the norm; a map with many eigenvalues
-    # of one size takes up to the cap.
+    # About 300 products for a start vector and 60 for the norm, each worth two steps; a map with many
+    # eigenvalues of one size takes up to the cap. Directions of the bypass run as one batch, at half the price.
     extra = {
         "ranks": _eigen_seconds(context),
-        "jacobian": n_jacobian * maps * 2.5 * 150 * 2 * step,
-        "bypass": n_jacobian * seeds * 2 * 4 * len(config.radii) * 2 * config.n_directions * step,
+        "jacobian": n_jacobian * maps * (2 * 300 + 60) * 2 * step,
+        "bypass": n_jacobian * seeds * 2 * 4 * len(config.radii) * config.n_directions * step,
     }
     parts = {
         name: {

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from loopq.config import LayerConfig
 from loopq.errors import ConfigError, NonFiniteError
-from loopq.evaluate import compare
+from loopq.systems import replace
 
 if TYPE_CHECKING:
     from loopq.systems.base import LoopedSystem, SharedParameter
@@ -54,7 +54,7 @@ def replaced(system: LoopedSystem, weights: Weights, n_steps: int | None = None)
     shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
     _check(weights, shared)
     stored = {n: v.T if shared[n].orientation == "in_out" else v for n, v in weights.items()}
-    with compare.replaced(system, stored):
+    with replace.replaced(system, stored):
         yield
 
 

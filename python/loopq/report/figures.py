@@ -187,8 +187,15 @@ def ablations(d: Diagnosis) -> Picture | None:
         axes.legend(loc="lower right")
         for i, name in enumerate(order):
             place = places[name]
-            text = f"  gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
-            axes.text(max(values[i], whole[i]), i, text, va="center", fontsize=7.5)
+            text = f"gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
+            axes.annotate(
+                text,
+                (max(values[i], whole[i]), i),
+                xytext=(7, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=7.5,
+            )
         axes.set_yticks(range(len(order)), [short_name(n) for n in order], fontsize=8)
         axes.margins(x=0.25)
         axes.grid(axis="y", visible=False)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import loopq
 from loopq.calibrate.data import from_ids
 from loopq.checkpoint import native
+from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems.load import load_model
 
 from .models import CASES, Case, build, prompts
 
@@ -53,3 +59,34 @@ def test_quantizing_changes_exactly_the_declared_weights(case: Case) -> None:
     exact, rounded = (s.rollout(batch, n_steps) for s in (system, fresh))
     assert torch.isfinite(rounded).all()
     assert not torch.equal(exact, rounded)
+
+
+@pytest.mark.parametrize(
+    "name", ["transformers HRM-Text", "transformers ALBERT", "transformers GPT-2 COCONUT"]
+)
+def test_checkpoint_of_a_folder_is_loaded_without_it(name: str, tmp_path: Path) -> None:
+    """What `quantize` writes is enough to build the model again: class, adapter and weights."""
+    case = CASES[name]
+    model, system = build(case), None
+    if case.system == "coconut":
+        # The published checkpoint is a bare state dict beside GPT-2's configuration.
+        system = "coconut"
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text(json.dumps(model.config.to_dict()))
+        save_file(
+            {k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model" / "model.safetensors"
+        )
+    else:
+        model.save_pretrained(tmp_path / "model")
+    loaded = load_model(tmp_path / "model", system=system)
+    batch = prompts(case, 4)
+    tokens = from_ids(batch.input_ids.tolist())
+    result = loopq.quantize(loaded, tokens, out=tmp_path / "out", **SETTINGS)
+    native.load_into(loaded.model, result)
+    expected = loaded.system.rollout(batch, case.depths[0])
+
+    again = loopq.load(tmp_path / "out")
+    assert again.system.name == case.system
+    assert torch.equal(again.system.rollout(batch, case.depths[0]), expected)
+    with pytest.raises(ConfigError, match=r"no tokenizer"):
+        again.encode("text")

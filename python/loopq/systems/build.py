@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
 from loopq.lazy import require
-from loopq.systems.hf import auto_class
-from loopq.systems.load import ZOO_PREFIX, LoadedModel, choose_system, describe, encode_bytes
+from loopq.systems import hf
+from loopq.systems.load import ZOO_PREFIX, Encode, LoadedModel, choose_system, describe, encode_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def build_model(
@@ -38,29 +43,24 @@ def build_model(
         config = json.loads(side_files["config.json"])
     except ValueError as cause:
         raise CheckpointError(f"config.json of the checkpoint is not valid JSON ({cause})") from cause
-    model_type = str(config.get("model_type", ""))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for file, data in side_files.items():
-            (folder / file).write_bytes(data)
-        files = tuple(sorted(folder.iterdir()))
-        tokenizer = None
-        if model_type.startswith(ZOO_PREFIX):
-            from loopq import zoo
-
-            model = zoo.model_class(model_type).from_config(config).eval()
-        else:
-            transformers = require("transformers")
-            settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-            auto = getattr(transformers, auto_class(config, trust_remote_code))
-            model = auto.from_config(settings, trust_remote_code=trust_remote_code).eval()
-            if any(f.startswith("tokenizer") for f in side_files):
-                tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    encode = (
-        encode_bytes
-        if tokenizer is None
-        else (lambda t: list(tokenizer(t, add_special_tokens=False).input_ids))
-    )
+    zoo = str(config.get("model_type", "")).startswith(ZOO_PREFIX)
+    tokenizer: Any = None
+    encode: Encode = encode_bytes
+    if zoo:
+        model = importlib.import_module("loopq.zoo").model_class(config["model_type"]).from_config(config)
+    elif system == "coconut":
+        model = importlib.import_module("loopq.systems.coconut").build_coconut(config)
+    else:
+        hf.check_remote_code(config, "the checkpoint", trust_remote_code)
+    if not zoo:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            for file, data in side_files.items():
+                (folder / file).write_bytes(data)
+            if system != "coconut":
+                model = _from_config(folder, config, trust_remote_code)
+            tokenizer, encode = hf.load_tokenizer(folder, trust_remote_code)
+    model = model.eval()
     return LoadedModel(
         model=model,
         system=choose_system(model, system),
@@ -68,6 +68,14 @@ def build_model(
         tokenizer=tokenizer,
         config=config,
         folder=None,
-        config_files=files,
-        report=describe(model, "checkpoint", "zoo" if model_type.startswith(ZOO_PREFIX) else "transformers"),
+        config_files=(),
+        report=describe(model, "checkpoint", "zoo" if zoo else "transformers"),
     )
+
+
+def _from_config(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:
+    transformers = require("transformers")
+    auto = getattr(transformers, hf.auto_class(config, trust_remote_code))
+    settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code)
+    return model

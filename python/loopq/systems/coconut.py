@@ -195,25 +195,38 @@ def load_coconut(
     findings : dict
         "missing" and "unexpected" of the load report.
     """
-    transformers = require("transformers")
     tensors = _read_tensors(folder, allow_pickle)
     # Bare GPT-2 files have no prefix, and the wrapper stores its embedding a second time.
     tensors = {k.removeprefix("base_causallm."): v for k, v in tensors.items() if k != "embedding.weight"}
-    settings = transformers.GPT2Config.from_dict(config)
-    settings.vocab_size = int(tensors["transformer.wte.weight"].shape[0])
-    base = transformers.GPT2LMHeadModel(settings)
-    missing, unexpected = base.load_state_dict(tensors, strict=False)
-    base.tie_weights()
-    last = settings.vocab_size
-    ids = {
-        "start_id": int(config.get("start_latent_id", last - 3)),
-        "end_id": int(config.get("end_latent_id", last - 2)),
-        "latent_id": int(config.get("latent_token_id", last - 1)),
-    }
+    model = build_coconut(config)
+    rows, own = tensors["transformer.wte.weight"].shape[0], model.base_causallm.transformer.wte.num_embeddings
+    if rows != own:
+        raise CheckpointError(
+            f"{folder}: the weights have {rows} tokens, config.json says vocab_size {own}; write {rows} there"
+        )
+    missing, unexpected = model.base_causallm.load_state_dict(tensors, strict=False)
     lacking = tuple(f"base_causallm.{k}" for k in missing if k != "lm_head.weight")
     extra = tuple(k for k in unexpected if not k.endswith((".attn.bias", ".attn.masked_bias")))
-    notes = (f"latent tokens: start {ids['start_id']}, end {ids['end_id']}, latent {ids['latent_id']}",)
-    return wrap_gpt2(base, **ids), {"missing": lacking, "unexpected": extra, "notes": notes}
+    notes = (
+        f"latent tokens: start {model.start_latent_id}, end {model.end_latent_id}, "
+        f"latent {model.latent_token_id}",
+    )
+    return model, {"missing": lacking, "unexpected": extra, "notes": notes}
+
+
+def build_coconut(config: dict[str, Any]) -> nn.Module:
+    """Build the wrapper around an untrained GPT-2 from the contents of its ``config.json``."""
+    transformers = require("transformers")
+    settings = transformers.GPT2Config.from_dict(config)
+    base = transformers.GPT2LMHeadModel(settings)
+    base.tie_weights()
+    last = int(settings.vocab_size)
+    return wrap_gpt2(
+        base,
+        start_id=int(config.get("start_latent_id", last - 3)),
+        end_id=int(config.get("end_latent_id", last - 2)),
+        latent_id=int(config.get("latent_token_id", last - 1)),
+    )
 
 
 def _read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-rust test-py test-slow test-gpu fmt fmt-check lint types docs bench check wheel clean
+.PHONY: help setup build demo test test-rust test-py test-slow interop test-gpu fmt fmt-check lint types docs bench check wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -48,6 +48,18 @@ test-py: setup ## Tests of the Python package
 
 test-slow: setup ## Tests that take minutes
 	$(PY) -m pytest -m slow
+
+.cache/venv-gptq/stamp: $(VENV)/dev.stamp
+	@# It sees torch and transformers of the development environment and has its own setuptools: pins clash.
+	$(PY) -m venv .cache/venv-gptq
+	$(abspath $(PY)) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.cache/venv-gptq/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth"
+	.cache/venv-gptq/bin/python -m pip install -q --upgrade pip setuptools wheel
+	.cache/venv-gptq/bin/python -m pip install -q --no-build-isolation "gptqmodel>=7.7,<8" "optimum>=2.3,<3"
+	touch $@
+
+interop: setup .cache/venv-gptq/stamp ## Load exports with the real libraries, GPTQModel and optimum too
+	$(PY) -m pytest tests/interop --timeout 900 -m "slow or not slow"
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu

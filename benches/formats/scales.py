@@ -48,7 +48,9 @@ def measure(model: str, n_calibration: int, n_evaluation: int, seeds: int) -> li
     """Quantize with each kind of scale, from the same Hessians, and compare on held-out text."""
     loaded = load_model(model)
     calibration = calibration_tokens(loaded, None, n_prompts=n_calibration)
-    job = Collection(loaded.system, calibration, select(loaded.system, calibration), side_files=side_files(loaded))
+    job = Collection(
+        loaded.system, calibration, select(loaded.system, calibration), side_files=side_files(loaded)
+    )
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "dump"
         collect_hessians(job, dump)
@@ -56,7 +58,9 @@ def measure(model: str, n_calibration: int, n_evaluation: int, seeds: int) -> li
 
 
 def _compare(loaded: Any, dump: Path, n_evaluation: int, seeds: int) -> list[dict[str, Any]]:
-    held_out = windows(evaluation_text().decode(), loaded.encode, 128, n_evaluation, "embedded evaluation text")
+    held_out = windows(
+        evaluation_text().decode(), loaded.encode, 128, n_evaluation, "embedded evaluation text"
+    )
     results = []
     for bits, group_size in GRIDS:
         variants: dict[str, dict[str, Any]] = {}
@@ -72,7 +76,11 @@ def _compare(loaded: Any, dump: Path, n_evaluation: int, seeds: int) -> list[dic
         kl = {m.name: float(np.mean(m.kl)) for m in measured}
         for label, _, kept in kinds(bits):
             entry = {"bits": bits, "group_size": group_size, "scales": label, "scale_bits": kept}
-            entry |= {"kl": kl[label], "kl_deployed": kl[f"{label} deployed"], "weights_changed": changed[label]}
+            entry |= {
+                "kl": kl[label],
+                "kl_deployed": kl[f"{label} deployed"],
+                "weights_changed": changed[label],
+            }
             results.append(entry)
     return results
 
@@ -88,10 +96,22 @@ def main() -> None:
     args = parser.parse_args()
     results = measure(args.model, args.n_calibration, args.n_evaluation, args.seeds)
     rows = [
-        (f"INT{r['bits']}", r["group_size"], r["scales"], f"{r['kl']:.6f}", f"{r['kl_deployed']:.6f}", r["weights_changed"])
+        (
+            f"INT{r['bits']}",
+            r["group_size"],
+            r["scales"],
+            f"{r['kl']:.6f}",
+            f"{r['kl_deployed']:.6f}",
+            r["weights_changed"],
+        )
         for r in results
     ]
-    print(render(("grid", "group", "scales", "KL as solved", "KL in bfloat16", "weights that bfloat16 changes"), rows))
+    print(
+        render(
+            ("grid", "group", "scales", "KL as solved", "KL in bfloat16", "weights that bfloat16 changes"),
+            rows,
+        )
+    )
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 

@@ -19,14 +19,13 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.dump import Dump, fingerprint
 from loopq.calibrate.select import Selection, select, treat
 from loopq.checkpoint import native as store
-from loopq.checkpoint.convert import Written, read_any, write_as
+from loopq.checkpoint.convert import read_any
 from loopq.checkpoint.files import RawTensor
-from loopq.checkpoint.form import Ragged
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.config import QuantConfig
-from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.progress import Progress, Silent
 from loopq.quantizers.solve import Solver, Task, tasks_of
 from loopq.systems.base import LoopedSystem, SharedParameter
@@ -279,12 +278,18 @@ def load(
     CheckpointError
         The checkpoint is damaged, or does not fit the model.
     """
-    return _loaded(read_any(Path(folder)), model, quantized, trust_remote_code)
+    checkpoint = read_any(Path(folder))
+    return load_checkpoint(checkpoint, model, quantized=quantized, trust_remote_code=trust_remote_code)
 
 
-def _loaded(
-    checkpoint: Checkpoint, model: LoadedModel | None, quantized: bool, trust_remote_code: bool
+def load_checkpoint(
+    checkpoint: Checkpoint,
+    model: LoadedModel | None = None,
+    *,
+    quantized: bool = False,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
+    """Load a checkpoint that has been read already; see `load`."""
     from loopq.systems.build import build_model
 
     loaded = model or build_model(
@@ -301,102 +306,6 @@ def _loaded(
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an export wrote, and how the model behind it compares.
-
-    Parameters
-    ----------
-    written : Written
-        Folder, bytes, what had to be changed for the format, layers compared.
-    n_prompts : int
-        Prompts whose logits were compared; 0 where no model could be built.
-    difference : float or None
-        Largest difference between the logits of the model before the export and after it.
-    reason : str
-        Why logits were not compared.
-    """
-
-    written: Written
-    n_prompts: int
-    difference: float | None
-    reason: str
-
-    def lines(self) -> list[str]:
-        """Return the report as lines to print."""
-        if self.difference is None:
-            return [*self.written.lines(), f"logits not compared: {self.reason}"]
-        text = f"logits of {self.n_prompts} prompts: largest difference {self.difference:g}"
-        return [*self.written.lines(), text]
-
-
-def export(
-    source: str | Path,
-    out: str | Path,
-    form: str,
-    *,
-    ragged: Ragged | None = None,
-    n_prompts: int = 2,
-    seq_len: int = 16,
-    trust_remote_code: bool = False,
-) -> Exported:
-    """Write a checkpoint in a format that other tools load, and check what is on the disk.
-
-    Parameters
-    ----------
-    source : path
-        Checkpoint of any format that loopq reads.
-    out : path
-        New folder.
-    form : str
-        "native" or a name in `loopq.checkpoint.FORMATS`.
-    ragged : {"keep", "split", "pad"}, optional
-        What to do with a last group that is shorter than the others.
-    n_prompts, seq_len : int
-        Prompts of random tokens, and their length, for the comparison of logits.
-    trust_remote_code : bool
-        Allow code that came with the model to run, so that logits can be compared.
-
-    Returns
-    -------
-    Exported
-        What was written and what was compared.
-
-    Raises
-    ------
-    CheckpointError
-        The format cannot hold the checkpoint, or what was read back differs from what was solved.
-    """
-    checkpoint = read_any(source)
-    written = write_as(out, checkpoint, form, ragged=ragged)
-    try:
-        before = _logits(checkpoint, n_prompts, seq_len, trust_remote_code)
-    except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
-        # What the checkpoint was before says nothing against the export: its numbers were compared above.
-        return Exported(written, 0, None, str(error).splitlines()[0])
-    after = _logits(read_any(out), n_prompts, seq_len, trust_remote_code)
-    difference = float(np.abs(before - after).max())
-    if difference != 0.0:
-        raise CheckpointError(f"{out}: logits differ by {difference:g} from those of {source}")
-    return Exported(written, n_prompts, difference, "")
-
-
-def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:
-    import torch
-
-    from loopq.systems.base import Batch
-
-    loaded = _loaded(checkpoint, None, False, trust_remote_code)
-    vocabulary = int(loaded.config.get("vocab_size", 256))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(vocabulary, 4), vocabulary, (n_prompts, seq_len), generator=generator)
-    n_steps = checkpoint.settings.get("n_steps") or loaded.system.n_steps
-    with torch.no_grad():
-        logits = loaded.system.rollout(Batch(ids, tuple(range(n_prompts))), int(n_steps))
-    found: NDArray[Any] = logits.float().cpu().numpy()
-    return found
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:

@@ -52,7 +52,7 @@ def checkpoint(*layers, ties=None, dense=None):
 
 def dequantized(values):
     """(u - z) * s in float64, from first principles."""
-    rows, columns = values.shape
+    columns = values.shape[1]
     group = columns if values.group_size == -1 else values.group_size
     index = np.arange(columns) // group
     zeros = 0 if values.zeros is None else values.zeros.astype(np.float64)[:, index]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import loopq
-from loopq.api import export
 from loopq.checkpoint import native as store
 from loopq.checkpoint.convert import RECORD, read_any
 from loopq.checkpoint.files import read_tensors, write_tensors
 from loopq.errors import CheckpointError
+from loopq.export import export
 from loopq.systems.quantized import install
 
 
@@ -43,7 +43,7 @@ def test_export_says_why_logits_were_not_compared(solved, tmp_path):
 
 def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
     values = iter([np.zeros(3), np.ones(3)])
-    monkeypatch.setattr("loopq.api._logits", lambda *a: next(values))
+    monkeypatch.setattr("loopq.export._logits", lambda *a: next(values))
     with pytest.raises(CheckpointError, match="logits differ by 1 from those of"):
         export(solved, tmp_path / "x", "gptq")
 
@@ -106,7 +106,7 @@ def test_layers_without_a_quantized_module_are_named(tiny_folder, tokens, tmp_pa
 
 def test_install_replaces_a_module_under_all_its_names_and_keeps_others(solved):
     whole = store.read(solved)
-    (name, layer), *_ = whole.layers.items()
+    layer = next(iter(whole.layers.values()))
     inner = torch.nn.Linear(layer.shape[1], layer.shape[0], bias=False)
     model = torch.nn.ModuleDict({"a": inner, "b": inner, "c": torch.nn.Embedding(*layer.shape)})
     small = store.Checkpoint({"a.weight": _named(layer, "a.weight")}, {}, {}, {})

@@ -23,7 +23,8 @@ def shortened(values, bits):
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("bfloat16", 5), ("bfloat16", 8), ("bfloat16", 1), ("float16", 8), ("float16", 11), ("float32", 3)]
+    ("kind", "bits"),
+    [("bfloat16", 5), ("bfloat16", 8), ("bfloat16", 1), ("float16", 8), ("float16", 11), ("float32", 3)],
 )
 def test_scales_keep_as_many_bits_as_asked(kind, bits):
     full = native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype="float32")["scales"]

@@ -46,7 +46,13 @@ def run(kind, jobs, folder, timeout=280):
     }
     program = Path(__file__).with_name("library.py")
     done = subprocess.run(
-        [python, str(program), str(path)], capture_output=True, text=True, env=env, check=False, timeout=timeout
+        [python, str(program), str(path)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return {j["out"]: json.loads(Path(j["out"] + ".json").read_text("utf-8")) for j in jobs}

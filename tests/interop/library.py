@@ -74,7 +74,9 @@ def run_compress(job: dict[str, Any]) -> dict[str, Any]:
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["folder"], dtype=getattr(torch, job["dtype"]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        job["folder"], dtype=getattr(torch, job["dtype"])
+    )
     config = QuantizationConfig(**job["config"])
     apply_quantization_config(model, config)
     for module in model.modules():
@@ -92,7 +94,10 @@ def run_compress(job: dict[str, Any]) -> dict[str, Any]:
     model.save_pretrained(job["out"] + ".folder")
     compressor.update_config(job["out"] + ".folder")
     compressor.decompress_model(model)
-    np.savez(job["out"] + ".weights.npz", **{n: dict(model.named_modules())[n].weight.detach().float().numpy() for n in job["modules"]})
+    np.savez(
+        job["out"] + ".weights.npz",
+        **{n: dict(model.named_modules())[n].weight.detach().float().numpy() for n in job["modules"]},
+    )
     return {}
 
 
@@ -102,7 +107,9 @@ def run_gptq_quantize(job: dict[str, Any]) -> dict[str, Any]:
 
     model = GPTQModel.load(job["folder"], QuantizeConfig(**job["config"]), device="cpu")
     ids = np.load(job["ids"])
-    model.quantize([{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in ids], batch_size=1)
+    model.quantize(
+        [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in ids], batch_size=1
+    )
     model.save(job["out"] + ".folder")
     return {}
 

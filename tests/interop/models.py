@@ -18,7 +18,9 @@ from loopq.checkpoint.native import Checkpoint
 def linear_names(model, leave=("lm_head",)):
     """Names of the linear layers that are quantized."""
     return [
-        n for n, m in model.named_modules() if type(m) is torch.nn.Linear and not any(part in n for part in leave)
+        n
+        for n, m in model.named_modules()
+        if type(m) is torch.nn.Linear and not any(part in n for part in leave)
     ]
 
 
@@ -117,7 +119,10 @@ def wrapped_zoo():
 def _with_code(model, module, config_class, model_class):
     config = model.config.to_dict()
     config["architectures"] = [model_class]
-    config["auto_map"] = {"AutoConfig": f"{module}.{config_class}", "AutoModelForCausalLM": f"{module}.{model_class}"}
+    config["auto_map"] = {
+        "AutoConfig": f"{module}.{config_class}",
+        "AutoModelForCausalLM": f"{module}.{model_class}",
+    }
     return config
 
 

@@ -137,7 +137,9 @@ def scheme(bits, symmetric, group_size):
     }
 
 
-WRITTEN = [(bits, symmetric, group) for bits in (2, 3, 4, 8) for symmetric in (True, False) for group in (32, None)]
+WRITTEN = [
+    (bits, symmetric, group) for bits in (2, 3, 4, 8) for symmetric in (True, False) for group in (32, None)
+]
 
 
 @pytest.fixture(scope="module")

@@ -35,15 +35,16 @@ class Case:
         return f"{self.kind}-{self.form}{asym}-{self.bits}bit-g{self.group_size}{ragged}-{self.tool}"
 
 
+MORE = ("hrm", "loop", "zoo")
 GRIDS = [("gptq", True), ("gptq_v2", True), ("gptq_v2", False)]
 CASES = [
     *(Case("llama", form, bits, 32, symmetric) for form, symmetric in GRIDS for bits in (2, 3, 4, 8)),
     *(Case("llama", form, bits, -1, symmetric) for form, symmetric in GRIDS[::2] for bits in (3, 4)),
-    *(Case("llama", form, bits, 32, symmetric, tool="transformers") for form, symmetric in GRIDS for bits in (2, 3, 4, 8)),
+    *(Case("llama", form, bits, 32, symm, tool="transformers") for form, symm in GRIDS for bits in (2, 3, 4, 8)),
     Case("llama", "gptq", 4, 64, ragged="keep"),
     Case("llama", "gptq", 4, 64, ragged="split"),
     Case("llama", "gptq", 4, 64, ragged="split", tool="transformers"),
-    *(Case(kind, form, 4, 32, symmetric, tool="transformers") for kind in ("hrm", "loop", "zoo") for form, symmetric in GRIDS[::2]),
+    *(Case(kind, form, 4, 32, symm, tool="transformers") for kind in MORE for form, symm in GRIDS[::2]),
     Case("hrm", "gptq", 4),
     Case("mixed", "gptq", 4),
 ]  # fmt: skip
@@ -94,7 +95,10 @@ def loaded(tmp_path_factory):
             }
         )
     results = run("gptq", jobs, base, timeout=290)
-    return {c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")]) for c in CASES}
+    return {
+        c.name: (*expected[c.name], base / f"{c.name}.npy", results[str(base / f"{c.name}.npy")])
+        for c in CASES
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -107,7 +111,9 @@ def test_logits_agree_to_float16(loaded, case):
     assert np.abs(got - single).max() <= 3 * level
     assert np.abs(got - half).max() <= 3 * level
     assert 3 * level < 0.05 * np.abs(single).max()
-    assert all("Linear" in kind and kind != "Linear" for kind in result["modules"].values()), result["modules"]
+    assert all("Linear" in kind and kind != "Linear" for kind in result["modules"].values()), result[
+        "modules"
+    ]
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.tool == "gptqmodel"], ids=lambda c: c.name)
@@ -117,7 +123,9 @@ def test_modules_dequantize_to_the_very_weights(loaded, case):
     weights = np.load(f"{path}.weights.npz")
     for layer in whole.layers.values():
         # The kernel multiplies in float16: code times scale, rounded once.
-        np.testing.assert_array_equal(weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32))
+        np.testing.assert_array_equal(
+            weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32)
+        )
 
 
 WRITTEN = [{"bits": 4, "group_size": 32}, {"bits": 3, "group_size": 32}, {"bits": 8, "group_size": -1},
@@ -156,4 +164,6 @@ def test_files_of_gptqmodel_are_read(foreign, number):
     assert len(found.layers) == 14
     for layer in found.layers.values():
         assert layer.bits == WRITTEN[number]["bits"]
-        np.testing.assert_array_equal(weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32))
+        np.testing.assert_array_equal(
+            weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32)
+        )

@@ -145,7 +145,9 @@ def _scheme(module: str, where: str, config: Mapping[str, Any]) -> tuple[int, bo
     by_class = [g for g in groups if "Linear" in g.get("targets", ())]
     found = next(iter(named or by_class), None)
     if found is None or not isinstance(found.get("weights"), Mapping):
-        raise CheckpointError(f"{where}: config.json: no config group says how module {module!r} is quantized")
+        raise CheckpointError(
+            f"{where}: config.json: no config group says how module {module!r} is quantized"
+        )
     form = found.get("format") or config.get("format")
     weights = found["weights"]
     bits, strategy = weights.get("num_bits"), weights.get("strategy")

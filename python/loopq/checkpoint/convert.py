@@ -76,7 +76,9 @@ def format_of(folder: Path) -> str:
     if (folder / store.INDEX).is_file():
         return NATIVE
     if not (folder / hf_folder.CONFIG).is_file():
-        raise CheckpointError(f"{folder}: no checkpoint: neither {store.INDEX} nor {hf_folder.CONFIG} is there")
+        raise CheckpointError(
+            f"{folder}: no checkpoint: neither {store.INDEX} nor {hf_folder.CONFIG} is there"
+        )
     _, quantization = hf_folder.read_config(folder)
     if quantization is None:
         raise CheckpointError(f"{folder}: a model that is not quantized: config.json has no {hf_folder.KEY}")
@@ -127,7 +129,9 @@ def read_any(folder: str | Path) -> Checkpoint:
         layers[layer.name] = layer
         used.update(names)
     if not layers:
-        raise CheckpointError(f"{folder}: no quantized layer: config.json says {form.name}, the tensors do not")
+        raise CheckpointError(
+            f"{folder}: no quantized layer: config.json says {form.name}, the tensors do not"
+        )
     dense = {name: t for name, t in shelf.tensors.items() if name not in used}
     side = hf_folder.side_files(folder, frozenset({RECORD, store.REPORT}))
     if (folder / RECORD).is_file():
@@ -146,7 +150,9 @@ def _recorded(
     if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
         raise CheckpointError(f"{path}: not the record of an export")
     if record.get("version") != RECORD_VERSION:
-        raise CheckpointError(f"{path}: version {record.get('version')}; this loopq reads version {RECORD_VERSION}")
+        raise CheckpointError(
+            f"{path}: version {record.get('version')}; this loopq reads version {RECORD_VERSION}"
+        )
     reports = store.read_report(folder / store.REPORT)
     ties = {str(k): str(v) for k, v in record["ties"].items()}
     restored = {}
@@ -158,7 +164,9 @@ def _recorded(
         restored[name] = dataclasses.replace(layer, report=reports.get(name, {}))
     for name in set(layers) - set(restored):
         if ties.get(name) not in restored or not layers[name].same_as(layers[ties[name]]):
-            raise CheckpointError(f"{folder}: layer {name!r} is quantized and not in {RECORD}, nor tied to one that is")
+            raise CheckpointError(
+                f"{folder}: layer {name!r} is quantized and not in {RECORD}, nor tied to one that is"
+            )
     if record["config"] is not None:
         side = {hf_folder.CONFIG: str(record["config"]).encode(), **side}
     return Checkpoint(restored, dense, ties, dict(record["settings"]), side)
@@ -247,7 +255,9 @@ def _write_foreign(
     stored = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
     clash = sorted(set(tensors) & set(checkpoint.dense))
     if clash:
-        raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {form.name} gives to its own")
+        raise CheckpointError(
+            f"tensor {clash[0]!r} of the model has a name that {form.name} gives to its own"
+        )
     tensors.update(checkpoint.dense)
     original = checkpoint.side_files.get(hf_folder.CONFIG)
     config = _parse(original) | {
@@ -279,7 +289,9 @@ def _parse(config: bytes | None) -> dict[str, Any]:
     return found
 
 
-def _record(checkpoint: Checkpoint, form: Format, ragged: Ragged | None, config: bytes | None) -> dict[str, Any]:
+def _record(
+    checkpoint: Checkpoint, form: Format, ragged: Ragged | None, config: bytes | None
+) -> dict[str, Any]:
     return {
         "format": RECORD_FORMAT,
         "version": RECORD_VERSION,
@@ -314,13 +326,13 @@ def _dense_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Every module with a matrix that was left alone, tied ones too: a superset of the linear layers."""
     dense = checkpoint.dense
     names = {n for n, t in dense.items() if n.endswith(".weight") and len(t.shape) == 2}
-    names |= {tied for tied, source in checkpoint.ties.items() if source in names and tied.endswith(".weight")}
+    names |= {
+        tied for tied, source in checkpoint.ties.items() if source in names and tied.endswith(".weight")
+    }
     return tuple(sorted(n.removesuffix(".weight") for n in names))
 
 
-def convert(
-    source: str | Path, out: str | Path, form: str, *, ragged: Ragged | None = None
-) -> Written:
+def convert(source: str | Path, out: str | Path, form: str, *, ragged: Ragged | None = None) -> Written:
     """Rewrite a checkpoint in another format; see `write_as`."""
     return write_as(out, read_any(source), form, ragged=ragged)
 

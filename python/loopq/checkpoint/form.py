@@ -170,7 +170,7 @@ def choose(layer: QuantizedLayer, ragged: Ragged | None, form: Format) -> Ragged
     """
     if not is_ragged(layer):
         return None
-    rows, columns = layer.shape
+    columns = layer.shape[1]
     last = columns % layer.group_size
     what = (
         f"layer {layer.name}: the last of its groups has {last} of {layer.group_size} columns "

@@ -63,7 +63,7 @@ class GPTQ(Format):
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """qweight, qzeros, scales and g_idx of a layer."""
-        bits, (rows, columns) = layer.bits, layer.shape
+        bits, columns = layer.bits, layer.shape[1]
         offset = 1 << (bits - 1) if layer.symmetric else 0
         words = native.pack_dense(layer.codes, bits, offset)
         zeros = np.full(layer.scales.shape, offset, np.uint8) if layer.zeros is None else layer.zeros
@@ -189,7 +189,11 @@ def _common_path(modules: Sequence[str]) -> str:
 
 def _settings(module: str, where: str, config: Mapping[str, Any]) -> tuple[int, int, bool]:
     """Bits, group size and symmetry of a module, with the rules of `dynamic` applied as GPTQModel does."""
-    values = {"bits": config.get("bits"), "group_size": config.get("group_size"), "sym": config.get("sym", True)}
+    values = {
+        "bits": config.get("bits"),
+        "group_size": config.get("group_size"),
+        "sym": config.get("sym", True),
+    }
     for pattern, changes in (config.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
             continue

@@ -97,7 +97,11 @@ def side_files(folder: Path, leave_out: frozenset[str]) -> dict[str, bytes]:
     """Read the files beside the weights: tokenizer, remote code, generation config."""
     weights = {SHARDS, CONFIG, QUANTIZE_CONFIG, *leave_out}
     files = (p for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith("."))
-    return {p.name: p.read_bytes() for p in files if p.name not in weights and p.suffix not in (".safetensors", ".bin")}
+    return {
+        p.name: p.read_bytes()
+        for p in files
+        if p.name not in weights and p.suffix not in (".safetensors", ".bin")
+    }
 
 
 @contextlib.contextmanager

@@ -69,7 +69,10 @@ class Marlin(Format):
 
     def config(self, export: Export) -> dict[str, Any]:
         """The quantization config; it holds one group size."""
-        sizes = {-1 if m.scales.shape[1] == 1 and m.group_size == -1 else m.group_size for m in export.layers.values()}
+        sizes = {
+            -1 if m.scales.shape[1] == 1 and m.group_size == -1 else m.group_size
+            for m in export.layers.values()
+        }
         if len(sizes) > 1:
             raise CheckpointError(
                 f"Marlin's config holds one group size; the layers have {sorted(sizes)}: leave those of one dense"

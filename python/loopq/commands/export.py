@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and say what it cost."""
-    from loopq.api import export
+    from loopq.export import export
 
     exported = export(
         args.folder, args.out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code

@@ -1,0 +1,112 @@
+"""Write a checkpoint for other tools and check what is on the disk: the numbers, and the model behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.api import load_checkpoint
+from loopq.checkpoint.convert import Written, read_any, write_as
+from loopq.checkpoint.form import Ragged
+from loopq.checkpoint.native import Checkpoint
+from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote, and how the model behind it compares.
+
+    Parameters
+    ----------
+    written : Written
+        Folder, bytes, what had to be changed for the format, layers compared.
+    n_prompts : int
+        Prompts whose logits were compared; 0 where no model could be built.
+    difference : float or None
+        Largest difference between the logits of the model before the export and after it.
+    reason : str
+        Why logits were not compared.
+    """
+
+    written: Written
+    n_prompts: int
+    difference: float | None
+    reason: str
+
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+        if self.difference is None:
+            return [*self.written.lines(), f"logits not compared: {self.reason}"]
+        text = f"logits of {self.n_prompts} prompts: largest difference {self.difference:g}"
+        return [*self.written.lines(), text]
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    form: str,
+    *,
+    ragged: Ragged | None = None,
+    n_prompts: int = 2,
+    seq_len: int = 16,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write a checkpoint in a format that other tools load, and check what is on the disk.
+
+    Parameters
+    ----------
+    source : path
+        Checkpoint of any format that loopq reads.
+    out : path
+        New folder.
+    form : str
+        "native" or a name in `loopq.checkpoint.FORMATS`.
+    ragged : {"keep", "split", "pad"}, optional
+        What to do with a last group that is shorter than the others.
+    n_prompts, seq_len : int
+        Prompts of random tokens, and their length, for the comparison of logits.
+    trust_remote_code : bool
+        Allow code that came with the model to run, so that logits can be compared.
+
+    Returns
+    -------
+    Exported
+        What was written and what was compared.
+
+    Raises
+    ------
+    CheckpointError
+        The format cannot hold the checkpoint, or what was read back differs from what was solved.
+    """
+    checkpoint = read_any(source)
+    written = write_as(out, checkpoint, form, ragged=ragged)
+    try:
+        before = _logits(checkpoint, n_prompts, seq_len, trust_remote_code)
+    except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
+        # What the checkpoint was before says nothing against the export: its numbers were compared above.
+        return Exported(written, 0, None, str(error).splitlines()[0])
+    after = _logits(read_any(out), n_prompts, seq_len, trust_remote_code)
+    difference = float(np.abs(before - after).max())
+    if difference != 0.0:
+        raise CheckpointError(f"{out}: logits differ by {difference:g} from those of {source}")
+    return Exported(written, n_prompts, difference, "")
+
+
+def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:
+    import torch
+
+    from loopq.systems.base import Batch
+
+    loaded = load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
+    vocabulary = int(loaded.config.get("vocab_size", 256))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(vocabulary, 4), vocabulary, (n_prompts, seq_len), generator=generator)
+    n_steps = checkpoint.settings.get("n_steps") or loaded.system.n_steps
+    with torch.no_grad():
+        logits = loaded.system.rollout(Batch(ids, tuple(range(n_prompts))), int(n_steps))
+    found: NDArray[Any] = logits.float().cpu().numpy()
+    return found

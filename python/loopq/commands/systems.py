@@ -14,19 +14,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of the systems."""
-    from loopq.systems import SYSTEMS
+    from loopq.systems.check import systems_table
 
     rows = [
         (
-            name,
-            (cls.__doc__ or "").strip().splitlines()[0],
-            cls.output,
-            "yes" if cls.has_steps else "no",
-            "random" if cls.state_is_random else "fixed",
+            row.name,
+            row.summary,
+            ", ".join(f"{name}: {count}" for name, count in row.checkpoints) or None,
+            ", ".join(row.exposed) or None,
         )
-        for name, cls in SYSTEMS
+        for row in systems_table()
     ]
-    print(render(("system", "models", "output", "single step", "initial state"), rows))
+    print(render(("system", "loop", "weights quantized", "feedback-exposed"), rows))
     return 0
 
 

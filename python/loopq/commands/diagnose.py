@@ -1,0 +1,115 @@
+"""`loopq diagnose`: what the loop does to its own error, as numbers and as one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from loopq import config as defaults
+from loopq.commands import COMMANDS, Command
+from loopq.commands.options import add_model, add_text, load, memory
+from loopq.config import DiagnoseConfig
+from loopq.errors import ConfigError
+from loopq.progress import Line
+
+_QUICK = ("ranks", "overlap", "ablation", "arms")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    config = DiagnoseConfig()
+    add_model(parser)
+    add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
+    parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    parser.add_argument("--json", metavar="FILE", help="write the same as data")
+    parser.add_argument(
+        "--only", metavar="A,B", help="sections to run (default: all that the system can have)"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(_QUICK)}: a minute, not many")
+    parser.add_argument("--work", metavar="DIR", help="keep finished sections here and go on with them")
+    parser.add_argument("--memory", type=memory, help="limit for Hessians, as in 8G")
+    parser.add_argument(
+        "--bits", type=int, default=config.bits, help="rounding measured (default %(default)s)"
+    )
+    parser.add_argument(
+        "--group-size", type=int, default=config.group_size, help="group size (default %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Diagnose a model or a dump, print the verdicts, write page and data."""
+    if args.html:
+        from loopq.lazy import require
+
+        require("matplotlib")
+    with Line() as progress:
+        found = (
+            _dump(args, progress)
+            if (Path(args.model) / "manifest.json").is_file()
+            else _model(args, progress)
+        )
+    if args.html:
+        from loopq.report.page import write_report
+
+        write_report(found, args.html)
+        print(f"page: {args.html}")
+    if args.json:
+        from loopq.report.page import write_data
+
+        write_data(found, args.json)
+        print(f"data: {args.json}")
+    _print(found)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> DiagnoseConfig:
+    return DiagnoseConfig(
+        bits=args.bits, group_size=args.group_size, batch_size=args.batch_size, seed=args.seed
+    )
+
+
+def _dump(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
+    from loopq.diagnose.survey import diagnose_dump
+
+    if args.only or args.quick:
+        raise ConfigError("a dump holds activations only: --only and --quick are for models")
+    return diagnose_dump(Path(args.model), config=_config(args), threads=args.threads, progress=progress)
+
+
+def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
+    from loopq.api import calibration_tokens
+    from loopq.diagnose.survey import diagnose
+
+    if args.only and args.quick:
+        raise ConfigError("--only and --quick both choose the sections: give one of them")
+    loaded = load(args)
+    tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
+    only = args.only.split(",") if args.only else list(_QUICK) if args.quick else None
+    return diagnose(
+        loaded.system,
+        tokens,
+        args.n_steps,
+        config=_config(args),
+        only=only,
+        train=tokens,
+        name=str(args.model),
+        work=Path(args.work) if args.work else None,
+        memory=args.memory,
+        threads=args.threads,
+        progress=progress,
+    )
+
+
+def _print(found: dict[str, Any]) -> None:
+    for layer in found["layers"]:
+        print(f"{layer['name']}: {layer['verdict']['text']}")
+    print()
+    print("\n".join(found["summary"]))
+    for entry in found["unavailable"]:
+        print(f"not available: {entry['section']}: {entry['reason']}")
+
+
+COMMANDS.register("diagnose")(
+    Command("show what the loop does to its own error, as numbers and as a page", add, run, 22)
+)

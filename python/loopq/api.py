@@ -27,6 +27,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.config import QuantConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.progress import Progress, Silent
+from loopq.quantizers.sequential import Sequential, recollected
 from loopq.quantizers.solve import Solver, Task, tasks_of
 from loopq.systems.base import LoopedSystem, SharedParameter
 
@@ -213,6 +214,10 @@ def solve(
     """
     progress = progress or Silent()
     config = _config(config, layer)
+    if config.calibration != "open":
+        raise ConfigError(
+            f"calibration {config.calibration!r} runs the model between layers, which a dump cannot: use `quantize`"
+        )
     source = Dump(Path(dump))
     manifest = source.manifest
     folder = Path(out) if out is not None else None
@@ -441,7 +446,8 @@ class _Run:
         """Empty accumulators: one sum for each group, or each step apart where layers choose differently."""
         steps = self.steps()
         apart = any(
-            t.leader and (list(t.steps) != steps[t.leader] or t.config.step_weights != "sum") for t in self.tasks
+            t.leader and (list(t.steps) != steps[t.leader] or t.config.step_weights != "sum")
+            for t in self.tasks
         )
         return HessianSet(self.job, steps, per_step=apart, threads=self.threads)
 
@@ -461,7 +467,18 @@ class _Run:
         return Estimate(held + 24 * widest**2, rollouts + (accumulate + factor + sweep) / rate, len(passes))
 
     def solve(self, memory: int | None, work: Path | None, progress: Progress) -> dict[str, QuantizedLayer]:
-        """Collect and solve, pass by pass."""
+        """Collect and solve, pass by pass; layer by layer where calibration is asymmetric."""
+        config = self.config
+        if config.calibration == "asymmetric":
+            return Sequential(self.job, config.alpha, config.sweeps, self.threads, progress).run(self.tasks)
+        layers = self._open_loop(memory, work, progress)
+        if config.calibration == "closed-loop":
+            return recollected(self.job, self.tasks, layers, self.threads)
+        return layers
+
+    def _open_loop(
+        self, memory: int | None, work: Path | None, progress: Progress
+    ) -> dict[str, QuantizedLayer]:
         sums = self.hessians()
         parameters: dict[str, SharedParameter] = {p.name: p for p in self.job.selection.parameters}
         tensors, ties = model_tensors(self.job.system.model)

@@ -35,6 +35,7 @@ ScaleSearch = Literal["max", "mse"]
 ScaleCost = Literal["largest", "even", "diagonal", "conditional"]
 ColumnOrder = Literal["natural", "diagonal", "conditional"]
 DampingKind = Literal["mean", "median", "diagonal", "tail"]
+Calibration = Literal["open", "asymmetric", "closed-loop"]
 STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax")
 ScaleType = Literal["float32", "float16", "bfloat16"]
 
@@ -200,6 +201,14 @@ class QuantConfig:
         Applied in order; later ones win.
     include, exclude : tuple of str
         Patterns of parameter names; what a system leaves dense by default needs an include.
+    calibration : {"open", "asymmetric", "closed-loop"}
+        "open": all inputs from the full-precision rollout (the paper). "asymmetric": layer after layer, on the
+        inputs that the layers before it will cause, against the outputs of full precision. "closed-loop": open,
+        then once more with inputs of the quantized rollout (paper, B8).
+    alpha : float
+        "asymmetric": share of the correction, 0 to 1.
+    sweeps : int
+        "asymmetric": times through all layers.
     rank_threshold : float or None
         Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
         eigenvalues out.
@@ -211,6 +220,16 @@ class QuantConfig:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     rank_threshold: float | None = 1e-3
+    calibration: Calibration = "open"
+    alpha: float = 1.0
+    sweeps: int = 1
+
+    def __post_init__(self) -> None:
+        _choice("calibration", self.calibration, ("open", "asymmetric", "closed-loop"))
+        if not 0.0 <= self.alpha <= 1.0:
+            raise ConfigError(f"alpha must lie in [0, 1]; got {self.alpha!r}")
+        if self.sweeps < 1:
+            raise ConfigError(f"sweeps must be at least 1; got {self.sweeps!r}")
 
     def for_layer(self, name: str) -> tuple[LayerConfig, str]:
         """Settings and steps of the layer called `name`."""
@@ -253,7 +272,9 @@ def parse_step_weights(spec: str) -> Fraction | str:
     """
     if spec in STEP_WEIGHTS:
         return spec
-    allowed = f"step_weights must be one of {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
+    allowed = (
+        f"step_weights must be one of {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
+    )
     if not spec.startswith("alpha="):
         raise ConfigError(allowed)
     try:

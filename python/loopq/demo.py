@@ -7,44 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from loopq.api import weights_of
-from loopq.calibrate.collect import Collection, HessianSet
-from loopq.calibrate.data import TokenSet, windows
-from loopq.calibrate.select import Selection, select
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.calibrate.data import windows
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.config import BATCH_SIZE, LayerConfig, QuantConfig
 from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.solve import Solver, tasks_of
-from loopq.systems.base import LoopedSystem
+from loopq.quantizers.arms import collect_all_steps, solve_arm
 
 ARMS = (("RTN", "rtn", "all"), ("GPTQ, one step", "gptq", "first"), ("GPTQ, trajectory", "gptq", "all"))
 GRIDS = ((4, 32), (3, 32))
-
-
-def solve_arm(
-    sums: HessianSet, selection: Selection, system: LoopedSystem, config: QuantConfig, threads: int = 0
-) -> dict[str, QuantizedLayer]:
-    """Quantize a selection once from Hessians that are there for each step.
-
-    Parameters
-    ----------
-    sums : HessianSet
-        Accumulators, each step apart.
-    selection : Selection
-        Parameters and input groups.
-    system : LoopedSystem
-        Full-precision model.
-    config : QuantConfig
-        Settings of this arm.
-    threads : int
-        Threads; 0 takes all cores.
-    """
-    tensors, ties = model_tensors(system.model)
-    tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, config.rank_threshold, threads)
-    return solver.run(tasks)
 
 
 def run(
@@ -120,22 +92,3 @@ def run(
 
 def _arm(label: str, measurement: Measurement, n_bytes: int) -> dict[str, Any]:
     return dataclasses.replace(measurement, name=label).summary() | {"n_bytes": n_bytes}
-
-
-def collect_all_steps(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    *,
-    n_steps: int | None = None,
-    batch_size: int = BATCH_SIZE,
-    seed: int = 0,
-    threads: int = 0,
-    progress: Progress | None = None,
-) -> tuple[HessianSet, Selection]:
-    """Collect the Hessian of every shared layer at every step, each step apart."""
-    selection = select(system, tokens, n_steps=n_steps, seed=seed)
-    job = Collection(system, tokens, selection, batch_size, seed)
-    steps = {p.name: list(range(p.invocations)) for p in selection.input_groups}
-    sums = HessianSet(job, steps, per_step=True, threads=threads)
-    sums.run_pass(list(steps), progress=progress)
-    return sums, selection

@@ -48,7 +48,8 @@ def _residues(q: int) -> NDArray[np.int8]:
     character = -np.ones(q, dtype=np.int8)
     character[0] = 0
     character[np.unique(np.arange(1, q, dtype=np.int64) ** 2 % q)] = 1
-    return character[np.subtract.outer(np.arange(q), np.arange(q)) % q]
+    found: NDArray[np.int8] = character[np.subtract.outer(np.arange(q), np.arange(q)) % q]
+    return found
 
 
 def _paley(n: int) -> NDArray[np.int8] | None:
@@ -160,7 +161,9 @@ class Rotation:
         start = 0
         for size in self.sizes():
             r = self.matrix(size)
-            out[:, start : start + size] = rows[:, start : start + size].astype(np.float64) @ (r.T if transposed else r)
+            out[:, start : start + size] = rows[:, start : start + size].astype(np.float64) @ (
+                r.T if transposed else r
+            )
             start += size
         return out
 
@@ -203,7 +206,7 @@ def _block(kind: str, size: int, seed: int) -> Matrix:
     exact = hadamard(size) if kind == "hadamard" else None
     if exact is None:
         return random_orthogonal(size, seed)
-    return exact.astype(np.float64) / np.sqrt(size)
+    return np.asarray(exact.astype(np.float64) / np.sqrt(size))
 
 
 @dataclass(frozen=True)

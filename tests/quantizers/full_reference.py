@@ -47,7 +47,11 @@ def fit_scales(w, cost, *, bits, group_size, symmetric, scale_dtype, signed):
             for i in range(SHRINK_STEPS):
                 shrink = 1 - i / 100
                 if symmetric:
-                    exact = np.maximum(hi / (middle - 1), -lo / middle) if signed else np.maximum(hi, -lo) / (middle - 1)
+                    exact = (
+                        np.maximum(hi / (middle - 1), -lo / middle)
+                        if signed
+                        else np.maximum(hi, -lo) / (middle - 1)
+                    )
                 else:
                     exact = (hi - lo) / top
                 s = stored(exact * shrink, scale_dtype) * sign

@@ -212,7 +212,13 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
     step = np.abs(layer.scales[:, 0])
     inside = np.abs(weight[:, 7]) <= 7 * step
     assert (np.abs(layer.dequantize()[:, 7] - weight[:, 7])[inside] <= 0.5001 * step[inside]).all()
-    for bad in ({"order": "random"}, {"scale_cost": "x"}, {"rounds": -1}, {"descent": -1}, {"damping_kind": "x"}):
+    for bad in (
+        {"order": "random"},
+        {"scale_cost": "x"},
+        {"rounds": -1},
+        {"descent": -1},
+        {"damping_kind": "x"},
+    ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             LayerConfig(method="full", **bad)
     with pytest.raises(SolveError, match="all zeros"):

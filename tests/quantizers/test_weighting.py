@@ -11,8 +11,8 @@ import loopq._native as native
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import select
 from loopq.config import LayerConfig, QuantConfig, parse_step_weights
-from loopq.demo import collect_all_steps, solve_arm
 from loopq.errors import ConfigError
+from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.damping import damping_vector
 from loopq.quantizers.weighting import alpha_weights, balanced_weights, combine, loss_weights, minimax_weights
 from tests.quantizers.test_gptq import correlated, solve
@@ -38,7 +38,9 @@ def test_alpha_identities_hold_bit_for_bit(tiny, tokens, method):
 
     def arm(steps, weights):
         layer = LayerConfig(method=method, bits=3, group_size=16, step_weights=weights)
-        return solve_arm(sums, selection, tiny.system, QuantConfig(layer, steps=steps, rank_threshold=None), 1)
+        return solve_arm(
+            sums, selection, tiny.system, QuantConfig(layer, steps=steps, rank_threshold=None), 1
+        )
 
     for alpha, steps in (("alpha=1/3", "all"), ("alpha=0", "1:"), ("alpha=1", "first")):
         weighed, plain = arm("all", alpha), arm(steps, "sum")
@@ -59,7 +61,9 @@ def test_alpha_is_exact_and_refuses_nonsense():
 
 def test_weights_need_each_step_apart(tiny, tokens):
     selection = select(tiny.system, tokens)
-    sums = HessianSet(Collection(tiny.system, tokens, selection), {p.name: [0, 1, 2] for p in selection.input_groups})
+    sums = HessianSet(
+        Collection(tiny.system, tokens, selection), {p.name: [0, 1, 2] for p in selection.input_groups}
+    )
     sums.run_pass(list(sums.steps))
     config = QuantConfig(LayerConfig(bits=3, group_size=16, step_weights="balanced"), rank_threshold=None)
     with pytest.raises(ConfigError, match="need the Hessian of each step"):
@@ -75,8 +79,11 @@ def test_balanced_shares_are_equal_and_follow_scalings():
     shares /= shares.sum(0)
     np.testing.assert_allclose(shares.sum(1), 24 / 4, rtol=1e-5)
     loud = [rows[0] * 64, *rows[1:]]
-    np.testing.assert_allclose(balanced_weights(accumulate(loud), range(4))[0] * 64**2 / w[0],
-                               balanced_weights(accumulate(loud), range(4))[1] / w[1], rtol=1e-9)
+    np.testing.assert_allclose(
+        balanced_weights(accumulate(loud), range(4))[0] * 64**2 / w[0],
+        balanced_weights(accumulate(loud), range(4))[1] / w[1],
+        rtol=1e-9,
+    )
     channel = np.where(np.arange(24) == 5, 1024.0, 1.0)
     again = balanced_weights(accumulate([r * channel for r in rows]), range(4))
     np.testing.assert_allclose(np.array(again) / again[0], np.array(w) / w[0], rtol=1e-9)
@@ -141,7 +148,10 @@ def test_minimax_lowers_the_worst_step():
     def worst(weights):
         error = found(combine(acc, range(4), weights)) - weight
         plain = rounded - weight
-        return max(np.trace(error @ h @ error.T) / np.trace(plain @ h @ plain.T) for h in map(acc.matrix, [[0], [1], [2], [3]]))
+        return max(
+            np.trace(error @ h @ error.T) / np.trace(plain @ h @ plain.T)
+            for h in map(acc.matrix, [[0], [1], [2], [3]])
+        )
 
     w = minimax_weights(acc, range(4), weight, rounded, found)
     assert worst(w) < worst([1.0, 1.0, 1.0, 1.0])

@@ -24,12 +24,17 @@ def test_hadamard_rows_are_orthogonal(n):
 def test_hadamard_of_huginns_width_exists_and_odd_sizes_do_not():
     h = hadamard(5280)
     rows = h[[0, 1, 17, 5279]].astype(np.int64)
-    np.testing.assert_array_equal(rows @ h.T.astype(np.int64) != 0, np.eye(5280, dtype=bool)[[0, 1, 17, 5279]])
+    np.testing.assert_array_equal(
+        rows @ h.T.astype(np.int64) != 0, np.eye(5280, dtype=bool)[[0, 1, 17, 5279]]
+    )
     assert hadamard(6) is None
     assert hadamard(7) is None
 
 
-@pytest.mark.parametrize(("dim", "kind", "block"), [(96, "hadamard", 32), (84, "hadamard", 64), (70, "random", 32), (54, "hadamard", 54)])
+@pytest.mark.parametrize(
+    ("dim", "kind", "block"),
+    [(96, "hadamard", 32), (84, "hadamard", 64), (70, "random", 32), (54, "hadamard", 54)],
+)
 def test_rotation_is_orthogonal_and_changes_no_product(dim, kind, block):
     rng = np.random.default_rng(0)
     rotation = Rotation(dim, kind, block, seed=3)
@@ -38,9 +43,13 @@ def test_rotation_is_orthogonal_and_changes_no_product(dim, kind, block):
     np.testing.assert_allclose(turned @ rotation.fold(weight).T, x @ weight.T, atol=2e-5)
     np.testing.assert_allclose(rotation.unfold(rotation.fold(weight)), weight, atol=1e-6)
     hessian = x.astype(np.float64).T @ x
-    np.testing.assert_allclose(rotation.conjugate(hessian), turned.astype(np.float64).T @ turned, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(
-        np.linalg.eigvalsh(rotation.conjugate(hessian)), np.linalg.eigvalsh(hessian), atol=1e-9 * np.trace(hessian)
+        rotation.conjugate(hessian), turned.astype(np.float64).T @ turned, rtol=1e-4, atol=1e-3
+    )
+    np.testing.assert_allclose(
+        np.linalg.eigvalsh(rotation.conjugate(hessian)),
+        np.linalg.eigvalsh(hessian),
+        atol=1e-9 * np.trace(hessian),
     )
     for size in set(rotation.sizes()):
         np.testing.assert_allclose(rotation.matrix(size) @ rotation.matrix(size).T, np.eye(size), atol=1e-12)

@@ -39,7 +39,9 @@ class PairedSums:
     def of(self, steps: Sequence[int], weights: Sequence[float] | None = None) -> Moments:
         """Sum over steps, each times its weight."""
         chosen = list(steps)
-        both = self.sums.matrix(chosen) if weights is None else self.sums.matrix(chosen, weights=list(weights))
+        both = (
+            self.sums.matrix(chosen) if weights is None else self.sums.matrix(chosen, weights=list(weights))
+        )
         d = self.dim
         quantized = np.ascontiguousarray(both[d:, d:])
         return Moments(
@@ -99,7 +101,10 @@ def collect_pairs(
     parameters: Mapping[str, SharedParameter] = {p.name: p for p in job.selection.input_groups}
     sums = {
         name: native.HessianAccumulator(
-            2 * parameters[name].in_features, range(parameters[name].invocations), per_step=True, threads=threads
+            2 * parameters[name].in_features,
+            range(parameters[name].invocations),
+            per_step=True,
+            threads=threads,
         )
         for name in leaders
     }

@@ -203,7 +203,9 @@ class QuantizedLayer:
             if settings["transform"].get("type") == "channel_scale":
                 arrays["input_scale"] = get("input_scale", "F16", (columns,)).float32()
             transform = from_description(settings["transform"], arrays)
-        return cls(**fields, codes=codes, scales=scales, zeros=zeros, report=dict(report), transform=transform)
+        return cls(
+            **fields, codes=codes, scales=scales, zeros=zeros, report=dict(report), transform=transform
+        )
 
     def same_as(self, other: QuantizedLayer) -> bool:
         """Whether codes, scales and zero points are equal, bit for bit."""

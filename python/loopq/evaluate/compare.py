@@ -14,7 +14,8 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.progress import Progress, Silent
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.replace import Weights, replaced
+from loopq.systems.replace import Weights as Weights
+from loopq.systems.replace import replaced as replaced
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -31,7 +31,9 @@ class AWQ:
     def __call__(self, problem: Problem) -> QuantizedLayer:
         """Quantize the layer."""
         if problem.hessian is None:
-            raise SolveError(f"layer {problem.name}: AWQ needs the layer's activations, and none were collected")
+            raise SolveError(
+                f"layer {problem.name}: AWQ needs the layer's activations, and none were collected"
+            )
         config = problem.config
         magnitude = np.sqrt(np.diag(problem.hessian))
         best: tuple[float, float, ChannelScale, dict[str, object]] | None = None
@@ -49,7 +51,9 @@ class AWQ:
             )
             width = folded.shape[1] if config.group_size == -1 else config.group_size
             rounded = native.dequantize(result["codes"], result["scales"], result["zeros"], width)
-            loss = native.proxy(problem.target, scale.unfold(rounded), problem.hessian, threads=problem.threads)
+            loss = native.proxy(
+                problem.target, scale.unfold(rounded), problem.hessian, threads=problem.threads
+            )
             if best is None or loss < best[0]:
                 best = (loss, power, scale, result)
         assert best is not None

@@ -102,7 +102,9 @@ class Sequential:
             if key not in shared:
                 shared[key] = (paired.of(task.steps, _weights(task)), {})
             moments, scratch = shared[key]
-            out[task.parameter.name] = self._solve(task, weights[task.parameter.name], moments, scratch, sweep)
+            out[task.parameter.name] = self._solve(
+                task, weights[task.parameter.name], moments, scratch, sweep
+            )
         return out
 
     def _plain(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:

@@ -221,7 +221,11 @@ def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that share input and steps stand together; the others alone. Order of first appearance."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:
-        key = (task.leader, task.steps, task.config.step_weights) if task.leader else (None, task.parameter.name)
+        key = (
+            (task.leader, task.steps, task.config.step_weights)
+            if task.leader
+            else (None, task.parameter.name)
+        )
         groups.setdefault(key, []).append(task)
     return list(groups.values())
 
@@ -279,7 +283,9 @@ def solve_rotated(problem: Problem) -> QuantizedLayer:
         )
     )
     if layer.transform is not None:
-        raise ConfigError(f"layer {problem.name}: method {config.method!r} cannot be combined with a rotation")
+        raise ConfigError(
+            f"layer {problem.name}: method {config.method!r} cannot be combined with a rotation"
+        )
     return layer.with_transform(rotation).with_report(rotation=rotation.describe())
 
 

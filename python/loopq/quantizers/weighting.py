@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +129,8 @@ def combine(
     Steps of equal weight are summed exactly, so that weights which say "all alike" or "this step alone" give the
     very bits of the plain sum.
     """
-    kept = [(t, w) for t, w in zip(steps, weights, strict=True) if w != 0]
+    values: list[Any] = list(weights)
+    kept = [(t, w) for t, w in zip(steps, values, strict=True) if w != 0]
     if not kept:
         raise ConfigError(f"step_weights leave no step of {list(steps)}")
     chosen = [t for t, _ in kept]

@@ -22,6 +22,9 @@ from loopq.tune.unroll import divergence, linked, unroll
 if TYPE_CHECKING:
     from torch import Tensor
 
+# How far a code may start off its whole number: nearer to one half, the first noisy update would flip it.
+LEAN = 0.2
+
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -91,7 +94,9 @@ class Tuned:
 class _Variables:
     """The numbers that are tuned: a relative change for each scale, a real code for each code."""
 
-    def __init__(self, layers: Mapping[str, QuantizedLayer], originals: Mapping[str, Tensor], codes: bool) -> None:
+    def __init__(
+        self, layers: Mapping[str, QuantizedLayer], originals: Mapping[str, Tensor], codes: bool
+    ) -> None:
         import torch
 
         self.layers = dict(layers)
@@ -108,7 +113,7 @@ class _Variables:
             if codes:
                 # A code leans towards the weight it stands for, as far as it can without becoming another.
                 exact = originals[name] / self._spread(layer, self._scale0[name]) + self._zero[name]
-                start = start + (exact - start).clamp(-0.49, 0.49)
+                start = start + (exact - start).clamp(-LEAN, LEAN)
             self.code[name] = start.requires_grad_(codes)
 
     @staticmethod
@@ -210,7 +215,7 @@ def tune(
     originals = {name: _original(system, layer) for name, layer in layers.items()}
     variables = _Variables(layers, originals, config.what == "codes")
     teacher = _Teacher(system, depth, config)
-    start = {name: layer for name, layer in layers.items()}
+    start = dict(layers)
     best = (teacher.measure(_tensors(start), held_out), start)
     history = [(0, best[0])]
     groups: list[dict[str, Any]] = [{"params": list(variables.scale.values()), "lr": config.scale_rate}]
@@ -223,7 +228,9 @@ def tune(
     for update in range(config.n_updates):
         for group, rate in zip(optimizer.param_groups, (config.scale_rate, config.code_rate), strict=False):
             group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * update / config.n_updates))
-        chosen = np.sort(order.choice(len(tokens.sequences), min(config.batch_size, len(tokens.sequences)), False))
+        chosen = np.sort(
+            order.choice(len(tokens.sequences), min(config.batch_size, len(tokens.sequences)), False)
+        )
         teacher.update(variables, tokens, [int(i) for i in chosen], optimizer, update)
         progress.advance()
         if (update + 1) % config.every == 0 or update + 1 == config.n_updates:
@@ -271,7 +278,9 @@ def _tensors(layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor]:
     out = {}
     for name, layer in layers.items():
         values: NDArray[np.float32] = layer.dequantize()
-        out[name] = torch.from_numpy(np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values)
+        out[name] = torch.from_numpy(
+            np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
+        )
     return out
 
 

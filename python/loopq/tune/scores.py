@@ -1,0 +1,178 @@
+"""What the quantization of one layer alone costs the model: measured, or predicted from one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import compare
+from loopq.progress import Progress, Silent
+from loopq.systems.base import LoopedSystem
+from loopq.tune.unroll import linked, unroll
+
+
+@dataclass(frozen=True)
+class Score:
+    """Cost of one way to quantize one layer, all others at full precision.
+
+    Parameters
+    ----------
+    name : str
+        What is tried; for `layer_scores` (layer, way).
+    cost : float
+        KL(full precision || quantized) in nats for a position, measured or predicted.
+    """
+
+    name: tuple[str, str]
+    cost: float
+
+
+Ways = Mapping[tuple[str, str], NDArray[np.float32]]
+
+
+def measured(
+    system: LoopedSystem,
+    ways: Ways,
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[Score]:
+    """Run one rollout for each way, with that one layer replaced.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model.
+    ways : mapping of (str, str) to ndarray, float32
+        (parameter name, label) to the layer's quantized weight in the model's orientation.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of the initial states.
+    batch_size : int
+        Prompts that run together.
+    progress : Progress, optional
+        Told of every prompt.
+    """
+    variants = {f"{layer}|{label}": {layer: weight} for (layer, label), weight in ways.items()}
+    found = compare(
+        system, variants, tokens, n_steps=n_steps, seeds=(seed,), batch_size=batch_size, progress=progress
+    )[1:]
+    return [Score(way, float(m.kl.mean())) for way, m in zip(ways, found, strict=True)]
+
+
+def loop_fisher(
+    system: LoopedSystem,
+    ways: Ways,
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    n_samples: int = 1,
+    truncate: int | None = None,
+    progress: Progress | None = None,
+) -> list[Score]:
+    """Predict the same from gradients: every layer and every way from one backward pass for each prompt.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model with a single-step function and logits for output.
+    ways : mapping of (str, str) to ndarray, float32
+        As of `measured`.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of initial states and of the labels.
+    n_samples : int
+        Label draws for each prompt.
+    truncate : int, optional
+        Steps from the end that carry gradients; all when absent.
+    progress : Progress, optional
+        Told of every prompt.
+
+    Notes
+    -----
+    With labels drawn from the model itself and g the gradient of their log-likelihood with respect to the shared
+    weight, through all steps that use it,
+
+        KL ~ 1/2 E <g, D>^2 / n_positions,  D = W^ - W,
+
+    which is the quadratic term of the KL in the direction D: scores of different positions are uncorrelated, so
+    one gradient for each prompt is enough. Since g runs through the remaining steps, what the loop does to an
+    error is in it: this is exposure, not the layer's own output error.
+    """
+    import torch
+
+    if system.output != "logits":
+        raise ConfigError(
+            f"system {system.name!r} gives hidden states: labels cannot be drawn; use measured scores"
+        )
+    progress = progress or Silent()
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    layers = sorted({layer for layer, _ in ways})
+    parameters = {name: system.model.get_parameter(name) for name in layers}
+    errors = {
+        way: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()
+        - parameters[way[0]].detach().double()
+        for way, w in ways.items()
+    }
+    totals: dict[tuple[str, str], float] = dict.fromkeys(ways, 0.0)
+    positions = 0
+    progress.start("fisher", len(tokens.sequences), "prompts")
+    for batch in tokens.batches(1, seed):
+        leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
+        with linked(system, leaves):
+            logp = unroll(system, batch, depth, truncate=truncate).float().log_softmax(-1)
+            for sample in range(n_samples):
+                labels = _draw(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
+                picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
+                last = sample + 1 == n_samples
+                grads = torch.autograd.grad(picked, [leaves[n] for n in layers], retain_graph=not last)
+                by_name = dict(zip(layers, grads, strict=True))
+                for way, error in errors.items():
+                    totals[way] += float((by_name[way[0]].double() * error).sum()) ** 2
+        positions += logp.shape[0] * logp.shape[1]
+        progress.advance()
+    progress.stop()
+    return [Score(way, 0.5 * total / (n_samples * positions)) for way, total in totals.items()]
+
+
+def _draw(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:
+    """Labels from the model's own distribution, by inversion, shape (n_prompts, n_positions)."""
+    cumulative = np.exp(logp.astype(np.float64)).cumsum(-1)
+    uniform = np.random.default_rng(list(seed)).random(logp.shape[:-1]) * cumulative[..., -1]
+    labels: NDArray[np.int64] = (cumulative < uniform[..., None]).sum(-1).clip(max=logp.shape[-1] - 1)
+    return labels
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation, ties at their mean rank.
+
+    Examples
+    --------
+    >>> round(spearman([1, 2, 3], [10, 30, 20]), 6)
+    0.5
+    """
+    ranks = [_ranks(np.asarray(v, dtype=np.float64)) for v in (a, b)]
+    centred = [r - r.mean() for r in ranks]
+    scale = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum()) / scale if scale > 0 else 0.0
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    below = (values[None, :] < values[:, None]).sum(1)
+    equal = (values[None, :] == values[:, None]).sum(1)
+    return np.asarray(below + (equal + 1) / 2, dtype=np.float64)

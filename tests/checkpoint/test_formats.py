@@ -340,6 +340,16 @@ def test_bfloat16_scales_that_float16_holds_are_exported(tmp_path):
         write_as(tmp_path / "x", checkpoint(made), "gptq")
 
 
+def test_transformed_layers_stay_in_loopqs_own_format(tmp_path):
+    from loopq.rotation import parse_rotation
+
+    made = layer(32, 32).with_transform(parse_rotation("hadamard:16", 32))
+    assert write_as(tmp_path / "n", checkpoint(made), "native").checked == 1
+    for form in FORMATS.names():
+        with pytest.raises(CheckpointError, match=r"a\.b\.weight: its codes are for a transformed input"):
+            write_as(tmp_path / form, checkpoint(made), form)
+
+
 def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeypatch):
     whole = checkpoint(layer(32, 32))
     write_as(tmp_path / "g", whole, "gptq")
@@ -575,6 +585,8 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
             "layer 'other.weight' is in loopq_export.json",
         ),
         (lambda d: d["layers"].clear(), "layer 'a.b.weight' is quantized and not in"),
+        (lambda d: d.pop("ties"), "damaged: no ties"),
+        (lambda d: d["layers"][0].pop("bits"), "layer 'a.b.weight': missing or unknown in the index: bits"),
         (lambda d: d["layers"][0].update(bits=8), "were changed after the export"),
         (lambda d: d["layers"][0].update(shape=[64, 60]), "codes other than zero in the padding"),
         (lambda d: d["layers"][0].update(group_size=64), "scales that differ within a group"),
@@ -595,6 +607,28 @@ def test_zero_points_that_are_not_those_of_a_symmetric_layer():
     made = layer(8, 32, 4, 32, False)
     with pytest.raises(CheckpointError, match="symmetric layer with other zero points"):
         restore(made, made.settings() | {"symmetric": True}, "f")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bits": 5}, r"bits 5 in the index; allowed: \(2, 3, 4, 8\)"),
+        ({"scale_dtype": "int8"}, "scale_dtype 'int8'"),
+        ({"orientation": "up"}, "orientation 'up'"),
+        ({"symmetric": None}, "symmetric None"),
+        ({"group_size": 0}, "group_size 0"),
+        ({"group_size": "32"}, "group_size '32'"),
+        ({"shape": [8]}, r"shape \[8\]"),
+        ({"shape": [8, -1]}, r"shape \[8, -1\]"),
+        ({"colour": "red"}, "missing or unknown in the index: colour"),
+    ],
+)
+def test_an_index_entry_that_is_wrong_is_refused(change, match):
+    made = layer(8, 64)
+    with pytest.raises(CheckpointError, match=rf"layer 'a\.b\.weight': .*{match}|{match}"):
+        type(made).from_tensors(made.settings() | change, made.tensors(), {}, "file")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        type(made).from_tensors([], made.tensors(), {}, "file")
 
 
 def test_folders_that_are_no_checkpoints(tmp_path):

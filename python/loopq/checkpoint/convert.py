@@ -14,7 +14,7 @@ from loopq.checkpoint import FORMATS, hf_folder
 from loopq.checkpoint import native as store
 from loopq.checkpoint.files import RawTensor, read_json
 from loopq.checkpoint.form import Export, Format, Ragged, Shelf, even_out, restore
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.layer import QuantizedLayer, check_settings
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError, ConfigError
 
@@ -153,10 +153,14 @@ def _recorded(
         raise CheckpointError(
             f"{path}: version {record.get('version')}; this loopq reads version {RECORD_VERSION}"
         )
+    missing = {"settings", "layers", "ties", "config"} - set(record)
+    if missing:
+        raise CheckpointError(f"{path}: damaged: no {', '.join(sorted(missing))}")
     reports = store.read_report(folder / store.REPORT)
     ties = {str(k): str(v) for k, v in record["ties"].items()}
     restored = {}
     for settings in record["layers"]:
+        check_settings(settings, str(path))
         name = str(settings["name"])
         if name not in layers:
             raise CheckpointError(f"{folder}: layer {name!r} is in {RECORD} and not in the tensors")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.checkpoint.files import RawTensor, float_to_raw
+from loopq.config import BITS, SCALE_DTYPES
 from loopq.errors import CheckpointError
 from loopq.rotation import Transform, from_description
 
@@ -161,6 +162,7 @@ class QuantizedLayer:
         CheckpointError
             Names the file and the tensor.
         """
+        check_settings(settings, where)
         fields = {k: v for k, v in settings.items() if k not in ("shape", "transform")}
         rows, columns = (int(n) for n in settings["shape"])
         bits, group = int(settings["bits"]), int(settings["group_size"])
@@ -195,8 +197,8 @@ class QuantizedLayer:
         zeros = None
         if not settings["symmetric"]:
             stored = get("weight_zero_point", "I32", (-(-rows * bits // 32), n_groups)).array()
-            unpacked = native.unpack_dense(np.ascontiguousarray(stored.T), bits, rows, 0)
-            zeros = np.ascontiguousarray(unpacked.T.astype(np.uint8))
+            at = f"{where}: tensor '{module}.weight_zero_point'"
+            zeros = np.ascontiguousarray(unpack_codes(stored.T, bits, rows, 0, at).T)
         transform = None
         if "transform" in settings:
             arrays = {}
@@ -226,6 +228,35 @@ class QuantizedLayer:
     def with_transform(self, transform: Transform) -> QuantizedLayer:
         """Return the layer for another basis of its input."""
         return dataclasses.replace(self, transform=transform)
+
+
+_ALLOWED: dict[str, tuple[Any, ...]] = {
+    "bits": BITS,
+    "symmetric": (True, False),
+    "scale_dtype": SCALE_DTYPES,
+    "orientation": ("out_in", "in_out"),
+}
+
+
+def check_settings(settings: Any, where: str) -> None:
+    """Refuse an index entry whose fields are missing, unknown or not allowed."""
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{where}: a layer of the index is not a JSON object")
+    name = settings.get("name")
+    expected = {"name", "group_size", "shape", *_ALLOWED}
+    wrong = sorted((expected ^ set(settings)) - {"transform"})
+    if wrong:
+        raise CheckpointError(f"{where}: layer {name!r}: missing or unknown in the index: {', '.join(wrong)}")
+    for key, allowed in _ALLOWED.items():
+        if settings[key] not in allowed:
+            raise CheckpointError(
+                f"{where}: layer {name!r}: {key} {settings[key]!r} in the index; allowed: {allowed}"
+            )
+    group, shape = settings["group_size"], settings["shape"]
+    if not isinstance(group, int) or (group != -1 and group < 1):
+        raise CheckpointError(f"{where}: layer {name!r}: group_size {group!r} in the index")
+    if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)):
+        raise CheckpointError(f"{where}: layer {name!r}: shape {shape!r} in the index")
 
 
 def _same_transform(a: Transform | None, b: Transform | None) -> bool:

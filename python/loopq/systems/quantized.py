@@ -48,6 +48,9 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
         if strange:
             kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
             continue
+        if layer.transform is not None:
+            kept[layer.name] = "its codes are for a transformed input, which the modules do not apply"
+            continue
         if not layer.symmetric:
             kept[layer.name] = "asymmetric: the modules of loopq.kernels hold symmetric codes"
             continue

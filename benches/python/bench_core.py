@@ -97,7 +97,14 @@ def bench_solve(m: int, dim: int, precision: str, threads: int, n_pairs: int) ->
 
     def ours() -> dict[str, Any]:
         return _native.gptq(
-            wn, hn, bits=4, group_size=128, damping=0.01, precision=precision, energy=False, threads=threads  # type: ignore[arg-type]
+            wn,
+            hn,
+            bits=4,
+            group_size=128,
+            damping=0.01,
+            precision=precision,
+            energy=False,
+            threads=threads,  # type: ignore[arg-type]
         )
 
     same = float((torch_gptq(w, h, 128, 0.01).numpy() == ours()["codes"]).mean())
@@ -108,7 +115,9 @@ def bench_solve(m: int, dim: int, precision: str, threads: int, n_pairs: int) ->
 
 def main() -> None:
     """Run the benches and print or record them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--dims", type=int, nargs="*", default=[2048, 5280])
@@ -123,14 +132,19 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             results += bench_hessian(dim, args.rows, dtype, args.threads, args.pairs)
             print(json.dumps(results[-1]), flush=True)
-    for shape in args.shapes:
+    for shape in args.shapes or []:
         m, dim = (int(v) for v in shape.split("x"))
         for precision in ("float32", "float64"):
             results.append(bench_solve(m, dim, precision, args.threads, args.pairs))
             print(json.dumps(results[-1]), flush=True)
     if args.record:
         cpu = next(
-            (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
+            (
+                x.split(":")[1].strip()
+                for x in Path("/proc/cpuinfo").read_text().splitlines()
+                if "model name" in x
+            ),
+            "?",
         )
         about = {
             "date": datetime.date.today().isoformat(), "machine": platform.machine(), "cpu": cpu, "note": args.note,
@@ -138,7 +152,9 @@ def main() -> None:
             "torch": torch.__version__, "loopq": _native.__version__,
         }  # fmt: skip
         args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n", encoding="utf-8")
+        args.record.write_text(
+            json.dumps({"about": about, "results": results}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

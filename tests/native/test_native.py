@@ -196,7 +196,9 @@ def test_errors_are_loopqs_own() -> None:
     with pytest.raises(errors.SolveError, match="all zeros"):
         _native.gptq(w, np.zeros((4, 4)), bits=4, group_size=4, damping=0.1)
     with pytest.raises(errors.NonFiniteError, match="row 1, column 2"):
-        _native.rtn(np.where(np.arange(8).reshape(2, 4) == 6, np.nan, w).astype(np.float32), bits=4, group_size=4)
+        _native.rtn(
+            np.where(np.arange(8).reshape(2, 4) == 6, np.nan, w).astype(np.float32), bits=4, group_size=4
+        )
     with pytest.raises(errors.DumpError, match="cannot read"):
         _native.HessianAccumulator(4, [0], per_step=True).update_file(0, "/nowhere", 0, 1, "F32")
     with pytest.raises(errors.ConfigError, match="isa"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from loopq import _native, errors
 
 GOLDEN = Path(__file__).parents[1] / "golden"

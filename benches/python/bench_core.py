@@ -133,7 +133,7 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             results += bench_hessian(dim, args.rows, dtype, args.threads, args.pairs)
             print(json.dumps(results[-1]), flush=True)
-    for shape in args.shapes:
+    for shape in args.shapes or []:
         m, dim = (int(v) for v in shape.split("x"))
         for precision in ("float32", "float64"):
             results.append(bench_solve(m, dim, precision, args.threads, args.pairs))

@@ -13,13 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "BLOCK_ROWS",
     "Factor",
     "HessianAccumulator",
+    "Prepared",
     "__version__",
     "cpu_features",
     "dequantize",
     "eigvalsh",
+    "full",
     "gptq",
+    "kernel_sources",
     "marlin_pack",
     "marlin_unpack",
     "pack_dense",

@@ -135,6 +135,7 @@ impl Accumulator {
     ///
     /// `n_rows` says how many rows of which step the products sum over: one step where steps are kept apart.
     pub fn add_products(&mut self, n_rows: &[(usize, u64)], products: &[f64]) -> Result<()> {
+        self.check_whole()?;
         let dim = self.settings.dim;
         let at: Vec<usize> = n_rows.iter().map(|&(step, _)| self.index_of(step)).collect::<Result<_>>()?;
         if at.is_empty() || (self.settings.per_step && at.len() > 1) {

@@ -13,6 +13,7 @@ const LO_PER_ONE: f32 = 295_147_905_179_352_825_856.0; // 2^68
 
 /// Adds float32 sums to their limbs. Exact for magnitudes of `2^-44` and more; below, the sum is rounded to the grid,
 /// half to even. Magnitudes stay below `2^56`, which the row limit guarantees.
+#[inline(always)]
 pub(crate) fn add(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
     for ((&sum, hi), lo) in sums.iter().zip(hi).zip(lo) {
         let whole = (sum * HI_PER_ONE).trunc();

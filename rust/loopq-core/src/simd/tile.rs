@@ -144,6 +144,9 @@ pub(crate) fn add_limbs(isa: Isa, sums: &[f32], hi: &mut [i64], lo: &mut [i64]) 
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as in `Real::tile`.
         3.. => unsafe { super::x86::add_limbs(sums, hi, lo) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as in `Real::tile`.
+        2 => unsafe { super::x86::add_limbs_avx2(sums, hi, lo) },
         _ => crate::hessian::add_limbs_portable(sums, hi, lo),
     }
 }

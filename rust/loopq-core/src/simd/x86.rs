@@ -139,6 +139,12 @@ pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, 
     }
 }
 
+/// `limbs::add` compiled for 256-bit vectors: rounding is one instruction there and a call in the portable version.
+#[target_feature(enable = "avx2,fma")]
+pub(super) fn add_limbs_avx2(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
+    crate::hessian::add_limbs_portable(sums, hi, lo);
+}
+
 /// The 512-bit version of `limbs::add`; slices of one length, a multiple of 16.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
 pub(super) fn add_limbs(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {

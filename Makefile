@@ -87,7 +87,7 @@ wheel: setup ## Wheel for manylinux_2_28 and sdist, into dist/
 	$(BIN)/maturin sdist --out dist
 
 bench: setup ## Benchmarks; records go to benches/record
-	$(PY) benches/run.py
+	$(PY) benches/python/bench_core.py
 
 docs: setup ## Documentation of the Rust core
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package loopq-core

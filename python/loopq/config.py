@@ -201,6 +201,9 @@ class QuantConfig:
         Applied in order; later ones win.
     include, exclude : tuple of str
         Patterns of parameter names; what a system leaves dense by default needs an include.
+    rank_threshold : float or None
+        Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
+        eigenvalues out.
     calibration : {"open", "asymmetric", "closed-loop"}
         "open": all inputs from the full-precision rollout (the paper). "asymmetric": layer after layer, on the
         inputs that the layers before it will cause, against the outputs of full precision. "closed-loop": open,
@@ -209,9 +212,6 @@ class QuantConfig:
         "asymmetric": share of the correction, 0 to 1.
     sweeps : int
         "asymmetric": times through all layers.
-    rank_threshold : float or None
-        Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
-        eigenvalues out.
     """
 
     layer: LayerConfig = field(default_factory=LayerConfig)

@@ -73,12 +73,19 @@ def _compare(loaded: Any, dump: Path, n_evaluation: int, seeds: int) -> list[dic
             changed[label] = sum(int((weights[n] != deployed[n]).sum()) for n in weights)
         # Full precision comes first.
         measured = compare(loaded.system, variants, held_out, seeds=range(seeds))[1:]
-        kl = {m.name: float(np.mean(m.kl)) for m in measured}
+        kl = {m.name: np.asarray(m.kl, dtype=np.float64).ravel() for m in measured}
         for label, _, kept in kinds(bits):
-            entry = {"bits": bits, "group_size": group_size, "scales": label, "scale_bits": kept}
-            entry |= {
-                "kl": kl[label],
-                "kl_deployed": kl[f"{label} deployed"],
+            # The same prompts and initial states in both: the difference is paired.
+            difference = kl[label] - kl["float16"]
+            entry = {
+                "bits": bits,
+                "group_size": group_size,
+                "scales": label,
+                "scale_bits": kept,
+                "kl": float(kl[label].mean()),
+                "kl_deployed": float(kl[f"{label} deployed"].mean()),
+                "difference": float(difference.mean()),
+                "standard_error": float(difference.std(ddof=1) / np.sqrt(difference.size)),
                 "weights_changed": changed[label],
             }
             results.append(entry)
@@ -101,17 +108,22 @@ def main() -> None:
             r["group_size"],
             r["scales"],
             f"{r['kl']:.6f}",
+            f"{r['difference']:+.6f} ± {r['standard_error']:.6f}",
             f"{r['kl_deployed']:.6f}",
             r["weights_changed"],
         )
         for r in results
     ]
-    print(
-        render(
-            ("grid", "group", "scales", "KL as solved", "KL in bfloat16", "weights that bfloat16 changes"),
-            rows,
-        )
+    header = (
+        "grid",
+        "group",
+        "scales",
+        "KL",
+        "KL against float16",
+        "KL in bfloat16",
+        "weights that bfloat16 changes",
     )
+    print(render(header, rows))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
 

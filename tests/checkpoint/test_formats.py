@@ -83,7 +83,7 @@ def test_spec_example_of_the_bit_stream():
 
 
 def marlin_by_formula(codes, scales):
-    """Words and scales of Marlin from the closed formulas of docs/formats/marlin.md, entry by entry."""
+    """Words and scales of Marlin from the closed formulas of docs/formats/packing.md, entry by entry."""
     n_out, k_in = codes.shape
     words = np.zeros((k_in // 16) * 2 * n_out, np.uint64)
     n, k = np.meshgrid(np.arange(n_out), np.arange(k_in), indexing="ij")

@@ -65,3 +65,15 @@ def test_settings():
     for wrong in ("bfloat16:9", "bfloat16:0", "bfloat16:", "int8:3", "bfloat16:five"):
         with pytest.raises(ConfigError, match="scale_dtype"):
             native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype=wrong)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("search", ["max", "mse"])
+def test_a_short_last_group_takes_its_scale_from_its_real_columns(symmetric, search):
+    settings = {"bits": 4, "symmetric": symmetric, "scale_search": search}
+    whole = native.rtn(np.ascontiguousarray(WEIGHT[:, :80]), group_size=32, **settings)
+    last = native.rtn(np.ascontiguousarray(WEIGHT[:, 64:80]), group_size=0, **settings)
+    np.testing.assert_array_equal(whole["scales"][:, 2:], last["scales"])
+    np.testing.assert_array_equal(whole["codes"][:, 64:], last["codes"])
+    if not symmetric:
+        np.testing.assert_array_equal(whole["zeros"][:, 2:], last["zeros"])

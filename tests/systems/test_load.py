@@ -14,6 +14,7 @@ from torch import nn
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.systems.base import Batch
 from loopq.systems.buffers import fresh_buffers, repair_buffers, unsaved_buffers, without_weights
+from loopq.systems.check import check_model
 from loopq.systems.coconut import wrap_gpt2
 from loopq.systems.hf import auto_class
 from loopq.systems.load import load_model
@@ -385,9 +386,11 @@ def test_plbert_runs_its_twelve_steps(data_folder: Path, tmp_path: Path) -> None
     assert (system.name, system.output, system.n_steps) == ("albert", "hidden", 12)
     assert len(system.shared_parameters(12)) == 6
     assert loaded.report.missing == ("pooler.bias", "pooler.weight")
-    batch = Batch(torch.randint(1, 178, (2, 24), generator=torch.Generator().manual_seed(0)), (0, 1))
+    lines = lzma.decompress((source / "wikitext2_valid_phonemes.jsonl.xz").read_bytes()).splitlines()[:4]
+    ids = torch.tensor([json.loads(line)["ids"][:64] for line in lines])
+    batch = Batch(ids, (0, 1, 2, 3))
     hidden = system.rollout(batch, 12)
-    assert hidden.shape == (2, 24, 768)
+    assert hidden.shape == (4, 64, 768)
     with torch.no_grad():
         state = system.initial_state(batch, system.embed(batch))
         moved = []
@@ -398,3 +401,5 @@ def test_plbert_runs_its_twelve_steps(data_folder: Path, tmp_path: Path) -> None
     torch.testing.assert_close(state, hidden, rtol=1e-4, atol=1e-4)
     # It uses its loop: every step still moves the state.
     assert min(moved) > 0.05
+    report = check_model(loaded)
+    assert report.ok, "\n".join(report.lines())

@@ -80,7 +80,7 @@ lint: setup ## Lints, import direction
 
 types: setup ## Types, and the stub against the binary
 	$(BIN)/mypy
-	$(PY) -m mypy.stubtest loopq._native --allowlist tests/house/stubtest-allow.txt
+	$(PY) -m mypy.stubtest loopq._native
 
 wheel: setup ## Wheel for manylinux_2_28 and sdist, into dist/
 	$(BIN)/maturin build --release --zig --compatibility manylinux_2_28 --out dist

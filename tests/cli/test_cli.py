@@ -179,3 +179,25 @@ def test_help_prints_defaults(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "(default 128)" in text
     assert "all | first | 0:8 | 31 | 1:" in text
+
+
+@pytest.mark.parametrize("command", ["quantize", "collect"])
+def test_a_disk_that_fills_up_leaves_nothing_half_written(model, tmp_path, command):
+    """The system refuses to let any file grow: an error that names the file, and no output folder."""
+    code = (
+        "import resource, sys\n"
+        "from loopq.cli import main\n"
+        "import loopq.systems.load, torch\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        f"sys.exit(main([{command!r}, {model!r}, '--out', {str(tmp_path / 'out')!r}, '--n-prompts', '4', "
+        "'--seq-len', '24']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "cannot be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+    left = [p for p in tmp_path.rglob("*") if p.is_file() and "tiny-model" not in p.parts]
+    assert not [p for p in left if p.suffix == ".tmp" or p.name in ("manifest.json", "loopq.json")]
+    assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -368,6 +368,23 @@ fn identity_gives_rtn_and_scaling_changes_nothing() {
 }
 
 #[test]
+fn short_scales_are_the_nearest_of_so_few_bits() {
+    for (name, bits) in [("bfloat16:5", 5), ("float16:8", 8), ("float32:1", 1), ("bfloat16:8", 8)] {
+        let kind = ScaleType::parse(name).unwrap();
+        for x in noise(2000, 9).into_iter().map(f32::abs).filter(|&x| x > 1e-3) {
+            let got = kind.round(f64::from(x));
+            // The distance of neighbours with so many bits, at the power of two below the value.
+            let unit = 2_f32.powi(x.log2().floor() as i32 + 1 - bits);
+            assert_eq!(got % unit, 0.0, "{name} {x}");
+            assert!((got - x).abs() <= unit / 2.0, "{name} {x} {got}");
+        }
+    }
+    let five = ScaleType::parse("bfloat16:5").unwrap();
+    // Half way between 1.0 and 1.0625 goes to the even one, and so does half way above it; 1.99 carries to 2.
+    assert_eq!([1.03125, 1.09375, 1.99].map(|x| five.round(x)), [1.0, 1.125, 2.0]);
+}
+
+#[test]
 fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (dim, rows) = (150, 40);
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));

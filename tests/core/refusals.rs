@@ -192,6 +192,9 @@ fn weights_scales_and_settings_of_a_solve() {
     refused(Scales::parse("x"), Kind::Config, &["'group', 'static'"]);
     refused(Search::parse("x"), Kind::Config, &["'max', 'mse'"]);
     refused(ScaleType::parse("x"), Kind::Config, &["'bfloat16'"]);
+    for wrong in ["bfloat16:9", "bfloat16:0", "float16:12", "float32:25", "bfloat16:", "x:3", "bfloat16:-1"] {
+        refused(ScaleType::parse(wrong), Kind::Config, &["'bfloat16:5'"]);
+    }
 }
 
 #[test]

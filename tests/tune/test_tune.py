@@ -43,10 +43,10 @@ def test_linked_weights_get_the_gradient_of_all_steps_and_leave_no_trace(tiny, t
 
     (grad,) = torch.autograd.grad(loss(leaf), leaf)
     direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0))
-    eps = 1e-2
+    eps = 2e-4
     with torch.no_grad():
         slope = float(loss(leaf + eps * direction) - loss(leaf - eps * direction)) / (2 * eps)
-    assert float((grad * direction).sum()) == pytest.approx(slope, rel=0.05)
+    assert float((grad * direction).sum()) == pytest.approx(slope, rel=0.08)
     assert tiny.model.get_parameter(name) is own
     assert list(tiny.model.state_dict()) == before
     torch.testing.assert_close(tiny.system.rollout(batch, 3), reference, rtol=0, atol=0)
@@ -59,7 +59,9 @@ def test_linked_weights_get_the_gradient_of_all_steps_and_leave_no_trace(tiny, t
 @pytest.mark.parametrize("what", ["scales", "codes"])
 def test_tuning_lowers_the_divergence_and_keeps_the_format(tiny, tokens, layers, what):
     train, held_out = tokens.take(0, 7), tokens.take(7)
-    config = TuneConfig(what=what, n_updates=30, every=10, scale_rate=1e-2, code_rate=3e-2, batch_size=4)
+    config = TuneConfig(
+        what=what, n_updates=60, every=20, patience=9, scale_rate=1e-2, code_rate=2e-2, batch_size=7
+    )
     found = tune(tiny.system, layers, train, held_out, config)
     assert min(v for _, v in found.history) < found.history[0][1]
     assert found.history[0][0] == 0

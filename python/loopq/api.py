@@ -214,9 +214,9 @@ def solve(
     """
     progress = progress or Silent()
     config = _config(config, layer)
-    if config.calibration != "open":
+    if config.inputs != "open":
         raise ConfigError(
-            f"calibration {config.calibration!r} runs the model between layers, which a dump cannot: use `quantize`"
+            f"inputs {config.inputs!r} run the model between layers, which a dump cannot: use `quantize`"
         )
     source = Dump(Path(dump))
     manifest = source.manifest
@@ -469,10 +469,10 @@ class _Run:
     def solve(self, memory: int | None, work: Path | None, progress: Progress) -> dict[str, QuantizedLayer]:
         """Collect and solve, pass by pass; layer by layer where calibration is asymmetric."""
         config = self.config
-        if config.calibration == "asymmetric":
+        if config.inputs == "asymmetric":
             return Sequential(self.job, config.alpha, config.sweeps, self.threads, progress).run(self.tasks)
         layers = self._open_loop(memory, work, progress)
-        if config.calibration == "closed-loop":
+        if config.inputs == "closed-loop":
             return recollected(self.job, self.tasks, layers, self.threads)
         return layers
 

@@ -35,7 +35,7 @@ ScaleSearch = Literal["max", "mse"]
 ScaleCost = Literal["largest", "even", "diagonal", "conditional"]
 ColumnOrder = Literal["natural", "diagonal", "conditional"]
 DampingKind = Literal["mean", "median", "diagonal", "tail"]
-Calibration = Literal["open", "asymmetric", "closed-loop"]
+Inputs = Literal["open", "asymmetric", "closed-loop"]
 STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax")
 ScaleType = Literal["float32", "float16", "bfloat16"]
 
@@ -204,7 +204,7 @@ class QuantConfig:
     rank_threshold : float or None
         Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
         eigenvalues out.
-    calibration : {"open", "asymmetric", "closed-loop"}
+    inputs : {"open", "asymmetric", "closed-loop"}
         "open": all inputs from the full-precision rollout (the paper). "asymmetric": layer after layer, on the
         inputs that the layers before it will cause, against the outputs of full precision. "closed-loop": open,
         then once more with inputs of the quantized rollout (paper, B8).
@@ -220,12 +220,12 @@ class QuantConfig:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     rank_threshold: float | None = 1e-3
-    calibration: Calibration = "open"
+    inputs: Inputs = "open"
     alpha: float = 1.0
     sweeps: int = 1
 
     def __post_init__(self) -> None:
-        _choice("calibration", self.calibration, ("open", "asymmetric", "closed-loop"))
+        _choice("inputs", self.inputs, ("open", "asymmetric", "closed-loop"))
         if not 0.0 <= self.alpha <= 1.0:
             raise ConfigError(f"alpha must lie in [0, 1]; got {self.alpha!r}")
         if self.sweeps < 1:

@@ -126,7 +126,7 @@ def test_recollection_with_full_precision_weights_is_open_loop(tiny, tokens):
     assert list(again) == list(plain)
     same = [again[n].same_as(plain[n]) for n in plain]
     assert not all(same)
-    assert all(layer.report["calibration"] == "closed loop" for layer in again.values())
+    assert all(layer.report["inputs"] == "closed-loop" for layer in again.values())
 
 
 def test_equal_rows_uses_each_position_once(tiny, tokens):
@@ -143,3 +143,18 @@ def test_equal_rows_uses_each_position_once(tiny, tokens):
     steps = rows.step_of(np.arange(30), 3)
     assert all(sorted(steps[i : i + 3]) == [0, 1, 2] for i in range(0, 30, 3))
     assert (steps != EqualRows(job, seed=2).step_of(np.arange(30), 3)).any()
+
+
+def test_the_public_function_runs_layer_by_layer(tiny, tokens):
+    import loopq
+
+    config = QuantConfig(LayerConfig(method="full", bits=3, group_size=16), rank_threshold=None)
+    _, job, _, tasks = setup(tiny, tokens)
+    found = loopq.quantize(
+        tiny, tokens, dataclasses.replace(config, inputs="asymmetric"), batch_size=5, threads=1
+    )
+    expected = Sequential(job, threads=1).run(tasks)
+    assert all(found.layers[n].same_as(expected[n]) for n in expected)
+    for bad in ({"inputs": "both"}, {"alpha": 2.0}, {"sweeps": 0}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            dataclasses.replace(config, **bad)

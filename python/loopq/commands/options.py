@@ -92,7 +92,15 @@ def add_quantizer(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=override,
         metavar="PATTERN=>NAME=VALUE,...",
-        help="other settings for layers that match, e.g. '*adapter*=>bits=8,steps=first'; repeatable",
+        help="other settings for layers that match, e.g. '*adapter*=>bits=8,steps=first'; repeatable; '*=>NAME=VALUE' "
+        "sets any field of LayerConfig for all",
+    )
+    group.add_argument(
+        "--inputs",
+        choices=("open", "asymmetric", "closed-loop"),
+        default=QuantConfig().inputs,
+        help="inputs of the full-precision rollout; layer by layer against its outputs; or once more on the quantized "
+        "rollout (default %(default)s)",
     )
     group.add_argument(
         "--exclude", action="append", default=[], metavar="PATTERN", help="leave these layers dense"
@@ -123,6 +131,7 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         include=tuple(getattr(args, "include", ())),
         exclude=tuple(args.exclude),
         rank_threshold=None if args.no_rank else QuantConfig().rank_threshold,
+        inputs=args.inputs,
     )
 
 

@@ -22,7 +22,7 @@ from loopq.progress import Progress, Silent
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.base import Problem
 from loopq.quantizers.damping import damping_vector
-from loopq.quantizers.solve import Task, account, oriented, solve_rotated
+from loopq.quantizers.solve import Seen, Task, account, oriented, solve_rotated
 
 
 @dataclass
@@ -100,10 +100,12 @@ class Sequential:
         for task in tasks:
             key = (task.steps, task.config.step_weights)
             if key not in shared:
-                shared[key] = (paired.of(task.steps, _weights(task)), {})
-            moments, scratch = shared[key]
+                moments = paired.of(task.steps, _weights(task))
+                rows = {t: paired.sums.n_rows(t) for t in task.steps}
+                shared[key] = (moments, Seen(moments.reference, rows, None), {})
+            moments, seen, scratch = shared[key]
             out[task.parameter.name] = self._solve(
-                task, weights[task.parameter.name], moments, scratch, sweep
+                task, weights[task.parameter.name], moments, seen, scratch, sweep
             )
         return out
 
@@ -111,10 +113,17 @@ class Sequential:
         parameter = task.parameter
         problem = Problem(parameter.name, weight, None, task.config, parameter.orientation, self.threads, {})
         layer = QUANTIZERS.get(task.config.method)(problem)
-        return layer.with_report(**account(task, layer, weight, None, self.threads))
+        facts = account(task, layer, weight, None, self.threads)
+        return layer.with_report(**facts, rank=None, rank_threshold=None)
 
     def _solve(
-        self, task: Task, weight: NDArray[np.float32], moments: Moments, scratch: dict[Any, Any], sweep: int
+        self,
+        task: Task,
+        weight: NDArray[np.float32],
+        moments: Moments,
+        seen: Seen,
+        scratch: dict[Any, Any],
+        sweep: int,
     ) -> QuantizedLayer:
         config, parameter = task.config, task.parameter
         key = ("shift", config.damping_kind, config.damping)
@@ -135,15 +144,14 @@ class Sequential:
         layer = solve_rotated(problem)
         values = layer.dequantize()
         shift = float(np.linalg.norm(goal - weight) / max(float(np.linalg.norm(weight)), 1e-30))
-        report = account(task, layer, weight, None, self.threads) | {
-            "steps": list(task.steps),
-            "damping": config.damping,
-            "calibration": "asymmetric",
+        report = account(task, layer, weight, seen, self.threads) | {
+            "inputs": "asymmetric",
             "alpha": self.alpha,
             "sweep": sweep,
+            "rank": None,
+            "rank_threshold": None,
             "target_shift": shift,
             "proxy_shifted": native.proxy(goal, values, moments.quantized, threads=self.threads),
-            "proxy": native.proxy(weight, values, moments.reference, threads=self.threads),
         }
         return layer.with_report(**report)
 
@@ -200,7 +208,7 @@ def recollected(
     with replaced(job.system, {name: in_model_orientation(layer) for name, layer in layers.items()}):
         sums.run_pass(list(steps))
     solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, threads)
-    return {n: layer.with_report(calibration="closed loop") for n, layer in solver.run(tasks).items()}
+    return {n: layer.with_report(inputs="closed-loop") for n, layer in solver.run(tasks).items()}
 
 
 def with_config(tasks: Sequence[Task], **changes: Any) -> list[Task]:

@@ -110,19 +110,19 @@ class Solver:
             self.progress.advance(len(tasks))
         return {name: layer for name, layer in done.items() if layer is not None}
 
-    def _seen(self, acc: native.HessianAccumulator, task: Task) -> _Seen:
+    def _seen(self, acc: native.HessianAccumulator, task: Task) -> Seen:
         """Weigh the steps of a task and add their Hessians."""
         weights = self._weights(acc, task)
         rows = {t: acc.n_rows(t) for t in task.steps}
         if weights is None:
-            return _Seen(np.asarray(acc.matrix(list(task.steps)), dtype=np.float64), rows, None)
+            return Seen(np.asarray(acc.matrix(list(task.steps)), dtype=np.float64), rows, None)
         if not acc.per_step:
             raise ConfigError(
                 f"layer {task.parameter.name}: step_weights {task.config.step_weights!r} need the Hessian of each "
                 "step; only their sum was collected: collect again with each step apart"
             )
         total = float(sum(weights))
-        return _Seen(combine(acc, task.steps, weights), rows, [float(w) / total for w in weights])
+        return Seen(combine(acc, task.steps, weights), rows, [float(w) / total for w in weights])
 
     def _weights(self, acc: native.HessianAccumulator, task: Task) -> Weighting | None:
         spec = parse_step_weights(task.config.step_weights)
@@ -153,7 +153,7 @@ class Solver:
             Problem(parameter.name, weight, hessian, task.config, parameter.orientation, self.threads, {})
         )
 
-    def _spectrum(self, seen: _Seen | None, shared: dict[Any, Any]) -> dict[str, Any]:
+    def _spectrum(self, seen: Seen | None, shared: dict[Any, Any]) -> dict[str, Any]:
         if seen is None or self.rank_threshold is None:
             return {"rank": None, "rank_threshold": None}
         if "rank" not in shared:
@@ -161,7 +161,7 @@ class Solver:
             shared["rank"] = int((values > self.rank_threshold * values[-1]).sum())
         return {"rank": shared["rank"], "rank_threshold": self.rank_threshold}
 
-    def _solve(self, task: Task, seen: _Seen | None, shared: dict[Any, Any]) -> QuantizedLayer:
+    def _solve(self, task: Task, seen: Seen | None, shared: dict[Any, Any]) -> QuantizedLayer:
         weight = oriented(self.weight(task.parameter), task.parameter)
         problem = Problem(
             name=task.parameter.name,
@@ -209,7 +209,7 @@ class Solver:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class Seen:
     """What an input group saw over the steps chosen."""
 
     hessian: NDArray[np.float64]
@@ -290,7 +290,7 @@ def solve_rotated(problem: Problem) -> QuantizedLayer:
 
 
 def account(
-    task: Task, layer: QuantizedLayer, weight: NDArray[np.float32], seen: _Seen | None, threads: int
+    task: Task, layer: QuantizedLayer, weight: NDArray[np.float32], seen: Seen | None, threads: int
 ) -> dict[str, Any]:
     """What the report says of a layer besides what its quantizer says."""
     config = task.config

@@ -61,8 +61,9 @@ def test_quantize_evaluate_inspect(model, tmp_path, capsys):
 
 def test_collect_solve_merge(model, tmp_path, capsys):
     dump = tmp_path / "dump"
-    code, text, _ = run(capsys, "collect", model, "--out", dump, *TINY)
+    code, text, err = run(capsys, "collect", model, "--out", dump, *TINY)
     assert code == 0
+    assert "about 0.6 MiB of rows for 144 tokens" in err
     assert "rows dump of system huginn, 3 steps" in text
     assert run(capsys, "solve", dump, "--out", tmp_path / "s", "--steps", "1:")[0] == 0
     assert "1-2" in run(capsys, "inspect", tmp_path / "s")[1]

@@ -394,6 +394,7 @@ def collect_rows(
         raise DumpError(
             f"{out}: the rows take {need / 2**30:.2f} GiB, the disk has {free_bytes(out) / 2**30:.2f}"
         )
+    (progress or Silent()).note(f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens")
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
 
@@ -528,7 +529,12 @@ def collect_hessians(
     files: list[dict[str, Any]] = []
     rows: Rows = {}
     index = 0
-    for number, leaders in enumerate(sums.passes(memory)):
+    passes = sums.passes(memory)
+    held = max(sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes)
+    (progress or Silent()).note(
+        f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
+    )
+    for number, leaders in enumerate(passes):
         sums.run_pass(leaders, work=out / "work" / str(number), progress=progress)
         for leader in leaders:
             file = f"hessians/{index:03d}.safetensors"

@@ -59,6 +59,20 @@ def test_quantize_evaluate_inspect(model, tmp_path, capsys):
     assert json.loads(run(capsys, "inspect", out, "--json")[1])["settings"]["system"] == "huginn"
 
 
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_quantize_writes_the_format_asked_for(model, tmp_path, capsys, form):
+    out = tmp_path / "q"
+    args = ("quantize", model, "--out", out, "--bits", "4", "--group-size", "16", "--format", form, *TINY)
+    code, text, err = run(capsys, *args)
+    assert code == 0, err
+    assert "read back from disk: 9 layers equal, number by number" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["q", "tiny-model"]
+    code, text, _ = run(capsys, "inspect", out)
+    assert code == 0
+    assert f"format {form}" in text
+    assert run(capsys, *args)[0] == 1
+
+
 def test_collect_solve_merge(model, tmp_path, capsys):
     dump = tmp_path / "dump"
     code, text, err = run(capsys, "collect", model, "--out", dump, *TINY)

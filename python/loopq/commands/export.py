@@ -5,20 +5,14 @@ from __future__ import annotations
 import argparse
 
 from loopq.commands import COMMANDS, Command
+from loopq.commands.options import add_format
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from loopq.checkpoint.convert import format_names
-
     parser.add_argument("folder", metavar="DIR", help="checkpoint of any format that loopq reads")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the new checkpoint")
-    parser.add_argument("--format", required=True, choices=format_names(), help="format to write")
-    parser.add_argument(
-        "--ragged",
-        choices=("keep", "split", "pad"),
-        help="a last group shorter than the others: keep it, cut all groups to a width that divides, or pad with zeros",
-    )
+    add_format(parser)
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

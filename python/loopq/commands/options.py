@@ -154,6 +154,24 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_format(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the options that choose a checkpoint format; without a default the format must be given."""
+    from loopq.checkpoint.convert import format_names
+
+    parser.add_argument(
+        "--format",
+        required=default is None,
+        default=default,
+        choices=format_names(),
+        help="checkpoint format to write" + (" (default %(default)s)" if default else ""),
+    )
+    parser.add_argument(
+        "--ragged",
+        choices=("keep", "split", "pad"),
+        help="a last group shorter than the others: keep it, cut all groups to a width that divides, or pad with zeros",
+    )
+
+
 def add_text(parser: argparse.ArgumentParser, what: str, n_prompts: int) -> None:
     parser.add_argument(
         f"--{what}",

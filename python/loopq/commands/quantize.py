@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+from pathlib import Path
 
 import loopq
 from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_model, add_quantizer, add_text, load, memory, quant_config
+from loopq.commands.options import add_format, add_model, add_quantizer, add_text, load, memory, quant_config
 from loopq.commands.output import print_checkpoint
+from loopq.errors import CheckpointError
 from loopq.progress import Line
 
 
@@ -16,6 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_model(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
+    add_format(parser, default="native")
     add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
     add_quantizer(parser)
     parser.add_argument(
@@ -29,12 +33,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
     loaded = load(args)
+    out = Path(args.out)
+    native = args.format == "native"
+    if not native and out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
+    # Another format is written from the native checkpoint, which stays until the export has been checked.
+    solved = out if native else out.with_name(f"{out.name}.native")
     with Line() as progress:
         result = loopq.quantize(
             loaded,
             args.calibration,
             quant_config(args),
-            out=args.out,
+            out=solved,
             n_steps=args.n_steps,
             n_prompts=args.n_prompts,
             seq_len=args.seq_len,
@@ -44,7 +54,15 @@ def run(args: argparse.Namespace) -> int:
             threads=args.threads,
             progress=progress,
         )
-    print_checkpoint(result, args.out)
+    print_checkpoint(result, str(solved))
+    if not native:
+        from loopq.export import export
+
+        exported = export(
+            solved, out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
+        )
+        print("\n".join(exported.lines()))
+        shutil.rmtree(solved)
     return 0
 
 

@@ -17,7 +17,7 @@ import loopq._native as native
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.dump import Dump, fingerprint
-from loopq.calibrate.select import Selection, select, treat
+from loopq.calibrate.select import select, treat
 from loopq.checkpoint import native as store
 from loopq.checkpoint.convert import read_any
 from loopq.checkpoint.files import RawTensor
@@ -512,15 +512,6 @@ def _core_rate() -> float:
     began = time.perf_counter()
     acc.update(0, rows)
     return float(512 * 256 * 256 / max(time.perf_counter() - began, 1e-6))
-
-
-def selection_of(
-    loaded: LoadedModel, tokens: TokenSet, config: QuantConfig, n_steps: int | None, seed: int
-) -> Selection:
-    """Choose the parameters of a run; see `loopq.calibrate.select.select`."""
-    return select(
-        loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed
-    )
 
 
 def evaluate(

@@ -27,7 +27,7 @@ from loopq.checkpoint.model_files import model_tensors, to_torch, write_model
 from loopq.config import SNAPSHOT_SECONDS
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.progress import Progress, Silent
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem, SharedParameter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -549,10 +549,3 @@ def collect_hessians(
     manifest = _write_manifest(job, out, "hessian", "", rows, files)
     shutil.rmtree(out / "work", ignore_errors=True)
     return manifest
-
-
-def batch_of(tokens: TokenSet, number: int, seed: int) -> Batch:
-    """Return one prompt as a batch."""
-    import torch
-
-    return Batch(torch.from_numpy(tokens.sequences[number][None]), (number,), seed)

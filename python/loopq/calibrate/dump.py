@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -318,8 +318,3 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
                     f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count twice"
                 )
             seen[key] = dump.folder
-
-
-def total_rows(rows: Mapping[int, int]) -> int:
-    """Rows over all steps."""
-    return sum(rows.values())

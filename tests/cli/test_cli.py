@@ -216,3 +216,33 @@ def test_a_disk_that_fills_up_leaves_nothing_half_written(model, tmp_path, comma
     left = [p for p in tmp_path.rglob("*") if p.is_file() and "tiny-model" not in p.parts]
     assert not [p for p in left if p.suffix == ".tmp" or p.name in ("manifest.json", "loopq.json")]
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_systems_and_check(model, capsys):
+    code, text, _ = run(capsys, "systems")
+    assert code == 0
+    assert "Huginn-3.5B: 17" in text
+    code, text, _ = run(capsys, "check", model)
+    assert code == 0
+    assert "3 calls of each weight, as declared" in text
+    assert "FAILS" not in text
+
+
+def test_diagnose_a_model_and_a_dump(model, tmp_path, capsys):
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    args = ("--only", "ranks,ablation", "--html", page, "--json", data, "--n-prompts", "2", "--seq-len", "24")
+    code, text, err = run(capsys, "diagnose", model, *args)
+    assert code == 0, err
+    assert "transformer.adapter.weight: " in text
+    assert "1 of 9 layers feedback-exposed" in text
+    assert json.loads(data.read_text())["format"] == "loopq-diagnosis"
+    html = page.read_text()
+    assert html.lstrip().lower().startswith("<!doctype html>")
+    assert "<svg" in html
+    dump = tmp_path / "dump"
+    assert run(capsys, "collect", model, "--out", dump, "--hessian", "--per-step", *TINY)[0] == 0
+    code, text, _ = run(capsys, "diagnose", dump)
+    assert code == 0
+    assert "not available: arms" in text
+    assert run(capsys, "diagnose", dump, "--quick")[0] == 2
+    assert run(capsys, "diagnose", model, "--only", "pictures")[0] == 2

@@ -206,7 +206,7 @@ def test_layers_may_choose_their_own_steps(loaded, tokens):
         loopq.quantize(loaded, tokens, QuantConfig(overrides=(Override("nowhere", {"bits": 8}),)))
 
 
-def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, tokens, tmp_path):
+def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, tokens, tmp_path, monkeypatch):
     parts = []
     for i, (first, last) in enumerate([(0, 4), (4, 7), (7, 10)]):
         collect_hessians(job_of(loaded, tokens.take(first, last)), tmp_path / f"part{i}")
@@ -221,6 +221,13 @@ def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, token
         np.testing.assert_array_equal(a, b)
     with pytest.raises(DumpError, match="count twice"):
         merge([parts[0], parts[0]], tmp_path / "twice")
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            "loopq.calibrate.dump.shutil.copytree", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+        )
+        with pytest.raises(DumpError, match=r"full: cannot be written \(No space\)"):
+            merge(parts, tmp_path / "full")
+    assert not [p for p in tmp_path.iterdir() if "full" in p.name]
     with pytest.raises(DumpError, match="count twice"):
         merge([tmp_path / "ab", parts[1]], tmp_path / "twice")
 

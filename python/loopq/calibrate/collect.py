@@ -97,7 +97,8 @@ class _GroupFilter:
         elif self._last[leader][:2] != (step, input_key(rows)):
             raise CalibrationError(
                 f"layer {parameter.name}, step {step}: reads another input than {leader}, which it shared in "
-                "the probe rollout; the model branches on its input: collect them apart with --no-share"
+                "the probe rollout; the model branches on its input: exclude this layer, or keep prompts of "
+                "one kind together"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,8 +265,6 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
     DumpError
         Parts that do not fit together, or the same calibration tokens and seed twice.
     """
-    import shutil
-
     from loopq.errors import ConfigError
 
     if len(parts) < 2:
@@ -278,25 +277,38 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
     rows: Rows = {
         k: {t: sum(d.manifest.rows[k][t] for d in ordered) for t in v} for k, v in first.rows.items()
     }
-    files = []
-    for entry in first.files:
-        total = read_accumulator(ordered[0].folder / entry["file"])
-        for other in ordered[1:]:
-            match = next(e for e in other.manifest.files if e["leader"] == entry["leader"])
-            total.merge(read_accumulator(other.folder / match["file"]))
-        path = out / entry["file"]
-        digest = write_accumulator(path, total)
-        files.append({**entry, "sha256": digest, "n_bytes": path.stat().st_size})
-    shutil.copytree(ordered[0].folder / "model", out / "model")
     calibration = {
         "source": "merged",
         "parts": [d.manifest.calibration | {"seed": d.manifest.seed} for d in ordered],
         "n_prompts": sum(int(d.manifest.calibration["n_prompts"]) for d in ordered),
         "n_tokens": sum(int(d.manifest.calibration["n_tokens"]) for d in ordered),
     }
-    merged = dataclasses.replace(first, rows=rows, files=tuple(files), calibration=calibration)
-    merged.write(out)
+    temporary = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        files = [_sum_of(entry, ordered, temporary) for entry in first.files]
+        shutil.copytree(ordered[0].folder / "model", temporary / "model")
+        merged = dataclasses.replace(first, rows=rows, files=tuple(files), calibration=calibration)
+        merged.write(temporary)
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as cause:
+        raise DumpError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return merged
+
+
+def _sum_of(entry: dict[str, Any], parts: Sequence[Dump], out: Path) -> dict[str, Any]:
+    """Write the sum of one input group's Hessians; return its line of the manifest."""
+    total = read_accumulator(parts[0].folder / entry["file"])
+    for other in parts[1:]:
+        match = next(e for e in other.manifest.files if e["leader"] == entry["leader"])
+        total.merge(read_accumulator(other.folder / match["file"]))
+    path = out / entry["file"]
+    digest = write_accumulator(path, total)
+    return {**entry, "sha256": digest, "n_bytes": path.stat().st_size}
 
 
 def _check_parts(dumps: Sequence[Dump]) -> None:

@@ -40,7 +40,7 @@ class Recipe:
 
 _SMALL = {"n_embd": 128, "n_heads": 2, "intermediate_size": 384, "block_size": 128}
 _FOUR = {**_SMALL, "n_heads": 4}
-_SHORT: dict[str, Any] = {"steps": 500, "warmup": 50, "batch": 8}
+_SHORT: dict[str, Any] = {"steps": 1200, "warmup": 50, "batch": 8}
 _HUGINN = Recipe("huginn", "ZooHuginn", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=3000)
 _OURO = Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 2, "n_steps": 4}, depth=(4, 4), steps=1300)
 
@@ -55,7 +55,7 @@ RECIPES: dict[str, Recipe] = {
     "ouro_small_seed1": dataclasses.replace(_OURO, seed=1, **_SHORT),
     "ouro_small_seed2": dataclasses.replace(_OURO, seed=2, **_SHORT),
     "ouro_large": Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 4, "n_steps": 4}, depth=(4, 4), **_SHORT),
-    "rllama_small": Recipe("rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), **_SHORT),
+    "rllama_small": Recipe("rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), **{**_SHORT, "steps": 500}),
     "parcae_small": Recipe("parcae", "ZooParcae", {**_SMALL, "n_steps": 8}, depth=(6, 10), **_SHORT),
     "loopformer_small": Recipe(
         "loopformer",

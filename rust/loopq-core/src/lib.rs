@@ -18,6 +18,7 @@ pub mod factor;
 pub mod grid;
 pub mod hessian;
 pub mod pack;
+mod pages;
 pub mod pool;
 pub mod simd;
 pub mod solve;

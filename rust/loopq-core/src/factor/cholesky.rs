@@ -8,6 +8,7 @@
 use rayon::prelude::*;
 
 use crate::factor::{Panels, Symmetric, PANEL_WIDTH};
+use crate::pages::Pages;
 use crate::pool::pool;
 use crate::simd::{axpy, Isa, Real, MR};
 use crate::{Error, Result, Watch};
@@ -19,7 +20,7 @@ const TASK_ROWS: usize = 96;
 const SWEEP: usize = 96;
 
 /// `A = R diag(R)^-1` and the pivots `diag(R)^2` of a damped Hessian.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Factor<T> {
     /// Entries above the diagonal are `A`.
     pub(crate) a: Panels<T>,
@@ -104,6 +105,8 @@ impl<T: Real> Factor<T> {
     fn factor(&mut self, refusal: &Refusal, isa: Isa, watch: &Watch) -> Result<()> {
         let dim = self.a.dim;
         watch.plan((dim as u64).pow(3) / 6);
+        let above = self.a.panels.len().saturating_sub(1) * PANEL_WIDTH * PANEL_WIDTH.next_multiple_of(MR);
+        let (mut solved, mut negated) = (Pages::zeroed(above), Pages::zeroed(above));
         for p in (0..self.a.panels.len()).rev() {
             let j0 = p * PANEL_WIDTH;
             let nb = PANEL_WIDTH.min(dim - j0);
@@ -118,8 +121,8 @@ impl<T: Real> Factor<T> {
                 precision: T::NAME,
             })?;
             corner.store(block, &mut self.pivots[j0..j0 + nb]);
-            let (solved, negated) = corner.solve_above(above, isa, watch)?;
-            take_off(left, &solved, &negated, nb, isa, watch)?;
+            let (solved, negated) = corner.solve_above(above, &mut solved, &mut negated, isa, watch)?;
+            take_off(left, solved, negated, nb, isa, watch)?;
             watch.advance(nb as u64 * (j0 as u64).pow(2) / 2)?;
         }
         Ok(())
@@ -211,8 +214,15 @@ impl<T: Real> Corner<T> {
     }
 
     /// Solves the rows above the block, writes their part of `A`, and returns them packed in lines of `T::NR` rows,
-    /// plain and negated.
-    fn solve_above(&self, above: &mut [T], isa: Isa, watch: &Watch) -> Result<(Vec<T>, Vec<T>)> {
+    /// plain and negated, in the room that is given for it.
+    fn solve_above<'a>(
+        &self,
+        above: &mut [T],
+        solved: &'a mut [T],
+        negated: &'a mut [T],
+        isa: Isa,
+        watch: &Watch,
+    ) -> Result<(&'a [T], &'a [T])> {
         let depth = self.nb.next_multiple_of(MR);
         let mut negative = vec![T::default(); PANEL_WIDTH * PANEL_WIDTH];
         for k in 0..self.nb {
@@ -221,8 +231,7 @@ impl<T: Real> Corner<T> {
             }
         }
         let n_rows = above.len() / PANEL_WIDTH;
-        let mut solved = vec![T::default(); n_rows * depth];
-        let mut negated = solved.clone();
+        let (solved, negated) = (&mut solved[..n_rows * depth], &mut negated[..n_rows * depth]);
         above
             .par_chunks_exact_mut(T::NR * PANEL_WIDTH)
             .zip(solved.par_chunks_exact_mut(T::NR * depth).zip(negated.par_chunks_exact_mut(T::NR * depth)))
@@ -268,7 +277,7 @@ impl<T: Real> Corner<T> {
 
 /// `left -= solved * solved^T` on the upper triangle.
 fn take_off<T: Real>(
-    left: &mut [Vec<T>],
+    left: &mut [Pages<T>],
     solved: &[T],
     negated: &[T],
     nb: usize,

@@ -11,16 +11,19 @@ const HI_PER_ONE: f32 = 64.0;
 const ONE_PER_HI: f32 = 1.0 / 64.0;
 const LO_PER_ONE: f32 = 295_147_905_179_352_825_856.0; // 2^68
 
-/// Adds float32 sums to their limbs. Exact for magnitudes of `2^-44` and more; below, the sum is rounded to the grid,
-/// half to even. Magnitudes stay below `2^56`, which the row limit guarantees.
+/// Adds float32 sums to their limbs; `sums` holds one run of `hi.len()` sums or several behind each other. Exact for
+/// magnitudes of `2^-44` and more; below, the sum is rounded to the grid, half to even. Magnitudes stay below `2^56`,
+/// which the row limit guarantees.
 #[inline(always)]
 pub(crate) fn add(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
-    for ((&sum, hi), lo) in sums.iter().zip(hi).zip(lo) {
-        let whole = (sum * HI_PER_ONE).trunc();
-        // |sum - whole / 64| < 1/64 and both are multiples of sum's last place, so the difference is exact.
-        let rest = whole.mul_add(-ONE_PER_HI, sum);
-        let fine = (rest * LO_PER_ONE).round_ties_even() as i64;
-        add_one(hi, lo, whole as i64, fine);
+    for sums in sums.chunks_exact(hi.len()) {
+        for ((&sum, hi), lo) in sums.iter().zip(&mut *hi).zip(&mut *lo) {
+            let whole = (sum * HI_PER_ONE).round_ties_even();
+            // |sum - whole / 64| <= 1/128 and both are multiples of sum's last place, so the difference is exact.
+            let rest = whole.mul_add(-ONE_PER_HI, sum);
+            let fine = (rest * LO_PER_ONE).round_ties_even() as i64;
+            add_one(hi, lo, whole as i64, fine);
+        }
     }
 }
 

@@ -5,22 +5,54 @@ use rayon::prelude::*;
 use crate::hessian::limbs;
 use crate::hessian::rows::{Lanes, PackedBlock};
 use crate::hessian::{MACRO, PANEL};
+use crate::pages::Pages;
 use crate::pool::pool;
-use crate::simd::{add_limbs, tile_pairs, Isa, Real, MR};
+use crate::simd::{add_limbs, prefetch, tile_pairs, Isa, Real, MR};
 use crate::{dims, Error, Result, Watch};
 
 const TILE: usize = PANEL * PANEL;
 
-/// Lines of a panel pair that are worked on together.
-const SWEEP: usize = 64;
+/// Entries of the strip that one tile fills.
+const STRIP: usize = MR * PANEL;
+
+/// Blocks whose sums meet the limbs together.
+const FUSED: usize = 2;
 
 /// Up to `MACRO` x `MACRO` squares of the upper triangle: the unit of work of one thread.
 #[derive(Clone, Debug)]
 struct Patch {
     /// Panel pairs `(i, j)`, `i <= j`, in the order of their limbs.
     pairs: Vec<(usize, usize)>,
-    hi: Vec<i64>,
-    lo: Vec<i64>,
+    /// Where its limbs begin.
+    start: usize,
+}
+
+impl Patch {
+    fn n_limbs(&self) -> usize {
+        self.pairs.len() * TILE
+    }
+
+    /// Adds the products of all blocks, [`FUSED`] at a time: their float32 sums meet the limbs together, so that
+    /// these are read and written once for several blocks.
+    fn add(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock], isa: Isa) {
+        let mut sums = [0.0_f32; FUSED * STRIP];
+        for fused in blocks.chunks(FUSED) {
+            let sums = &mut sums[..fused.len() * STRIP];
+            for (t, &(pi, pj)) in self.pairs.iter().enumerate() {
+                for r in (0..PANEL).step_by(MR) {
+                    let at = t * TILE + r * PANEL;
+                    let (hi, lo) = (&mut hi[at..at + STRIP], &mut lo[at..at + STRIP]);
+                    prefetch(isa, hi);
+                    prefetch(isa, lo);
+                    sums.fill(0.0);
+                    for (block, sums) in fused.iter().zip(sums.chunks_exact_mut(STRIP)) {
+                        block.strip(isa, pi, pj, r, sums);
+                    }
+                    add_limbs(isa, sums, hi, lo);
+                }
+            }
+        }
+    }
 }
 
 /// The exact sum of `x x^T` over rows.
@@ -28,6 +60,8 @@ struct Patch {
 pub(crate) struct ExactMatrix {
     dim: usize,
     patches: Vec<Patch>,
+    hi: Pages<i64>,
+    lo: Pages<i64>,
 }
 
 impl ExactMatrix {
@@ -35,7 +69,7 @@ impl ExactMatrix {
         dims::product("the exact Hessian", dims::n_upper(dim)?, 32)?;
         let panels = dim.div_ceil(PANEL);
         let macros = panels.div_ceil(MACRO);
-        let mut patches = Vec::new();
+        let (mut patches, mut start) = (Vec::new(), 0);
         for mj in 0..macros {
             for mi in 0..=mj {
                 let mut pairs = Vec::new();
@@ -44,11 +78,12 @@ impl ExactMatrix {
                         pairs.push((i, j));
                     }
                 }
-                let n = pairs.len() * TILE;
-                patches.push(Patch { pairs, hi: vec![0; n], lo: vec![0; n] });
+                let patch = Patch { pairs, start };
+                start += patch.n_limbs();
+                patches.push(patch);
             }
         }
-        Ok(Self { dim, patches })
+        Ok(Self { dim, patches, hi: Pages::zeroed(start), lo: Pages::zeroed(start) })
     }
 
     /// Adds the products of all blocks.
@@ -60,7 +95,15 @@ impl ExactMatrix {
         watch: &Watch,
     ) -> Result<()> {
         pool(threads)?.install(|| {
-            self.patches.par_iter_mut().with_max_len(1).for_each(|patch| patch.add(blocks, isa));
+            let (mut hi, mut lo) = (&mut self.hi[..], &mut self.lo[..]);
+            let mut tasks = Vec::with_capacity(self.patches.len());
+            for patch in &self.patches {
+                let (own_hi, rest_hi) = hi.split_at_mut(patch.n_limbs());
+                let (own_lo, rest_lo) = lo.split_at_mut(patch.n_limbs());
+                (hi, lo) = (rest_hi, rest_lo);
+                tasks.push((patch, own_hi, own_lo));
+            }
+            tasks.into_par_iter().with_max_len(1).for_each(|(patch, hi, lo)| patch.add(hi, lo, blocks, isa));
         });
         watch.check()
     }
@@ -71,8 +114,8 @@ impl ExactMatrix {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate() {
                 for i in pi * PANEL..self.dim.min((pi + 1) * PANEL) {
                     for j in (pj * PANEL).max(i)..self.dim.min((pj + 1) * PANEL) {
-                        let at = t * TILE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
-                        f(i, j, patch.hi[at], patch.lo[at]);
+                        let at = patch.start + t * TILE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
+                        f(i, j, self.hi[at], self.lo[at]);
                     }
                 }
             }
@@ -82,12 +125,12 @@ impl ExactMatrix {
     /// Calls `f(row, column, hi, lo)` for every entry of the upper triangle, to change it.
     pub(crate) fn for_each_mut(&mut self, mut f: impl FnMut(usize, usize, &mut i64, &mut i64)) {
         let dim = self.dim;
-        for patch in &mut self.patches {
+        for patch in &self.patches {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate() {
                 for i in pi * PANEL..dim.min((pi + 1) * PANEL) {
                     for j in (pj * PANEL).max(i)..dim.min((pj + 1) * PANEL) {
-                        let at = t * TILE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
-                        f(i, j, &mut patch.hi[at], &mut patch.lo[at]);
+                        let at = patch.start + t * TILE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
+                        f(i, j, &mut self.hi[at], &mut self.lo[at]);
                     }
                 }
             }
@@ -96,11 +139,9 @@ impl ExactMatrix {
 
     /// Adds another sum, entry by entry.
     pub(crate) fn merge(&mut self, other: &Self) {
-        for (mine, theirs) in self.patches.iter_mut().zip(&other.patches) {
-            let entries = mine.hi.iter_mut().zip(&mut mine.lo);
-            for ((hi, lo), (&add_hi, &add_lo)) in entries.zip(theirs.hi.iter().zip(&theirs.lo)) {
-                limbs::add_one(hi, lo, add_hi, add_lo);
-            }
+        let entries = self.hi.iter_mut().zip(&mut *self.lo);
+        for ((hi, lo), (&add_hi, &add_lo)) in entries.zip(other.hi.iter().zip(&*other.lo)) {
+            limbs::add_one(hi, lo, add_hi, add_lo);
         }
     }
 
@@ -110,8 +151,8 @@ impl ExactMatrix {
         for patch in &self.patches {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate().filter(|(_, (i, j))| i == j) {
                 for i in pi * PANEL..self.dim.min((pi + 1) * PANEL) {
-                    let at = t * TILE + (i - pi * PANEL) * PANEL + (i - pj * PANEL);
-                    diagonal[i] = limbs::to_f64(limbs::integer(patch.hi[at], patch.lo[at]));
+                    let at = patch.start + t * TILE + (i - pi * PANEL) * PANEL + (i - pj * PANEL);
+                    diagonal[i] = limbs::to_f64(limbs::integer(self.hi[at], self.lo[at]));
                 }
             }
         }
@@ -120,7 +161,7 @@ impl ExactMatrix {
 
     /// Bytes that the limbs take.
     pub(crate) fn n_bytes(&self) -> usize {
-        self.patches.iter().map(|p| p.hi.len() * 16).sum()
+        self.hi.len() * 16
     }
 
     /// Sets the entries from packed upper triangles.
@@ -147,42 +188,20 @@ pub(crate) fn upper_index(dim: usize, i: usize, j: usize) -> usize {
     i * dim - i * (i + 1) / 2 + j
 }
 
-impl Patch {
-    fn add(&mut self, blocks: &[PackedBlock], isa: Isa) {
-        let mut sums = [0.0_f32; TILE];
-        for block in blocks {
-            for (t, &(pi, pj)) in self.pairs.iter().enumerate() {
-                sums.fill(0.0);
-                match &block.lanes {
-                    Lanes::Single(lanes) => {
-                        let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
-                        sweep(block.depth, a, b, &mut sums, |k, a, b, c| {
-                            f32::tile(isa, k, a, PANEL, b, PANEL, c, PANEL);
-                        });
-                    }
-                    Lanes::Pairs(lanes) => {
-                        let (a, b) = (block.panel(lanes, pi), block.panel(lanes, pj));
-                        sweep(block.depth, a, b, &mut sums, |k, a, b, c| {
-                            tile_pairs(isa, k, a, PANEL, b, PANEL, c, PANEL);
-                        });
-                    }
-                }
-                let at = t * TILE..(t + 1) * TILE;
-                add_limbs(isa, &sums, &mut self.hi[at.clone()], &mut self.lo[at]);
+impl PackedBlock {
+    /// Adds to `sums` the products of [`MR`] columns of panel `pi`, from its column `r` on, with panel `pj`. All lines
+    /// go through one tile: its sums stay in registers, and both panels stream from the second-level cache.
+    #[inline(always)]
+    fn strip(&self, isa: Isa, pi: usize, pj: usize, r: usize, sums: &mut [f32]) {
+        match &self.lanes {
+            Lanes::Single(lanes) => {
+                let (a, b) = (self.panel(lanes, pi), self.panel(lanes, pj));
+                f32::tile(isa, self.depth, &a[r..], PANEL, b, PANEL, sums, PANEL);
             }
-        }
-    }
-}
-
-/// Runs the tiles of one panel pair. Lines are taken [`SWEEP`] at a time, so that both panels' share and the sums stay
-/// in the first-level cache while all tiles use them; each entry is still one chain over all lines.
-#[inline(always)]
-fn sweep<T>(depth: usize, a: &[T], b: &[T], sums: &mut [f32], tile: impl Fn(usize, &[T], &[T], &mut [f32])) {
-    for from in (0..depth).step_by(SWEEP) {
-        let k = SWEEP.min(depth - from);
-        let (a, b) = (&a[from * PANEL..], &b[from * PANEL..]);
-        for r in (0..PANEL).step_by(MR) {
-            tile(k, &a[r..], b, &mut sums[r * PANEL..]);
+            Lanes::Pairs(lanes) => {
+                let (a, b) = (self.panel(lanes, pi), self.panel(lanes, pj));
+                tile_pairs(isa, self.depth, &a[r..], PANEL, b, PANEL, sums, PANEL);
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 use crate::dump::{RowType, Rows};
 use crate::error::name_of;
 use crate::hessian::{BLOCK_ROWS, PANEL, ROW_LIMIT};
+use crate::pages::Pages;
 use crate::{Error, Result};
 
 /// Largest magnitude among the rows; refuses NaN, infinity and what the grid cannot hold.
@@ -53,9 +54,9 @@ fn locate(rows: Rows<'_>, step: usize, first_row: u64) -> Error {
 /// The numbers of a packed block.
 pub(crate) enum Lanes {
     /// One row per line, in single precision.
-    Single(Vec<f32>),
+    Single(Pages<f32>),
     /// Two rows per line: the even row's bf16 bits in the low half of a word, the odd row's in the high half.
-    Pairs(Vec<u32>),
+    Pairs(Pages<u32>),
 }
 
 /// One block of rows (at most [`BLOCK_ROWS`]) as panels of [`PANEL`] columns: line `k` of panel `p` starts at
@@ -72,12 +73,12 @@ impl PackedBlock {
         let panels = rows.dim().div_ceil(PANEL);
         if pairs && rows.dtype() == RowType::Bf16 {
             let depth = rows.n_rows().div_ceil(2);
-            let mut lanes = vec![0; panels * depth * PANEL];
+            let mut lanes = Pages::zeroed(panels * depth * PANEL);
             pack_pairs(rows, depth, &mut lanes);
             return Self { depth, lanes: Lanes::Pairs(lanes) };
         }
         let depth = rows.n_rows();
-        let mut lanes = vec![0.0; panels * depth * PANEL];
+        let mut lanes = Pages::zeroed(panels * depth * PANEL);
         pack_single(rows, &mut lanes);
         Self { depth, lanes: Lanes::Single(lanes) }
     }

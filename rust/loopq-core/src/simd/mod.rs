@@ -11,7 +11,7 @@ mod tile;
 mod x86;
 
 pub(crate) use lanes::{axpy, lane_cost, lane_range, round_column, round_row, Column, Lanes};
-pub(crate) use tile::add_limbs;
+pub(crate) use tile::{add_limbs, prefetch};
 pub use tile::{tile_pairs, Real, MR};
 
 /// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:

@@ -7,7 +7,7 @@ pub const MR: usize = 8;
 
 /// The two number types that factorisations and solvers run in.
 pub trait Real:
-    Copy
+    bytemuck::Pod
     + Send
     + Sync
     + PartialOrd
@@ -136,8 +136,19 @@ pub fn tile_pairs(
     let _ = (k, a, lda, b, ldb, c, ldc);
 }
 
-/// Adds float32 sums to the exact grid; see `hessian::limbs` for what that is. The three slices have one length, a
-/// multiple of 16.
+/// Asks for the cache lines of a slice, which will be needed soon.
+#[inline]
+pub(crate) fn prefetch(isa: Isa, values: &[i64]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.level() >= 2 {
+        super::x86::prefetch(values);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (isa, values);
+}
+
+/// Adds float32 sums to the exact grid; see `hessian::limbs` for what that is. `hi` and `lo` have one length, a multiple
+/// of 16, and `sums` one or more times that.
 #[inline]
 pub(crate) fn add_limbs(isa: Isa, sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
     match isa.level() {

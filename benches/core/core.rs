@@ -1,0 +1,176 @@
+//! Criterion benches of the core: `cargo bench -p loopq-core`, or `cargo bench -p loopq-core -- hessian/bf16` for one.
+//!
+//! Throughputs are in operations (`Gelem/s` read as Gflop/s) where arithmetic is the limit, in bytes where memory is.
+//! What a user would run instead is measured beside loopq by `benches/python/bench_core.py`.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
+use loopq_core::dump::{RowType, Rows};
+use loopq_core::factor::{eigvalsh, Factor, Symmetric};
+use loopq_core::grid::{Grid, ScaleType, Search};
+use loopq_core::hessian::{Accumulator, Settings};
+use loopq_core::simd::{tile_pairs, Isa, Real, MR};
+use loopq_core::solve::{gptq, Run, Scales};
+use loopq_core::{pack, Watch};
+
+/// Numbers between -1 and 1 that look random and are the same every time.
+fn numbers(n: usize) -> Vec<f32> {
+    let mut state = 1_u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / 8_388_608.0 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// The register tiles with both operands in the first-level cache: the roof of everything else.
+fn tiles(c: &mut Criterion) {
+    const K: usize = 64;
+    let mut group = c.benchmark_group("tile");
+    for isa in Isa::available() {
+        group.throughput(Throughput::Elements((2 * K * MR * f32::NR) as u64));
+        let (a, b) = (numbers(K * 48), numbers(K * 48));
+        let mut out = vec![0.0_f32; MR * 48];
+        group.bench_function(BenchmarkId::new("f32", isa.name()), |bench| {
+            bench.iter(|| f32::tile(isa, K, black_box(&a), 48, black_box(&b), 48, &mut out, 48));
+        });
+        if isa.has_pairs() {
+            group.throughput(Throughput::Elements((4 * K * MR * f32::NR) as u64));
+            let (a, b) = (vec![0x3f80_3f80_u32; K * 48], vec![0x3f80_3f80_u32; K * 48]);
+            group.bench_function(BenchmarkId::new("bf16", isa.name()), |bench| {
+                bench.iter(|| tile_pairs(isa, K, black_box(&a), 48, black_box(&b), 48, &mut out, 48));
+            });
+        }
+        group.throughput(Throughput::Elements((2 * K * MR * f64::NR) as u64));
+        let wide: Vec<f64> = a.iter().map(|&v| f64::from(v)).collect();
+        let mut out = vec![0.0_f64; MR * 24];
+        group.bench_function(BenchmarkId::new("f64", isa.name()), |bench| {
+            bench.iter(|| f64::tile(isa, K, black_box(&wide), 24, black_box(&wide), 24, &mut out, 24));
+        });
+    }
+    group.finish();
+}
+
+/// Rows to exact Hessian; operations counted on the upper triangle, the half that is computed.
+fn hessian(c: &mut Criterion) {
+    const ROWS: usize = 4096;
+    let mut group = c.benchmark_group("hessian");
+    for dim in [512, 2048, 5280] {
+        let single = numbers(ROWS * dim);
+        let narrow: Vec<u16> = single.iter().map(|v| (v.to_bits() >> 16) as u16).collect();
+        group.throughput(Throughput::Elements((ROWS * dim * (dim + 1)) as u64));
+        for threads in [1, 2] {
+            let mut run = |name: &str, rows: Rows<'_>| {
+                let settings = Settings { dim, steps: vec![0], per_step: false, threads, isa: Isa::best() };
+                let mut sum = Accumulator::new(settings).unwrap();
+                group.bench_function(BenchmarkId::new(format!("{name}/threads={threads}"), dim), |bench| {
+                    bench.iter(|| sum.update(0, rows, &Watch::new()).unwrap());
+                });
+            };
+            run("f32", Rows::from_f32(&single, ROWS, dim).unwrap());
+            run("bf16", Rows::from_bits16(&narrow, RowType::Bf16, ROWS, dim).unwrap());
+        }
+    }
+    group.finish();
+}
+
+/// A well-conditioned Hessian of correlated inputs.
+fn gram(dim: usize) -> Vec<f64> {
+    let base = numbers(dim);
+    let mut h = vec![0.0; dim * dim];
+    for i in 0..dim {
+        for j in 0..dim {
+            h[i * dim + j] = f64::from(base[i] * base[j]) + if i == j { 1.0 } else { 0.0 };
+        }
+    }
+    h
+}
+
+/// Factor and solve.
+fn solve(c: &mut Criterion) {
+    let mut group = c.benchmark_group("solve");
+    for dim in [1024, 2048] {
+        let (h, w) = (gram(dim), numbers(dim * dim));
+        let h = Symmetric::F64(&h);
+        let grid = Grid {
+            bits: 4,
+            group_size: 128,
+            symmetric: true,
+            scale_type: ScaleType::F32,
+            search: Search::Max,
+        };
+        for threads in [1, 2] {
+            group.throughput(Throughput::Elements((dim as u64).pow(3) / 3));
+            group.bench_function(BenchmarkId::new(format!("factor-f32/threads={threads}"), dim), |bench| {
+                bench.iter(|| Factor::<f32>::new(h, dim, 0.01, false, threads, &Watch::new()).unwrap());
+            });
+            group.bench_function(BenchmarkId::new(format!("factor-f64/threads={threads}"), dim), |bench| {
+                bench.iter(|| Factor::<f64>::new(h, dim, 0.01, false, threads, &Watch::new()).unwrap());
+            });
+            group.throughput(Throughput::Elements((dim as u64).pow(3)));
+            let watch = Watch::new();
+            let run = Run { block_size: 128, threads, isa: Isa::best(), watch: &watch };
+            let factor = Factor::<f32>::new(h, dim, 0.01, false, threads, &watch).unwrap();
+            group.bench_function(BenchmarkId::new(format!("gptq-f32/threads={threads}"), dim), |bench| {
+                bench.iter(|| gptq(&w, dim, &factor, &grid, Scales::Group, &run).unwrap());
+            });
+            let factor = Factor::<f64>::new(h, dim, 0.01, false, threads, &watch).unwrap();
+            group.bench_function(BenchmarkId::new(format!("gptq-f64/threads={threads}"), dim), |bench| {
+                bench.iter(|| gptq(&w, dim, &factor, &grid, Scales::Group, &run).unwrap());
+            });
+        }
+    }
+    group.finish();
+}
+
+/// Eigenvalues of a Hessian, all of them.
+fn spectrum(c: &mut Criterion) {
+    let mut group = c.benchmark_group("eigvalsh");
+    for dim in [512, 1024] {
+        let h = gram(dim);
+        for threads in [1, 2] {
+            group.throughput(Throughput::Elements((dim as u64).pow(3) * 4 / 3));
+            group.bench_function(BenchmarkId::new(format!("threads={threads}"), dim), |bench| {
+                bench.iter(|| eigvalsh(Symmetric::F64(&h), dim, threads).unwrap());
+            });
+        }
+    }
+    group.finish();
+}
+
+/// Codes to words and back; bytes counted are those of the codes, one per code. `copy` is the roof.
+fn packing(c: &mut Criterion) {
+    const ROWS: usize = 2048;
+    const DIM: usize = 5280;
+    let codes: Vec<u8> = (0..ROWS * DIM).map(|i| (i * 7 % 4) as u8).collect();
+    let mut group = c.benchmark_group("pack");
+    group.throughput(Throughput::Bytes((ROWS * DIM) as u64));
+    group.bench_function("copy", |bench| bench.iter(|| black_box(&codes).clone()));
+    for bits in [2, 3, 4, 8] {
+        group.bench_function(BenchmarkId::new("dense", bits), |bench| {
+            bench.iter(|| pack::dense::pack(black_box(&codes), ROWS, DIM, bits).unwrap());
+        });
+        let packed = pack::dense::pack(&codes, ROWS, DIM, bits).unwrap();
+        group.bench_function(BenchmarkId::new("unpack-dense", bits), |bench| {
+            bench.iter(|| pack::dense::unpack(black_box(&packed), ROWS, DIM, bits).unwrap());
+        });
+    }
+    group.bench_function("marlin", |bench| {
+        bench.iter(|| pack::marlin::pack(black_box(&codes), DIM, ROWS).unwrap());
+    });
+    let packed = pack::marlin::pack(&codes, DIM, ROWS).unwrap();
+    group.bench_function("unpack-marlin", |bench| {
+        bench.iter(|| pack::marlin::unpack(black_box(&packed), DIM, ROWS).unwrap());
+    });
+    group.finish();
+}
+
+criterion_group! {
+    name = benches;
+    config = Criterion::default().sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
+    targets = tiles, hessian, solve, spectrum, packing
+}
+criterion_main!(benches);

@@ -134,7 +134,7 @@ fn spectrum(c: &mut Criterion) {
         for threads in [1, 2] {
             group.throughput(Throughput::Elements((dim as u64).pow(3) * 4 / 3));
             group.bench_function(BenchmarkId::new(format!("threads={threads}"), dim), |bench| {
-                bench.iter(|| eigvalsh(Symmetric::F64(&h), dim, threads).unwrap());
+                bench.iter(|| eigvalsh(Symmetric::F64(&h), dim, threads, &Watch::new()).unwrap());
             });
         }
     }

@@ -434,7 +434,7 @@ fn eigenvalues_of_a_known_matrix() {
             _ => 0.0,
         })
         .collect();
-    let got = eigvalsh(Symmetric::F64(&h), n, 2).unwrap();
+    let got = eigvalsh(Symmetric::F64(&h), n, 2, &Watch::new()).unwrap();
     for (k, value) in got.iter().enumerate() {
         let exact = 2.0 - 2.0 * ((k + 1) as f64 * std::f64::consts::PI / (n + 1) as f64).cos();
         assert!((value - exact).abs() < 1e-13);

@@ -405,5 +405,5 @@ pub(crate) fn eigvalsh<'py>(
 ) -> PyResult<Bound<'py, PyArray1<f64>>> {
     let (array, dim) = HArray::take(py, h)?;
     let view = array.view()?;
-    Ok(PyArray1::from_vec(py, run(py, None, |_| factor::eigvalsh(view, dim, threads))?))
+    Ok(PyArray1::from_vec(py, run(py, None, |watch| factor::eigvalsh(view, dim, threads, watch))?))
 }

@@ -1,29 +1,48 @@
 //! Eigenvalues of a symmetric matrix.
 
+use std::sync::mpsc::{sync_channel, RecvTimeoutError};
+use std::time::Duration;
+
 use faer::{MatRef, Par, Side};
 
 use crate::factor::Symmetric;
 use crate::pool::pool;
-use crate::{Error, Result};
+use crate::{Error, Result, Watch};
+
+/// Parts that faer cuts its work into, whatever the number of threads: its sums depend on the parts, not on who works
+/// them off.
+const PARTS: usize = 4;
+
+/// How often the watch is looked at.
+const TICK: Duration = Duration::from_millis(100);
 
 /// All eigenvalues, ascending, in double precision. Reads the upper triangle.
-pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize) -> Result<Vec<f64>> {
+///
+/// The library cannot be interrupted. A cancelled call returns at once all the same; what it began runs to its end on
+/// a copy of its own and is thrown away.
+pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize, watch: &Watch) -> Result<Vec<f64>> {
     h.check(dim)?;
     if dim == 0 {
         return Ok(Vec::new());
     }
-    let widened: Vec<f64>;
-    let values = match h {
-        Symmetric::F64(values) => values,
-        Symmetric::F32(values) => {
-            widened = values.iter().map(|&v| f64::from(v)).collect();
-            &widened
-        }
+    let values: Vec<f64> = match h {
+        Symmetric::F64(values) => values.to_vec(),
+        Symmetric::F32(values) => values.iter().map(|&v| f64::from(v)).collect(),
     };
     let pool = pool(threads)?;
-    // A fixed degree of parallelism would tie the bits to it: faer splits its sums by thread count.
-    faer::set_global_parallelism(Par::Seq);
-    // Row-major upper is column-major lower.
-    let matrix = MatRef::from_column_major_slice(values, dim, dim);
-    pool.install(|| matrix.self_adjoint_eigenvalues(Side::Lower)).map_err(|_| Error::NoConvergence { dim })
+    let (sender, receiver) = sync_channel(1);
+    std::thread::spawn(move || {
+        faer::set_global_parallelism(Par::rayon(PARTS));
+        // Row-major upper is column-major lower.
+        let matrix = MatRef::from_column_major_slice(&values, dim, dim);
+        // Nobody listens any more after a cancelled call.
+        let _ = sender.send(pool.install(|| matrix.self_adjoint_eigenvalues(Side::Lower)));
+    });
+    loop {
+        match receiver.recv_timeout(TICK) {
+            Ok(found) => return found.map_err(|_| Error::NoConvergence { dim }),
+            Err(RecvTimeoutError::Timeout) => watch.check()?,
+            Err(RecvTimeoutError::Disconnected) => return Err(Error::NoConvergence { dim }),
+        }
+    }
 }

@@ -8,6 +8,7 @@ use crate::dump::{rows_of_file, MappedFile, RowType, Rows};
 use crate::hessian::matrix::ExactMatrix;
 use crate::hessian::rows::{check, PackedBlock};
 use crate::hessian::{limbs, BLOCK_ROWS, SUM_LIMIT};
+use crate::pages::Pages;
 use crate::pool::pool;
 use crate::simd::Isa;
 use crate::{dims, Error, Result, Watch};
@@ -51,6 +52,8 @@ pub struct Accumulator {
     pub(super) settings: Settings,
     pub(super) matrices: Vec<ExactMatrix>,
     waiting: Vec<Waiting>,
+    /// Room for the packed rows of one pass, kept from pass to pass.
+    packed: Pages<u32>,
     dtype: Option<RowType>,
     finished: bool,
     /// Set while rows are worked off: still set later if that was interrupted, and then the sums are not whole.
@@ -74,7 +77,15 @@ impl Accumulator {
         let n_matrices = if settings.per_step { settings.steps.len() } else { 1 };
         let matrices = (0..n_matrices).map(|_| ExactMatrix::zeros(settings.dim)).collect::<Result<_>>()?;
         let waiting = vec![Waiting::default(); settings.steps.len()];
-        Ok(Self { settings, matrices, waiting, dtype: None, finished: false, broken: false })
+        Ok(Self {
+            settings,
+            matrices,
+            waiting,
+            packed: Pages::zeroed(0),
+            dtype: None,
+            finished: false,
+            broken: false,
+        })
     }
 
     /// The settings it was made with.
@@ -274,22 +285,27 @@ impl Accumulator {
 
     fn work_off(&mut self, at: usize, rows: Rows<'_>, watch: &Watch) -> Result<()> {
         let Settings { dim, per_step, threads, isa, .. } = self.settings;
-        let block_bytes = dims::product("a block of rows", dim + super::PANEL, 4 * BLOCK_ROWS)?;
-        let pass = (PASS_BYTES / block_bytes).clamp(1, PASS_BLOCKS) * BLOCK_ROWS;
+        let pairs = isa.has_pairs() && rows.dtype() == RowType::Bf16;
+        let words = PackedBlock::n_words(dim, pairs);
+        let pass = (PASS_BYTES / dims::product("a block of rows", words, 4)?).clamp(1, PASS_BLOCKS);
+        let blocks = pass.min(rows.n_rows().div_ceil(BLOCK_ROWS));
+        if self.packed.len() < blocks * words {
+            self.packed = Pages::zeroed(blocks * words);
+        }
         let matrix = &mut self.matrices[if per_step { at } else { 0 }];
         self.broken = true;
         let mut from = 0;
         while from < rows.n_rows() {
-            let n = pass.min(rows.n_rows() - from);
-            let blocks: Vec<PackedBlock> = pool(threads)?.install(|| {
-                (0..n.div_ceil(BLOCK_ROWS))
-                    .into_par_iter()
-                    .map(|b| {
+            let n = (pass * BLOCK_ROWS).min(rows.n_rows() - from);
+            let blocks: Vec<PackedBlock<'_>> = pool(threads)?.install(|| {
+                self.packed
+                    .par_chunks_mut(words)
+                    .take(n.div_ceil(BLOCK_ROWS))
+                    .enumerate()
+                    .map(|(b, room)| {
                         let start = b * BLOCK_ROWS;
-                        PackedBlock::pack(
-                            rows.slice(from + start, BLOCK_ROWS.min(n - start)),
-                            isa.has_pairs(),
-                        )
+                        let rows = rows.slice(from + start, BLOCK_ROWS.min(n - start));
+                        PackedBlock::pack(rows, pairs, room)
                     })
                     .collect()
             });
@@ -311,6 +327,7 @@ impl Accumulator {
             self.flush(at, watch)?;
             self.waiting[at].bytes = Vec::new();
         }
+        self.packed = Pages::zeroed(0);
         self.finished = true;
         Ok(())
     }

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use crate::hessian::limbs;
 use crate::hessian::rows::{Lanes, PackedBlock};
-use crate::hessian::{MACRO, PANEL};
+use crate::hessian::{PANEL, SIDE};
 use crate::pages::Pages;
 use crate::pool::pool;
 use crate::simd::{add_limbs, prefetch, tile_pairs, Isa, Real, MR};
@@ -18,7 +18,7 @@ const STRIP: usize = MR * PANEL;
 /// Blocks whose sums meet the limbs together.
 const FUSED: usize = 2;
 
-/// Up to `MACRO` x `MACRO` squares of the upper triangle: the unit of work of one thread.
+/// Up to [`SIDE`] x [`SIDE`] squares of the upper triangle: the unit of work of one thread.
 #[derive(Clone, Debug)]
 struct Patch {
     /// Panel pairs `(i, j)`, `i <= j`, in the order of their limbs.
@@ -34,7 +34,7 @@ impl Patch {
 
     /// Adds the products of all blocks, [`FUSED`] at a time: their float32 sums meet the limbs together, so that
     /// these are read and written once for several blocks.
-    fn add(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock], isa: Isa) {
+    fn add(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock<'_>], isa: Isa) {
         let mut sums = [0.0_f32; FUSED * STRIP];
         for fused in blocks.chunks(FUSED) {
             let sums = &mut sums[..fused.len() * STRIP];
@@ -68,13 +68,15 @@ impl ExactMatrix {
     pub(crate) fn zeros(dim: usize) -> Result<Self> {
         dims::product("the exact Hessian", dims::n_upper(dim)?, 32)?;
         let panels = dim.div_ceil(PANEL);
-        let macros = panels.div_ceil(MACRO);
+        // Small matrices are cut finer, so that all threads have work.
+        let side = (panels / 6).clamp(1, SIDE);
+        let macros = panels.div_ceil(side);
         let (mut patches, mut start) = (Vec::new(), 0);
         for mj in 0..macros {
             for mi in 0..=mj {
                 let mut pairs = Vec::new();
-                for j in mj * MACRO..panels.min((mj + 1) * MACRO) {
-                    for i in mi * MACRO..panels.min((mi + 1) * MACRO).min(j + 1) {
+                for j in mj * side..panels.min((mj + 1) * side) {
+                    for i in mi * side..panels.min((mi + 1) * side).min(j + 1) {
                         pairs.push((i, j));
                     }
                 }
@@ -89,7 +91,7 @@ impl ExactMatrix {
     /// Adds the products of all blocks.
     pub(crate) fn add_blocks(
         &mut self,
-        blocks: &[PackedBlock],
+        blocks: &[PackedBlock<'_>],
         isa: Isa,
         threads: usize,
         watch: &Watch,
@@ -188,7 +190,7 @@ pub(crate) fn upper_index(dim: usize, i: usize, j: usize) -> usize {
     i * dim - i * (i + 1) / 2 + j
 }
 
-impl PackedBlock {
+impl PackedBlock<'_> {
     /// Adds to `sums` the products of [`MR`] columns of panel `pi`, from its column `r` on, with panel `pj`. All lines
     /// go through one tile: its sums stay in registers, and both panels stream from the second-level cache.
     #[inline(always)]

@@ -22,8 +22,8 @@ pub const BLOCK_ROWS: usize = 512;
 /// Columns of a packed panel, and side of the square in which entries are stored.
 pub(crate) const PANEL: usize = 48;
 
-/// Panels per side of the square that one thread works on at a time.
-pub(crate) const MACRO: usize = 6;
+/// Panels per side of the largest square that one thread works on at a time.
+pub(crate) const SIDE: usize = 8;
 
 /// Largest magnitude of a row entry: `BLOCK_ROWS` squares of it stay within the range of one block's sum.
 pub const ROW_LIMIT: f64 = 8_388_608.0;

@@ -3,7 +3,6 @@
 use crate::dump::{RowType, Rows};
 use crate::error::name_of;
 use crate::hessian::{BLOCK_ROWS, PANEL, ROW_LIMIT};
-use crate::pages::Pages;
 use crate::{Error, Result};
 
 /// Largest magnitude among the rows; refuses NaN, infinity and what the grid cannot hold.
@@ -52,38 +51,44 @@ fn locate(rows: Rows<'_>, step: usize, first_row: u64) -> Error {
 }
 
 /// The numbers of a packed block.
-pub(crate) enum Lanes {
+#[derive(Clone, Copy)]
+pub(crate) enum Lanes<'a> {
     /// One row per line, in single precision.
-    Single(Pages<f32>),
+    Single(&'a [f32]),
     /// Two rows per line: the even row's bf16 bits in the low half of a word, the odd row's in the high half.
-    Pairs(Pages<u32>),
+    Pairs(&'a [u32]),
 }
 
 /// One block of rows (at most [`BLOCK_ROWS`]) as panels of [`PANEL`] columns: line `k` of panel `p` starts at
 /// `(p * depth + k) * PANEL`; columns past the last, and the row that an odd number lacks, are zero.
-pub(crate) struct PackedBlock {
+#[derive(Clone, Copy)]
+pub(crate) struct PackedBlock<'a> {
     /// Lines per panel.
     pub(crate) depth: usize,
-    pub(crate) lanes: Lanes,
+    pub(crate) lanes: Lanes<'a>,
 }
 
-impl PackedBlock {
-    pub(crate) fn pack(rows: Rows<'_>, pairs: bool) -> Self {
+impl<'a> PackedBlock<'a> {
+    /// Words that [`PackedBlock::pack`] needs for a block of `dim` columns.
+    pub(crate) fn n_words(dim: usize, pairs: bool) -> usize {
+        dim.div_ceil(PANEL) * PANEL * if pairs { BLOCK_ROWS.div_ceil(2) } else { BLOCK_ROWS }
+    }
+
+    /// Packs rows into `room`, whatever it holds.
+    pub(crate) fn pack(rows: Rows<'_>, pairs: bool, room: &'a mut [u32]) -> Self {
         debug_assert!(rows.n_rows() <= BLOCK_ROWS);
-        let panels = rows.dim().div_ceil(PANEL);
-        if pairs && rows.dtype() == RowType::Bf16 {
-            let depth = rows.n_rows().div_ceil(2);
-            let mut lanes = Pages::zeroed(panels * depth * PANEL);
-            pack_pairs(rows, depth, &mut lanes);
+        let depth = if pairs { rows.n_rows().div_ceil(2) } else { rows.n_rows() };
+        let lanes = &mut room[..rows.dim().div_ceil(PANEL) * depth * PANEL];
+        if pairs {
+            pack_pairs(rows, depth, lanes);
             return Self { depth, lanes: Lanes::Pairs(lanes) };
         }
-        let depth = rows.n_rows();
-        let mut lanes = Pages::zeroed(panels * depth * PANEL);
-        pack_single(rows, &mut lanes);
+        let lanes = bytemuck::cast_slice_mut(lanes);
+        pack_single(rows, lanes);
         Self { depth, lanes: Lanes::Single(lanes) }
     }
 
-    pub(crate) fn panel<'a, T>(&self, lanes: &'a [T], p: usize) -> &'a [T] {
+    pub(crate) fn panel<'b, T>(&self, lanes: &'b [T], p: usize) -> &'b [T] {
         let size = self.depth * PANEL;
         &lanes[p * size..(p + 1) * size]
     }
@@ -96,6 +101,8 @@ fn pack_single(rows: Rows<'_>, lanes: &mut [f32]) {
         let row = rows.slice(k, 1).bytes();
         for (p, bytes) in row.chunks(PANEL * rows.dtype().size()).enumerate() {
             let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
+            let (line, past) = line.split_at_mut(bytes.len() / rows.dtype().size());
+            past.fill(0.0);
             match rows.dtype() {
                 RowType::F32 => {
                     for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(4)) {
@@ -124,6 +131,8 @@ fn pack_pairs(rows: Rows<'_>, depth: usize, lanes: &mut [u32]) {
         let odd = if 2 * k + 1 < rows.n_rows() { rows.slice(2 * k + 1, 1).bytes() } else { &empty };
         for (p, (even, odd)) in even.chunks(2 * PANEL).zip(odd.chunks(2 * PANEL)).enumerate() {
             let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
+            let (line, past) = line.split_at_mut(even.len() / 2);
+            past.fill(0);
             for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
                 *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
             }

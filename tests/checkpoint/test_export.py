@@ -92,16 +92,28 @@ def test_quantized_modules_hold_codes_and_give_the_same_logits(solved):
     assert not any(n.endswith("adapter.weight") for n in packed.model.state_dict())
 
 
-def test_layers_without_a_quantized_module_are_named(tiny_folder, tokens, tmp_path):
-    out = tmp_path / "asym"
-    loopq.quantize(tiny_folder, tokens, out=out, method="rtn", group_size=16, symmetric=False)
-    loaded = loopq.load(out, quantized=True)
-    assert len(loaded.report.notes) == 9
-    assert all("asymmetric" in note for note in loaded.report.notes)
-    whole = store.read(out)
-    name = next(iter(whole.layers))
-    own = dict(loaded.model.state_dict())[name]
-    np.testing.assert_array_equal(own.numpy(), whole.layers[name].dequantize())
+@pytest.mark.parametrize("settings", [{"symmetric": False}, {"symmetric": False, "bits": 3, "group_size": -1},
+                                      {"rotation": "hadamard:16"}, {"method": "awq", "symmetric": False}])  # fmt: skip
+def test_asymmetric_and_transformed_layers_keep_packed_codes(tiny_folder, tokens, tmp_path, settings):
+    from loopq.kernels.reference import PackedLinear
+
+    out = tmp_path / "q"
+    loopq.quantize(tiny_folder, tokens, out=out, **{"method": "rtn", "group_size": 16} | settings)
+    dense, loaded = loopq.load(out), loopq.load(out, quantized=True)
+    assert loaded.report.notes == ()
+    modules, whole = dict(loaded.model.named_modules()), store.read(out)
+    assert any(layer.zeros is not None or layer.transform is not None for layer in whole.layers.values())
+    for layer in whole.layers.values():
+        assert isinstance(modules[layer.module], PackedLinear)
+        np.testing.assert_array_equal(modules[layer.module].stored_weight().numpy(), layer.stored_values())
+        assert (
+            modules[layer.module].packed.numel() * 4
+            == layer.tensors()[f"{layer.module}.weight_packed"].data.size
+        )
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        a, b = dense.model(ids, seed=1), loaded.model(ids, seed=1)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_install_replaces_a_module_under_all_its_names_and_keeps_others(solved):

@@ -40,6 +40,8 @@ class Written:
         Layer name to what had to be changed for the format: groups cut, padding; empty where nothing was.
     checked : int
         Layers that were read back from the disk and compared, number by number.
+    remarks : tuple of str
+        What readers of the format are known not to do with this file.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Written:
     n_bytes: int
     notes: dict[str, tuple[str, ...]]
     checked: int
+    remarks: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""
@@ -57,6 +60,7 @@ class Written:
             f"({more:+d}, {more / max(self.n_bytes_before, 1):+.2%} against the native checkpoint)"
         ]
         lines += [f"{name}: {note}" for name, notes in self.notes.items() for note in notes]
+        lines += [f"note: {remark}" for remark in self.remarks]
         return [*lines, f"read back from disk: {self.checked} layers equal, number by number"]
 
 
@@ -264,9 +268,8 @@ def _write_foreign(
         )
     tensors.update(checkpoint.dense)
     original = checkpoint.side_files.get(hf_folder.CONFIG)
-    config = _parse(original) | {
-        hf_folder.KEY: form.config(Export(layers, _dense_modules(checkpoint), _facts(checkpoint)))
-    }
+    whole = Export(layers, _dense_modules(checkpoint), _facts(checkpoint))
+    config = _parse(original) | {hf_folder.KEY: form.config(whole)}
     record = _record(checkpoint, form, ragged, original)
     side = {n: d for n, d in checkpoint.side_files.items() if n != hf_folder.CONFIG}
     texts = {
@@ -279,7 +282,7 @@ def _write_foreign(
     copies = {name: modules[1:] for name, modules in owners.items() if len(modules) > 1}
     for name, modules in copies.items():
         notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(modules)}")
-    return Written(out, form.name, before, stored, notes, 0)
+    return Written(out, form.name, before, stored, notes, 0, form.remarks(whole))
 
 
 def _parse(config: bytes | None) -> dict[str, Any]:

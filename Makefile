@@ -8,7 +8,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo test test-rust test-py test-slow interop test-gpu fmt fmt-check lint types docs bench check wheel clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-slow interop test-gpu fmt fmt-check lint types docs bench check wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ build: $(VENV)/build.stamp ## Build the extension and install the package into t
 
 demo: build ## The main job: quantize the embedded model and print the comparison
 	$(BIN)/loopq demo
+
+demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
+	$(BIN)/loopq demo --html out
 
 test: test-rust test-py ## The whole test suite
 

@@ -239,17 +239,21 @@ def compare(folder: Path, checkpoint: Checkpoint) -> int:
     return len(checkpoint.layers)
 
 
+def refuse_transformed(names: list[str], form: Format) -> None:
+    """Refuse layers whose codes are for a transformed input: no other format than loopq's own holds the transform."""
+    if names:
+        raise CheckpointError(
+            f"layer {names[0]}: its codes are for a transformed input ({len(names)} such layers), which {form.name} "
+            "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
+        )
+
+
 def _write_foreign(
     out: Path, checkpoint: Checkpoint, form: Format, ragged: Ragged | None, before: int
 ) -> Written:
     if not checkpoint.layers:
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-    turned = [name for name, layer in checkpoint.layers.items() if layer.transform is not None]
-    if turned:
-        raise CheckpointError(
-            f"layer {turned[0]}: its codes are for a transformed input ({len(turned)} such layers), which {form.name} "
-            "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
-        )
+    refuse_transformed([n for n, layer in checkpoint.layers.items() if layer.transform is not None], form)
     fitted = {name: form.fit(layer, ragged) for name, layer in checkpoint.layers.items()}
     if form.one_group_size:
         fitted = even_out(checkpoint.layers, fitted)

@@ -26,7 +26,10 @@ PAGES = {
     ),
     PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), batch_size=2),
 }
-_PAGE_SIZES = {"huginn_small": Sizes(n_calibration=16, n_evaluation=32), PLBERT: Sizes(n_calibration=4, n_evaluation=16)}
+_PAGE_SIZES = {
+    "huginn_small": Sizes(n_calibration=16, n_evaluation=32),
+    PLBERT: Sizes(n_calibration=4, n_evaluation=16),
+}
 
 
 def run(

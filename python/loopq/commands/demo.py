@@ -23,7 +23,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="diagnose the embedded model and PL-BERT instead, and write a page for each into this folder",
     )
     parser.add_argument(
-        "--data", metavar="DIR", help="data folder with models/plbert_kokoro (default: LOOPQ_DATA, ../shared/data)"
+        "--data",
+        metavar="DIR",
+        help="data folder with models/plbert_kokoro (default: LOOPQ_DATA, ../shared/data)",
     )
 
 

@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         metavar="FILE",
-        help=f"diagnose the model afterwards ({', '.join(QUICK)}) and write a page that shows what was done to each layer",
+        help=f"diagnose the model afterwards ({', '.join(QUICK)}); the page shows what was done to each layer",
     )
 
 
@@ -89,7 +89,10 @@ def _export(args: argparse.Namespace, solved: Path, out: Path) -> None:
             solved, out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
         )
     except LoopqError:
-        print(f"{solved}: what was solved is kept here; `loopq export` writes it in another format", file=sys.stderr)
+        print(
+            f"{solved}: what was solved is kept here; `loopq export` writes it in another format",
+            file=sys.stderr,
+        )
         raise
     print("\n".join(exported.lines()))
     shutil.rmtree(solved)

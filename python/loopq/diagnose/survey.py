@@ -209,7 +209,9 @@ def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, s
         )
         parts.append({"section": "agreement and KL", "reason": reason})
     if "arms" in compared and not system.state_is_random:
-        reason = "the initial state is not drawn: every run starts where its reference does, so all are paired"
+        reason = (
+            "the initial state is not drawn: every run starts where its reference does, so all are paired"
+        )
         parts.append({"section": "unpaired runs", "reason": reason})
     return parts
 

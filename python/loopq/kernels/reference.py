@@ -168,5 +168,5 @@ def _narrowest(scales: torch.Tensor) -> torch.Tensor:
     for dtype in (torch.bfloat16, torch.float16):
         narrow: Any = scales.to(dtype)
         if torch.equal(narrow.float(), scales):
-            return narrow  # type: ignore[no-any-return]
+            return narrow
     return scales

@@ -160,8 +160,8 @@ def feedback(d: Diagnosis) -> Picture | None:
     halves = "" if found["layers"] == "all" else " Columns of their input are rounded together or in halves."
     caption = (
         f"{what} rounded, and every step receives only part of the error so far: 0 cuts the feedback, 1 is the "
-        f"natural run. Prompts: {first['n_prompts']}, initial states of each: {first['n_seeds']}; the factor is the geometric "
-        f"mean over prompts of both ends.{halves}"
+        f"natural run. Prompts: {first['n_prompts']}, initial states of each: {first['n_seeds']}; the factor is the "
+        f"geometric mean over prompts of both ends.{halves}"
     )
     return Picture("feedback", "Feeding the error back", caption, figure)
 

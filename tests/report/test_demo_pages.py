@@ -23,7 +23,7 @@ SMALL = DiagnoseConfig(
 
 def make(monkeypatch, name, folder, data=None, **sizes):
     monkeypatch.setattr(demo, "PAGES", {name: SMALL})
-    monkeypatch.setattr(demo, "_PAGE_SIZES", {name: Sizes(2, 0, 2, **sizes)})
+    monkeypatch.setattr(demo, "_PAGE_SIZES", {name: Sizes(2, 1, 2, **sizes)})
     return demo.pages(folder, data=data)
 
 

@@ -356,7 +356,9 @@ def inspect_any(folder: str | Path) -> dict[str, Any]:
     dict
         `format`, `n_bytes`, `layers` (name, shape, bits, group_size, symmetric, scale_dtype, n_bytes, bits a
         weight), `dense` (name, dtype, shape), `ties`, `settings`, and of other tools' formats the
-        `quantization_config` and the policy for ragged groups that loopq exported with.
+        `quantization_config`, `n_bytes_files` (the safetensors files, with padding and cut groups), and of an
+        export of loopq its version (`exported_by_loopq`) and its policy for ragged groups (`ragged`), else None.
+        Layers are those that loopq solved, without what the format added.
     """
     folder = Path(folder)
     form = format_of(folder)
@@ -371,7 +373,10 @@ def inspect_any(folder: str | Path) -> dict[str, Any]:
     }
     if form != NATIVE:
         found["quantization_config"] = hf_folder.read_config(folder)[1]
-        found["exported_by_loopq"] = (folder / RECORD).is_file()
+        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+        found["exported_by_loopq"] = record["loopq_version"] if record else None
+        found["ragged"] = record["ragged"] if record else None
+        found["n_bytes_files"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return found
 
 

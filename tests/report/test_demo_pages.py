@@ -39,6 +39,7 @@ def test_page_of_the_embedded_model(monkeypatch, tmp_path):
 
 @needs_browser
 @pytest.mark.data
+@pytest.mark.timeout(900)
 def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):
     (page,), left = make(monkeypatch, PLBERT, tmp_path, data_folder, seq_len=24)
     assert left == []

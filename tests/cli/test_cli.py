@@ -230,7 +230,18 @@ def test_systems_and_check(model, capsys):
 
 def test_diagnose_a_model_and_a_dump(model, tmp_path, capsys):
     page, data = tmp_path / "page.html", tmp_path / "data.json"
-    args = ("--only", "ranks,ablation,jacobian", "--html", page, "--json", data, "--n-prompts", "2", "--seq-len", "24")
+    args = (
+        "--only",
+        "ranks,ablation,jacobian",
+        "--html",
+        page,
+        "--json",
+        data,
+        "--n-prompts",
+        "2",
+        "--seq-len",
+        "24",
+    )
     code, text, err = run(capsys, "diagnose", model, *args)
     assert code == 0, err
     assert "transformer.adapter.weight: " in text

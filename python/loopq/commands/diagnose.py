@@ -120,7 +120,7 @@ def _radius(found: dict[str, Any]) -> str:
     text = f"spectral radius of a step: {a['n_accepted']} of {a['n_maps']} maps meet the acceptance rules"
     if plain["maps"]:
         radius, rounded = (plain["maps"][name]["radius"]["estimate"] for name in ("reference", "changed"))
-        text = f"{text}; mean {radius:.3f}, rounded {rounded:.3f} on {plain['n_accepted']} of {plain['n_prompts']} prompts"
+        text += f"; mean {radius:.3f}, rounded {rounded:.3f} on {plain['n_accepted']} of {plain['n_prompts']} prompts"
     return (
         f"{text}; largest relative residual {a['largest_residual']:.1e}, largest disagreement of two starts "
         f"{a['largest_disagreement']:.1e}\n"

@@ -154,10 +154,6 @@ def _number(value: float | None, form: str = ",.3g") -> Cell:
     return "number", repr(float(value)), format(value, form)
 
 
-def _words(text: str) -> Cell:
-    return "words", text, html.escape(text)
-
-
 def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]] | None) -> str:
     ranks = (d["sections"].get("ranks") or {}).get("layers", {})
     logits = d["model"]["output"] != "hidden"
@@ -181,7 +177,8 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
         own = ranks.get(layer["input_of"]) or {}
         cells = _cells(layer, own, logits, short[layer["name"]])
         if quantized is not None:
-            cells.insert(-1, _words(_done(quantized.get(layer["name"]))))
+            done = _done(quantized.get(layer["name"]))
+            cells.insert(-1, ("done", done, html.escape(done)))
         rows.append("".join(f'<td class="{c}" data-sort="{html.escape(k)}">{t}</td>' for c, k, t in cells))
     head = "".join(f'<th class="{c}" scope="col"><button type="button">{h}</button></th>' for h, c in heads)
     body = "".join(f"<tr>{row}</tr>" for row in rows)

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from loopq.api import weights_of
 from loopq.calibrate.data import windows
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
-from loopq.config import BATCH_SIZE, LayerConfig, QuantConfig
+from loopq.config import BATCH_SIZE, DiagnoseConfig, LayerConfig, QuantConfig
 from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.reproduce.members import PLBERT, Sizes, load_member
 
 ARMS = (("RTN", "rtn", "all"), ("GPTQ, one step", "gptq", "first"), ("GPTQ, trajectory", "gptq", "all"))
 GRIDS = ((4, 32), (3, 32))
+# Few prompts, so that both pages take about as long as the comparison; every page states its own counts.
+PAGES = {
+    "huginn_small": DiagnoseConfig(
+        n_prompts=4, n_ablation_prompts=4, n_jacobian_prompts=1, seeds=(0, 1), n_directions=8, n_updates=10
+    ),
+    PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), batch_size=2),
+}
+_PAGE_SIZES = {
+    "huginn_small": Sizes(n_calibration=16, n_evaluation=32),
+    PLBERT: Sizes(n_calibration=4, n_evaluation=16),
+}
 
 
 def run(
@@ -88,6 +101,55 @@ def run(
         ],
         "layers": layers,
     }
+
+
+def pages(
+    out: Path, *, data: Path | None = None, threads: int = 0, progress: Progress | None = None
+) -> tuple[list[Path], list[str]]:
+    """Diagnose the embedded model and PL-BERT, a real looped checkpoint, and write a page for each.
+
+    Parameters
+    ----------
+    out : Path
+        Folder; `NAME.html` and `NAME.json` are written to it.
+    data : Path, optional
+        Data folder with `models/plbert_kokoro`; where it is not there, PL-BERT is left out and said so.
+    threads : int
+        Threads of the core; 0 takes all cores.
+    progress : Progress, optional
+        Told of every section.
+
+    Returns
+    -------
+    list of Path
+        The pages.
+    list of str
+        What was left out, and why.
+    """
+    from loopq.diagnose.survey import diagnose
+    from loopq.report.page import write_data, write_report
+
+    out.mkdir(parents=True, exist_ok=True)
+    written, left = [], []
+    for name, config in PAGES.items():
+        if name == PLBERT and (data is None or not (data / "models" / "plbert_kokoro").is_dir()):
+            left.append(
+                f"{name}: no page: its weights are not in {data or 'a data folder'}; set LOOPQ_DATA or give --data"
+            )
+            continue
+        member = load_member(name, _PAGE_SIZES[name], data)
+        found = diagnose(
+            member.loaded.system,
+            member.evaluation,
+            config=config,
+            train=member.calibration,
+            name=name,
+            threads=threads,
+            progress=progress,
+        )
+        written.append(write_report(found, out / f"{name}.html"))
+        write_data(found, out / f"{name}.json")
+    return written, left
 
 
 def _arm(label: str, measurement: Measurement, n_bytes: int) -> dict[str, Any]:

@@ -10,10 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.api import load_checkpoint
-from loopq.checkpoint.convert import Written, read_any, write_as
+from loopq.calibrate.select import treat
+from loopq.checkpoint import FORMATS
+from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_transformed, write_as
 from loopq.checkpoint.form import Ragged
+from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
+from loopq.config import QuantConfig
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
+from loopq.quantizers.solve import Task, tasks_of
+from loopq.systems.base import LoopedSystem
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,56 @@ def export(
     if difference != 0.0:
         raise CheckpointError(f"{out}: logits differ by {difference:g} from those of {source}")
     return Exported(written, n_prompts, difference, "")
+
+
+def refuse_early(
+    system: LoopedSystem, config: QuantConfig, form: str, ragged: Ragged | None, n_steps: int | None = None
+) -> None:
+    """Refuse before a run what an export after it would refuse: a grid or groups that the format cannot hold.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    config : QuantConfig
+        Settings of the run.
+    form, ragged
+        As in `export`.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+
+    Raises
+    ------
+    CheckpointError
+        The format cannot hold a layer; the message says which and what can be done.
+
+    Notes
+    -----
+    A layer of one row stands for each one. What depends on the values of scales (float16 for GPTQ and Marlin) is
+    seen after the run alone.
+    """
+    if form == NATIVE:
+        return
+    target = FORMATS.get(form)
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    parameters = treat(system.shared_parameters(depth), config.include, config.exclude)
+    tasks, _ = tasks_of(parameters, {}, config)
+    turned = [t.parameter.name for t in tasks if t.config.rotation != "none" or t.config.method == "awq"]
+    refuse_transformed(turned, target)
+    for task in tasks:
+        target.fit(_stand_in(task), ragged)
+
+
+def _stand_in(task: Task) -> QuantizedLayer:
+    """One row of the layer that a task will give: zero codes, scales of 1."""
+    p, c = task.parameter, task.config
+    groups = 1 if c.group_size == -1 else -(-p.in_features // c.group_size)
+    codes = np.zeros((1, p.in_features), np.int8 if c.symmetric else np.uint8)
+    zeros = None if c.symmetric else np.zeros((1, groups), np.uint8)
+    scales = np.ones((1, groups), np.float32)
+    return QuantizedLayer(
+        p.name, c.bits, c.group_size, c.symmetric, codes, scales, zeros, c.scale_dtype, p.orientation
+    )
 
 
 def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:

@@ -92,16 +92,28 @@ def test_quantized_modules_hold_codes_and_give_the_same_logits(solved):
     assert not any(n.endswith("adapter.weight") for n in packed.model.state_dict())
 
 
-def test_layers_without_a_quantized_module_are_named(tiny_folder, tokens, tmp_path):
-    out = tmp_path / "asym"
-    loopq.quantize(tiny_folder, tokens, out=out, method="rtn", group_size=16, symmetric=False)
-    loaded = loopq.load(out, quantized=True)
-    assert len(loaded.report.notes) == 9
-    assert all("asymmetric" in note for note in loaded.report.notes)
-    whole = store.read(out)
-    name = next(iter(whole.layers))
-    own = dict(loaded.model.state_dict())[name]
-    np.testing.assert_array_equal(own.numpy(), whole.layers[name].dequantize())
+@pytest.mark.parametrize("settings", [{"symmetric": False}, {"symmetric": False, "bits": 3, "group_size": -1},
+                                      {"rotation": "hadamard:16"}, {"method": "awq", "symmetric": False}])  # fmt: skip
+def test_asymmetric_and_transformed_layers_keep_packed_codes(tiny_folder, tokens, tmp_path, settings):
+    from loopq.kernels.reference import PackedLinear
+
+    out = tmp_path / "q"
+    loopq.quantize(tiny_folder, tokens, out=out, **{"method": "rtn", "group_size": 16} | settings)
+    dense, loaded = loopq.load(out), loopq.load(out, quantized=True)
+    assert loaded.report.notes == ()
+    modules, whole = dict(loaded.model.named_modules()), store.read(out)
+    assert any(layer.zeros is not None or layer.transform is not None for layer in whole.layers.values())
+    for layer in whole.layers.values():
+        assert isinstance(modules[layer.module], PackedLinear)
+        np.testing.assert_array_equal(modules[layer.module].stored_weight().numpy(), layer.stored_values())
+        assert (
+            modules[layer.module].packed.numel() * 4
+            == layer.tensors()[f"{layer.module}.weight_packed"].data.size
+        )
+    ids = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        a, b = dense.model(ids, seed=1), loaded.model(ids, seed=1)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_install_replaces_a_module_under_all_its_names_and_keeps_others(solved):
@@ -141,3 +153,65 @@ def test_command_line(solved, tmp_path, capsys):
     capsys.readouterr()
     assert main(["export", str(solved), "--out", str(tmp_path / "m"), "--format", "marlin"]) == 1
     assert "Marlin holds groups of 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--asymmetric", "--format", "gptq"], "use the format 'gptq_v2'"),
+        (["--group-size", "24", "--format", "compressed-tensors"], "choose what to do with it"),
+        (["--group-size", "24", "--format", "compressed-tensors", "--ragged", "keep"], "cannot keep it"),
+        (["--layer", "*mlp*=>group_size=16", "--format", "marlin"], "Marlin holds groups of 128"),
+        (["--bits", "3", "--format", "marlin"], "symmetric INT4 alone"),
+        (
+            ["--layer", "*adapter*=>rotation=hadamard:16", "--format", "gptq"],
+            r"transformed input \(1 such layers\)",
+        ),
+        (["--method", "awq", "--format", "gptq_v2"], "transformed input"),
+    ],
+)
+def test_a_format_that_cannot_hold_the_grid_is_refused_before_the_run(
+    tiny_folder, tmp_path, capsys, monkeypatch, options, match
+):
+    import re
+
+    from loopq.cli import main
+
+    monkeypatch.setattr(loopq, "quantize", lambda *a, **k: pytest.fail("ran"))
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "-1", *options]
+    assert main([*args, "--n-prompts", "2", "--seq-len", "16"]) == 1
+    assert re.search(match, capsys.readouterr().err)
+    assert not (tmp_path / "q.native").exists()
+
+
+def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_path, capsys):
+    from loopq.cli import main
+
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--format", "gptq", "--method", "rtn"]
+    more = ["--group-size", "16", "--scale-dtype", "float32", "--n-prompts", "2", "--seq-len", "16"]
+    assert main([*args, *more]) == 1
+    error = capsys.readouterr().err
+    assert "cannot hold" in error
+    assert f"{tmp_path / 'q.native'}: what was solved is kept here" in error
+    assert len(store.read(tmp_path / "q.native").layers) == 9
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):
+    pytest.importorskip(
+        "matplotlib", reason="the page's figures need matplotlib: pip install 'loopq[report]'"
+    )
+    from loopq.cli import main
+
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "16", "--bits", "3"]
+    page = tmp_path / "deep" / "page.html"
+    assert (
+        main([*args, "--exclude", "*attn.proj*", "--n-prompts", "2", "--seq-len", "16", "--html", str(page)])
+        == 0
+    )
+    assert f"page: {page}" in capsys.readouterr().out
+    text = page.read_text("utf-8")
+    whole = store.read(tmp_path / "q")
+    assert text.count(">GPTQ INT3 g16, calibrated on 3 steps, loss") == len(whole.layers) == 7
+    assert text.count(">left as it is<") == 2
+    assert "INT3 g16" in text

@@ -376,6 +376,12 @@ def test_inspect_explains_each_format(tmp_path):
         assert {d["name"] for d in found["dense"]} == set(whole.dense)
         assert found["settings"]["seed"] == 3
         json.dumps(found)
+        if form != "native":
+            on_disk = (tmp_path / form / "model.safetensors").stat().st_size
+            assert found["n_bytes_files"] == on_disk
+            assert found["exported_by_loopq"]
+            (tmp_path / form / RECORD).unlink()
+            assert inspect_any(tmp_path / form)["exported_by_loopq"] is None
 
 
 def test_shards_of_other_tools(tmp_path):

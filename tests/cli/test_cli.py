@@ -230,11 +230,24 @@ def test_systems_and_check(model, capsys):
 
 def test_diagnose_a_model_and_a_dump(model, tmp_path, capsys):
     page, data = tmp_path / "page.html", tmp_path / "data.json"
-    args = ("--only", "ranks,ablation", "--html", page, "--json", data, "--n-prompts", "2", "--seq-len", "24")
+    args = (
+        "--only",
+        "ranks,ablation,jacobian",
+        "--html",
+        page,
+        "--json",
+        data,
+        "--n-prompts",
+        "2",
+        "--seq-len",
+        "24",
+    )
     code, text, err = run(capsys, "diagnose", model, *args)
     assert code == 0, err
     assert "transformer.adapter.weight: " in text
     assert "1 of 9 layers feedback-exposed" in text
+    assert "maps meet the acceptance rules" in text
+    assert "largest relative residual" in text
     assert json.loads(data.read_text())["format"] == "loopq-diagnosis"
     html = page.read_text()
     assert html.lstrip().lower().startswith("<!doctype html>")

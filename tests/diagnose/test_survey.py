@@ -106,12 +106,42 @@ def test_ranks_equal_those_of_the_observed_rows(whole):
 def test_systems_without_steps_say_what_is_missing_and_do_the_rest():
     found = survey.diagnose(BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, config=QUICK, threads=1)
     reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
-    assert set(reasons) == {"overlap", "feedback", "displacement", "jacobian", "bypass", "perturbation"}
+    assert set(reasons) == {
+        "overlap",
+        "feedback",
+        "displacement",
+        "jacobian",
+        "bypass",
+        "perturbation",
+        "unpaired runs",
+    }
     assert "single-step function" in reasons["jacobian"]
     assert "Jacobian" in reasons["jacobian"]
     assert "identity path" in reasons["perturbation"]
     assert set(found["sections"]) == {"ranks", "ablation", "arms", "groups"}
     assert found["layers"][0]["verdict"]["exposed"] is False
+
+
+def test_parts_that_a_system_cannot_have_are_named():
+    class Hidden(LinearSystem):
+        output = "hidden"
+        state_is_random = False
+
+    found = survey.diagnose(
+        Hidden(LinearLoop(width=8)),
+        tokens(n_tokens=12),
+        5,
+        config=QUICK,
+        only=["ablation", "arms"],
+        threads=1,
+    )
+    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    assert set(reasons) == {"agreement and KL", "unpaired runs"}
+    assert "hidden states and no logits" in reasons["agreement and KL"]
+    ranked = survey.diagnose(
+        Hidden(LinearLoop(width=8)), tokens(n_tokens=12), 5, config=QUICK, only=["ranks"], threads=1
+    )
+    assert ranked["unavailable"] == []
 
 
 def test_finished_sections_are_taken_over(tmp_path, monkeypatch):

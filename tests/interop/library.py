@@ -7,9 +7,11 @@ A job is `{"tool", "folder", "out", ...}`; beside `out` goes `out.json` with the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,23 @@ def logits(model: Any, job: dict[str, Any]) -> np.ndarray:
         return model.eval()(torch.from_numpy(np.load(job["ids"]))).logits.float().numpy()
 
 
+@contextlib.contextmanager
+def own_names(model_type: str | None) -> Iterator[None]:
+    """Let transformers take a model's tensors by the names in the file, without its rules for other files."""
+    if model_type is None:
+        yield
+        return
+    from transformers import conversion_mapping as rules
+
+    before = rules.get_checkpoint_conversion_mapping(model_type)
+    assert before, f"transformers has no rules for {model_type} any more: the switch is not needed"
+    rules.register_checkpoint_conversion_mapping(model_type, [], overwrite=True)
+    try:
+        yield
+    finally:
+        rules.register_checkpoint_conversion_mapping(model_type, before, overwrite=True)
+
+
 def run_transformers(job: dict[str, Any]) -> dict[str, Any]:
     """`AutoModelForCausalLM.from_pretrained`."""
     import transformers
@@ -37,7 +56,8 @@ def run_transformers(job: dict[str, Any]) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"dtype": getattr(torch, job["dtype"]), "trust_remote_code": True}
     if job.get("dequantize"):
         kwargs["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(job["folder"], **kwargs)
+    with own_names(job.get("own_names")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(job["folder"], **kwargs)
     before = kinds(model, job)
     np.save(job["out"], logits(model, job))
     return {"modules": before}

@@ -27,12 +27,14 @@ class Case:
     symmetric: bool = True
     dtype: str = "float32"
     dequantize: bool = False
+    own_names: bool = False
     ragged: str | None = None
 
     @property
     def name(self):
         grid = f"{self.bits}bit-g{self.group_size}{'' if self.symmetric else '-asym'}-{self.dtype}"
-        return f"{self.kind}-{grid}{'-dequantize' if self.dequantize else ''}"
+        switches = "-dequantize" * self.dequantize + "-own-names" * self.own_names
+        return f"{self.kind}-{grid}{switches}"
 
 
 SYMMETRIC = [
@@ -45,9 +47,10 @@ SYMMETRIC = [
 ASYMMETRIC = [
     *(Case("llama", bits, group, False, dequantize=True) for bits in (2, 3, 4, 8) for group in (32, -1)),
     *(Case(kind, 4, 32, False, dequantize=True) for kind in ("loop", "zoo")),
+    *(Case("hrm", bits, 32, False, dequantize=True, own_names=True) for bits in (2, 3, 4, 8)),
     Case("llama", 4, 32, False, dtype="bfloat16", dequantize=True),
 ]
-# What transformers cannot load today, with a word of its error: docs/formats/interop.md.
+# What transformers cannot load today, with a word of its error: docs/formats/compressed-tensors.md.
 LIMITS = [
     *((Case("llama", bits, 32, False), "mismatch") for bits in (2, 3, 4, 8)),
     (Case("hrm", 4, 32, False, dequantize=True), "one to many"),
@@ -94,6 +97,7 @@ def loaded(tmp_path_factory):
                 "out": str(base / f"{case.name}.npy"),
                 "dtype": case.dtype,
                 "dequantize": case.dequantize,
+                "own_names": "hrm_text" if case.own_names else None,
                 "modules": [layer.module for layer in whole.layers.values()],
             }
         )

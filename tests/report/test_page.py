@@ -3,8 +3,6 @@
 import copy
 import json
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from importlib import resources
@@ -19,6 +17,7 @@ pytest.importorskip(
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
+from browser import check, needs_browser
 from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 from loopq.config import DiagnoseConfig
@@ -29,7 +28,6 @@ from loopq.report import figures, loopfigure, page, style
 QUICK = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directions=4, group_sizes=(4, -1)
 )
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -200,58 +198,20 @@ def test_data_fits_its_schema(diagnosis, tmp_path):
         jsonschema.validate(broken, schema)
 
 
-PROBE = """
-<script>
-window.addEventListener("error", (e) => { document.title = "ERROR " + e.message; });
-window.addEventListener("load", () => {
-  const figures = [...document.querySelectorAll("figure")].map((f) => {
-    const box = f.querySelector("svg").getBoundingClientRect();
-    return {id: f.id, width: box.width, height: box.height, right: box.right,
-      units: [...f.querySelectorAll("svg text")].filter((t) => /\\[[^\\]]+\\]/.test(t.textContent)).length};
-  });
-  const table = document.getElementById("layers");
-  const first = () => table.tBodies[0].rows[0].cells[0].textContent;
-  const button = table.tHead.rows[0].cells[3].querySelector("button");
-  const order = [first()]; button.click(); order.push(first()); button.click(); order.push(first());
-  const saved = document.querySelector("a.save").href.startsWith("blob:");
-  const out = document.createElement("pre");
-  out.id = "probe";
-  out.textContent = JSON.stringify({figures, order, saved, title: document.title,
-    overflow: document.documentElement.scrollWidth - window.innerWidth});
-  document.body.append(out);
-});
-</script>
-"""
-
-
-@pytest.mark.skipif(
-    CHROMIUM is None, reason="NO BROWSER CHECK: chromium is not installed (apt-get install chromium)"
-)
+@needs_browser
 def test_page_in_a_real_browser(text, tmp_path):
-    place = tmp_path / "page.html"
-    # The probe stands before the page's own script: it hears its errors.
-    place.write_text(text.replace("</title>", "</title>" + PROBE, 1), "utf-8")
-    run = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-            "--window-size=1280,2000", f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000",
-            "--dump-dom", place.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    console = [line for line in run.stderr.splitlines() if ":CONSOLE" in line]
-    assert console == []
-    found = json.loads(
-        re.search(r'<pre id="probe">(.*?)</pre>', run.stdout, re.DOTALL)[1].replace("&amp;", "&")
-    )
-    assert not found["title"].startswith("ERROR")
-    assert len(found["figures"]) == 11
-    for figure in found["figures"]:
-        assert figure["units"] >= 2, figure
-        assert figure["width"] > 300, figure
-        assert figure["height"] > 120, figure
-        assert figure["right"] <= 1281, figure
-    assert found["overflow"] <= 0
-    assert found["saved"]
-    # Sorted by rank at step 0, rising then falling: the first row changes.
-    assert found["order"][1] != found["order"][2]
+    check(text, tmp_path, n_figures=11)
+
+
+def test_names_lose_the_path_that_all_share():
+    albert = "encoder.albert_layer_groups.0.albert_layers.0."
+    assert style.short_names([f"{albert}attention.query.weight", f"{albert}ffn.weight"]) == {
+        f"{albert}attention.query.weight": "attention.query",
+        f"{albert}ffn.weight": "ffn",
+    }
+    blocks = ["model.layers.0.q.weight", "model.layers.1.q.weight"]
+    assert list(style.short_names(blocks).values()) == ["layers.0.q", "layers.1.q"]
+    mixed = ["transformer.adapter.weight", "transformer.core.0.fc.weight"]
+    assert list(style.short_names(mixed).values()) == ["adapter", "core.0.fc"]
+    assert style.short_names(["a.b.weight"]) == {"a.b.weight": "a.b"}
+    assert style.short_names([]) == {}

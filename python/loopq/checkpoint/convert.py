@@ -40,6 +40,8 @@ class Written:
         Layer name to what had to be changed for the format: groups cut, padding; empty where nothing was.
     checked : int
         Layers that were read back from the disk and compared, number by number.
+    remarks : tuple of str
+        What readers of the format are known not to do with this file.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Written:
     n_bytes: int
     notes: dict[str, tuple[str, ...]]
     checked: int
+    remarks: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """Return the report as lines to print."""
@@ -57,6 +60,7 @@ class Written:
             f"({more:+d}, {more / max(self.n_bytes_before, 1):+.2%} against the native checkpoint)"
         ]
         lines += [f"{name}: {note}" for name, notes in self.notes.items() for note in notes]
+        lines += [f"note: {remark}" for remark in self.remarks]
         return [*lines, f"read back from disk: {self.checked} layers equal, number by number"]
 
 
@@ -235,17 +239,21 @@ def compare(folder: Path, checkpoint: Checkpoint) -> int:
     return len(checkpoint.layers)
 
 
+def refuse_transformed(names: list[str], form: Format) -> None:
+    """Refuse layers whose codes are for a transformed input: no other format than loopq's own holds the transform."""
+    if names:
+        raise CheckpointError(
+            f"layer {names[0]}: its codes are for a transformed input ({len(names)} such layers), which {form.name} "
+            "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
+        )
+
+
 def _write_foreign(
     out: Path, checkpoint: Checkpoint, form: Format, ragged: Ragged | None, before: int
 ) -> Written:
     if not checkpoint.layers:
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-    turned = [name for name, layer in checkpoint.layers.items() if layer.transform is not None]
-    if turned:
-        raise CheckpointError(
-            f"layer {turned[0]}: its codes are for a transformed input ({len(turned)} such layers), which {form.name} "
-            "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
-        )
+    refuse_transformed([n for n, layer in checkpoint.layers.items() if layer.transform is not None], form)
     fitted = {name: form.fit(layer, ragged) for name, layer in checkpoint.layers.items()}
     if form.one_group_size:
         fitted = even_out(checkpoint.layers, fitted)
@@ -264,9 +272,8 @@ def _write_foreign(
         )
     tensors.update(checkpoint.dense)
     original = checkpoint.side_files.get(hf_folder.CONFIG)
-    config = _parse(original) | {
-        hf_folder.KEY: form.config(Export(layers, _dense_modules(checkpoint), _facts(checkpoint)))
-    }
+    whole = Export(layers, _dense_modules(checkpoint), _facts(checkpoint))
+    config = _parse(original) | {hf_folder.KEY: form.config(whole)}
     record = _record(checkpoint, form, ragged, original)
     side = {n: d for n, d in checkpoint.side_files.items() if n != hf_folder.CONFIG}
     texts = {
@@ -279,7 +286,7 @@ def _write_foreign(
     copies = {name: modules[1:] for name, modules in owners.items() if len(modules) > 1}
     for name, modules in copies.items():
         notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(modules)}")
-    return Written(out, form.name, before, stored, notes, 0)
+    return Written(out, form.name, before, stored, notes, 0, form.remarks(whole))
 
 
 def _parse(config: bytes | None) -> dict[str, Any]:
@@ -349,7 +356,9 @@ def inspect_any(folder: str | Path) -> dict[str, Any]:
     dict
         `format`, `n_bytes`, `layers` (name, shape, bits, group_size, symmetric, scale_dtype, n_bytes, bits a
         weight), `dense` (name, dtype, shape), `ties`, `settings`, and of other tools' formats the
-        `quantization_config` and the policy for ragged groups that loopq exported with.
+        `quantization_config`, `n_bytes_files` (the safetensors files, with padding and cut groups), and of an
+        export of loopq its version (`exported_by_loopq`) and its policy for ragged groups (`ragged`), else None.
+        Layers are those that loopq solved, without what the format added.
     """
     folder = Path(folder)
     form = format_of(folder)
@@ -364,7 +373,10 @@ def inspect_any(folder: str | Path) -> dict[str, Any]:
     }
     if form != NATIVE:
         found["quantization_config"] = hf_folder.read_config(folder)[1]
-        found["exported_by_loopq"] = (folder / RECORD).is_file()
+        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
+        found["exported_by_loopq"] = record["loopq_version"] if record else None
+        found["ragged"] = record["ragged"] if record else None
+        found["n_bytes_files"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return found
 
 

@@ -146,6 +146,10 @@ class Format(ABC):
     def config(self, export: Export) -> dict[str, Any]:
         """Return the `quantization_config`."""
 
+    def remarks(self, export: Export) -> tuple[str, ...]:
+        """What readers of the format are known not to do with such a file, in sentences; empty where nothing is."""
+        return ()
+
     @abstractmethod
     def modules(self, names: Sequence[str]) -> list[str]:
         """Return the modules that are quantized, told by the tensor names of a file."""

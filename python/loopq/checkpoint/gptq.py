@@ -109,6 +109,16 @@ class GPTQ(Format):
             "meta": dict(export.report),
         }
 
+    def remarks(self, export: Export) -> tuple[str, ...]:
+        """Layers outside numbered blocks, which GPTQModel leaves as they were initialised, without an error."""
+        outside = [name for name in export.layers if not re.search(r"\.\d+\.", f".{name}.")]
+        if not outside:
+            return ()
+        return (
+            f"GPTQModel does not fill quantized layers outside numbered blocks ({', '.join(outside[:3])}) and "
+            "does not say so; load this with transformers and optimum, or leave them dense (quantize --exclude)",
+        )
+
     def modules(self, names: Sequence[str]) -> list[str]:
         """Modules with a qweight."""
         return [n.removesuffix(".qweight") for n in names if n.endswith(".qweight")]

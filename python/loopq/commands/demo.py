@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import layer_table, measurement_table
@@ -15,12 +17,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="threads; 0 takes all cores")
     parser.add_argument("--n-seeds", type=int, default=3, help="paired initial states (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--html",
+        metavar="DIR",
+        help="diagnose the embedded model and PL-BERT instead, and write a page for each into this folder",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DIR",
+        help="data folder with models/plbert_kokoro (default: LOOPQ_DATA, ../shared/data)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Quantize the embedded model by each arm and print the comparison."""
     from loopq import demo
 
+    if args.html:
+        return _pages(args)
     with Line() as progress:
         result = demo.run(threads=args.threads, seeds=range(args.n_seeds), progress=progress)
     if args.json:
@@ -37,6 +51,20 @@ def run(args: argparse.Namespace) -> int:
     first = result["grids"][0]
     print(f"\nlayers of GPTQ, trajectory, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
+    return 0
+
+
+def _pages(args: argparse.Namespace) -> int:
+    from loopq import demo
+    from loopq.lazy import require
+
+    require("matplotlib")
+    data = Path(args.data or os.environ.get("LOOPQ_DATA") or "../shared/data")
+    with Line() as progress:
+        written, left = demo.pages(Path(args.html), data=data, threads=args.threads, progress=progress)
+    for page in written:
+        print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
+    print("\n".join(left), end="\n" if left else "")
     return 0
 
 

@@ -13,7 +13,7 @@ from loopq.config import DiagnoseConfig
 from loopq.errors import ConfigError
 from loopq.progress import Line
 
-_QUICK = ("ranks", "overlap", "ablation", "arms")
+QUICK = ("ranks", "overlap", "ablation", "arms")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="A,B", help="sections to run (default: all that the system can have)"
     )
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(_QUICK)}: a minute, not many")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}: a minute, not many")
     parser.add_argument("--work", metavar="DIR", help="keep finished sections here and go on with them")
     parser.add_argument("--memory", type=memory, help="limit for Hessians, as in 8G")
     parser.add_argument(
@@ -85,7 +85,7 @@ def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
         raise ConfigError("--only and --quick both choose the sections: give one of them")
     loaded = load(args)
     tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
-    only = args.only.split(",") if args.only else list(_QUICK) if args.quick else None
+    only = args.only.split(",") if args.only else list(QUICK) if args.quick else None
     return diagnose(
         loaded.system,
         tokens,
@@ -106,8 +106,25 @@ def _print(found: dict[str, Any]) -> None:
         print(f"{layer['name']}: {layer['verdict']['text']}")
     print()
     print("\n".join(found["summary"]))
+    print(_radius(found), end="")
     for entry in found["unavailable"]:
         print(f"not available: {entry['section']}: {entry['reason']}")
+
+
+def _radius(found: dict[str, Any]) -> str:
+    """The spectral radius with what its estimates were held against; empty where it was not measured."""
+    section = found["sections"].get("jacobian")
+    if not section:
+        return ""
+    a, plain = section["acceptance"], section["states"]["plain"]
+    text = f"spectral radius of a step: {a['n_accepted']} of {a['n_maps']} maps meet the acceptance rules"
+    if plain["maps"]:
+        radius, rounded = (plain["maps"][name]["radius"]["estimate"] for name in ("reference", "changed"))
+        text += f"; mean {radius:.3f}, rounded {rounded:.3f} on {plain['n_accepted']} of {plain['n_prompts']} prompts"
+    return (
+        f"{text}; largest relative residual {a['largest_residual']:.1e}, largest disagreement of two starts "
+        f"{a['largest_disagreement']:.1e}\n"
+    )
 
 
 COMMANDS.register("diagnose")(

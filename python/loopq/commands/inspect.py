@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
@@ -68,8 +69,23 @@ def _foreign(folder: Path, as_json: bool) -> int:
         for layer in found["layers"]
     ]
     print(render(("layer", "shape", "grid", "kind", "group", "bytes", "bits a weight"), rows))
-    print(f"format {found['format']}, {size(found['n_bytes'])} in all, {len(found['dense'])} dense tensors")
+    print(
+        f"format {found['format']}, {len(found['dense'])} dense tensors; {size(found['n_bytes_files'])} on disk, "
+        f"{size(found['n_bytes'])} as a native checkpoint"
+    )
+    print(_origin(found))
+    settings = {
+        k: v for k, v in found["quantization_config"].items() if isinstance(v, str | int | float | bool)
+    }
+    print("config.json: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
     return 0
+
+
+def _origin(found: dict[str, Any]) -> str:
+    if found["exported_by_loopq"] is None:
+        return "written by another tool: no run report, true shapes as far as the file tells them"
+    ragged = f", ragged groups: {found['ragged']}" if found["ragged"] else ""
+    return f"exported by loopq {found['exported_by_loopq']}{ragged}; converting back gives the same bytes"
 
 
 COMMANDS.register("inspect")(Command("say what a checkpoint or a dump holds", add, run, 12))

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import loopq
 from loopq import config as defaults
+from loopq.api import calibration_tokens
+from loopq.calibrate.data import TokenSet
+from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
+from loopq.commands.diagnose import QUICK
 from loopq.commands.options import add_format, add_model, add_quantizer, add_text, load, memory, quant_config
 from loopq.commands.output import print_checkpoint
-from loopq.errors import CheckpointError
+from loopq.config import DiagnoseConfig
+from loopq.errors import CheckpointError, LoopqError
+from loopq.lazy import require
 from loopq.progress import Line
+from loopq.systems.load import LoadedModel
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +36,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", type=memory, help="limit for Hessians, as in 8G: more passes over the text"
     )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help=f"diagnose the model afterwards ({', '.join(QUICK)}); the page shows what was done to each layer",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,19 +48,25 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args)
     out = Path(args.out)
     native = args.format == "native"
+    if args.html:
+        require("matplotlib")
     if not native and out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
+    config = quant_config(args)
+    if not native:
+        from loopq.export import refuse_early
+
+        refuse_early(loaded.system, config, args.format, args.ragged, args.n_steps)
     # Another format is written from the native checkpoint, which stays until the export has been checked.
     solved = out if native else out.with_name(f"{out.name}.native")
+    tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
     with Line() as progress:
         result = loopq.quantize(
             loaded,
-            args.calibration,
-            quant_config(args),
+            tokens,
+            config,
             out=solved,
             n_steps=args.n_steps,
-            n_prompts=args.n_prompts,
-            seq_len=args.seq_len,
             batch_size=args.batch_size,
             seed=args.seed,
             memory=args.memory,
@@ -56,14 +75,50 @@ def run(args: argparse.Namespace) -> int:
         )
     print_checkpoint(result, str(solved))
     if not native:
-        from loopq.export import export
+        _export(args, solved, out)
+    if args.html:
+        _page(args, loaded, tokens, result)
+    return 0
 
+
+def _export(args: argparse.Namespace, solved: Path, out: Path) -> None:
+    from loopq.export import export
+
+    try:
         exported = export(
             solved, out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
         )
-        print("\n".join(exported.lines()))
-        shutil.rmtree(solved)
-    return 0
+    except LoopqError:
+        print(
+            f"{solved}: what was solved is kept here; `loopq export` writes it in another format",
+            file=sys.stderr,
+        )
+        raise
+    print("\n".join(exported.lines()))
+    shutil.rmtree(solved)
+
+
+def _page(args: argparse.Namespace, loaded: LoadedModel, tokens: TokenSet, result: Checkpoint) -> None:
+    """Diagnose the model as it was, on the calibration prompts, and show it with the report of every layer."""
+    from loopq.diagnose.survey import diagnose
+    from loopq.report.page import write_report
+
+    with Line() as progress:
+        found = diagnose(
+            loaded.system,
+            tokens,
+            args.n_steps,
+            config=DiagnoseConfig(
+                bits=args.bits, group_size=args.group_size, batch_size=args.batch_size, seed=args.seed
+            ),
+            only=QUICK,
+            name=str(args.model),
+            memory=args.memory,
+            threads=args.threads,
+            progress=progress,
+        )
+    write_report(found, args.html, quantized={name: layer.report for name, layer in result.layers.items()})
+    print(f"page: {args.html}")
 
 
 COMMANDS.register("quantize")(Command("quantize a looped model over its trajectory", add, run, 10))

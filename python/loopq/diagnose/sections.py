@@ -37,6 +37,7 @@ LOOP_SECTIONS = {
     "bypass": "the identity bypass",
 }
 EXPOSED_SECTIONS = ("perturbation", "bypass")
+COMPARING_SECTIONS = ("ablation", "arms", "feedback", "groups", "perturbation")
 
 
 @dataclass
@@ -444,17 +445,15 @@ SECTIONS: dict[str, Callable[[Context], dict[str, Any]]] = {
 
 
 def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
-    """What the sections will take, from one timed rollout, one timed step and one timed eigenvalue problem.
+    """What the sections will take, from a timed batch of rollouts, a timed step and one timed eigenvalue problem.
 
     Returns
     -------
     dict
         `seconds` in all, `n_prompt_rollouts`, `hessian_bytes`, and `sections`: rollouts and seconds of each.
     """
-    config, system, n = context.config, context.system, context.n_steps
-    one = context.tokens.take(0, 1)
-    rollout = _time_rollout(context, one)
-    step = rollout / n
+    config, system = context.config, context.system
+    rollout, step = _time_rollout(context)
     prompts = len(context.prompts.sequences)
     n_ablation = min(config.n_ablation_prompts, len(context.tokens.sequences))
     n_jacobian = min(config.n_jacobian_prompts, len(context.tokens.sequences))
@@ -496,17 +495,23 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _time_rollout(context: Context, one: TokenSet) -> float:
-    """Seconds of one prompt's rollout, the warmed-up second of two."""
+def _time_rollout(context: Context) -> tuple[float, float]:
+    """Seconds of a prompt's rollout within a batch, and of one step of a prompt alone; warmed up."""
     from loopq.diagnose.rollouts import trace
 
-    (batch,) = one.batches(1, context.config.seed)
-    seconds = 0.0
-    for _ in range(2):
-        began = time.monotonic()
-        trace(context.system, batch, context.n_steps)
-        seconds = time.monotonic() - began
-    return seconds
+    system, n, config = context.system, context.n_steps, context.config
+
+    def timed(n_prompts: int, read: tuple[int, ...] | None) -> float:
+        batch = next(context.tokens.take(0, n_prompts).batches(n_prompts, config.seed))
+        seconds = 0.0
+        for _ in range(2):
+            began = time.monotonic()
+            trace(system, batch, n, read)
+            seconds = time.monotonic() - began
+        return seconds
+
+    together = min(config.batch_size, len(context.tokens.sequences))
+    return timed(together, None) / together, timed(1, (n,)) / n
 
 
 def _eigen_seconds(context: Context) -> float:

@@ -18,7 +18,7 @@ from loopq.calibrate.dump import Dump, fingerprint
 from loopq.checkpoint.files import read_json, write_json
 from loopq.config import PER_CHANNEL, DiagnoseConfig
 from loopq.diagnose import sections
-from loopq.diagnose.sections import LOOP_SECTIONS, SECTIONS, Context
+from loopq.diagnose.sections import COMPARING_SECTIONS, LOOP_SECTIONS, SECTIONS, Context
 from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, LoopqError
@@ -195,7 +195,25 @@ def _possible(
             unavailable.append({"section": section, "reason": reason})
         else:
             run.append(section)
-    return run, unavailable
+    return run, unavailable + _missing_parts(system, run)
+
+
+def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, str]]:
+    """Parts of sections that run which the system cannot have, with the reason."""
+    compared = [s for s in run if s in COMPARING_SECTIONS]
+    parts = []
+    if compared and system.output != "logits":
+        reason = (
+            f"system {system.name!r} gives hidden states and no logits: there is no predicted token to compare; the "
+            "relative error of the output stands in its place"
+        )
+        parts.append({"section": "agreement and KL", "reason": reason})
+    if "arms" in compared and not system.state_is_random:
+        reason = (
+            "the initial state is not drawn: every run starts where its reference does, so all are paired"
+        )
+        parts.append({"section": "unpaired runs", "reason": reason})
+    return parts
 
 
 def _resumed(

@@ -9,7 +9,7 @@ import numpy as np
 
 from loopq.lazy import require
 from loopq.report import loopfigure
-from loopq.report.style import ALARM, MAP, Picture, canvas, label, line, short_name, styled, whole_numbers
+from loopq.report.style import ALARM, MAP, Picture, canvas, label, line, short_names, styled, whole_numbers
 
 Diagnosis = Mapping[str, Any]
 ARM_NAMES = {
@@ -49,11 +49,12 @@ def rank_map(d: Diagnosis) -> Picture | None:
             j = steps.index(s["step"])
             table[i, j], counts[i, j] = 100 * s["rank"] / layer["dim"], s["rank"]
         table[i, -1], counts[i, len(steps)] = 100 * layer["all"]["rank"] / layer["dim"], layer["all"]["rank"]
+    short = short_names(names)
     with styled("ranks"):
-        figure, axes = canvas(min(13.0, 4.5 + 0.5 * len(steps)), 1.5 + 0.3 * len(names))
+        figure, axes = canvas(min(13.0, 4.5 + 0.5 * len(steps)), max(3.4, 1.5 + 0.3 * len(names)))
         image = axes.imshow(table, aspect="auto", cmap=MAP, vmin=0, vmax=100)
         axes.set_xticks(range(len(steps) + 1), [*map(str, steps), "sum"])
-        axes.set_yticks(range(len(names)), [short_name(n) for n in names], fontsize=8)
+        axes.set_yticks(range(len(names)), [short[n] for n in names], fontsize=8)
         axes.axvline(len(steps) - 0.5, color="white", linewidth=3)
         axes.grid(False)
         if len(steps) <= 17:
@@ -79,6 +80,7 @@ def spectra(d: Diagnosis) -> Picture | None:
     chosen = [ranks["bottleneck"], ranks["largest_gain"]]
     chosen += [layer["input_of"] for layer in d["layers"] if layer["exposed"]]
     names = list(dict.fromkeys(n for n in chosen if n))[:3]
+    short = short_names(ranks["layers"])
     with styled("spectra"):
         figure, many = canvas(4.2 * len(names) + 0.5, 3.4, len(names))
         for axes, name in zip(np.atleast_1d(many), names, strict=True):
@@ -94,7 +96,7 @@ def spectra(d: Diagnosis) -> Picture | None:
             axes.annotate(f"{ranks['threshold']:g}", (1, ranks["threshold"]), fontsize=8, va="bottom")
             axes.set_xscale("log")
             axes.set_yscale("log")
-            label(axes, "eigenvalue's place [number]", "eigenvalue / largest [ratio]", short_name(name))
+            label(axes, "eigenvalue's place [number]", "eigenvalue / largest [ratio]", short[name])
         np.atleast_1d(many)[0].legend(loc="lower left")
     caption = (
         "Eigenvalues of the input's second moment, largest first, each curve relative to its own largest. The dotted "
@@ -158,8 +160,8 @@ def feedback(d: Diagnosis) -> Picture | None:
     halves = "" if found["layers"] == "all" else " Columns of their input are rounded together or in halves."
     caption = (
         f"{what} rounded, and every step receives only part of the error so far: 0 cuts the feedback, 1 is the "
-        f"natural run. {first['n_prompts']} prompts, {first['n_seeds']} initial states; the factor is the geometric "
-        f"mean over prompts of both ends.{halves}"
+        f"natural run. Prompts: {first['n_prompts']}, initial states of each: {first['n_seeds']}; the factor is the "
+        f"geometric mean over prompts of both ends.{halves}"
     )
     return Picture("feedback", "Feeding the error back", caption, figure)
 
@@ -173,6 +175,7 @@ def ablations(d: Diagnosis) -> Picture | None:
     order = sorted(layers, key=lambda name: -layers[name]["ablation"]["place"])[-40:]
     places = found["table"]["places"]
     logits = found["measure"] == "changed"
+    short = short_names(layers)
     with styled("ablation"):
         figure, axes = canvas(6.2, 1.2 + 0.24 * len(order))
         values = [loopfigure.damage(layers[name]) or 0.0 for name in order]
@@ -184,7 +187,8 @@ def ablations(d: Diagnosis) -> Picture | None:
         key = "changed" if logits else "output_error_last"
         whole = [100 * float(row[key] or 0.0) for row in rows]
         axes.plot(whole, range(len(order)), "D", color="black", markersize=4, label="one scale per row")
-        axes.legend(loc="lower right")
+        # Above the axes: inside, it hides the text of a bar.
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.0)
         for i, name in enumerate(order):
             place = places[name]
             text = f"gain {place['random-direction gain'] or '-'}, trace {place['Hessian trace'] or '-'}"
@@ -196,7 +200,7 @@ def ablations(d: Diagnosis) -> Picture | None:
                 va="center",
                 fontsize=7.5,
             )
-        axes.set_yticks(range(len(order)), [short_name(n) for n in order], fontsize=8)
+        axes.set_yticks(range(len(order)), [short[n] for n in order], fontsize=8)
         axes.margins(x=0.25)
         axes.grid(axis="y", visible=False)
         what = "predictions changed [%]" if logits else "output moved [%]"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loopq.lazy import require
-from loopq.report.style import ALARM, MAP, Picture, canvas, label, short_name, styled
+from loopq.report.style import ALARM, MAP, Picture, canvas, label, short_name, short_names, styled
 
 _NAMED_COLUMNS = 8
 
@@ -109,6 +109,7 @@ def _draw_column(
 ) -> None:
     patches = require("matplotlib.patches")
     top = (rows + len(column)) / 2
+    short = short_names([layer["name"] for layer in column])
     half = 0.42 if named else 0.45
     for i, layer in enumerate(column):
         face, ink = colours.of(damage(layer))
@@ -125,12 +126,13 @@ def _draw_column(
         )
         axes.add_patch(box)
         if named:
-            text = short_name(layer["name"])
-            text = text.removeprefix(name + ".") if text != name else name
+            text = short[layer["name"]] if len(column) > 1 else name
             plate = {"facecolor": face, "edgecolor": "none", "pad": 1.0} if exposed else None
             axes.text(x, y + 0.5, text, ha="center", va="center", fontsize=8, color=ink, bbox=plate)
     if named and len(column) > 1:
-        axes.text(x, top + 0.12, name, ha="center", va="bottom", fontsize=8.5, fontweight="bold")
+        # The number and what is numbered; the path to it is the same for all.
+        title = ".".join(name.split(".")[-2:])
+        axes.text(x, top + 0.12, title, ha="center", va="bottom", fontsize=8.5, fontweight="bold")
 
 
 def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from loopq.checkpoint.files import replacing, write_json
 from loopq.errors import ConfigError
 from loopq.report.figures import ARM_NAMES, all_figures, gain_scatter
-from loopq.report.style import Picture, short_name
+from loopq.report.style import Picture, short_names
 
 FORMAT = "loopq-diagnosis"
 VERSION = 1
@@ -154,10 +154,6 @@ def _number(value: float | None, form: str = ",.3g") -> Cell:
     return "number", repr(float(value)), format(value, form)
 
 
-def _words(text: str) -> Cell:
-    return "words", text, html.escape(text)
-
-
 def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]] | None) -> str:
     ranks = (d["sections"].get("ranks") or {}).get("layers", {})
     logits = d["model"]["output"] != "hidden"
@@ -176,11 +172,13 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
     if quantized is not None:
         heads.insert(-1, ("what was done", ""))
     rows = []
+    short = short_names([layer["name"] for layer in d["layers"]])
     for layer in d["layers"]:
         own = ranks.get(layer["input_of"]) or {}
-        cells = _cells(layer, own, logits)
+        cells = _cells(layer, own, logits, short[layer["name"]])
         if quantized is not None:
-            cells.insert(-1, _words(_done(quantized.get(layer["name"]))))
+            done = _done(quantized.get(layer["name"]))
+            cells.insert(-1, ("done", done, html.escape(done)))
         rows.append("".join(f'<td class="{c}" data-sort="{html.escape(k)}">{t}</td>' for c, k, t in cells))
     head = "".join(f'<th class="{c}" scope="col"><button type="button">{h}</button></th>' for h, c in heads)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -194,7 +192,7 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
     )
 
 
-def _cells(layer: Mapping[str, Any], ranks: Mapping[str, Any], logits: bool) -> list[Cell]:
+def _cells(layer: Mapping[str, Any], ranks: Mapping[str, Any], logits: bool, short: str) -> list[Cell]:
     ablation = layer["ablation"] or {}
     value = ablation.get("changed") if logits else ablation.get("output_error_last")
     share = ranks.get("step0_trace_share")
@@ -206,7 +204,7 @@ def _cells(layer: Mapping[str, Any], ranks: Mapping[str, Any], logits: bool) -> 
     marks = "".join(f'<span class="flag">{text}</span>' for text in flags)
     verdict = layer["verdict"]["text"]
     return [
-        ("name", layer["name"], html.escape(short_name(layer["name"]))),
+        ("name", layer["name"], html.escape(short)),
         ("", layer["role"], html.escape(layer["role"])),
         (
             "number",

@@ -6,7 +6,7 @@ import contextlib
 import html
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,3 +123,19 @@ def short_name(name: str) -> str:
     for prefix in ("transformer.", "model.", "base_causallm.", "gpt_neox.", "module."):
         name = name.removeprefix(prefix)
     return name.removesuffix(".weight")
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Short names of layers that stand together: without the path that all of them share, up to a block's number."""
+    short = {name: short_name(name) for name in names}
+    if len(short) < 2:
+        return short
+    common: list[str] = []
+    for parts in zip(*(text.split(".")[:-1] for text in short.values()), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    rest = [text.split(".")[len(common)] for text in short.values()]
+    if any(part.isdigit() for part in rest):
+        common = common[:-1]
+    return {name: ".".join(text.split(".")[len(common) :]) for name, text in short.items()}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError
@@ -48,12 +49,6 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
         if strange:
             kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
             continue
-        if layer.transform is not None:
-            kept[layer.name] = "its codes are for a transformed input, which the modules do not apply"
-            continue
-        if not layer.symmetric:
-            kept[layer.name] = "asymmetric: the modules of loopq.kernels hold symmetric codes"
-            continue
         for module in found:
             # One quantized module stands for one linear module, however many names that has.
             if id(module) not in made:
@@ -66,8 +61,21 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _module(layer: QuantizedLayer, linear: Any) -> Any:
+    """`QuantLinear` for what it holds: symmetric codes of the plain input; else the reference over packed codes."""
     from loopq.kernels.modules import QuantLinear
+    from loopq.kernels.reference import PackedLinear
 
-    return QuantLinear.from_codes(
-        layer.codes, np.ascontiguousarray(layer.scales), layer.group_size, layer.bits, linear.bias
-    ).to(linear.weight.device)
+    device = linear.weight.device
+    scales = np.ascontiguousarray(layer.scales)
+    if layer.symmetric and layer.transform is None:
+        return QuantLinear.from_codes(layer.codes, scales, layer.group_size, layer.bits, linear.bias).to(
+            device
+        )
+    middle = 1 << (layer.bits - 1)
+    zeros = np.full(scales.shape, middle, np.uint8) if layer.zeros is None else layer.zeros
+    packed = native.pack_dense(layer.codes, layer.bits, middle if layer.symmetric else 0)
+    module = PackedLinear(
+        packed, scales, zeros, in_features=layer.shape[1], group_size=layer.group_size, bits=layer.bits,
+        bias=linear.bias, transform=layer.transform,
+    )  # fmt: skip
+    return module.to(device)

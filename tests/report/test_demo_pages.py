@@ -1,0 +1,72 @@
+"""`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser."""
+
+import html
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the page's figures need matplotlib: pip install 'loopq[report]'")
+pytest.importorskip("scipy", reason="the Jacobian needs SciPy: pip install 'loopq[report]'")
+
+from browser import check, needs_browser
+
+from loopq import demo
+from loopq.cli import main
+from loopq.config import DiagnoseConfig
+from loopq.diagnose import sections
+from loopq.reproduce.members import PLBERT, Sizes
+
+SMALL = DiagnoseConfig(
+    n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), n_directions=2, n_updates=1,
+    lambdas=(0.0, 1.0), group_sizes=(32, -1), batch_size=2,
+)  # fmt: skip
+
+
+def make(monkeypatch, name, folder, data=None, **sizes):
+    monkeypatch.setattr(demo, "PAGES", {name: SMALL})
+    monkeypatch.setattr(demo, "_PAGE_SIZES", {name: Sizes(2, 1, 2, **sizes)})
+    return demo.pages(folder, data=data)
+
+
+@needs_browser
+def test_page_of_the_embedded_model(monkeypatch, tmp_path):
+    (page,), left = make(monkeypatch, "huginn_small", tmp_path, seq_len=32)
+    assert left == []
+    found = json.loads(page.with_suffix(".json").read_text("utf-8"))
+    assert found["unavailable"] == []
+    assert found["sections"]["jacobian"]["acceptance"]["largest_residual"] < 1e-3
+    check(page.read_text("utf-8"), tmp_path, n_figures=11)
+
+
+@needs_browser
+@pytest.mark.data
+@pytest.mark.timeout(900)
+def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):
+    # Ranks of the widest input at half of the steps: an eigenvalue problem of 2,048 takes seconds.
+    monkeypatch.setattr(sections, "_MAX_DIM_ALL_STEPS", 1024)
+    (page,), left = make(monkeypatch, PLBERT, tmp_path, data_folder, seq_len=24)
+    assert left == []
+    found = json.loads(page.with_suffix(".json").read_text("utf-8"))
+    reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
+    assert set(reasons) == {"perturbation", "bypass", "agreement and KL", "unpaired runs"}
+    assert "hidden states and no logits" in reasons["agreement and KL"]
+    assert "not drawn" in reasons["unpaired runs"]
+    assert set(found["sections"]) == {
+        "ranks", "overlap", "ablation", "arms", "feedback", "groups", "displacement", "jacobian",
+    }  # fmt: skip
+    acceptance = found["sections"]["jacobian"]["acceptance"]
+    assert acceptance["n_accepted"] == acceptance["n_maps"] == 2
+    text = page.read_text("utf-8")
+    shown = text[text.index('id="unavailable"') : text.index("To reproduce this")]
+    assert all(html.escape(reason) in shown for reason in reasons.values())
+    check(text, tmp_path, n_figures=10)
+
+
+def test_plbert_is_left_out_with_a_word_where_it_is_not(monkeypatch, tmp_path, capsys):
+    for data in (None, tmp_path):
+        written, (word,) = make(monkeypatch, PLBERT, tmp_path / "out", data)
+        assert written == []
+        assert word.startswith("plbert: no page: its weights are not in")
+    assert main(["demo", "--html", str(tmp_path / "out"), "--data", str(tmp_path)]) == 0
+    assert "plbert: no page" in capsys.readouterr().out

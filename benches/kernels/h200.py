@@ -31,7 +31,7 @@ except ImportError:
     stand_in.__version__ = "0"  # type: ignore[attr-defined]
     sys.modules["loopq._native"] = stand_in
 
-from loopq.kernels.shapes import HUGINN, MODELS, Projection
+from loopq.kernels.shapes import HUGINN, MODELS, Projection  # noqa: E402 (after the stand-in)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ def on_gpu(seconds: float) -> Setting:
         overlapping=CudaBackend(0, overlap=True),
         procedure=Procedure(),
         layers=HUGINN,
-        edges=tuple(
-            Projection("edge", k, n, 1) for k, n in ((32, 16), (96, 48), (5280, 5296), (10560, 16))
-        ),
+        edges=tuple(Projection("edge", k, n, 1) for k, n in ((32, 16), (96, 48), (5280, 5296), (10560, 16))),
         models={name: layers for name, layers in MODELS.items() if layers is not HUGINN},
         loop=LoopSize(),
         small_loop=LoopSize(width=480, heads=5, inner=1280, blocks=2),
@@ -99,13 +97,13 @@ def emulated(seconds: float) -> Setting:
         procedure=Procedure(warm_ups=1, trials=2, cold_bytes=1, calls_per_graph=2, copy_bytes=1 << 16),
         layers=tiny,
         edges=(Projection("edge", 32, 16, 1), Projection("edge", 96, 48, 1)),
-        models={name: tiny[:1] for name in list(MODELS)[1:3]},
+        models=dict.fromkeys(list(MODELS)[1:3], tiny[:1]),
         loop=loop,
         small_loop=loop,
         n_steps=2,
         tokens=(1, 7, 16),
         edge_tokens=(1, 9, 33),
-        sweep={"seconds": seconds, "slices": (1, 2), "warps": (4,), "tokens": (1,)},
+        sweep={"seconds": seconds, "slices": (1, 2), "warps": (4,), "depths": (4,), "tokens": (1,)},
     )
 
 
@@ -161,7 +159,11 @@ def products(s: Setting) -> dict[str, Any]:
     from loopq.kernels.bench import copy_bandwidth
     from loopq.kernels.bench_products import compare_products
 
-    shared = {"bandwidth": copy_bandwidth(s.backend, s.procedure), "procedure": s.procedure, "tokens": s.tokens}
+    shared = {
+        "bandwidth": copy_bandwidth(s.backend, s.procedure),
+        "procedure": s.procedure,
+        "tokens": s.tokens,
+    }
     return {
         name: compare_products(s.backend, s.layers, bulk=bulk, **shared)
         for name, bulk in (("cp_async", False), ("bulk", True))
@@ -173,7 +175,11 @@ def models(s: Setting) -> dict[str, Any]:
     from loopq.kernels.bench import copy_bandwidth
     from loopq.kernels.bench_products import compare_products
 
-    shared = {"bandwidth": copy_bandwidth(s.backend, s.procedure), "procedure": s.procedure, "tokens": s.tokens}
+    shared = {
+        "bandwidth": copy_bandwidth(s.backend, s.procedure),
+        "procedure": s.procedure,
+        "tokens": s.tokens,
+    }
     return {name: compare_products(s.backend, layers, **shared) for name, layers in s.models.items()}
 
 
@@ -292,13 +298,20 @@ def _rollout_exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [
         ("544 products in a rollout", ", ".join(map(str, counts)), _met(counts == [544])),
         ("graph replay equals eager, bit for bit", str(equal), _met(equal)),
-        ("overlapping launches give the same bits", str(data["overlap_same_bits"]), _met(data["overlap_same_bits"])),
+        (
+            "overlapping launches give the same bits",
+            str(data["overlap_same_bits"]),
+            _met(data["overlap_same_bits"]),
+        ),
     ]
 
 
 def _sanitizer_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     tools = {name: verdict for name, verdict in data.items() if name != "seconds"}
-    return [(f"compute-sanitizer {n} clean", v, "open" if "not" in v else _met(v == "clean")) for n, v in tools.items()]
+    return [
+        (f"compute-sanitizer {n} clean", v, "open" if "not" in v else _met(v == "clean"))
+        for n, v in tools.items()
+    ]
 
 
 def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -348,7 +361,11 @@ def _rollout_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _model_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [
-        (f"{name}, {step['tokens']} tokens: a step's products over cuBLAS bf16", f"{step['ratio']:.2f}x", "reported")
+        (
+            f"{name}, {step['tokens']} tokens: a step's products over cuBLAS bf16",
+            f"{step['ratio']:.2f}x",
+            "reported",
+        )
         for name, d in data.items()
         if name != "seconds"
         for step in d["step"]
@@ -358,7 +375,9 @@ def _model_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _threshold_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = []
     for layer in dict.fromkeys(r["layer"] for r in data["threshold"]):
-        wins = [r["tokens"] for r in data["threshold"] if r["layer"] == layer and r["dequantized"] < r["int4"]]
+        wins = [
+            r["tokens"] for r in data["threshold"] if r["layer"] == layer and r["dequantized"] < r["int4"]
+        ]
         text = f"from {min(wins)} tokens" if wins else "nowhere up to 128 tokens"
         found.append((f"{layer}: dequantise-and-multiply wins", text, "reported"))
     return found
@@ -377,7 +396,9 @@ def _sweep_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("section", choices=[*SECTIONS, "rows", "note"])
     parser.add_argument("record", type=Path)
     parser.add_argument("--dry-run", action="store_true")
@@ -386,6 +407,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.section == "rows":
         record = json.loads(args.record.read_text())
+        if record["device"] == "emulation":
+            print("A DRY RUN: no time below means anything.\n")
         print(f"{record['device']}, {record['date']}\n\n| goal | measured | |\n|---|---|---|")
         for row in rows(record):
             print(f"| {' | '.join(row)} |")

@@ -101,6 +101,8 @@ def test_codes_outside_int4_are_refused() -> None:
 def test_unpack_refuses_another_width() -> None:
     with pytest.raises(ConfigError, match="does not hold 128 inputs"):
         layout.unpack_w4(layout.pack_w4(random_codes(16, 64)), 128)
+    with pytest.raises(ConfigError, match="codes beyond 96 inputs"):
+        layout.unpack_w4(layout.pack_w4(random_codes(16, 128)), 96)
 
 
 def test_marlin_refuses_what_does_not_fit() -> None:

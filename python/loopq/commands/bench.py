@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, KernelError, MissingExtraError
 from loopq.table import render
 
-_TOKENS = (1, 7, 16)
+# What a comparison with float64 may show (docs/kernels.md): float32 output, and bfloat16 against the correctly rounded.
+_FLOAT32_ERROR, _ROUNDED_ERROR = 3e-6, 2e-4
 
 
 def _tokens(text: str) -> list[int]:
@@ -39,9 +42,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=_tokens,
-        default=list(_TOKENS),
+        default=list(defaults.BENCH_TOKENS),
         metavar="A,B",
-        help="numbers of tokens (default 1,7,16)",
+        help=f"numbers of tokens (default {','.join(map(str, defaults.BENCH_TOKENS))})",
     )
     parser.add_argument(
         "--group-size",
@@ -51,7 +54,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=32, help="steps of a rollout (default %(default)s)")
     parser.add_argument(
-        "--trials", type=int, default=50, help="paired trials of each comparison (default %(default)s)"
+        "--trials",
+        type=int,
+        default=defaults.BENCH_TRIALS,
+        help="paired trials of each comparison (default %(default)s)",
     )
     parser.add_argument(
         "--bulk", action="store_true", help="bring weights in by bulk copies (compute capability 9.0)"
@@ -61,30 +67,46 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the results, time them, print a table; write the data."""
-    if args.steps < 1:
-        raise ConfigError(f"--steps = {args.steps} is not allowed; allowed: 1 and more")
+    """Check the results, time them, print tables, write the data; the exit code is 1 where a result is wrong."""
+    _check(args)
     try:
-        from loopq.kernels.load import require_gpu
-
-        require_gpu(args.device)
         backend = _backend(args.device)
     except (MissingExtraError, KernelError) as error:
         # Not a failure of the measurement: this machine cannot make it.
         raise ConfigError(f"bench {args.what}: {error}") from error
-    record = {"what": args.what, **_machine(backend)}
-    record |= (_kernel if args.what == "kernel" else _rollout)(args, backend)
+    found = (_kernel if args.what == "kernel" else _rollout)(args, backend)
     if args.json:
+        record = {"what": args.what, **_machine(backend), **found}
         scratch = Path(args.json).with_name(Path(args.json).name + ".part")
         scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         scratch.replace(args.json)
         print(f"data: {args.json}")
+    if not found["exact"]:
+        print("loopq: the results above are WRONG on this device; their times mean nothing", file=sys.stderr)
+        return 1
     return 0
 
 
-def _backend(index: int) -> Any:
-    from loopq.kernels.load import cuda_backend
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what no machine can do, before asking what this one can."""
+    from loopq.kernels.plan import fold_of
+    from loopq.kernels.shapes import shapes_of
 
+    shapes_of(args.shapes)
+    fold_of(args.group_size)
+    for name, value in (("steps", args.steps), ("trials", args.trials)):
+        if value < 1:
+            raise ConfigError(f"--{name} = {value} is not allowed; allowed: 1 and more")
+    if args.what == "rollout" and (not args.shapes.startswith("huginn") or args.group_size != 128):
+        raise ConfigError(
+            "bench rollout runs Huginn's loop at group size 128: leave --shapes and --group-size"
+        )
+
+
+def _backend(index: int) -> Any:
+    from loopq.kernels.load import cuda_backend, require_gpu
+
+    require_gpu(index)
     return cuda_backend(index)
 
 
@@ -108,7 +130,7 @@ def _kernel(args: argparse.Namespace, backend: Any) -> dict[str, Any]:
     from loopq.kernels.shapes import shapes_of
 
     procedure = _procedure(args)
-    record: dict[str, Any] = {"group_size": args.group_size, "bulk": args.bulk, "models": {}}
+    record: dict[str, Any] = {"group_size": args.group_size, "bulk": args.bulk, "exact": True, "models": {}}
     bandwidth = bench.copy_bandwidth(backend, procedure)
     print(f"copy on the device: {bandwidth / 1e12:.2f} TB/s, read and written")
     for model, layers in shapes_of(args.shapes).items():
@@ -118,12 +140,19 @@ def _kernel(args: argparse.Namespace, backend: Any) -> dict[str, Any]:
             backend, layers, **options, bandwidth=bandwidth, procedure=procedure
         )
         record["models"][model] = {"exactness": checked, **found}
+        record["exact"] &= all(
+            r["error_float32"] <= _FLOAT32_ERROR
+            and r["error_rounded"] <= _ROUNDED_ERROR
+            and r["repeatable"]
+            and r["same_in_batch"]
+            for r in checked
+        )
         _print_products(model, checked, found)
     return record
 
 
 def _print_products(model: str, checked: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (
             row["layer"],
             row["tokens"],
@@ -193,7 +222,8 @@ def _rollout(args: argparse.Namespace, backend: Any) -> dict[str, Any]:
         print(f"\n{record['tokens']} tokens, {record['n_steps']} steps")
         print(render(("arm", "ms"), [(name, f"{times[name]['median']:.3f}") for name in sorted(times)]))
         print(render(("ratio", "(95 %)"), [(name, _ratio(r)) for name, r in record["ratios"].items()]))
-    return {"bulk": args.bulk, "exactness": checked, "rollouts": found}
+    exact = all(row["replay_equals_eager"] for row in checked)
+    return {"bulk": args.bulk, "exact": exact, "exactness": checked, "rollouts": found}
 
 
 def _loop_size() -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from loopq.config import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS
 from loopq.errors import ConfigError
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend, Captured
@@ -43,8 +44,7 @@ __all__ = [
     "verify_products",
 ]
 
-TOKENS = (1, 7, 16)
-"""Token counts of the paper's comparisons."""
+TOKENS = BENCH_TOKENS
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Procedure:
         Size of the copy that measures the bandwidth.
     """
 
-    warm_ups: int = 10
-    trials: int = 50
+    warm_ups: int = BENCH_WARM_UPS
+    trials: int = BENCH_TRIALS
     cold_bytes: int = 200 * 1024**2
     calls_per_graph: int = 64
     copy_bytes: int = 4 * 1024**3

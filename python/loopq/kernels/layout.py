@@ -108,7 +108,7 @@ def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
     Raises
     ------
     ConfigError
-        If `packed` does not have the shape that `in_features` asks for.
+        If `packed` does not have the shape that `in_features` asks for, or holds codes beyond it.
     """
     strips = packed.shape[0] if packed.ndim else 0
     if packed.ndim != 2 or packed.shape != packed_shape(strips * N_STEP, in_features):
@@ -123,7 +123,10 @@ def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
                 codes[:, half, :, :, :, high, :, odd] = (
                     nibble.transpose(0, 2, 1, 4, 3).astype(np.int8) - _OFFSET
                 )
-    return codes.reshape(strips * N_STEP, tiles * TILE_K)[:, :in_features].copy()
+    whole = codes.reshape(strips * N_STEP, tiles * TILE_K)
+    if np.any(whole[:, in_features:]):
+        raise ConfigError(f"the packed weight holds codes beyond {in_features} inputs: is this its width?")
+    return whole[:, :in_features].copy()
 
 
 def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -> NDArray[np.int32]:

@@ -62,6 +62,8 @@ const Row kRows[] = {
     LQ_ROW(0, Bf16, 2, 0, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 1, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 2, 3, 0, 0, ScaleF32),
     LQ_TYPES(0, Bf16, 1, ScaleBf16), LQ_TYPES(0, Bf16, 2, ScaleFp16),
     LQ_ROW(0, Bf16, 1, 1, 4, 0, 1, ScaleBf16), LQ_BOTH(0, Bf16, 2, 2, 1, ScaleBf16), LQ_BOTH(0, Bf16, 4, 2, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 2, 0, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 2, 1, 4, 0, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 4, 0, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 4, 1, 4, 0, 1, ScaleBf16),
     LQ_TYPES(1, Fp16, 0, ScaleF32), LQ_TYPES(1, Fp16, 1, ScaleBf16), LQ_TYPES(1, Fp16, 2, ScaleFp16),
     LQ_ROW(1, Fp16, 2, 2, 4, 0, 0, ScaleF32), LQ_ROW(1, Fp16, 4, 2, 4, 0, 0, ScaleF32),
 };

@@ -262,29 +262,45 @@ struct Gemm {
 
     // ---- activations ------------------------------------------------------------------------------------------------
 
+    // A 16-byte piece of x in shared memory: its row, and its place in the row.
+    struct Piece {
+        int row, column;
+    };
+
+    // Moves on by one piece per thread of the block. Kept as two numbers because a division per piece costs more
+    // issue slots than all the rest of the copy.
+    LQ_DEVICE_MEMBER void advance(Piece& at, Piece step, int pieces) {
+        at.row += step.row;
+        at.column += step.column;
+        if (at.column >= pieces) {
+            at.column -= pieces;
+            ++at.row;
+        }
+    }
+
     // Copies x of the slice, with zeros outside [k_begin, k_end): weights there are padding or belong to another range.
     LQ_DEVICE_METHOD void stage_activations() const {
         const int pieces = s.tiles * (kTileRows / 8);
-        const int all = p.m * pieces;
         const int first_k = s.tile0 * kTileRows;
-        constexpr int kBatch = 4;  // loads in flight per thread
-        for (int base = thread_index(); base < all; base += kBatch * thread_count()) {
+        const Piece step = {thread_count() / pieces, thread_count() % pieces};
+        Piece next = {thread_index() / pieces, thread_index() % pieces};
+        constexpr int kBatch = 8;  // loads in flight per thread
+        while (next.row < p.m) {
             Vec4 v[kBatch];
+            Piece to = next;
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
-                const int i = base + j * thread_count();
-                const int row = i / pieces;
-                const int k = first_k + (i - row * pieces) * 8;
+                const int k = first_k + next.column * 8;
                 v[j] = Vec4{0, 0, 0, 0};
-                if (i < all && k >= p.k_begin && k < p.k_end) {
-                    v[j] = ld_global4((const u16*)p.x + (long long)row * p.x_stride + (k - p.k_begin));
+                if (next.row < p.m && k >= p.k_begin && k < p.k_end) {
+                    v[j] = ld_global4((const u16*)p.x + (long long)next.row * p.x_stride + (k - p.k_begin));
                 }
+                advance(next, step, pieces);
             }
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
-                const int i = base + j * thread_count();
-                const int row = i / pieces;
-                if (i < all) st_shared4(x_address + (u32)row * x_pitch + (u32)(i - row * pieces) * 16, v[j]);
+                if (to.row < p.m) st_shared4(x_address + (u32)to.row * x_pitch + (u32)to.column * 16, v[j]);
+                advance(to, step, pieces);
             }
         }
     }
@@ -528,6 +544,30 @@ struct Gemm {
         }
     }
 
+    // Adds slices [first, first + kAhead) of a pair, in order. All are loaded before the first is added: one after the
+    // other, each would wait for the L2. Beyond the last slice the last is loaded again and not added.
+    static constexpr int kAhead = 4;
+
+    LQ_DEVICE_METHOD void add_slices(int first, int pair, Sums& sums) const {
+        Vec4 v[kAhead][2][kMt];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const char* from = partial(smaller(first + a, grid_y() - 1), pair);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int t = 0; t < kMt; ++t) v[a][i][t] = ld_global4_l2(from + (i * kMt + t) * 512);
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            if (first + a >= grid_y()) break;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int t = 0; t < kMt; ++t) add(v[a][i][t], sums[i][t]);
+        }
+    }
+
     // The block that brings a pair's last slice adds all slices of that pair, in order, and leaves the counter at zero.
     LQ_DEVICE_METHOD void join_slices() const {
         fence_gpu();
@@ -547,13 +587,7 @@ struct Gemm {
                 const int pair = s.pair0 + base + j * s.warps;
                 Sums sums;
                 clear(sums);
-                for (int slice = 0; slice < grid_y(); ++slice) {
-                    const char* from = partial(slice, pair);
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-#pragma unroll
-                        for (int t = 0; t < kMt; ++t) add(ld_global4_l2(from + (i * kMt + t) * 512), sums[i][t]);
-                }
+                for (int slice = 0; slice < grid_y(); slice += kAhead) add_slices(slice, pair, sums);
                 store(pair, sums);
             }
         }

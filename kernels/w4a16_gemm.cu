@@ -15,7 +15,7 @@
 //   always in ascending K order: the result does not depend on which warp or block happens to finish first.
 //
 // Compile-time choices (macros at the bottom): activation type, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
-// end (kFold: 0 = every 32 rows, 1 = every 64, 2 = at multiples of 64 << group_shift), ring depth kStages,
+// end (kFold: 0 = every 32 rows, 1 = every 64, 3 = every 128, 2 = at multiples of 64 << group_shift), ring depth kStages,
 // and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
 
 #include "primitives.cuh"
@@ -53,6 +53,7 @@ struct Bf16 {
     static constexpr u32 kMinusOffset = 0xc308c308u;  // -(128 + 8)
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_bf16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
+    LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16_new(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_bf16(v); }
     // Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
     // `mask` is 0x000f000f: one LOP3 takes one immediate, so the other constant has to sit in a register.
@@ -72,6 +73,7 @@ struct Fp16 {
     static constexpr u32 kMinusOffset16 = 0xd480d480u; // -(1024 / 16 + 8): a nibble in place counts sixteenfold
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
+    LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16_new(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
     LQ_DEVICE_MEMBER void unpack(u32 word, u32 mask, u32 (&a)[4]) {
         const u32 high = word >> 8;
@@ -214,7 +216,7 @@ struct Gemm {
         const u32 to = ring(s.warp) + (u32)(slot * kStageBytes);
         const bool whole = !(s.half_last && c.in_pair == s.stages - 1);
         const int tile = s.tile0 + c.in_pair * kStageTiles;
-        const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);
+        const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);  // kFold 3: one row, every stage
         if (kBulk) {
             fetch_bulk(c, slot, to, tile, whole, with_scales);
         } else {
@@ -307,7 +309,8 @@ struct Gemm {
 
     // ---- products ---------------------------------------------------------------------------------------------------
 
-    // sums += scale * part; part = 0. Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
+    // sums += scale * part; part = 0 where groups do not begin with a product that overwrites it (multiply_half_tile).
+    // Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
     LQ_DEVICE_METHOD void fold(u32 row_address, Sums& part, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -318,14 +321,15 @@ struct Gemm {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
                     sums[i][t][r] = fma_rn(r < 2 ? low : high, part[i][t][r], sums[i][t][r]);
-                    part[i][t][r] = 0.0f;
+                    if (kFold == 2) part[i][t][r] = 0.0f;
                 }
             }
         }
     }
 
-    LQ_DEVICE_METHOD void multiply_half_tile(const u32 (&words)[2][4], int half, u32 x_tile, const u32 (&x_rows)[kMt],
-                                             Sums& part) const {
+    // part += products of 32 rows; `fresh`, known when compiled, says that a group begins here and part is overwritten.
+    LQ_DEVICE_METHOD void multiply_half_tile(const u32 (&words)[2][4], int half, bool fresh, u32 x_tile,
+                                             const u32 (&x_rows)[kMt], Sums& part) const {
         u32 a[2][2][4];  // [k16 step][strip]
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -338,7 +342,13 @@ struct Gemm {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) Act::mma(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+                for (int i = 0; i < 2; ++i) {
+                    if (fresh && j == 0) {
+                        Act::mma_new(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+                    } else {
+                        Act::mma(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+                    }
+                }
         }
     }
 
@@ -357,13 +367,14 @@ struct Gemm {
                 const u32 x_tile = x_address + (u32)((in_pair * kStageTiles + t) * kTileRows * 2);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    multiply_half_tile(words, half, x_tile, x_rows, part);
+                    const bool fresh = kFold == 0 || (kFold == 1 && half == 0) || (kFold == 3 && t == 0 && half == 0);
+                    multiply_half_tile(words, half, fresh, x_tile, x_rows, part);
                     if (kFold == 0) fold(stage + kScales + (u32)((2 * t + half) * kScaleRowBytes), part, sums);
                 }
                 if (kFold == 1) fold(stage + kScales + (u32)(t * kScaleRowBytes), part, sums);
             }
         }
-        if (kFold == 2 && folds_after(flat, in_pair)) fold(stage + kScales, part, sums);
+        if (kFold == 3 || (kFold == 2 && folds_after(flat, in_pair))) fold(stage + kScales, part, sums);
     }
 
     // ---- sums on their way out --------------------------------------------------------------------------------------
@@ -546,7 +557,7 @@ struct Gemm {
 
     // Adds slices [first, first + kAhead) of a pair, in order. All are loaded before the first is added: one after the
     // other, each would wait for the L2. Beyond the last slice the last is loaded again and not added.
-    static constexpr int kAhead = 4;
+    static constexpr int kAhead = kMt == 1 ? 8 : 4;
 
     LQ_DEVICE_METHOD void add_slices(int first, int pair, Sums& sums) const {
         Vec4 v[kAhead][2][kMt];

@@ -58,7 +58,7 @@ def test_a_hopper_chip_has_its_queue_filled(name: str) -> None:
 
 
 def test_group_sizes() -> None:
-    assert [fold_of(g) for g in (32, 64, 128, 256, 1024)] == [(0, 0), (1, 0), (2, 1), (2, 2), (2, 4)]
+    assert [fold_of(g) for g in (32, 64, 128, 256, 1024)] == [(0, 0), (1, 0), (3, 1), (2, 2), (2, 4)]
     assert fold_of(-1) == (2, 30)
     for group in (0, 16, 48, 96, -2):
         with pytest.raises(ConfigError, match="group sizes 32, 64, 128"):

@@ -233,7 +233,7 @@ def sweep_cuts(
     *,
     tokens: Sequence[int] = (1, 16),
     group_size: int = 128,
-    slices: Sequence[int] = (1, 2, 3, 4, 6, 12),
+    slices: Sequence[int] = (1, 2, 3, 4, 5, 6),
     warps: Sequence[int] = (8, 12, 16),
     bulks: Sequence[bool] = (False, True),
     depths: Sequence[int] = (6, 5, 4, 3),

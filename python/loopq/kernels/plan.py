@@ -21,10 +21,11 @@ _SLOT_BYTES = 1024  # float32 sums of one pair of strips for 8 tokens
 _PER_CHANNEL_SHIFT = 30
 # Per multiprocessor and clock, for ranking cuts: docs/kernels.md says where they come from; only ratios matter.
 _DRAM_BYTES_PER_CLOCK = 19.0
-_L2_BYTES_PER_CLOCK = 24.0
+_L2_BYTES_PER_CLOCK = 24.0  # where all read at once
+_L2_BYTES_PER_CLOCK_ALONE = 64.0
 _L2_CLOCKS = 700.0  # one round trip
 # Issue slots of one stage and warp by token tiles (counted in the machine code), and what 4 schedulers can issue.
-_STAGE_SLOTS = {1: 305.0, 2: 358.0, 4: 480.0}
+_STAGE_SLOTS = {1: 319.0, 2: 361.0, 4: 435.0}
 _SLOTS_PER_CLOCK = 4 * 0.75
 # Weights on their way that hide the memory's latency, with room to spare, and warps that keep up with them.
 _QUEUE_BYTES = 24 * 1024
@@ -179,13 +180,17 @@ def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits
     # While x arrives, the rings fill; the rest of its time nothing else does.
     x = token_tiles * 8 * plan.slice_tiles * _TILE_ROWS * 2 / _L2_BYTES_PER_CLOCK
     x_alone = max(0.0, x - queue / _DRAM_BYTES_PER_CLOCK)
-    join = 0.0
-    if plan.slices > 1:
-        # Partial sums out, a counter, partial sums in, a few slices at a time.
-        trips = 2 + -(-plan.slices // _SLICES_AHEAD) * -(-pairs // plan.warps)
-        moved = pairs * (plan.slices + 1) * token_tiles * _SLOT_BYTES
-        join = trips * _L2_CLOCKS + moved / _L2_BYTES_PER_CLOCK
-    return stream + x_alone + join
+    return stream + x_alone + join_clocks(pairs, plan, token_tiles)
+
+
+def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
+    """Estimated clocks of adding up the slices of a block's `pairs` pairs."""
+    if plan.slices == 1:
+        return 0.0
+    # Partial sums out, a counter, then one block of `slices` reads all of them, a few slices at a time.
+    trips = 2 + -(-plan.slices // _SLICES_AHEAD) * -(-pairs // plan.warps)
+    rate = min(_L2_BYTES_PER_CLOCK_ALONE, _L2_BYTES_PER_CLOCK * plan.slices)
+    return trips * _L2_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / rate
 
 
 @lru_cache(maxsize=4096)

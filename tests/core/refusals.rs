@@ -214,7 +214,11 @@ fn codes_and_shapes_of_a_packing() {
     refused(w4::unpack(&[0; 127], 16, 32, 1), Kind::Config, &["packed codes", "127 values"]);
     refused(w4::unpack(&[0; 128], 16, 32, 1), Kind::Config, &["codes beyond it"]);
     refused(w4::from_marlin(&[0; 384], (64, 48), (64, 64), 1), Kind::Config, &["at least 64 inputs"]);
-    refused(w4::from_marlin(&[0; 384], (64, 48), (64, 32), 1), Kind::Config, &["zero beyond 32 inputs", "rows 32..48"]);
+    refused(
+        w4::from_marlin(&[0; 384], (64, 48), (64, 32), 1),
+        Kind::Config,
+        &["zero beyond 32 inputs", "rows 32..48"],
+    );
     refused(w4::from_marlin(&[0; 383], (64, 48), (64, 32), 1), Kind::Config, &["Marlin words", "383 values"]);
     refused(w4::from_marlin(&[0; 384], (48, 64), (48, 64), 1), Kind::Config, &["whole tiles"]);
     refused(dims::product("x", usize::MAX, 2), Kind::Config, &["overflows"]);

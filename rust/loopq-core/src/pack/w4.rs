@@ -39,10 +39,9 @@ pub fn pack(codes: &[u8], n: usize, k: usize, threads: usize) -> Result<Vec<u32>
     dims::check_matrix("codes", codes, n, k)?;
     let mut out = vec![ZERO; dims::product("packed codes", strips, words)?];
     pool(threads)?.install(|| {
-        out.par_chunks_exact_mut(words)
-            .zip(codes.par_chunks_exact(STRIP * k))
-            .enumerate()
-            .try_for_each(|(strip, (out, codes))| check_codes(codes, strip * STRIP, k).map(|()| pack_strip(codes, k, out)))
+        out.par_chunks_exact_mut(words).zip(codes.par_chunks_exact(STRIP * k)).enumerate().try_for_each(
+            |(strip, (out, codes))| check_codes(codes, strip * STRIP, k).map(|()| pack_strip(codes, k, out)),
+        )
     })?;
     Ok(out)
 }
@@ -130,7 +129,8 @@ pub fn from_marlin(
     threads: usize,
 ) -> Result<Vec<u32>> {
     let (strips, row) = shape(n, k)?;
-    let tiled = file_k > 0 && file_n > 0 && file_k.is_multiple_of(MARLIN_K) && file_n.is_multiple_of(MARLIN_N);
+    let tiled =
+        file_k > 0 && file_n > 0 && file_k.is_multiple_of(MARLIN_K) && file_n.is_multiple_of(MARLIN_N);
     if !tiled {
         return Err(Error::shape(
             "Marlin words",

@@ -85,16 +85,13 @@ def emulated(seconds: float) -> Setting:
     from loopq.kernels.bench import Procedure
     from loopq.kernels.bench_rollout import LoopSize
 
-    tiny = tuple(
-        Projection(layer.name, 160 if layer.in_features < 8000 else 288, 32, 1 + (layer.calls > 1))
-        for layer in HUGINN
-    )
+    tiny = tuple(Projection(layer.name, 96 if layer.in_features < 8000 else 160, 32, 1) for layer in HUGINN)
     loop = LoopSize(width=32, heads=1, inner=64, blocks=1)
     return Setting(
         device_name="emulation",
         backend=backend_of(),
         overlapping=backend_of(),
-        procedure=Procedure(warm_ups=1, trials=2, cold_bytes=1, calls_per_graph=2, copy_bytes=1 << 16),
+        procedure=Procedure(warm_ups=0, trials=2, cold_bytes=1, calls_per_graph=1, copy_bytes=1 << 16),
         layers=tiny,
         edges=(Projection("edge", 32, 16, 1), Projection("edge", 96, 48, 1)),
         models=dict.fromkeys(list(MODELS)[1:3], tiny[:1]),

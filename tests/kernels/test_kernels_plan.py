@@ -75,3 +75,5 @@ def test_refusals() -> None:
         make_plan(shape, A100, bulk=True)
     with pytest.raises(ConfigError, match=r"no cut of .* fits a device with 20000 bytes"):
         make_plan(shape, DeviceLimits(108, 20_000, (8, 0)))
+    with pytest.raises(ConfigError, match=r"no cut of .*k_end=96"):
+        make_plan(GemmShape(32, 0, 96, 128, 1), H200, slices=2)

@@ -225,10 +225,10 @@ def make_plan(
     shallowest = 3 if device.capability >= (9, 0) else 2
     depths = tuple(d for d in _DEPTHS if d >= shallowest) if stages is None else (stages,)
     best: tuple[float, Plan] | None = None
-    slice_range = (
-        range(1, min(_MAX_SLICES, shape.stages, device.multiprocessors) + 1) if slices is None else [slices]
-    )
-    for n_slices in slice_range:
+    most_slices = min(_MAX_SLICES, shape.stages, device.multiprocessors)
+    # A slice without a stage would divide by zero.
+    allowed = range(1, most_slices + 1)
+    for n_slices in allowed if slices is None else {slices} & set(allowed):
         blocks = min(device.multiprocessors // n_slices, shape.pairs)
         slice_tiles = min(-(-shape.stages // n_slices) * _STAGE_TILES, shape.tiles)
         work = (shape.pairs // blocks) * (shape.stages // n_slices)

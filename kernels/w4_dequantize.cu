@@ -29,6 +29,9 @@ struct Dequantize {
 
     // One warp per tile; a lane holds, of each step of 16 inputs, pairs (k, k + 1) at k and k + 8 of two outputs.
     LQ_DEVICE_MEMBER void run(const DequantizeArguments& p) {
+        // An earlier kernel may still read what `out` held before.
+        wait_for_previous_kernel();
+        let_next_kernel_start();
         const long long tiles = (long long)(p.n / 16) * p.k_tiles;
         const long long step = (long long)grid_x() * (thread_count() / 32);
         const int lane = thread_index() % 32;

@@ -15,7 +15,7 @@
 //   always in ascending K order: the result does not depend on which warp or block happens to finish first.
 //
 // Compile-time choices (macros at the bottom): activation type, scale type, token tiles kMt in {1,2,4} of 8 tokens, where groups
-// end (kFold: 0 = every 32 rows, 1 = every 64, 2 = at multiples of 64 << group_shift), ring depth kStages,
+// end (kFold: 0 = every 32 rows, 1 = every 64, 3 = every 128, 2 = at multiples of 64 << group_shift), ring depth kStages,
 // and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
 
 #include "primitives.cuh"
@@ -53,6 +53,7 @@ struct Bf16 {
     static constexpr u32 kMinusOffset = 0xc308c308u;  // -(128 + 8)
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_bf16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
+    LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16_new(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_bf16(v); }
     // Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
     // `mask` is 0x000f000f: one LOP3 takes one immediate, so the other constant has to sit in a register.
@@ -72,6 +73,7 @@ struct Fp16 {
     static constexpr u32 kMinusOffset16 = 0xd480d480u; // -(1024 / 16 + 8): a nibble in place counts sixteenfold
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
+    LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16_new(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
     LQ_DEVICE_MEMBER void unpack(u32 word, u32 mask, u32 (&a)[4]) {
         const u32 high = word >> 8;
@@ -214,7 +216,7 @@ struct Gemm {
         const u32 to = ring(s.warp) + (u32)(slot * kStageBytes);
         const bool whole = !(s.half_last && c.in_pair == s.stages - 1);
         const int tile = s.tile0 + c.in_pair * kStageTiles;
-        const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);
+        const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);  // kFold 3: one row, every stage
         if (kBulk) {
             fetch_bulk(c, slot, to, tile, whole, with_scales);
         } else {
@@ -262,36 +264,53 @@ struct Gemm {
 
     // ---- activations ------------------------------------------------------------------------------------------------
 
+    // A 16-byte piece of x in shared memory: its row, and its place in the row.
+    struct Piece {
+        int row, column;
+    };
+
+    // Moves on by one piece per thread of the block. Kept as two numbers because a division per piece costs more
+    // issue slots than all the rest of the copy.
+    LQ_DEVICE_MEMBER void advance(Piece& at, Piece step, int pieces) {
+        at.row += step.row;
+        at.column += step.column;
+        if (at.column >= pieces) {
+            at.column -= pieces;
+            ++at.row;
+        }
+    }
+
     // Copies x of the slice, with zeros outside [k_begin, k_end): weights there are padding or belong to another range.
     LQ_DEVICE_METHOD void stage_activations() const {
         const int pieces = s.tiles * (kTileRows / 8);
-        const int all = p.m * pieces;
         const int first_k = s.tile0 * kTileRows;
-        constexpr int kBatch = 4;  // loads in flight per thread
-        for (int base = thread_index(); base < all; base += kBatch * thread_count()) {
+        const Piece step = {thread_count() / pieces, thread_count() % pieces};
+        Piece next = {thread_index() / pieces, thread_index() % pieces};
+        constexpr int kBatch = 8;  // loads in flight per thread
+        while (next.row < p.m) {
             Vec4 v[kBatch];
+            Piece to = next;
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
-                const int i = base + j * thread_count();
-                const int row = i / pieces;
-                const int k = first_k + (i - row * pieces) * 8;
+                const int k = first_k + next.column * 8;
                 v[j] = Vec4{0, 0, 0, 0};
-                if (i < all && k >= p.k_begin && k < p.k_end) {
-                    v[j] = ld_global4((const u16*)p.x + (long long)row * p.x_stride + (k - p.k_begin));
+                if (next.row < p.m && k >= p.k_begin && k < p.k_end) {
+                    v[j] = ld_global4((const u16*)p.x + (long long)next.row * p.x_stride + (k - p.k_begin));
                 }
+                advance(next, step, pieces);
             }
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
-                const int i = base + j * thread_count();
-                const int row = i / pieces;
-                if (i < all) st_shared4(x_address + (u32)row * x_pitch + (u32)(i - row * pieces) * 16, v[j]);
+                if (to.row < p.m) st_shared4(x_address + (u32)to.row * x_pitch + (u32)to.column * 16, v[j]);
+                advance(to, step, pieces);
             }
         }
     }
 
     // ---- products ---------------------------------------------------------------------------------------------------
 
-    // sums += scale * part; part = 0. Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
+    // sums += scale * part; part = 0 where groups do not begin with a product that overwrites it (multiply_half_tile).
+    // Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
     LQ_DEVICE_METHOD void fold(u32 row_address, Sums& part, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -302,14 +321,15 @@ struct Gemm {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
                     sums[i][t][r] = fma_rn(r < 2 ? low : high, part[i][t][r], sums[i][t][r]);
-                    part[i][t][r] = 0.0f;
+                    if (kFold == 2) part[i][t][r] = 0.0f;
                 }
             }
         }
     }
 
-    LQ_DEVICE_METHOD void multiply_half_tile(const u32 (&words)[2][4], int half, u32 x_tile, const u32 (&x_rows)[kMt],
-                                             Sums& part) const {
+    // part += products of 32 rows; `fresh`, known when compiled, says that a group begins here and part is overwritten.
+    LQ_DEVICE_METHOD void multiply_half_tile(const u32 (&words)[2][4], int half, bool fresh, u32 x_tile,
+                                             const u32 (&x_rows)[kMt], Sums& part) const {
         u32 a[2][2][4];  // [k16 step][strip]
 #pragma unroll
         for (int j = 0; j < 2; ++j)
@@ -322,7 +342,13 @@ struct Gemm {
 #pragma unroll
             for (int j = 0; j < 2; ++j)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) Act::mma(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+                for (int i = 0; i < 2; ++i) {
+                    if (fresh && j == 0) {
+                        Act::mma_new(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+                    } else {
+                        Act::mma(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
+                    }
+                }
         }
     }
 
@@ -341,13 +367,14 @@ struct Gemm {
                 const u32 x_tile = x_address + (u32)((in_pair * kStageTiles + t) * kTileRows * 2);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    multiply_half_tile(words, half, x_tile, x_rows, part);
+                    const bool fresh = kFold == 0 || (kFold == 1 && half == 0) || (kFold == 3 && t == 0 && half == 0);
+                    multiply_half_tile(words, half, fresh, x_tile, x_rows, part);
                     if (kFold == 0) fold(stage + kScales + (u32)((2 * t + half) * kScaleRowBytes), part, sums);
                 }
                 if (kFold == 1) fold(stage + kScales + (u32)(t * kScaleRowBytes), part, sums);
             }
         }
-        if (kFold == 2 && folds_after(flat, in_pair)) fold(stage + kScales, part, sums);
+        if (kFold == 3 || (kFold == 2 && folds_after(flat, in_pair))) fold(stage + kScales, part, sums);
     }
 
     // ---- sums on their way out --------------------------------------------------------------------------------------
@@ -528,6 +555,30 @@ struct Gemm {
         }
     }
 
+    // Adds slices [first, first + kAhead) of a pair, in order. All are loaded before the first is added: one after the
+    // other, each would wait for the L2. Beyond the last slice the last is loaded again and not added.
+    static constexpr int kAhead = kMt == 1 ? 8 : 4;
+
+    LQ_DEVICE_METHOD void add_slices(int first, int pair, Sums& sums) const {
+        Vec4 v[kAhead][2][kMt];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const char* from = partial(smaller(first + a, grid_y() - 1), pair);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int t = 0; t < kMt; ++t) v[a][i][t] = ld_global4_l2(from + (i * kMt + t) * 512);
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            if (first + a >= grid_y()) break;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int t = 0; t < kMt; ++t) add(v[a][i][t], sums[i][t]);
+        }
+    }
+
     // The block that brings a pair's last slice adds all slices of that pair, in order, and leaves the counter at zero.
     LQ_DEVICE_METHOD void join_slices() const {
         fence_gpu();
@@ -547,13 +598,7 @@ struct Gemm {
                 const int pair = s.pair0 + base + j * s.warps;
                 Sums sums;
                 clear(sums);
-                for (int slice = 0; slice < grid_y(); ++slice) {
-                    const char* from = partial(slice, pair);
-#pragma unroll
-                    for (int i = 0; i < 2; ++i)
-#pragma unroll
-                        for (int t = 0; t < kMt; ++t) add(ld_global4_l2(from + (i * kMt + t) * 512), sums[i][t]);
-                }
+                for (int slice = 0; slice < grid_y(); slice += kAhead) add_slices(slice, pair, sums);
                 store(pair, sums);
             }
         }

@@ -1,44 +1,119 @@
-"""One section of the GPU measurements, written as JSON. `run_h200.sh` runs them all.
+"""GPU measurements of the kernels, one section at a time, into one JSON record; `run_h200.sh` runs them all.
 
-usage: python benches/kernels/h200.py SECTION OUT_FOLDER
+usage: python benches/kernels/h200.py SECTION RECORD [--dry-run] [--seconds S]
+       python benches/kernels/h200.py rows RECORD
+
+A section adds itself to the record. `rows` prints the goals of docs/kernels.md with what the record says of each.
+`--dry-run` runs a section's every line on tiny shapes with the host emulation of tests/kernels in the GPU's place:
+nothing it reports as a time means anything.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib
 import json
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).resolve().parents[2]
 
 try:
     importlib.import_module("loopq._native")
 except ImportError:
-    # The kernels need no compiled extension: where it cannot be loaded, its version number is all that is
-    # missed.
+    # The kernels need no compiled extension: where it cannot be loaded, its version number is all that is missed.
     stand_in = types.ModuleType("loopq._native")
-    stand_in.__version__ = "0"
+    stand_in.__version__ = "0"  # type: ignore[attr-defined]
     sys.modules["loopq._native"] = stand_in
 
-from loopq.kernels import bench, bench_products, bench_rollout
-from loopq.kernels.load import Backend, CudaBackend, cuda_backend
-from loopq.kernels.shapes import HUGINN, MODELS, Projection
-
-DEVICE = torch.device("cuda", 0)
-SMALL = bench_rollout.LoopSize(width=480, heads=5, inner=1280, blocks=2)
+from loopq.kernels.shapes import HUGINN, MODELS, Projection  # noqa: E402 (after the stand-in)
 
 
-def exact() -> dict[str, Any]:
-    """51 comparisons with float64, for both ways of bringing weights in, and edges at other group sizes."""
+@dataclass(frozen=True)
+class Setting:
+    """Where and on what the sections run."""
+
+    device_name: str
+    backend: Any
+    overlapping: Any
+    procedure: Any
+    layers: tuple[Projection, ...]
+    edges: tuple[Projection, ...]
+    models: dict[str, tuple[Projection, ...]]
+    loop: Any
+    small_loop: Any
+    n_steps: int
+    tokens: tuple[int, ...]
+    edge_tokens: tuple[int, ...]
+    sweep: dict[str, Any]
+
+
+def on_gpu(seconds: float) -> Setting:
+    import torch
+
+    from loopq.kernels.bench import Procedure
+    from loopq.kernels.bench_rollout import LoopSize
+    from loopq.kernels.load import CudaBackend, cuda_backend
+
     backend = cuda_backend(0)
+    return Setting(
+        device_name=torch.cuda.get_device_name(0),
+        backend=backend,
+        overlapping=CudaBackend(0, overlap=True),
+        procedure=Procedure(),
+        layers=HUGINN,
+        edges=tuple(Projection("edge", k, n, 1) for k, n in ((32, 16), (96, 48), (5280, 5296), (10560, 16))),
+        models={name: layers for name, layers in MODELS.items() if layers is not HUGINN},
+        loop=LoopSize(),
+        small_loop=LoopSize(width=480, heads=5, inner=1280, blocks=2),
+        n_steps=32,
+        tokens=(1, 7, 16),
+        edge_tokens=(1, 8, 9, 24, 33, 64),
+        sweep={"seconds": seconds},
+    )
+
+
+def emulated(seconds: float) -> Setting:
+    sys.path.insert(0, str(ROOT / "tests" / "kernels"))
+    backend_of = importlib.import_module("kernel_backend").EmulatedBackend
+
+    from loopq.kernels.bench import Procedure
+    from loopq.kernels.bench_rollout import LoopSize
+
+    tiny = tuple(Projection(layer.name, 96 if layer.in_features < 8000 else 160, 32, 1) for layer in HUGINN)
+    loop = LoopSize(width=32, heads=1, inner=64, blocks=1)
+    return Setting(
+        device_name="emulation",
+        backend=backend_of(),
+        overlapping=backend_of(),
+        procedure=Procedure(warm_ups=0, trials=2, cold_bytes=1, calls_per_graph=1, copy_bytes=1 << 16),
+        layers=tiny,
+        edges=(Projection("edge", 32, 16, 1), Projection("edge", 96, 48, 1)),
+        models=dict.fromkeys(list(MODELS)[1:3], tiny[:1]),
+        loop=loop,
+        small_loop=loop,
+        n_steps=2,
+        tokens=(1, 7, 16),
+        edge_tokens=(1, 9, 33),
+        sweep={"seconds": seconds, "slices": (1, 2), "warps": (4,), "depths": (4,), "tokens": (1,)},
+    )
+
+
+# ---- sections ----------------------------------------------------------------------------------------------------
+
+
+def exact(s: Setting) -> dict[str, Any]:
+    """51 comparisons with float64, for both ways of bringing weights in, and edges at other group sizes."""
+    from loopq.kernels.bench import verify_products
+
     records: dict[str, Any] = {}
     for name, bulk in (("cp_async", False), ("bulk", True)):
-        found = bench.verify_products(backend, HUGINN, DEVICE, bulk=bulk)
+        found = verify_products(s.backend, s.layers, tokens=s.tokens, bulk=bulk)
         records[name] = {
             "comparisons": len(found),
             "worst_float32": max(r["error_float32"] for r in found),
@@ -48,116 +123,300 @@ def exact() -> dict[str, Any]:
             "all_same_in_batch": all(r["same_in_batch"] for r in found),
             "all": found,
         }
-    edges = [Projection("edge", k, n, 1) for k, n in ((32, 16), (96, 48), (5280, 5296), (10560, 16))]
     for group in (32, 64, 128, 256, -1):
-        found = bench.verify_products(backend, edges, DEVICE, tokens=(1, 8, 9, 24, 33, 64), group_size=group)
-        records[f"edges_g{group}"] = {
-            "worst_float32": max(r["error_float32"] for r in found),
-            "comparisons": len(found),
-        }
+        found = verify_products(s.backend, s.edges, tokens=s.edge_tokens, group_size=group)
+        worst = max(r["error_float32"] for r in found)
+        records[f"edges_g{group}"] = {"worst_float32": worst, "comparisons": len(found)}
     return records
 
 
-def small() -> dict[str, Any]:
+def small(s: Setting) -> dict[str, Any]:
     """A small case of everything, for compute-sanitizer."""
-    backend = cuda_backend(0)
-    layers = [Projection("small", 1312, 336, 1)]
-    found = [
-        bench.verify_products(backend, layers, DEVICE, tokens=(1, 7, 16, 40), bulk=bulk)
-        for bulk in (False, True)
-    ]
-    rollout = bench_rollout.verify_rollout(backend, DEVICE, size=SMALL, n_steps=2, graphs=False)
+    from loopq.kernels.bench import verify_products
+    from loopq.kernels.bench_rollout import verify_rollout
+
+    layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
+    tokens = (1, 7, 16, 40)
+    found = [verify_products(s.backend, layers, tokens=tokens, bulk=bulk) for bulk in (False, True)]
+    rollout = verify_rollout(s.backend, size=s.small_loop, n_steps=2, tokens=s.tokens, graphs=False)
     return {"products": found, "rollout": rollout}
 
 
-def rollout_exact() -> dict[str, Any]:
+def rollout_exact(s: Setting) -> dict[str, Any]:
     """544 products in 32 steps; replay equals eager; overlapping launches give the same bits."""
-    size = bench_rollout.LoopSize()
-    plain = bench_rollout.verify_rollout(cuda_backend(0), DEVICE, size=size, n_steps=32)
-    return {"huginn": plain, "overlap_same_bits": _overlap_same_bits(size)}
+    from loopq.kernels.bench_rollout import same_bits_overlapping, verify_rollout
+
+    plain = verify_rollout(s.backend, size=s.loop, n_steps=s.n_steps, tokens=s.tokens)
+    same = same_bits_overlapping(s.backend, s.overlapping, size=s.loop, n_steps=s.n_steps)
+    return {"huginn": plain, "overlap_same_bits": same}
 
 
-def _overlap_same_bits(size: bench_rollout.LoopSize) -> bool:
-    parts = bench_rollout.random_parts(size, DEVICE, quantized=True)
-    results = []
-    for overlap in (False, True):
-        runner = bench_rollout.RolloutRunner(parts, CudaBackend(0, overlap=overlap))
-        runner.capture(1, 7, 32)
-        for seed in range(3):
-            state, embedding = bench_rollout.random_inputs(size, 7, DEVICE, seed)
-            results.append(runner.run(state, embedding, 32, graph=True))
-    return all(torch.equal(a, b) for a, b in zip(results[:3], results[3:], strict=True))
-
-
-def products() -> dict[str, Any]:
+def products(s: Setting) -> dict[str, Any]:
     """Bandwidth shares and cuBLAS ratios of Huginn's products, for both ways of bringing weights in."""
-    backend = cuda_backend(0)
-    bandwidth = bench.copy_bandwidth(DEVICE)
+    from loopq.kernels.bench import copy_bandwidth
+    from loopq.kernels.bench_products import compare_products
+
+    shared = {
+        "bandwidth": copy_bandwidth(s.backend, s.procedure),
+        "procedure": s.procedure,
+        "tokens": s.tokens,
+    }
     return {
-        name: bench_products.compare_products(backend, HUGINN, DEVICE, bulk=bulk, bandwidth=bandwidth)
+        name: compare_products(s.backend, s.layers, bulk=bulk, **shared)
         for name, bulk in (("cp_async", False), ("bulk", True))
     }
 
 
-def models() -> dict[str, Any]:
+def models(s: Setting) -> dict[str, Any]:
     """The other looped models' products."""
-    backend: Backend = cuda_backend(0)
-    bandwidth = bench.copy_bandwidth(DEVICE)
+    from loopq.kernels.bench import copy_bandwidth
+    from loopq.kernels.bench_products import compare_products
+
+    shared = {
+        "bandwidth": copy_bandwidth(s.backend, s.procedure),
+        "procedure": s.procedure,
+        "tokens": s.tokens,
+    }
+    return {name: compare_products(s.backend, layers, **shared) for name, layers in s.models.items()}
+
+
+def sweep(s: Setting) -> dict[str, Any]:
+    """Other cuts than the planner's."""
+    from loopq.kernels.bench_products import sweep_cuts
+
+    return sweep_cuts(s.backend, s.layers, procedure=s.procedure, **s.sweep)
+
+
+def threshold(s: Setting) -> dict[str, Any]:
+    """Kernel against dequantise-and-multiply, to place config.INT4_KERNEL_TOKENS."""
+    from loopq.kernels.bench_products import find_threshold
+
+    return {"threshold": find_threshold(s.backend, s.layers, procedure=s.procedure)}
+
+
+def rollout(s: Setting) -> dict[str, Any]:
+    """Rollouts of 32 steps: graphs, fusions, overlap, hoisting, and the eager way."""
+    from loopq.kernels.bench_rollout import compare_rollouts
+
+    backends = {"plain": s.backend, "overlap": s.overlapping}
+    options = {"size": s.loop, "n_steps": s.n_steps, "tokens": s.tokens, "procedure": s.procedure}
     return {
-        name: bench_products.compare_products(backend, layers, DEVICE, bandwidth=bandwidth)
-        for name, layers in MODELS.items()
-        if name != "huginn-3.5b"
+        name: compare_rollouts(backends if not bulk else {"plain": s.backend}, bulk=bulk, **options)
+        for name, bulk in (("cp_async", False), ("bulk", True))
     }
 
 
-def sweep() -> dict[str, Any]:
-    """Other cuts than the planner's."""
-    return {"cuts": bench_products.sweep_cuts(cuda_backend(0), HUGINN, DEVICE)}
-
-
-def threshold() -> dict[str, Any]:
-    """Kernel against dequantise-and-multiply, to place config.INT4_KERNEL_TOKENS."""
-    backend = cuda_backend(0)
-    records = []
-    for layer in HUGINN:
-        for tokens in (17, 32, 48, 64, 96, 128):
-            timing = bench_products.capture_int4(backend, layer, tokens, DEVICE).time()
-            dequantized = bench_products.capture_dequantized(backend, layer, tokens, DEVICE).time()
-            records.append(
-                {"layer": layer.name, "tokens": tokens, "int4": timing.median, "other": dequantized.median}
-            )
-    return {"threshold": records}
-
-
-def rollout() -> dict[str, Any]:
-    """Rollouts of 32 steps: graphs, fusions, overlap, hoisting, and the eager way."""
-    backends: dict[str, Backend] = {"plain": cuda_backend(0), "overlap": CudaBackend(0, overlap=True)}
-    return {"huginn": bench_rollout.compare_rollouts(backends, DEVICE, size=bench_rollout.LoopSize())}
-
-
-SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     f.__name__: f for f in (exact, small, rollout_exact, products, rollout, models, threshold, sweep)
 }
 
 
-def main() -> int:
-    section, folder = sys.argv[1], Path(sys.argv[2])
+# ---- the record --------------------------------------------------------------------------------------------------
+
+
+def add_section(path: Path, machine: dict[str, Any], section: str, found: dict[str, Any]) -> None:
+    """Put a section into the record, whole or not at all."""
+    record = json.loads(path.read_text()) if path.exists() else {**machine, "sections": {}}
+    other = {key: record.get(key) for key in machine if record.get(key) != machine[key]}
+    if other:
+        raise SystemExit(f"{path} was taken with {other}, this is {machine}: give another file")
+    record["sections"][section] = found
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(record, indent=1) + "\n")
+    scratch.replace(path)
+
+
+def run_section(name: str, path: Path, dry: bool, seconds: float) -> None:
+    import torch
+
     started = datetime.datetime.now(datetime.UTC)
-    properties = torch.cuda.get_device_properties(0)
-    record = {
-        "section": section,
+    setting = (emulated if dry else on_gpu)(seconds)
+    machine = {
         "date": started.date().isoformat(),
-        "device": properties.name,
+        "device": setting.device_name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        **SECTIONS[section](),
+        "multiprocessors": setting.backend.limits.multiprocessors,
     }
-    record["seconds"] = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
-    target = folder / f"{record['date']}-kernels-{section}.json"
-    scratch = target.with_suffix(".part")
-    scratch.write_text(json.dumps(record, indent=1))
-    scratch.replace(target)
-    print(f"{section}: {record['seconds']:.0f} s -> {target}")
+    found = SECTIONS[name](setting)
+    found["seconds"] = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
+    add_section(path, machine, name, found)
+    print(f"{name}: {found['seconds']:.0f} s -> {path}")
+
+
+# ---- goals -------------------------------------------------------------------------------------------------------
+
+SHARES = {"mlp.fc": 0.70, "mlp.proj": 0.70, "attn.Wqkv": 0.70, "adapter": 0.60, "attn.proj": 0.50}
+
+
+def rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Goal, what was measured, and whether it is met; sections that are missing stay open."""
+    found: list[tuple[str, str, str]] = []
+    for section, judge in (
+        ("exact", _exact_rows),
+        ("rollout_exact", _rollout_exact_rows),
+        ("sanitizer", _sanitizer_rows),
+        ("products", _product_rows),
+        ("rollout", _rollout_rows),
+        ("models", _model_rows),
+        ("threshold", _threshold_rows),
+        ("sweep", _sweep_rows),
+    ):
+        data = record["sections"].get(section)
+        found += [(section, "not in the record", "open")] if data is None else judge(data)
+    return found
+
+
+def _met(holds: bool) -> str:
+    return "met" if holds else "NOT MET"
+
+
+def _exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = []
+    for way in ("cp_async", "bulk"):
+        d = data[way]
+        holds = d["worst_float32"] <= 3e-6 and d["worst_rounded"] <= 2e-4
+        holds = holds and d["all_repeatable"] and d["all_same_in_batch"]
+        found.append(
+            (
+                f"{d['comparisons']} comparisons, {way}: float32 3e-6, bf16 2e-4 of the rounded; same bits again and "
+                f"in a batch",
+                f"{d['worst_float32']:.1e}, {d['worst_rounded']:.1e} (against float64 {d['worst_bfloat16']:.2e})",
+                _met(holds),
+            )
+        )
+    edges = max(d["worst_float32"] for name, d in data.items() if name.startswith("edges"))
+    return [*found, ("edges at other group sizes: float32 3e-6", f"{edges:.1e}", _met(edges <= 3e-6))]
+
+
+def _rollout_exact_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    counts = sorted({r["n_products"] for r in data["huginn"]})
+    equal = all(r["replay_equals_eager"] for r in data["huginn"])
+    return [
+        ("544 products in a rollout", ", ".join(map(str, counts)), _met(counts == [544])),
+        ("graph replay equals eager, bit for bit", str(equal), _met(equal)),
+        (
+            "overlapping launches give the same bits",
+            str(data["overlap_same_bits"]),
+            _met(data["overlap_same_bits"]),
+        ),
+    ]
+
+
+def _sanitizer_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    tools = {name: verdict for name, verdict in data.items() if name != "seconds"}
+    return [
+        (f"compute-sanitizer {n} clean", v, "open" if "not" in v else _met(v == "clean"))
+        for n, v in tools.items()
+    ]
+
+
+def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = []
+    for way, d in data.items():
+        if way == "seconds":
+            continue
+        times: dict[tuple[str, int], float] = {}
+        for p in d["products"]:
+            share, goal = p["share_of_copy_bandwidth"], SHARES[p["layer"]]
+            times[p["layer"], p["tokens"]] = p["int4"]["median"]
+            found.append(
+                (
+                    f"{p['layer']}, {p['tokens']} tokens, {way}: {goal:.0%} of copy bandwidth",
+                    f"{share:.0%} ({p['int4']['median']:.2f} us; cuBLAS {p['cublas_bf16']['median']:.2f} us)",
+                    _met(share >= goal),
+                )
+            )
+        for layer in SHARES:
+            slower = times[layer, 16] / times[layer, 1]
+            found.append(
+                (f"{layer}, {way}: 16 tokens within 1.10x of 1", f"{slower:.3f}x", _met(slower <= 1.10))
+            )
+        for step in d["step"]:
+            goal_text = f"17 projections, {step['tokens']} tokens, {way}: 2.7x cuBLAS bf16"
+            found.append((goal_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))
+    return found
+
+
+def _rollout_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = []
+    for way, records in data.items():
+        for r in [] if way == "seconds" else records:
+            for name, ratio in r["ratios"].items():
+                slow, fast = name.split(" / ")
+                same = slow[4:] == fast[4:]
+                goal = 2.5 if same and "graph" in slow else 4.0 if not same else None
+                text = f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
+                label = f"rollout, {r['tokens']} tokens, {way}: {name}"
+                found.append(
+                    (label, text, "reported")
+                    if goal is None
+                    else (f"{label}, {goal}x", text, _met(ratio["ratio"] >= goal))
+                )
+    return found
+
+
+def _model_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [
+        (
+            f"{name}, {step['tokens']} tokens: a step's products over cuBLAS bf16",
+            f"{step['ratio']:.2f}x",
+            "reported",
+        )
+        for name, d in data.items()
+        if name != "seconds"
+        for step in d["step"]
+    ]
+
+
+def _threshold_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = []
+    for layer in dict.fromkeys(r["layer"] for r in data["threshold"]):
+        wins = [
+            r["tokens"] for r in data["threshold"] if r["layer"] == layer and r["dequantized"] < r["int4"]
+        ]
+        text = f"from {min(wins)} tokens" if wins else "nowhere up to 128 tokens"
+        found.append((f"{layer}: dequantise-and-multiply wins", text, "reported"))
+    return found
+
+
+def _sweep_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = []
+    for layer, tokens in dict.fromkeys((r["layer"], r["tokens"]) for r in data["cuts"]):
+        here = [r for r in data["cuts"] if (r["layer"], r["tokens"]) == (layer, tokens)]
+        best = min(here, key=lambda r: r["int4"]["median"])
+        picked = min((r for r in here if r["picked"]), key=lambda r: r["int4"]["median"])
+        cut = f"{best['slices']} slices, {best['warps']} warps, {best['stages']} deep, bulk {best['bulk']}"
+        text = f"{best['int4']['median']:.2f} us ({cut}); planner's {picked['int4']['median']:.2f} us"
+        found.append((f"{layer}, {tokens} tokens: fastest cut", text, "reported"))
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("section", choices=[*SECTIONS, "rows", "note"])
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--seconds", type=float, default=120.0, help="limit of the sweep")
+    parser.add_argument("--note", nargs=2, metavar=("TOOL", "VERDICT"), help="of the sanitizer, for `note`")
+    args = parser.parse_args(argv)
+    if args.section == "rows":
+        record = json.loads(args.record.read_text())
+        if record["device"] == "emulation":
+            print("A DRY RUN: no time below means anything.\n")
+        print(f"{record['device']}, {record['date']}\n\n| goal | measured | |\n|---|---|---|")
+        for row in rows(record):
+            print(f"| {' | '.join(row)} |")
+    elif args.section == "note":
+        record = json.loads(args.record.read_text())
+        machine = {key: value for key, value in record.items() if key != "sections"}
+        tool, verdict = args.note
+        notes = record["sections"].get("sanitizer", {})
+        add_section(args.record, machine, "sanitizer", {**notes, tool: verdict})
+    else:
+        run_section(args.section, args.record, args.dry_run, args.seconds)
     return 0
 
 

@@ -30,6 +30,9 @@ __all__ = [
     "proxy",
     "rtn",
     "unpack_dense",
+    "w4_from_marlin",
+    "w4_pack",
+    "w4_unpack",
 ]
 
 __version__: str
@@ -585,3 +588,57 @@ def marlin_unpack(
     packed: NDArray[np.int32], scales: NDArray[np.float32]
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Undo `marlin_pack`."""
+
+def w4_pack(codes: NDArray[np.int8] | NDArray[np.uint8], threads: int = 0) -> NDArray[np.int32]:
+    """Pack 4-bit symmetric codes (out, in) to the int4 kernel's layout `lq-w4` (kernels/README.md).
+
+    Parameters
+    ----------
+    codes : ndarray of int8 in -8..7, or of uint8 in 0..15, shape (out, in)
+        `out` a multiple of 16, `in` a multiple of 32.
+    threads : int
+        0 for all.
+
+    Returns
+    -------
+    ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
+        A strip of 16 outputs per row; a short last tile is filled up with the code of zero.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        Another shape, or a code that does not fit.
+    """
+
+def w4_unpack(packed: NDArray[np.int32], in_features: int, threads: int = 0) -> NDArray[np.int8]:
+    """Undo `w4_pack`: int8 codes, shape (out, in_features).
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        `packed` does not have the shape that `in_features` asks for, or holds codes beyond it.
+    """
+
+def w4_from_marlin(
+    words: NDArray[np.int32], in_features: int, out_features: int, threads: int = 0
+) -> NDArray[np.int32]:
+    """Move the words of a Marlin file's weight into the layout `lq-w4`; no code changes.
+
+    Parameters
+    ----------
+    words : ndarray of int32, shape (K / 16, 2 N)
+        K and N may exceed the layer's widths by padding, which must be zero.
+    in_features, out_features : int
+        Widths of the layer.
+    threads : int
+        0 for all.
+
+    Returns
+    -------
+    ndarray of int32, shape (out / 16, ceil(in / 64) * 128)
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        The file's matrix is smaller than the layer or not whole tiles, or there are codes beyond the layer.
+    """

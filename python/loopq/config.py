@@ -28,6 +28,10 @@ BATCH_SIZE = 8
 SNAPSHOT_SECONDS = 60.0
 # Above this many tokens an int4 weight is dequantised for cuBLAS: an estimate, no GPU has measured it yet.
 INT4_KERNEL_TOKENS = 64
+# The paper's comparisons of kernels: token counts, warm-ups of each arm, paired trials.
+BENCH_TOKENS = (1, 7, 16)
+BENCH_WARM_UPS = 10
+BENCH_TRIALS = 50
 
 Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]

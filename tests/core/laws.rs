@@ -5,7 +5,7 @@ use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{eigvalsh, Factor, Symmetric};
 use loopq_core::grid::{dequantize, Grid, Quantized, ScaleType, Search};
 use loopq_core::hessian::{Accumulator, Settings};
-use loopq_core::pack::{dense, marlin};
+use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::simd::{tile_pairs, Isa, Real, MR};
 use loopq_core::solve::{gptq, proxy, rtn, Run, Scales};
 use loopq_core::Watch;
@@ -302,6 +302,40 @@ proptest! {
         let scales = noise(n * groups, 4);
         let stored = marlin::pack_scales(&scales, n, groups).unwrap();
         prop_assert_eq!(marlin::unpack_scales(&stored, n, groups).unwrap(), scales);
+    }
+
+    #[test]
+    fn kernel_packing_round_trips(k in 1_usize..7, n in 1_usize..6, threads in 1_usize..4) {
+        let (k, n) = (32 * k, 16 * n);
+        let codes: Vec<u8> = noise(k * n, 3).iter().map(|v| ((v + 1.0) * 7.9) as u8).collect();
+        let packed = w4::pack(&codes, n, k, threads).unwrap();
+        prop_assert_eq!(&w4::unpack(&packed, n, k, threads).unwrap(), &codes);
+        // One code per place of the specification (kernels/README.md), the rest zero.
+        let tiles = k.div_ceil(64);
+        let mut by_formula = vec![0x8888_8888_u32; packed.len()];
+        for row in 0..n {
+            for column in 0..k {
+                let word = ((row >> 4) * tiles + (column >> 6)) * 128
+                    + (4 * (row & 7) + ((column & 7) >> 1)) * 4 + ((column >> 4) & 3);
+                let nibble = 2 * ((row >> 3) & 1) + ((column >> 3) & 1) + 4 * (column & 1);
+                by_formula[word] ^= u32::from(codes[row * k + column] ^ 8) << (4 * nibble);
+            }
+        }
+        prop_assert_eq!(packed, by_formula);
+    }
+
+    #[test]
+    fn marlins_words_become_the_kernels(k in 1_usize..7, n in 1_usize..6, more_k in 0_usize..4, more_n in 0_usize..3) {
+        let (k, n) = (32 * k, 16 * n);
+        let codes: Vec<u8> = noise(k * n, 3).iter().map(|v| ((v + 1.0) * 7.9) as u8).collect();
+        let (file_k, file_n) = (k + 16 * more_k, (n + 64 * more_n).next_multiple_of(64));
+        let mut padded = vec![8; file_k * file_n];
+        for (line, codes) in padded.chunks_exact_mut(file_k).zip(codes.chunks_exact(k)) {
+            line[..k].copy_from_slice(codes);
+        }
+        let words = marlin::pack(&padded, file_k, file_n).unwrap();
+        let moved = w4::from_marlin(&words, (file_n, file_k), (n, k), 2).unwrap();
+        prop_assert_eq!(moved, w4::pack(&codes, n, k, 1).unwrap());
     }
 }
 

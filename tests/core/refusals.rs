@@ -6,7 +6,7 @@ use loopq_core::error::Kind;
 use loopq_core::factor::{Factor, Symmetric};
 use loopq_core::grid::{to_biased, Grid, ScaleType, Search};
 use loopq_core::hessian::{Accumulator, Settings};
-use loopq_core::pack::{dense, marlin};
+use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::simd::Isa;
 use loopq_core::solve::{gptq, rtn, Run, Scales};
 use loopq_core::{dims, pool, Error, Watch};
@@ -205,5 +205,21 @@ fn codes_and_shapes_of_a_packing() {
     refused(to_biased(&[0, -9], 2, 4, 8), Kind::Config, &["code -9", "column 1"]);
     refused(marlin::pack(&[0; 24], 24, 1), Kind::Config, &["multiple of 16"]);
     refused(marlin::pack(&[0; 16], 16, 1), Kind::Config, &["multiple of 64"]);
+    refused(w4::pack(&[0; 24], 1, 24, 1), Kind::Config, &["outputs (N) = 1", "multiple of 16"]);
+    refused(w4::pack(&[0; 16], 16, 1, 1), Kind::Config, &["inputs (K) = 1", "multiple of 32"]);
+    refused(w4::pack(&[0; 16 * 32 - 1], 16, 32, 1), Kind::Config, &["codes", "511 values"]);
+    let mut codes = vec![8; 32 * 32];
+    codes[20 * 32 + 3] = 16;
+    refused(w4::pack(&codes, 32, 32, 1), Kind::Config, &["code 16", "row 20, column 3"]);
+    refused(w4::unpack(&[0; 127], 16, 32, 1), Kind::Config, &["packed codes", "127 values"]);
+    refused(w4::unpack(&[0; 128], 16, 32, 1), Kind::Config, &["codes beyond it"]);
+    refused(w4::from_marlin(&[0; 384], (64, 48), (64, 64), 1), Kind::Config, &["at least 64 inputs"]);
+    refused(
+        w4::from_marlin(&[0; 384], (64, 48), (64, 32), 1),
+        Kind::Config,
+        &["zero beyond 32 inputs", "rows 32..48"],
+    );
+    refused(w4::from_marlin(&[0; 383], (64, 48), (64, 32), 1), Kind::Config, &["Marlin words", "383 values"]);
+    refused(w4::from_marlin(&[0; 384], (48, 64), (48, 64), 1), Kind::Config, &["whole tiles"]);
     refused(dims::product("x", usize::MAX, 2), Kind::Config, &["overflows"]);
 }

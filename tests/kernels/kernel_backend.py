@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from kernel_emulation import EmulationError, library
 
-from loopq.kernels.load import Kernel
+from loopq.kernels.load import Captured, Kernel
 from loopq.kernels.plan import DeviceLimits
 
 ENTRIES = {
@@ -27,6 +29,7 @@ class EmulatedBackend:
     def __init__(self, multiprocessors: int = 6, shared_bytes: int = 200_000) -> None:
         self.limits = DeviceLimits(multiprocessors, shared_bytes, (9, 0))
         self.ring_stages: int | None = 4
+        self.device = torch.device("cpu")
         self.launches: Counter[str] = Counter()
         self.lib = library()
 
@@ -63,3 +66,13 @@ class EmulatedBackend:
             status = getattr(self.lib, name)(int(half), shape, seed, packed_pointers, packed_integers, number)
         if status:
             raise EmulationError(self.lib.emulator_error().decode())
+
+    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
+        """The work itself, run at each replay."""
+        (warm_up or work)()
+        return Captured(work)
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return (time.perf_counter() - started) * 1e6

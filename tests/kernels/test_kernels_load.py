@@ -29,9 +29,11 @@ class FakeFunction:
 
 
 class FakeCuPy:
-    """Records modules and launches; `fails` makes the compiler refuse."""
+    """Records modules and launches; `fails` is what loading raises (Exception: the compiler's own)."""
 
-    def __init__(self, runtime: int = 12090, fails: bool = False) -> None:
+    def __init__(
+        self, runtime: int = 12090, fails: type[Exception] | None = None, version: str = "14.2.0"
+    ) -> None:
         self.modules: list[dict[str, Any]] = []
         self.function = FakeFunction()
         self.shared: list[int] = []
@@ -52,8 +54,8 @@ class FakeCuPy:
                 outer.modules.append(given)
 
             def get_function(self, name: str) -> Raw:
-                if fails:
-                    raise CompileException("line 3: no")
+                if fails is not None:
+                    raise CompileException("line 3: no") if fails is Exception else fails("no libnvrtc.so.12")
                 return Raw()
 
         class Device:
@@ -68,12 +70,20 @@ class FakeCuPy:
             def __exit__(self, *_: object) -> None:
                 pass
 
+        class Stream:
+            @staticmethod
+            def from_external(stream: Any) -> tuple[str, int]:
+                version, handle = stream.__cuda_stream__()
+                assert version == 0
+                return "stream", handle
+
+        self.__version__ = version
         self.RawModule = RawModule
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(runtimeGetVersion=lambda: runtime),
             compiler=SimpleNamespace(CompileException=CompileException),
             Device=Device,
-            ExternalStream=lambda handle, device: ("stream", handle, device),
+            Stream=Stream,
         )
 
 
@@ -83,6 +93,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(capturing=False, stream=5, capability=(8, 0), cupy=FakeCuPy())
     monkeypatch.setitem(sys.modules, "cupy", state.cupy)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
@@ -111,7 +123,7 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(gpu: SimpleName
     assert gpu.cupy.modules[0]["options"] == ("-std=c++17", "-DLQ_MT=1")
     assert gpu.cupy.shared == [166_912]
     assert gpu.cupy.function.calls == [
-        ((7, 2, 1), (512, 1, 1), arguments, 99_000, ("stream", handle, 0)) for handle in (5, 6)
+        ((7, 2, 1), (512, 1, 1), arguments, 99_000, ("stream", handle)) for handle in (5, 6)
     ]
 
 
@@ -133,9 +145,36 @@ def test_overlap_needs_compute_capability_9(gpu: SimpleNamespace) -> None:
 
 
 def test_a_compiler_error_names_the_file(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(fails=True))
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(fails=Exception))
     with pytest.raises(KernelError, match=r"w4a16_gemm\.cu did not compile for device 0"):
         load.CudaBackend(0).prepare(KERNEL)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError])
+def test_a_missing_compiler_names_the_extra(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """CuPy raises RuntimeError where it finds no NVRTC, no CUDA headers, or a driver that is too old."""
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(fails=error))
+    with pytest.raises(KernelError, match=r"(?s)no libnvrtc.*pip install 'loopq\[cuda12\]'"):
+        load.CudaBackend(0).prepare(KERNEL)
+
+
+def test_an_older_cupy_is_refused(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(version="13.6.0"))
+    with pytest.raises(MissingExtraError, match=r"CuPy 13\.6\.0 is installed; the kernels need 14"):
+        load.require_cupy()
+
+
+@pytest.mark.parametrize(("available", "index"), [(False, 0), (True, 1)])
+def test_no_such_device(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, available: bool, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    with pytest.raises(
+        KernelError, match=f"CUDA device {index} is asked for and PyTorch sees {int(available)}"
+    ):
+        load.CudaBackend(index)
 
 
 @pytest.mark.parametrize(("built", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])

@@ -23,13 +23,13 @@ def variants(architecture: str) -> list[Variant]:
         Variant(activation, token_tiles, fold, 4, bulk)
         for activation in ("bf16", "fp16")
         for token_tiles in (1, 2, 4)
-        for fold in (0, 1, 2)
+        for fold in (0, 1, 2, 3)
         for bulk in (False, True)
-        if not (bulk and architecture == "sm_80") and (activation == "bf16" or (fold, token_tiles) == (2, 4))
+        if not (bulk and architecture == "sm_80") and (activation == "bf16" or (fold, token_tiles) == (3, 4))
     ]
-    found += [Variant("bf16", 1, 2, stages, False) for stages in (2, 6)]
+    found += [Variant("bf16", 1, 3, stages, False) for stages in (2, 6)]
     return found + [
-        Variant("bf16", tiles, 2, 4, False, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")
+        Variant("bf16", tiles, 3, 4, False, scales) for tiles in (1, 4) for scales in ("bf16", "fp16")
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,65 @@ def test_refusals(changes: dict[str, object], message: str) -> None:
         call(**changes)
 
 
+@pytest.mark.parametrize("name", ["qweight", "scales", "bias"])
+def test_constants_that_are_not_contiguous_are_refused(name: str) -> None:
+    """A kernel reads them by pointer: strides would give a wrong answer."""
+    given = {**operands(), "bias": torch.ones(48)}
+    whole = given[name]
+    assert isinstance(whole, torch.Tensor)
+    apart = torch.stack((whole, whole), dim=-1)[..., 0]
+    assert torch.equal(apart, whole)
+    with pytest.raises(KernelError, match=f"{name} is not contiguous"):
+        call(**{**given, name: apart})
+
+
+def test_only_floating_output_of_the_kernels_types_on_a_gpu() -> None:
+    meta = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in operands().items()
+    }
+    with pytest.raises(KernelError, match=r"output torch.float16 from torch.bfloat16"):
+        call(**meta, out_dtype=torch.float16)
+    with pytest.raises(KernelError, match="the kernel takes bfloat16 and float16"):
+        call(**{**meta, "x": torch.ones(3, 160, device="meta")})
+    assert call(**meta).device.type == "meta"
+
+
+def test_another_kind_of_device_is_refused() -> None:
+    class Elsewhere:
+        device = torch.device("mps", 0)
+
+    with pytest.raises(KernelError, match="x is on mps:0; there are implementations for cpu, cuda, meta"):
+        call(x=Elsewhere())
+
+
+class NoDevice:
+    limits = A100
+    ring_stages = None
+
+    def launch(self, *args: object) -> None:
+        raise AssertionError("launched what it must refuse")
+
+
+def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, starting 4 bytes beyond a multiple of 16."""
+    step = 4 // tensor.element_size()
+    room = torch.zeros(tensor.numel() + 32, dtype=tensor.dtype)
+    skip = (-room.data_ptr() % 16) // tensor.element_size() + step
+    moved = room[skip : skip + tensor.numel()].view(tensor.shape)
+    moved.copy_(tensor)
+    return moved
+
+
+@pytest.mark.parametrize("name", ["qweight", "scales"])
+def test_constants_at_an_odd_address_are_refused(name: str) -> None:
+    given = operands()
+    product = w4a16.Product(**{**given, name: at_odd_address(given[name])})  # type: ignore[arg-type]
+    workspace = w4a16.Workspace.allocate(1, 64, torch.device("cpu"))
+    with pytest.raises(KernelError, match=f"{name} starts at an address that is not a multiple of 16"):
+        w4a16.run_linear(NoDevice(), product.checked(), workspace)
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [
@@ -116,36 +177,17 @@ def test_refusals(changes: dict[str, object], message: str) -> None:
     ],
 )
 def test_what_only_the_kernel_refuses(x: torch.Tensor, message: str) -> None:
-    given = {**operands(), "x": x}
-    numbers = {name: given.pop(name) for name in ("in_features", "group_size")}
-
-    class NoDevice:
-        limits = A100
-        ring_stages = None
-
-        def launch(self, *args: object) -> None:
-            raise AssertionError("launched what it must refuse")
+    product = w4a16.Product(**{**operands(), "x": x})  # type: ignore[arg-type]
 
     workspace = w4a16.Workspace.allocate(1, 64, torch.device("cpu"))
     with pytest.raises(KernelError, match=message):
-        w4a16.run_linear(NoDevice(), *given.values(), **numbers, workspace=workspace)  # type: ignore[arg-type]
+        w4a16.run_linear(NoDevice(), product.checked(), workspace)
 
 
 def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **more: object) -> torch.Tensor:
-    layers = [(layer.out_features, 0, layer.in_features, layer.group_size)]
-    workspace = w4a16.workspace_for(backend, layers, x.numel() // x.shape[-1], x.device)
-    return w4a16.run_linear(
-        backend,
-        x,
-        layer.qweight,
-        layer.scales,
-        layer.bias,
-        None,
-        in_features=layer.in_features,
-        group_size=layer.group_size,
-        workspace=workspace,
-        **more,  # type: ignore[arg-type]
-    )
+    product = dataclasses.replace(layer.product(x), **more)  # type: ignore[arg-type]
+    workspace = w4a16.workspace_for(backend, [product.layer], x.numel() // x.shape[-1], x.device)
+    return w4a16.run_linear(backend, product.checked(), workspace)
 
 
 @needs_compiler
@@ -240,7 +282,8 @@ def test_quant_linear_state_moves_and_loads() -> None:
         ({"bits": 3}, r"3-bit codes lie in -4\.\.3"),
         ({"group_size": 0}, "group_size must be positive"),
         ({"group_size": 32}, r"scales of shape \(48, 3\); expected \(48, 5\)"),
-        ({"codes": np.zeros(8, np.int8)}, r"codes of shape \(8,\)"),
+        ({"codes": np.zeros(8, np.int8)}, r"codes are int8 of shape \(8,\)"),
+        ({"codes": np.zeros((48, 160), np.int64)}, r"codes are int64 of shape \(48, 160\); expected int8"),
         ({"bias": np.zeros(3)}, r"bias of shape \(3,\)"),
     ],
 )
@@ -264,3 +307,13 @@ def test_from_marlin_is_the_same_layer() -> None:
     same = QuantLinear.from_codes(codes, scales, 64, 4, bias=np.ones(64))
     x = torch.randn(2, 128, generator=torch.Generator().manual_seed(5))
     assert torch.equal(layer(x), same(x))
+    words = marlin_by_formula(codes)
+    for group, given in ((-1, stored), (128, stored), (32, stored), (64, stored[:1])):
+        with pytest.raises(ConfigError, match="in groups of"):
+            QuantLinear.from_marlin(words, given, in_features=128, out_features=64, group_size=group)
+    with pytest.raises(ConfigError, match="zero beyond 96 inputs"):
+        QuantLinear.from_marlin(words, stored, in_features=96, out_features=64, group_size=64)
+    with pytest.raises(ConfigError, match="bias of shape"):
+        QuantLinear.from_marlin(
+            words, stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(63)
+        )

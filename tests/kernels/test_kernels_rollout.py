@@ -261,7 +261,87 @@ def test_runner_refuses() -> None:
     with pytest.raises(ConfigError, match="linear layers without bias"):
         RolloutRunner(LoopParts.from_model(model), EmulatedBackend())
     runner = RolloutRunner(LoopParts.from_model(huginn_like(quantized=True)), EmulatedBackend())
-    with pytest.raises(KernelError, match="up to 64"):
-        runner.run(draw(1, 65, WIDTH), draw(1, 65, WIDTH), 1)
+    for tokens in (0, 65):
+        with pytest.raises(KernelError, match="sequences of 1 up to 64"):
+            runner.run(draw(1, tokens, WIDTH), draw(1, tokens, WIDTH), 1)
     with pytest.raises(KernelError, match=r"call capture\(1, 3, 2\) first"):
         runner.run(draw(1, 3, WIDTH), draw(1, 3, WIDTH), 2, graph=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "embedding", "n_steps", "message"),
+    [
+        (draw(1, 3, WIDTH), draw(1, 1, WIDTH), 1, r"embedding has shape \(1, 1, 96\)"),
+        (draw(3, WIDTH), draw(3, WIDTH), 1, r"state has shape \(3, 96\)"),
+        (draw(1, 3, 95), draw(1, 3, 95), 1, r"both \(sequences, tokens, 96\)"),
+        (draw(1, 3, WIDTH).float(), draw(1, 3, WIDTH), 1, "state is torch.float32 on cpu"),
+        (draw(1, 3, WIDTH), draw(1, 3, WIDTH).to("meta"), 1, "embedding is torch.bfloat16 on meta"),
+        (draw(1, 3, WIDTH), draw(1, 3, WIDTH), 0, "a rollout of 0 steps"),
+    ],
+)
+def test_inputs_that_would_be_broadcast_rounded_or_moved_are_refused(
+    state: torch.Tensor, embedding: torch.Tensor, n_steps: int, message: str
+) -> None:
+    runner = RolloutRunner(LoopParts.from_model(huginn_like(quantized=True)), EmulatedBackend())
+    with pytest.raises(KernelError, match=message):
+        runner.run(state, embedding, n_steps)
+
+
+def test_a_model_elsewhere_or_of_another_type_is_refused() -> None:
+    backend = EmulatedBackend()
+    parts = LoopParts.from_model(huginn_like(quantized=True))
+    parts.blocks[0].fc = parts.blocks[0].fc.to("meta")
+    with pytest.raises(KernelError, match=r"a tensor on meta, the backend runs on cpu: model.to\('cpu'\)"):
+        RolloutRunner(parts, backend)
+    parts = LoopParts.from_model(huginn_like(quantized=False, dtype=torch.float32))
+    with pytest.raises(KernelError, match=r"the norms are torch\.float32"):
+        RolloutRunner(parts, backend)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight1": draw(96).float()}, "weight1 is torch.float32 on cpu; expected torch.bfloat16"),
+        ({"weight1": draw(192)[::2]}, "weight1 has shape .* contiguous"),
+        ({"weight1": draw(95)}, r"expected \(96,\)"),
+        ({"residual": draw(1, 96)}, r"residual has shape \(1, 96\); expected \(2, 96\)"),
+        ({"y": torch.empty(2, 96)}, "y is torch.float32"),
+        ({"y": torch.empty(2, 96, dtype=torch.bfloat16, device="meta")}, "y is torch.bfloat16 on meta"),
+        ({"weight2": draw(96)}, "both its weight and its output z"),
+    ],
+)
+def test_add_norm_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    given = {
+        "a": draw(2, 96),
+        "residual": None,
+        "weight1": draw(96),
+        "weight2": None,
+        "y": draw(2, 96),
+        "z": None,
+        **changes,
+    }
+    with pytest.raises(KernelError, match=message):
+        fused.add_norm(EmulatedBackend(), *given.values(), 1e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qk_bias": draw(2, 1, 16).float()}, "qk_bias is torch.float32"),
+        ({"qk_bias": draw(2, 1, 32)[..., ::2]}, "qk_bias has shape"),
+        ({"qk_bias": draw(2, 16)}, r"expected \(2, 1, 16\)"),
+        ({"qkv": draw(4, 64)}, r"qkv has shape \(4, 64\); expected \(4, 48\)"),
+        ({"out": draw(8, 16)}, r"out has shape \(8, 16\)"),
+        ({"rotation": fused.rotation_table(4, 16, 1e4).to("meta")}, "on meta; expected float32"),
+    ],
+)
+def test_attention_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+    given = {
+        "qkv": draw(4, 48),
+        "qk_bias": None,
+        "rotation": fused.rotation_table(4, 16, 1e4),
+        "out": draw(4, 16),
+        **changes,
+    }
+    with pytest.raises(KernelError, match=message):
+        fused.rope_attention(EmulatedBackend(), *given.values(), 1, 4)  # type: ignore[arg-type]

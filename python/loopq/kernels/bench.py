@@ -1,8 +1,7 @@
-"""Measurements of the int4 product on a GPU: exactness, time with a cold L2, share of the copy bandwidth.
+"""What every measurement of the kernels shares: the procedure, timing, and exactness against float64.
 
-Every function returns plain numbers for a JSON record and prints nothing. What runs on a GPU says so; the
-statistics
-and the comparison with float64 run anywhere.
+Every function returns plain numbers for a JSON record and prints nothing. The backend brings the clock and the
+graphs, so all of it also runs, untimed, on a stand-in for a GPU.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from loopq.config import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS
 from loopq.errors import ConfigError
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
-from loopq.kernels.load import Backend
+from loopq.kernels.load import Backend, Captured
 from loopq.kernels.plan import Plan
 from loopq.kernels.shapes import Projection
 from loopq.kernels.w4a16 import (
@@ -31,30 +31,54 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "COLD_BYTES",
     "TOKENS",
-    "WARM_UPS",
-    "Captured",
     "Int4Layer",
+    "Procedure",
+    "Recording",
     "Timing",
     "copy_bandwidth",
     "draw",
     "paired_bootstrap",
     "paired_trials",
+    "record",
     "verify_products",
 ]
 
-TOKENS = (1, 7, 16)
-"""Token counts of the paper's comparisons."""
-WARM_UPS = 10
-TRIALS = 50
-"""The paper's protocol: 10 warm-ups per arm, 50 paired trials in alternating order, medians."""
-COLD_BYTES = 200 * 1024 * 1024
-"""Weights rotated through between two uses of the same copy: more than three times an H200's L2."""
+TOKENS = BENCH_TOKENS
 
 
-CALLS_PER_GRAPH = 64
-"""So that the launch of the graph itself does not count."""
+@dataclass(frozen=True)
+class Procedure:
+    """How times are taken; the defaults are the paper's protocol, on a chip of an H200's size.
+
+    Attributes
+    ----------
+    warm_ups : int
+        Runs of every arm before anything is timed.
+    trials : int
+        Paired trials in alternating order; medians are reported.
+    cold_bytes : int
+        Weights rotated through between two uses of the same copy: more than three times an H200's L2 (60 MB).
+    calls_per_graph : int
+        At least so many products in one graph, so that the launch of the graph itself does not count.
+    copy_bytes : int
+        Size of the copy that measures the bandwidth.
+    """
+
+    warm_ups: int = BENCH_WARM_UPS
+    trials: int = BENCH_TRIALS
+    cold_bytes: int = 200 * 1024**2
+    calls_per_graph: int = 64
+    copy_bytes: int = 4 * 1024**3
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm_ups", 0), ("trials", 1), ("cold_bytes", 0), ("calls_per_graph", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}")
+
+    def copies(self, n_bytes: int) -> int:
+        """Copies of a weight of `n_bytes` that do not fit the cache together."""
+        return max(2, -(-self.cold_bytes // n_bytes))
 
 
 @dataclass(frozen=True)
@@ -143,7 +167,6 @@ def relative_l2(result: torch.Tensor, expected: torch.Tensor) -> float:
 def verify_products(
     backend: Backend,
     layers: Sequence[Projection],
-    device: torch.device,
     *,
     tokens: Sequence[int] = TOKENS,
     group_size: int = 128,
@@ -157,23 +180,21 @@ def verify_products(
     backend : Backend
     layers : sequence of Projection
         `HUGINN` gives 17 calls, hence the paper's 51 comparisons.
-    device : torch.device
     tokens : sequence of int
     group_size : int
     bulk : bool
+        Weights by bulk copies.
     seed : int
 
     Returns
     -------
     list of dict
-        Per comparison: ``error_float32`` (float32 output against float64), ``error_rounded`` (16-bit
-        output against
-        the correctly rounded product), ``error_bfloat16`` (16-bit output against float64, as the paper
-        measures),
-        ``repeatable`` (two runs, same bits), ``same_in_batch`` (first token alone, same bits).
+        Per comparison: ``error_float32`` (float32 output against float64), ``error_rounded`` (16-bit output
+        against the correctly rounded product), ``error_bfloat16`` (16-bit output against float64, as the paper
+        measures), ``repeatable`` (two runs, same bits), ``same_in_batch`` (first token alone, same bits).
     """
     records = []
-    largest = max(tokens)
+    device, largest = backend.device, max(tokens)
     for layer in layers:
         for call in range(layer.calls):
             weights = Int4Layer.random(layer, group_size, device, seed + 1000 * call, torch.bfloat16)
@@ -207,73 +228,65 @@ def verify_products(
     return records
 
 
-def copy_bandwidth(device: torch.device, n_bytes: int = 4 * 1024**3, repeats: int = 20) -> float:
-    """Bytes per second, read plus written, of a device-to-device copy. Needs a GPU."""
-    source = torch.empty(n_bytes, dtype=torch.uint8, device=device).random_(0, 256)
+def copy_bandwidth(backend: Backend, procedure: Procedure) -> float:
+    """Bytes per second, read plus written, of a copy on the device."""
+    source = torch.empty(procedure.copy_bytes, dtype=torch.uint8, device=backend.device).random_(0, 256)
     target = torch.empty_like(source)
-    times = _event_times(lambda: target.copy_(source), repeats)
-    return 2 * n_bytes / (float(np.median(times)) * 1e-6)
 
+    def work() -> None:
+        target.copy_(source)
 
-def _event_times(work: Callable[[], object], repeats: int) -> list[float]:
-    """Microseconds of each of `repeats` runs, by device events, after WARM_UPS runs."""
-    for _ in range(WARM_UPS):
+    for _ in range(procedure.warm_ups):
         work()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000.0)
-    return times
+    times = [backend.microseconds(work) for _ in range(procedure.trials)]
+    return 2 * procedure.copy_bytes / (float(np.median(times)) * 1e-6)
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A graph of `n_calls` calls; `work` is kept because it holds the tensors that the graph uses."""
+class Recording:
+    """A graph of `n_calls` calls."""
 
-    graph: torch.cuda.CUDAGraph
+    captured: Captured
     n_calls: int
-    work: Callable[[], None]
 
-    @classmethod
-    def of(cls, work: Callable[[], None], n_calls: int) -> Captured:
-        """Capture `work`, which runs once before so that everything is loaded. Needs a GPU."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return cls(graph, n_calls, work)
+    def per_call(self, times: Sequence[float]) -> list[float]:
+        return [t / self.n_calls for t in times]
 
-    def time(self, repeats: int = 30) -> Timing:
+    def time(self, backend: Backend, procedure: Procedure) -> Timing:
         """Microseconds per call."""
-        return Timing.of([t / self.n_calls for t in _event_times(self.graph.replay, repeats)])
+        for _ in range(procedure.warm_ups):
+            self.captured.replay()
+        times = [backend.microseconds(self.captured.replay) for _ in range(procedure.trials)]
+        return Timing.of(self.per_call(times))
+
+
+def record(backend: Backend, runs: Sequence[Callable[[], object]], procedure: Procedure) -> Recording:
+    """Graph of all `runs` in turn, as often as makes `calls_per_graph` calls."""
+    rounds = -(-procedure.calls_per_graph // len(runs))
+
+    def once() -> None:
+        for run in runs:
+            run()
+
+    def work() -> None:
+        for _ in range(rounds):
+            once()
+
+    return Recording(backend.capture(work, once), rounds * len(runs))
 
 
 def paired_trials(
-    first: Callable[[], object], second: Callable[[], object], trials: int = TRIALS
+    backend: Backend, first: Callable[[], object], second: Callable[[], object], procedure: Procedure
 ) -> tuple[list[float], list[float]]:
-    """Microseconds of both arms: warm-ups of each, then paired trials in alternating order. Needs a GPU."""
-    for _ in range(WARM_UPS):
+    """Microseconds of both arms: warm-ups of each, then paired trials in alternating order."""
+    for _ in range(procedure.warm_ups):
         first()
         second()
     times: tuple[list[float], list[float]] = ([], [])
-    for trial in range(trials):
+    for trial in range(procedure.trials):
         order = (0, 1) if trial % 2 == 0 else (1, 0)
         for arm in order:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            (first, second)[arm]()
-            end.record()
-            end.synchronize()
-            times[arm].append(start.elapsed_time(end) * 1000.0)
+            times[arm].append(backend.microseconds((first, second)[arm]))
     return times
 
 

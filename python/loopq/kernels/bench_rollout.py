@@ -1,8 +1,7 @@
-"""Measurements of whole rollouts on a Huginn-shaped loop with random weights: graphs, fusions, the eager way.
+"""Measurements of whole rollouts on a Huginn-like loop with random weights: graphs, fusions, the eager way.
 
-Only the loop is timed (N steps of the adapter and four blocks); prelude, coda and head run once per
-forward pass and
-are the same in every arm. The paper's latencies include them.
+Only the loop is timed (N steps of the adapter and its blocks); prelude, coda and head run once per forward
+pass and are the same in every arm. The paper's latencies include them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from loopq.kernels.bench import TOKENS, TRIALS, Timing, paired_bootstrap, paired_trials, relative_l2
+from loopq.kernels.bench import TOKENS, Procedure, Timing, paired_bootstrap, paired_trials, relative_l2
 from loopq.kernels.fused import MAX_ATTENTION_TOKENS, rotation_table
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend
@@ -21,7 +20,15 @@ from loopq.kernels.modules import QuantLinear
 from loopq.kernels.rollout import BlockParts, LoopParts, RolloutRunner
 from loopq.kernels.w4a16 import dequantize_packed
 
-__all__ = ["EagerLoop", "LoopSize", "compare_rollouts", "random_inputs", "random_parts", "verify_rollout"]
+__all__ = [
+    "EagerLoop",
+    "LoopSize",
+    "compare_rollouts",
+    "random_inputs",
+    "random_parts",
+    "same_bits_overlapping",
+    "verify_rollout",
+]
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,6 @@ def random_inputs(
 
 def verify_rollout(
     backend: Backend,
-    device: torch.device,
     *,
     size: LoopSize,
     n_steps: int,
@@ -162,9 +168,10 @@ def verify_rollout(
     -------
     list of dict
         Per number of tokens: ``n_products`` of an eager rollout (544 for Huginn and 32 steps),
-        ``replay_equals_eager``
-        (two replays, None without graphs), ``from_eager_loop`` after one step, and ``hoisted_from_plain``.
+        ``replay_equals_eager`` (two replays, None without graphs), ``from_eager_loop`` after one step, and
+        ``hoisted_from_plain``.
     """
+    device = backend.device
     parts = random_parts(size, device, quantized=True)
     runner = RolloutRunner(parts, backend, bulk=bulk)
     hoisted = RolloutRunner(parts, backend, hoist=True, bulk=bulk)
@@ -193,24 +200,42 @@ def verify_rollout(
     return records
 
 
+def same_bits_overlapping(
+    plain: Backend, overlapping: Backend, *, size: LoopSize, n_steps: int, tokens: int = 7, seeds: int = 3
+) -> bool:
+    """Whether graphs of overlapping launches give the bits of ordinary ones."""
+    parts = random_parts(size, plain.device, quantized=True)
+    results: list[list[torch.Tensor]] = []
+    for backend in (plain, overlapping):
+        runner = RolloutRunner(parts, backend)
+        runner.capture(1, tokens, n_steps)
+        inputs = [random_inputs(size, tokens, plain.device, seed) for seed in range(seeds)]
+        results.append([runner.run(*given, n_steps, graph=True) for given in inputs])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def compare_rollouts(
     backends: dict[str, Backend],
-    device: torch.device,
     *,
     size: LoopSize,
     n_steps: int = 32,
     tokens: Sequence[int] = TOKENS,
-    trials: int = TRIALS,
     bulk: bool = False,
+    procedure: Procedure | None = None,
 ) -> list[dict[str, Any]]:
-    """Paired trials of int4 against bfloat16: the same graph and fusions, and the eager way. Needs a GPU.
+    """Paired trials of int4 against bfloat16: the same graph and fusions, and the eager way.
 
     Parameters
     ----------
     backends : dict of str to Backend
         "plain" launches, and optionally "overlap" for launches that overlap.
-    device, size, n_steps, tokens, trials, bulk
-        The loop, and the paper's protocol.
+    size : LoopSize
+    n_steps : int
+    tokens : sequence of int
+    bulk : bool
+        Weights by bulk copies.
+    procedure : Procedure or None
+        The paper's by default.
 
     Returns
     -------
@@ -218,11 +243,13 @@ def compare_rollouts(
         Per number of tokens the milliseconds of every arm, and ratios with a 95 % interval from paired
         resampling.
     """
-    int4 = random_parts(size, device, quantized=True)
-    dense = random_parts(size, device, quantized=False)
+    procedure = procedure or Procedure()
+    plain = backends["plain"]
+    int4 = random_parts(size, plain.device, quantized=True)
+    dense = random_parts(size, plain.device, quantized=False)
     records = []
     for m in tokens:
-        state, embedding = random_inputs(size, m, device, seed=m)
+        state, embedding = random_inputs(size, m, plain.device, seed=m)
         arms: dict[str, Callable[[], object]] = {}
         for name, parts in (("int4", int4), ("bf16", dense)):
             for launch, backend in backends.items():
@@ -236,7 +263,7 @@ def compare_rollouts(
         # The same launches with other weights; and against the way published code runs.
         pairs = [(f"bf16{fast[4:]}", fast) for fast in arms if fast.startswith("int4")]
         pairs.append(("bf16_eager", "int4_graph_plain"))
-        records.append({"tokens": m, "n_steps": n_steps, **_compare(arms, pairs, trials)})
+        records.append({"tokens": m, "n_steps": n_steps, **_compare(plain, arms, pairs, procedure)})
     return records
 
 
@@ -253,12 +280,15 @@ def _eager(
 
 
 def _compare(
-    arms: dict[str, Callable[[], object]], pairs: Sequence[tuple[str, str]], trials: int
+    backend: Backend,
+    arms: dict[str, Callable[[], object]],
+    pairs: Sequence[tuple[str, str]],
+    procedure: Procedure,
 ) -> dict[str, Any]:
     milliseconds: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     for slow, fast in pairs:
-        times = paired_trials(arms[slow], arms[fast], trials)
+        times = paired_trials(backend, arms[slow], arms[fast], procedure)
         ratio, low, high = paired_bootstrap(*times)
         ratios[f"{slow} / {fast}"] = {"ratio": ratio, "low": low, "high": high}
         for name, samples in zip((slow, fast), times, strict=True):

@@ -33,16 +33,41 @@ def _kernel(entry: str, dtype: torch.dtype) -> Kernel:
     return Kernel("fused_ops.cu", entry, (f"-DLQ_IO={_IO[dtype]}",))
 
 
-def _check_rows(entry: str, **tensors: torch.Tensor | None) -> None:
+def _check_rows(entry: str, like: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     for name, t in tensors.items():
         if t is None:
             continue
+        _check_kind(entry, name, t, like)
         if t.dim() != 2 or t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16:
             raise KernelError(
-                f"{entry}: {name} of shape {tuple(t.shape)} and strides {t.stride()} must be a matrix with "
-                f"unit "
+                f"{entry}: {name} of shape {tuple(t.shape)} and strides {t.stride()} must be a matrix with unit "
                 f"stride along its rows, a row stride that is a multiple of 8, and a 16-byte aligned start"
             )
+
+
+def _check_kind(entry: str, name: str, t: torch.Tensor, like: torch.Tensor) -> None:
+    if t.dtype != like.dtype or t.device != like.device:
+        raise KernelError(
+            f"{entry}: {name} is {t.dtype} on {t.device}; expected {like.dtype} on {like.device} like the rest"
+        )
+
+
+def _check_vector(
+    entry: str, name: str, t: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    if t is None:
+        return
+    _check_kind(entry, name, t, like)
+    if tuple(t.shape) != shape or not t.is_contiguous() or t.data_ptr() % 16:
+        raise KernelError(
+            f"{entry}: {name} has shape {tuple(t.shape)} and strides {t.stride()}; expected {shape}, contiguous "
+            f"and 16-byte aligned: .clone() it"
+        )
+
+
+def _check_shape(entry: str, name: str, t: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if t is not None and tuple(t.shape) != shape:
+        raise KernelError(f"{entry}: {name} has shape {tuple(t.shape)}; expected {shape}")
 
 
 def _pointer(tensor: torch.Tensor | None) -> int:
@@ -90,15 +115,22 @@ def add_norm(
     KernelError
         On a type, stride, alignment or width that the kernel does not take.
     """
+    kernel = _kernel("loopq_add_norm", a.dtype)
+    _check_rows("add_norm", a, a=a, residual=residual, y=y, z=z)
     rows, width = a.shape
-    _check_rows("add_norm", a=a, residual=residual, y=y, z=z)
-    if width % 8 or width > MAX_NORM_WIDTH or (weight2 is None) != (z is None):
+    if width % 8 or width > MAX_NORM_WIDTH:
         raise KernelError(f"add_norm: width {width} must be a multiple of 8 up to {MAX_NORM_WIDTH}")
+    if (weight2 is None) != (z is None):
+        raise KernelError("add_norm: the second norm needs both its weight and its output z, or neither")
+    for name, rows_of in (("residual", residual), ("y", y), ("z", z)):
+        _check_shape("add_norm", name, rows_of, (rows, width))
+    for name, weight in (("weight1", weight1), ("weight2", weight2)):
+        _check_vector("add_norm", name, weight, a, (width,))
     pieces = width // 8
     per_thread = -(-pieces // 512)
     threads = -(-pieces // (32 * per_thread)) * 32
     backend.launch(
-        _kernel("loopq_add_norm", a.dtype),
+        kernel,
         (rows, 1),
         threads,
         threads // 32 * 4,
@@ -153,9 +185,13 @@ def rope_attention(
     KernelError
         On a shape, type, stride or alignment that the kernel does not take.
     """
+    kernel = _kernel("loopq_rope_attention", qkv.dtype)
+    _check_rows("rope_attention", qkv, qkv=qkv, out=out)
     head = out.shape[1] // n_heads
     sequences = qkv.shape[0] // n_tokens
-    _check_rows("rope_attention", qkv=qkv, out=out)
+    _check_shape("rope_attention", "out", out, (qkv.shape[0], n_heads * head))
+    _check_shape("rope_attention", "qkv", qkv, (qkv.shape[0], 3 * n_heads * head))
+    _check_vector("rope_attention", "qk_bias", qk_bias, qkv, (2, n_heads, head))
     if head % 2 or head > MAX_HEAD or n_tokens > MAX_ATTENTION_TOKENS or qkv.shape[0] % n_tokens:
         raise KernelError(
             f"rope_attention: {qkv.shape[0]} rows in sequences of {n_tokens}, head {head}; the kernel takes "
@@ -163,15 +199,17 @@ def rope_attention(
         )
     if (
         rotation.dtype != torch.float32
+        or rotation.device != qkv.device
+        or not rotation.is_contiguous()
         or rotation.shape[0] < n_tokens
         or rotation.shape[1:] != (head // 2, 2)
     ):
         raise KernelError(
-            f"rope_attention: rotation is {rotation.dtype} {tuple(rotation.shape)}; expected float32 "
-            f"(at least {n_tokens}, {head // 2}, 2)"
+            f"rope_attention: rotation is {rotation.dtype} {tuple(rotation.shape)} on {rotation.device}; expected "
+            f"float32 (at least {n_tokens}, {head // 2}, 2), contiguous, on {qkv.device}"
         )
     backend.launch(
-        _kernel("loopq_rope_attention", qkv.dtype),
+        kernel,
         (n_heads, sequences),
         32 * min(8, n_tokens),
         3 * n_tokens * (head + 1) * 4,
@@ -214,15 +252,16 @@ def swiglu(backend: Backend, gate_up: torch.Tensor, out: torch.Tensor) -> None:
     KernelError
         On a type, stride, alignment or width that the kernel does not take.
     """
+    kernel = _kernel("loopq_swiglu", out.dtype)
+    _check_rows("swiglu", out, gate_up=gate_up, out=out)
     rows, width = out.shape
-    _check_rows("swiglu", gate_up=gate_up, out=out)
     if width % 8 or tuple(gate_up.shape) != (rows, 2 * width):
         raise KernelError(
             f"swiglu: {tuple(gate_up.shape)} to {tuple(out.shape)}; width must be a multiple of 8"
         )
     blocks = min(-(-rows * width // (8 * 256)), 8 * backend.limits.multiprocessors)
     backend.launch(
-        _kernel("loopq_swiglu", out.dtype),
+        kernel,
         (blocks, 1),
         256,
         0,

@@ -82,6 +82,8 @@ def pack_w4(codes: NDArray[np.int8]) -> NDArray[np.int32]:
     >>> bool((unpack_w4(pack_w4(codes), 32) == codes).all())
     True
     """
+    if codes.ndim != 2 or codes.dtype != np.int8:
+        raise ConfigError(f"codes are {codes.dtype} of shape {codes.shape}; expected int8 (out, in)")
     out_features, in_features = codes.shape
     shape = packed_shape(out_features, in_features)
     if codes.min() < -_OFFSET or codes.max() > 7:
@@ -106,9 +108,9 @@ def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
     Raises
     ------
     ConfigError
-        If `packed` does not have the shape that `in_features` asks for.
+        If `packed` does not have the shape that `in_features` asks for, or holds codes beyond it.
     """
-    strips = packed.shape[0]
+    strips = packed.shape[0] if packed.ndim else 0
     if packed.ndim != 2 or packed.shape != packed_shape(strips * N_STEP, in_features):
         raise ConfigError(f"packed weight of shape {packed.shape} does not hold {in_features} inputs")
     tiles = packed.shape[1] // WORDS_PER_TILE
@@ -121,7 +123,10 @@ def unpack_w4(packed: NDArray[np.int32], in_features: int) -> NDArray[np.int8]:
                 codes[:, half, :, :, :, high, :, odd] = (
                     nibble.transpose(0, 2, 1, 4, 3).astype(np.int8) - _OFFSET
                 )
-    return codes.reshape(strips * N_STEP, tiles * TILE_K)[:, :in_features].copy()
+    whole = codes.reshape(strips * N_STEP, tiles * TILE_K)
+    if np.any(whole[:, in_features:]):
+        raise ConfigError(f"the packed weight holds codes beyond {in_features} inputs: is this its width?")
+    return whole[:, :in_features].copy()
 
 
 def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -> NDArray[np.int32]:
@@ -141,7 +146,7 @@ def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -
     Raises
     ------
     ConfigError
-        If the file's matrix is smaller than the layer, or padding in a short last tile is not zero.
+        If the file's matrix is smaller than the layer, or its padding beyond the layer is not zero.
 
     Notes
     -----
@@ -149,6 +154,8 @@ def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -
     ``((4 nt + j) KT + (kt >> 2)) * 128 + 4 lane + (kt & 3)``; no nibble moves.
     """
     shape = packed_shape(out_features, in_features)
+    if words.ndim != 2:
+        raise ConfigError(f"a Marlin weight of shape {words.shape}; expected (K / 16, 2 N)")
     k16, double_n = words.shape
     if k16 * 16 < in_features or double_n // 2 < out_features or double_n % 128:
         raise ConfigError(
@@ -158,15 +165,16 @@ def from_marlin(words: NDArray[np.int32], in_features: int, out_features: int) -
     tiles = shape[1] // WORDS_PER_TILE
     zero = np.uint32(0x88888888)
     source = np.ascontiguousarray(words).view(np.uint32).reshape(k16, double_n // 128, 32, 4)
-    filled = np.full((tiles * 4, *source.shape[1:]), zero, np.uint32)
-    used = min(k16, tiles * 4)
-    filled[:used] = source[:used]
-    native = filled.reshape(tiles, 4, -1, 32, 4).transpose(2, 4, 0, 3, 1)  # (nt, j, tile, lane, step)
-    native = native.reshape(-1, tiles, 32, 4)[: shape[0]]
-    if np.any(native[:, -1, :, (in_features % TILE_K or TILE_K) // 16 :] != zero):
+    strips = source.transpose(1, 3, 0, 2).reshape(-1, k16, 32)  # (nt and j, step of 16 inputs, lane)
+    used = in_features // 16
+    if np.any(strips[:, used:] != zero) or np.any(strips[shape[0] :] != zero):
         raise ConfigError(
-            f"rows beyond {in_features} of a Marlin weight are not zero: is this the layer's width?"
+            f"a Marlin weight holds codes beyond {in_features} inputs and {out_features} outputs: are these the "
+            f"layer's widths?"
         )
+    filled = np.full((shape[0], tiles * 4, 32), zero, np.uint32)
+    filled[:, :used] = strips[: shape[0], :used]
+    native = filled.reshape(shape[0], tiles, 4, 32).transpose(0, 1, 3, 2)
     return np.ascontiguousarray(native).reshape(shape).view(np.int32)
 
 

@@ -1,15 +1,16 @@
 """Compile, cache and launch the CUDA kernels with CuPy, on torch's current stream.
 
 CuPy compiles a source once per device, options and source text and keeps the binary on disk
-(`CUPY_CACHE_DIR`);
-this module keeps the loaded functions. Nothing here copies data: kernels get the pointers of torch tensors.
+(`CUPY_CACHE_DIR`); this module keeps the loaded functions. Nothing here copies data: kernels get the
+pointers of torch tensors. Everything that touches the CUDA runtime is in `CudaBackend`: launches, graphs and
+clocks. The rest of `loopq.kernels` sees a `Backend`, so that tests can run it on another one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -21,9 +22,19 @@ from loopq.errors import KernelError, MissingExtraError
 from loopq.kernels.plan import DeviceLimits
 from loopq.kernels.sources import translation_unit
 
-__all__ = ["Backend", "CudaBackend", "Kernel", "cuda_backend", "require_cupy", "require_torch"]
+__all__ = [
+    "Backend",
+    "Captured",
+    "CudaBackend",
+    "Kernel",
+    "cuda_backend",
+    "require_cupy",
+    "require_gpu",
+    "require_torch",
+]
 
 _OLDEST = (8, 0)
+_OLDEST_CUPY = 14
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 
@@ -36,16 +47,31 @@ class Kernel:
     defines: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Captured:
+    """Recorded work; `keep` holds what the recording refers to."""
+
+    replay: Callable[[], None]
+    keep: Any = None
+
+
 class Backend(Protocol):
     """What runs kernels: the GPU through CuPy, or a stand-in in tests."""
 
     limits: DeviceLimits
     ring_stages: int | None  # None: as deep as fits
+    device: Any  # torch.device of the tensors
 
     def launch(
         self, kernel: Kernel, grid: tuple[int, int], threads: int, shared_bytes: int, args: Sequence[Any]
     ) -> None:
         """Run one kernel; `args` in parameter order: int (pointers), numpy.int32, numpy.float32."""
+
+    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
+        """Record `work` for replay, after running `warm_up` (or `work`) once so that everything is loaded."""
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        """Time of one run of `work` on the device, with nothing else under way."""
 
 
 def require_torch() -> ModuleType:
@@ -68,8 +94,8 @@ def require_cupy() -> ModuleType:
     Raises
     ------
     MissingExtraError
-        If torch has no CUDA, or CuPy is missing or of another CUDA major version; the message names the
-        extra.
+        If torch has no CUDA, or CuPy is missing, older than 14 or of another CUDA major version; the message
+        names the extra.
     """
     torch = require_torch()
     built = torch.version.cuda
@@ -84,17 +110,52 @@ def require_cupy() -> ModuleType:
     except ImportError as error:
         raise MissingExtraError(
             f"the int4 CUDA kernel is compiled by CuPy, which is not installed: pip install "
-            f"'loopq[cuda{major}]' "
-            f"(PyTorch here is built for CUDA {built})"
+            f"'loopq[cuda{major}]' (PyTorch here is built for CUDA {built})"
         ) from error
+    if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
+        raise MissingExtraError(
+            f"CuPy {cupy.__version__} is installed; the kernels need {_OLDEST_CUPY} or newer: pip install "
+            f"--upgrade 'loopq[cuda{major}]'"
+        )
+    # The version that CuPy was linked with: known without a driver.
     runtime = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if runtime != major:
         raise MissingExtraError(
             f"CuPy is built for CUDA {runtime}, PyTorch for CUDA {built}: only one major version may be "
-            f"loaded. "
-            f"pip uninstall cupy-cuda{runtime}x, then pip install 'loopq[cuda{major}]'"
+            f"loaded. pip uninstall cupy-cuda{runtime}x, then pip install 'loopq[cuda{major}]'"
         )
     return cupy
+
+
+def require_gpu(index: int = 0) -> ModuleType:
+    """CuPy, on a machine whose GPU can run the kernels: what a benchmark asks first.
+
+    Raises
+    ------
+    MissingExtraError
+        See `require_torch` and `require_cupy`.
+    KernelError
+        If torch sees no such CUDA device.
+    """
+    torch = require_torch()
+    cupy = require_cupy()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise KernelError(
+            f"CUDA device {index} is asked for and PyTorch sees {count}: run this on a machine with an NVIDIA "
+            f"GPU and its driver (nvidia-smi lists them), or look at CUDA_VISIBLE_DEVICES"
+        )
+    return cupy
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream's handle as the CUDA stream protocol gives it; torch has it on its own streams only from 2.9."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -121,29 +182,28 @@ class CudaBackend:
         CUDA device.
     overlap : bool
         Let a kernel start while the one before it drains (programmatic dependent launch, compute
-        capability 9.0).
-        The kernels wait by themselves before they touch anything an earlier kernel wrote.
+        capability 9.0). The kernels wait by themselves before they touch anything an earlier kernel wrote.
 
     Raises
     ------
     MissingExtraError
         See `require_cupy`.
     KernelError
-        If the device is older than compute capability 8.0.
+        If there is no such device, or it is older than compute capability 8.0.
     """
 
     def __init__(self, index: int, overlap: bool = False) -> None:
         self._torch = require_torch()
-        self._cupy = require_cupy()
+        self._cupy = require_gpu(index)
         self.index = index
+        self.device = self._torch.device("cuda", index)
         self.ring_stages: int | None = None
         properties = self._torch.cuda.get_device_properties(index)
         capability = (int(properties.major), int(properties.minor))
         if capability < _OLDEST:
             raise KernelError(
-                f"{properties.name} has compute capability {capability[0]}.{capability[1]}; the int4 "
-                f"kernel needs "
-                f"8.0 (A100) or newer. Use the reference path: move the layer to the CPU"
+                f"{properties.name} has compute capability {capability[0]}.{capability[1]}; the int4 kernel "
+                f"needs 8.0 (A100) or newer. Use the reference path: move the layer to the CPU"
             )
         shared = int(
             getattr(properties, "shared_memory_per_block_optin", 0)
@@ -169,23 +229,30 @@ class CudaBackend:
         if self._torch.cuda.is_current_stream_capturing():
             raise KernelError(
                 f"{kernel.entry} {' '.join(kernel.defines)} is not loaded yet, and loading is not possible "
-                f"while a CUDA "
-                f"graph is being captured: run the same call once before the capture"
+                f"while a CUDA graph is being captured: run the same call once before the capture"
             )
         with self._cupy.cuda.Device(self.index):
-            module = self._cupy.RawModule(
-                code=translation_unit(kernel.file), options=("-std=c++17", *kernel.defines), backend="nvrtc"
-            )
-            try:
-                raw = module.get_function(kernel.entry)
-                raw.max_dynamic_shared_size_bytes = self.limits.shared_bytes
-                function = raw.kernel
-            except self._cupy.cuda.compiler.CompileException as error:
-                raise KernelError(
-                    f"{kernel.file} did not compile for device {self.index}:\n{error}"
-                ) from error
+            function = self._load(kernel)
         self._functions[kernel] = function
         return function
+
+    def _load(self, kernel: Kernel) -> Any:
+        module = self._cupy.RawModule(
+            code=translation_unit(kernel.file), options=("-std=c++17", *kernel.defines), backend="nvrtc"
+        )
+        try:
+            raw = module.get_function(kernel.entry)
+            raw.max_dynamic_shared_size_bytes = self.limits.shared_bytes
+            return raw.kernel
+        except self._cupy.cuda.compiler.CompileException as error:
+            raise KernelError(f"{kernel.file} did not compile for device {self.index}:\n{error}") from error
+        except (RuntimeError, OSError) as error:
+            # NVRTC or the runtime's headers are missing, the driver is too old, the disk cache is not writable.
+            major = self._torch.version.cuda.split(".")[0]
+            raise KernelError(
+                f"CuPy could not build {kernel.file} for device {self.index}: {error}\n"
+                f"NVRTC and the CUDA headers that CuPy looks for come with: pip install 'loopq[cuda{major}]'"
+            ) from error
 
     def launch(
         self, kernel: Kernel, grid: tuple[int, int], threads: int, shared_bytes: int, args: Sequence[Any]
@@ -197,7 +264,7 @@ class CudaBackend:
             return
         stream = self._streams.get(handle)
         if stream is None:
-            stream = self._streams[handle] = self._cupy.cuda.ExternalStream(handle, self.index)
+            stream = self._streams[handle] = self._cupy.cuda.Stream.from_external(_Stream(handle))
         with self._cupy.cuda.Device(self.index):
             function((*grid, 1), (threads, 1, 1), tuple(args), shared_bytes, stream)
 
@@ -236,6 +303,30 @@ class CudaBackend:
             )
         if status:
             raise KernelError(f"cuLaunchKernelEx failed with CUDA error {status}")
+
+    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
+        torch = self._torch
+        with torch.cuda.device(self.index):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                (warm_up or work)()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+        return Captured(graph.replay, (graph, work))
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        torch = self._torch
+        with torch.cuda.device(self.index):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+        return float(start.elapsed_time(end)) * 1000.0
 
 
 @cache

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+import loopq._native as native
 from loopq.errors import ConfigError
-from loopq.kernels.layout import K_STEP, N_STEP, from_marlin, marlin_scales_to_rows, pack_w4, unpack_w4
+from loopq.kernels.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.kernels.plan import fold_of
-from loopq.kernels.w4a16 import spread_scales, w4a16_linear
+from loopq.kernels.w4a16 import Product, spread_scales, w4a16_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,10 +123,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         rows = s.t().contiguous()
         rows = _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype)
         packed = fits_kernel(q.shape[0], q.shape[1], group_size, bits)
-        weight = torch.from_numpy(pack_w4(q) if packed else q.astype(np.int8))
-        kept = None if bias is None else torch.from_numpy(np.array(_to_numpy(bias), dtype=np.float32))
-        if kept is not None and tuple(kept.shape) != (q.shape[0],):
-            raise ConfigError(f"bias of shape {tuple(kept.shape)}; expected ({q.shape[0]},)")
+        weight = torch.from_numpy(native.w4_pack(q) if packed else q)
+        kept = _bias(bias, q.shape[0])
         return cls(weight, rows, kept, in_features=q.shape[1], group_size=group_size, bits=bits)
 
     @classmethod
@@ -151,25 +150,40 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         Raises
         ------
         ConfigError
-            If the file's arrays are too small for the layer, or its padding is not zero.
+            If the file's arrays are too small for the layer, its padding is not zero, or its scales are of another
+            group size.
         """
+        packed = native.w4_from_marlin(np.ascontiguousarray(words), in_features, out_features)
+        stored = 1 if group_size == -1 else -(-words.shape[0] * 16 // group_size)
+        if scales.ndim != 2 or scales.shape[0] != stored:
+            raise ConfigError(
+                f"Marlin scales of shape {scales.shape}; {words.shape[0] * 16} inputs in groups of {group_size} have "
+                f"{stored} rows"
+            )
         rows = marlin_scales_to_rows(scales, group_size, in_features, out_features)
-        weight = torch.from_numpy(from_marlin(words, in_features, out_features))
-        kept = None if bias is None else bias.float()
         return cls(
-            weight, torch.from_numpy(rows), kept, in_features=in_features, group_size=group_size, bits=4
+            torch.from_numpy(packed),
+            torch.from_numpy(rows),
+            _bias(bias, out_features),
+            in_features=in_features,
+            group_size=group_size,
+            bits=4,
         )
 
     def codes(self) -> torch.Tensor:
         """The stored integers, int8, (out, in)."""
         if self.format == "codes":
             return self.qweight
-        unpacked = unpack_w4(self.qweight.cpu().numpy(), self.in_features)
+        unpacked = native.w4_unpack(self.qweight.cpu().numpy(), self.in_features)
         return torch.from_numpy(unpacked).to(self.qweight.device)
 
     def dequantize(self) -> torch.Tensor:
         """``s q`` in float32, (out, in)."""
         return self.codes().float() * spread_scales(self.scales, self.in_features, self.group_size)
+
+    def product(self, x: torch.Tensor) -> Product:
+        """The packed layer's product with `x`."""
+        return Product(x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``x`` of shape (..., in); the result has x's type."""
@@ -211,6 +225,15 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         )
 
 
+def _bias(bias: torch.Tensor | NDArray[Any] | None, out_features: int) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    kept = torch.from_numpy(np.array(_to_numpy(bias), dtype=np.float32))
+    if tuple(kept.shape) != (out_features,):
+        raise ConfigError(f"bias of shape {tuple(kept.shape)}; expected ({out_features},)")
+    return kept
+
+
 def _to_numpy(array: Any) -> Any:
     if not isinstance(array, torch.Tensor):
         return np.asarray(array)
@@ -221,8 +244,8 @@ def _to_numpy(array: Any) -> Any:
 def _check_codes(codes: NDArray[Any], scales_shape: tuple[int, ...], group_size: int, bits: int) -> None:
     if bits not in _BITS:
         raise ConfigError(f"bits must be one of {_BITS}; got {bits}")
-    if codes.ndim != 2 or codes.size == 0:
-        raise ConfigError(f"codes of shape {codes.shape}; expected (out, in)")
+    if codes.ndim != 2 or codes.size == 0 or codes.dtype != np.int8:
+        raise ConfigError(f"codes are {codes.dtype} of shape {codes.shape}; expected int8 (out, in)")
     if group_size != -1 and group_size <= 0:
         raise ConfigError(f"group_size must be positive, or -1 for one scale per output; got {group_size}")
     groups = 1 if group_size == -1 else -(-codes.shape[1] // group_size)

@@ -19,15 +19,20 @@ _STAGE_TILES = 2
 _STAGE_WEIGHT_BYTES = 2048
 _SLOT_BYTES = 1024  # float32 sums of one pair of strips for 8 tokens
 _PER_CHANNEL_SHIFT = 30
-# Rough per-SM figures for ranking cuts, in clocks; only their ratios matter.
+# Per multiprocessor and clock, for ranking cuts: docs/kernels.md says where they come from; only ratios matter.
 _DRAM_BYTES_PER_CLOCK = 19.0
-_L2_BYTES_PER_CLOCK = 48.0
-_JOIN_CLOCKS = 1500.0
+_L2_BYTES_PER_CLOCK = 24.0  # where all read at once
+_L2_BYTES_PER_CLOCK_ALONE = 64.0
+_L2_CLOCKS = 700.0  # one round trip
+# Issue slots of one stage and warp by token tiles (counted in the machine code), and what 4 schedulers can issue.
+_STAGE_SLOTS = {1: 319.0, 2: 361.0, 4: 435.0}
+_SLOTS_PER_CLOCK = 4 * 0.75
 # Weights on their way that hide the memory's latency, with room to spare, and warps that keep up with them.
 _QUEUE_BYTES = 24 * 1024
 _QUEUE_BYTES_HOPPER = 48 * 1024
-_BUSY_WARPS = 8
+_BUSY_WARPS = 12
 _MAX_SLICES = 32
+_SLICES_AHEAD = 4  # kAhead of the kernel
 _DEPTHS = (6, 5, 4, 3, 2)
 
 
@@ -131,7 +136,9 @@ def fold_of(group_size: int) -> tuple[int, int]:
         return 0, 0
     if group_size == 64:
         return 1, 0
-    if group_size >= 128 and group_size & (group_size - 1) == 0:
+    if group_size == 128:
+        return 3, 1
+    if group_size > 128 and group_size & (group_size - 1) == 0:
         return 2, (group_size // _TILE_ROWS).bit_length() - 1
     raise ConfigError(
         f"the int4 kernel has group sizes 32, 64, 128 and larger powers of two, and -1 for per channel; "
@@ -150,7 +157,7 @@ def max_warps(token_tiles: int) -> int:
 
 
 def _stage_bytes(fold: int) -> int:
-    return _STAGE_WEIGHT_BYTES + (4, 2, 1)[fold] * 128
+    return _STAGE_WEIGHT_BYTES + (4, 2, 1, 1)[fold] * 128
 
 
 def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
@@ -161,18 +168,29 @@ def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
 
 
 def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits) -> float:
+    """Estimated time of the busiest block: x, then weights, then the joining of slices."""
     pairs = -(-shape.pairs // plan.blocks)
     stages = -(-plan.slice_tiles // _STAGE_TILES)
-    per_warp = -(-pairs * stages // plan.warps)
     queue = (plan.stages - 1) * plan.warps * _STAGE_WEIGHT_BYTES
     wanted = _QUEUE_BYTES_HOPPER if device.capability >= (9, 0) else _QUEUE_BYTES
-    rate = _DRAM_BYTES_PER_CLOCK * min(1.0, queue / wanted) * min(1.0, plan.warps / _BUSY_WARPS)
-    stream = per_warp * plan.warps * _stage_bytes(plan.fold) / rate
+    dram_rate = _DRAM_BYTES_PER_CLOCK * min(1.0, queue / wanted)
+    issue_rate = _SLOTS_PER_CLOCK * min(1.0, plan.warps / _BUSY_WARPS)
+    stage = max(_stage_bytes(plan.fold) / dram_rate, _STAGE_SLOTS[token_tiles] / issue_rate)
+    stream = -(-pairs * stages // plan.warps) * plan.warps * stage
+    # While x arrives, the rings fill; the rest of its time nothing else does.
     x = token_tiles * 8 * plan.slice_tiles * _TILE_ROWS * 2 / _L2_BYTES_PER_CLOCK
-    join = 0.0
-    if plan.slices > 1:
-        join = _JOIN_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / _L2_BYTES_PER_CLOCK
-    return stream + 0.5 * x + join
+    x_alone = max(0.0, x - queue / _DRAM_BYTES_PER_CLOCK)
+    return stream + x_alone + join_clocks(pairs, plan, token_tiles)
+
+
+def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
+    """Estimated clocks of adding up the slices of a block's `pairs` pairs."""
+    if plan.slices == 1:
+        return 0.0
+    # Partial sums out, a counter, then one block of `slices` reads all of them, a few slices at a time.
+    trips = 2 + -(-plan.slices // _SLICES_AHEAD) * -(-pairs // plan.warps)
+    rate = min(_L2_BYTES_PER_CLOCK_ALONE, _L2_BYTES_PER_CLOCK * plan.slices)
+    return trips * _L2_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / rate
 
 
 @lru_cache(maxsize=4096)
@@ -207,10 +225,10 @@ def make_plan(
     shallowest = 3 if device.capability >= (9, 0) else 2
     depths = tuple(d for d in _DEPTHS if d >= shallowest) if stages is None else (stages,)
     best: tuple[float, Plan] | None = None
-    slice_range = (
-        range(1, min(_MAX_SLICES, shape.stages, device.multiprocessors) + 1) if slices is None else [slices]
-    )
-    for n_slices in slice_range:
+    most_slices = min(_MAX_SLICES, shape.stages, device.multiprocessors)
+    # A slice without a stage would divide by zero.
+    allowed = range(1, most_slices + 1)
+    for n_slices in allowed if slices is None else {slices} & set(allowed):
         blocks = min(device.multiprocessors // n_slices, shape.pairs)
         slice_tiles = min(-(-shape.stages // n_slices) * _STAGE_TILES, shape.tiles)
         work = (shape.pairs // blocks) * (shape.stages // n_slices)

@@ -2,8 +2,7 @@
 
 A step is ``x = adapter([s; e])``, then for each block ``x = norm_2(attn(norm_1(x)) + x)`` and
 ``x = norm_4(mlp(norm_3(x)) + x)``, and ``s = x``. Products run on the int4 kernel where the layer is a
-`QuantLinear`
-and on cuBLAS where it is a plain linear layer: both arms of a comparison share everything else.
+`QuantLinear` and on cuBLAS where it is a plain linear layer: both arms of a comparison share everything else.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from loopq.kernels.fused import (
     swiglu,
     swiglu_ref,
 )
-from loopq.kernels.load import Backend
+from loopq.kernels.load import Backend, Captured
 from loopq.kernels.modules import QuantLinear
 from loopq.kernels.w4a16 import Workspace, launch_gemm, w4a16_linear_ref, workspace_for
 
@@ -78,8 +77,7 @@ class LoopParts:
         ----------
         model : torch.nn.Module
             With ``transformer.adapter``, ``transformer.core_block[i]`` of ``attn.Wqkv``, ``attn.proj``,
-            ``mlp.fc``,
-            ``mlp.proj``, ``norm_1 .. norm_4`` and optionally ``attn.qk_bias``; ``config.n_heads`` (or
+            ``mlp.fc``, ``mlp.proj``, ``norm_1 .. norm_4`` and optionally ``attn.qk_bias``; ``config.n_heads`` (or
             ``num_attention_heads``), ``config.norm_eps`` and ``config.rope_base``.
 
         Raises
@@ -106,8 +104,7 @@ class LoopParts:
         except AttributeError as error:
             raise ConfigError(
                 f"the rollout runner needs Huginn's module names (transformer.adapter, "
-                f"transformer.core_block.i.attn."
-                f"Wqkv, ...): {error}"
+                f"transformer.core_block.i.attn.Wqkv, ...): {error}"
             ) from error
         weight = blocks[0].norms[0]
         rotation = rotation_table(MAX_ATTENTION_TOKENS, weight.shape[0] // n_heads, base, weight.device)
@@ -115,7 +112,12 @@ class LoopParts:
 
 
 def _flat_bias(bias: torch.Tensor | None, n_heads: int) -> torch.Tensor | None:
-    return None if bias is None else bias.detach().reshape(2, n_heads, -1).contiguous()
+    # A copy, so that it is contiguous and aligned whatever it was cut out of.
+    return (
+        None
+        if bias is None
+        else bias.detach().reshape(2, n_heads, -1).clone(memory_format=torch.contiguous_format)
+    )
 
 
 @dataclass
@@ -153,8 +155,7 @@ class RolloutRunner:
         `loopq.kernels.load.CudaBackend`, or a stand-in.
     hoist : bool
         Compute the embedding's half of the adapter once per rollout: ``W [s; e] = W_s s + W_e e``. The
-        adapter is
-        then called N + 1 times, on half its inputs.
+        adapter is then called N + 1 times, on half its inputs.
     bulk : bool
         Bring weights in by bulk copies (compute capability 9.0).
 
@@ -166,24 +167,29 @@ class RolloutRunner:
     Notes
     -----
     There is no key-value cache: sequences are at most 64 tokens and start at position 0. A shorter
-    sequence runs in
-    the next larger bucket; attention is causal, so the rows behind it change nothing.
+    sequence runs in the next larger bucket; attention is causal, so the rows behind it change nothing.
 
     A runner owns its buffers and its workspace: use one runner per stream.
+
+    Raises
+    ------
+    ConfigError
+        If a layer is neither of the two kinds.
+    KernelError
+        If the model is on another device than the backend, or its norms are not bfloat16 or float16.
     """
 
     def __init__(
         self, parts: LoopParts, backend: Backend, *, hoist: bool = False, bulk: bool = False
     ) -> None:
-        for layer in parts.products():
-            _check_layer(layer)
+        _check_parts(parts, backend)
         self.parts = parts
         self.backend = backend
         self.hoist = hoist
         self.bulk = bulk
         self.n_products = 0
         self._buffers: dict[tuple[int, int], _Buffers] = {}
-        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int, int], Captured] = {}
 
     def run(
         self, state: torch.Tensor, embedding: torch.Tensor, n_steps: int, graph: bool = False
@@ -205,8 +211,9 @@ class RolloutRunner:
         Raises
         ------
         KernelError
-            If the shape is too long, or its graph was not captured.
+            If a shape, type or device is wrong, the sequence too long, or its graph was not captured.
         """
+        self._check_inputs(state, embedding, n_steps)
         sequences, tokens, width = state.shape
         bucket = self.bucket(tokens)
         buffers = self._buffers_for(sequences, bucket)
@@ -217,8 +224,7 @@ class RolloutRunner:
             if captured is None:
                 raise KernelError(
                     f"no graph of {sequences} sequences in the bucket of {bucket} tokens and {n_steps} "
-                    f"steps: call "
-                    f"capture({sequences}, {tokens}, {n_steps}) first"
+                    f"steps: call capture({sequences}, {tokens}, {n_steps}) first"
                 )
             captured.replay()
         else:
@@ -230,16 +236,29 @@ class RolloutRunner:
         bucket = self.bucket(tokens)
         buffers = self._buffers_for(sequences, bucket)
         counted = self.n_products
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+
+        def warm_up() -> None:
             self._rollout(buffers, bucket, 1)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.n_products = counted
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            self._rollout(buffers, bucket, n_steps)
+            self.n_products = counted
+
+        captured = self.backend.capture(lambda: self._rollout(buffers, bucket, n_steps), warm_up)
         self._graphs[(sequences, bucket, n_steps)] = captured
+
+    def _check_inputs(self, state: torch.Tensor, embedding: torch.Tensor, n_steps: int) -> None:
+        like = self.parts.blocks[0].norms[0]
+        if n_steps < 1:
+            raise KernelError(f"a rollout of {n_steps} steps; at least 1 is needed")
+        for name, tensor in (("state", state), ("embedding", embedding)):
+            if tensor.dim() != 3 or tensor.shape[-1] != self.parts.width or tensor.shape != state.shape:
+                raise KernelError(
+                    f"{name} has shape {tuple(tensor.shape)}; state and embedding are both (sequences, tokens, "
+                    f"{self.parts.width})"
+                )
+            if tensor.dtype != like.dtype or tensor.device != like.device:
+                raise KernelError(
+                    f"{name} is {tensor.dtype} on {tensor.device}; the model runs in {like.dtype} on {like.device}: "
+                    f"move or cast it"
+                )
 
     def bucket(self, tokens: int) -> int:
         """The smallest bucket that holds `tokens` tokens of a sequence.
@@ -247,13 +266,13 @@ class RolloutRunner:
         Raises
         ------
         KernelError
-            Above 64 tokens.
+            Below 1 or above 64 tokens.
         """
         for size in TOKEN_BUCKETS:
-            if tokens <= size:
+            if 1 <= tokens <= size:
                 return size
         raise KernelError(
-            f"{tokens} tokens; the fused rollout takes sequences of up to {TOKEN_BUCKETS[-1]}. "
+            f"{tokens} tokens; the fused rollout takes sequences of 1 up to {TOKEN_BUCKETS[-1]}. "
             f"Use the model's own forward pass for longer ones"
         )
 
@@ -386,12 +405,30 @@ class RolloutRunner:
         )
 
 
+def _check_parts(parts: LoopParts, backend: Backend) -> None:
+    for layer in parts.products():
+        _check_layer(layer)
+    like = parts.blocks[0].norms[0]
+    if like.dtype not in (torch.bfloat16, torch.float16):
+        raise KernelError(
+            f"the norms are {like.dtype}; the fused rollout runs in bfloat16 or float16: model.bfloat16()"
+        )
+    tensors = [parts.rotation, *(norm for block in parts.blocks for norm in block.norms)]
+    for layer in parts.products():
+        tensors.append(layer.qweight if isinstance(layer, QuantLinear) else layer.weight)
+    for tensor in tensors:
+        if tensor.device != backend.device:
+            raise KernelError(
+                f"the model has a tensor on {tensor.device}, the backend runs on {backend.device}: "
+                f"model.to({str(backend.device)!r})"
+            )
+
+
 def _check_layer(layer: Any) -> None:
     if isinstance(layer, QuantLinear):
         if layer.format != "lq-w4":
             raise ConfigError(
-                f"{layer} is not in the kernel's layout (4 bits, out % 16, in % 32); the rollout runner "
-                f"needs it"
+                f"{layer} is not in the kernel's layout (4 bits, out % 16, in % 32); the rollout runner needs it"
             )
     elif getattr(layer, "weight", None) is None or getattr(layer, "bias", None) is not None:
         raise ConfigError(
@@ -435,12 +472,5 @@ def reference_rollout(
 
 def _product_ref(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if isinstance(layer, QuantLinear):
-        return w4a16_linear_ref(
-            x,
-            layer.qweight,
-            layer.scales,
-            layer.bias,
-            in_features=layer.in_features,
-            group_size=layer.group_size,
-        )
+        return w4a16_linear_ref(layer.product(x))
     return (x.float() @ layer.weight.detach().float().t()).to(x.dtype)

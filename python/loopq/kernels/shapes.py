@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HUGINN", "MODELS", "Projection", "weights_per_step"]
+from loopq.errors import ConfigError
+
+__all__ = ["HUGINN", "MODELS", "Projection", "shapes_of", "weights_per_step"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,27 @@ MODELS: dict[str, tuple[Projection, ...]] = {
         Projection("proj", 3072, 768, 2),
     ),
 }
+
+
+def shapes_of(name: str) -> dict[str, tuple[Projection, ...]]:
+    """Layers of every model of that name, or whose name begins with it: "parcae" gives both sizes.
+
+    Raises
+    ------
+    ConfigError
+        If there is none; the message lists those there are.
+
+    Examples
+    --------
+    >>> list(shapes_of("parcae"))
+    ['parcae-1.3b', 'parcae-140m']
+    """
+    found = {
+        model: layers for model, layers in MODELS.items() if model == name or model.startswith(f"{name}-")
+    }
+    if not found:
+        raise ConfigError(f"no shapes of {name!r}; there are {', '.join(MODELS)}")
+    return found
 
 
 def weights_per_step(layers: tuple[Projection, ...]) -> int:

@@ -26,6 +26,7 @@ from loopq.kernels.plan import (
 )
 
 __all__ = [
+    "Product",
     "Workspace",
     "dequantize_packed",
     "launch_dequantize",
@@ -34,6 +35,7 @@ __all__ = [
     "w4a16_linear_ref",
 ]
 
+_DEVICES = ("cpu", "cuda", "meta")
 _OUT_FLOAT32, _EVICT_FIRST = 1, 2
 _ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SCALES = {torch.float32: "f32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -64,75 +66,113 @@ def _refuse(what: str) -> KernelError:
     return KernelError(f"w4a16_linear: {what}")
 
 
-def _check_types(x: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor) -> None:
-    if x.dtype not in _ACTIVATIONS and x.device.type != "cpu":
-        raise _refuse(
-            f"activations are {x.dtype}; the kernel takes bfloat16 and float16. Cast x, or the model"
-        )
-    if not x.is_floating_point():
-        raise _refuse(f"activations are {x.dtype}; a floating-point type is needed")
-    if qweight.dtype != torch.int32:
-        raise _refuse(f"the packed weight is {qweight.dtype}; expected int32 words as made by pack_w4")
-    if scales.dtype not in _SCALES:
-        raise _refuse(f"scales are {scales.dtype}; expected float32, bfloat16 or float16")
+@dataclass(frozen=True)
+class Product:
+    """One product's operands, in the order of the operator's arguments; see `w4a16_linear` for each of them."""
 
+    x: torch.Tensor
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    addend: torch.Tensor | None
+    in_features: int
+    group_size: int
+    k_begin: int = 0
+    out_dtype: torch.dtype | None = None
 
-def _check_shapes(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    in_features: int,
-    group_size: int,
-    k_begin: int,
-) -> None:
-    out_features = qweight.shape[0] * N_STEP
-    if qweight.dim() != 2 or tuple(qweight.shape) != packed_shape(out_features, in_features):
-        raise _refuse(
-            f"packed weight of shape {tuple(qweight.shape)} does not hold {in_features} inputs: expected "
-            f"(out / {N_STEP}, {-(-in_features // TILE_K) * WORDS_PER_TILE})"
-        )
-    fold_of(group_size)
-    groups = 1 if group_size == -1 else -(-in_features // group_size)
-    if tuple(scales.shape) != (groups, out_features):
-        raise _refuse(
-            f"scales of shape {tuple(scales.shape)}; expected ({groups}, {out_features}), group by output"
-        )
-    width = x.shape[-1] if x.dim() else 0
-    if k_begin < 0 or k_begin % K_STEP or width == 0 or width % K_STEP or k_begin + width > in_features:
-        raise _refuse(
-            f"x has {width} features from input {k_begin} on; a range of the layer's {in_features} inputs "
-            f"that begins "
-            f"and ends at a multiple of {K_STEP} is needed"
-        )
+    @property
+    def out_features(self) -> int:
+        return int(self.qweight.shape[0]) * N_STEP
 
+    @property
+    def width(self) -> int:
+        return int(self.x.shape[-1]) if self.x.dim() else 0
 
-def _check_extras(
-    x: torch.Tensor, out_features: int, bias: torch.Tensor | None, addend: torch.Tensor | None
-) -> None:
-    if bias is not None and (tuple(bias.shape) != (out_features,) or bias.dtype != torch.float32):
-        raise _refuse(f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 ({out_features},)")
-    if addend is not None:
-        expected = (*x.shape[:-1], out_features)
-        if tuple(addend.shape) != expected or addend.dtype != torch.float32:
-            raise _refuse(f"addend is {addend.dtype} {tuple(addend.shape)}; expected float32 {expected}")
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return self.x.dtype if self.out_dtype is None else self.out_dtype
 
+    @property
+    def layer(self) -> tuple[int, int, int, int]:
+        """What a cut depends on: outputs, K range, group size."""
+        return self.out_features, self.k_begin, self.k_begin + self.width, self.group_size
 
-def _check(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    in_features: int,
-    group_size: int,
-    k_begin: int,
-) -> None:
-    for name, tensor in (("qweight", qweight), ("scales", scales), ("bias", bias), ("addend", addend)):
-        if tensor is not None and tensor.device != x.device:
-            raise _refuse(f"{name} is on {tensor.device}, x on {x.device}: move the layer or the input")
-    _check_types(x, qweight, scales)
-    _check_shapes(x, qweight, scales, in_features, group_size, k_begin)
-    _check_extras(x, qweight.shape[0] * N_STEP, bias, addend)
+    def checked(self) -> Product:
+        """Itself, if its operands fit together.
+
+        Raises
+        ------
+        KernelError
+            On a device, type, shape or stride that does not fit.
+        """
+        for name, tensor in self._constants().items():
+            if tensor.device != self.x.device:
+                raise _refuse(
+                    f"{name} is on {tensor.device}, x on {self.x.device}: move the layer or the input"
+                )
+        self._check_types()
+        self._check_shapes()
+        self._check_extras()
+        for name, tensor in self._constants().items():
+            if name != "addend" and not tensor.is_contiguous():
+                raise _refuse(f"{name} is not contiguous: .contiguous() it once, when the layer is built")
+        return self
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        found = {"qweight": self.qweight, "scales": self.scales, "bias": self.bias, "addend": self.addend}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _check_types(self) -> None:
+        x = self.x
+        if not x.is_floating_point():
+            raise _refuse(f"activations are {x.dtype}; a floating-point type is needed")
+        if x.device.type != "cpu":
+            if x.dtype not in _ACTIVATIONS:
+                raise _refuse(
+                    f"activations are {x.dtype}; the kernel takes bfloat16 and float16. Cast x, or the model"
+                )
+            if self.dtype not in (x.dtype, torch.float32):
+                raise _refuse(
+                    f"output {self.dtype} from {x.dtype} activations; the kernel gives {x.dtype} or float32"
+                )
+        if self.qweight.dtype != torch.int32:
+            raise _refuse(
+                f"the packed weight is {self.qweight.dtype}; expected int32 words as made by pack_w4"
+            )
+        if self.scales.dtype not in _SCALES:
+            raise _refuse(f"scales are {self.scales.dtype}; expected float32, bfloat16 or float16")
+
+    def _check_shapes(self) -> None:
+        packed = tuple(self.qweight.shape)
+        if len(packed) != 2 or packed != packed_shape(self.out_features, self.in_features):
+            raise _refuse(
+                f"packed weight of shape {packed} does not hold {self.in_features} inputs: expected "
+                f"(out / {N_STEP}, {-(-self.in_features // TILE_K) * WORDS_PER_TILE})"
+            )
+        fold_of(self.group_size)
+        groups = 1 if self.group_size == -1 else -(-self.in_features // self.group_size)
+        if tuple(self.scales.shape) != (groups, self.out_features):
+            raise _refuse(
+                f"scales of shape {tuple(self.scales.shape)}; expected ({groups}, {self.out_features}), group by output"
+            )
+        begin, width = self.k_begin, self.width
+        if begin < 0 or begin % K_STEP or width == 0 or width % K_STEP or begin + width > self.in_features:
+            raise _refuse(
+                f"x has {width} features from input {begin} on; a range of the layer's {self.in_features} inputs "
+                f"that begins and ends at a multiple of {K_STEP} is needed"
+            )
+
+    def _check_extras(self) -> None:
+        bias, addend = self.bias, self.addend
+        if bias is not None and (tuple(bias.shape) != (self.out_features,) or bias.dtype != torch.float32):
+            raise _refuse(
+                f"bias is {bias.dtype} {tuple(bias.shape)}; expected float32 ({self.out_features},)"
+            )
+        if addend is not None:
+            expected = (*self.x.shape[:-1], self.out_features)
+            if tuple(addend.shape) != expected or addend.dtype != torch.float32:
+                raise _refuse(f"addend is {addend.dtype} {tuple(addend.shape)}; expected float32 {expected}")
 
 
 def _rows(x: torch.Tensor, what: str) -> torch.Tensor:
@@ -164,8 +204,6 @@ def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
     for name, tensor in named.items():
         if tensor.data_ptr() % 16:
             raise _refuse(f"{name} starts at an address that is not a multiple of 16: .clone() it")
-        if name != "x" and not tensor.is_contiguous():
-            raise _refuse(f"{name} is not contiguous: .contiguous() it once, when the layer is built")
 
 
 def _shape(qweight: torch.Tensor, group_size: int, k_begin: int, k_end: int, rows: int) -> GemmShape:
@@ -218,7 +256,8 @@ def launch_gemm(
 ) -> None:
     """Launch the product for x (rows, width) into out (rows, out_features), 32 rows at a time.
 
-    The caller has checked types and shapes (`w4a16_linear` does); this adds what only a kernel needs.
+    The caller has checked types and shapes (`Product.checked`, or the rollout runner when it was made); this adds
+    what only a kernel needs.
 
     Raises
     ------
@@ -320,26 +359,15 @@ def spread_scales(scales: torch.Tensor, in_features: int, group_size: int) -> to
     return scales.float().t().repeat_interleave(group_size, dim=1)[:, :in_features]
 
 
-def w4a16_linear_ref(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    addend: torch.Tensor | None = None,
-    *,
-    in_features: int,
-    group_size: int,
-    k_begin: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+def w4a16_linear_ref(p: Product) -> torch.Tensor:
     """The plain twin of the kernel: float32 weights, float32 product, one rounding at the end."""
-    weight = dequantize_packed(qweight, scales, in_features, group_size)[:, k_begin : k_begin + x.shape[-1]]
-    out = x.float() @ weight.t()
-    if bias is not None:
-        out = out + bias
-    if addend is not None:
-        out = out + addend
-    return out.to(x.dtype if out_dtype is None else out_dtype)
+    weight = dequantize_packed(p.qweight, p.scales, p.in_features, p.group_size)
+    out = p.x.float() @ weight[:, p.k_begin : p.k_begin + p.width].t()
+    if p.bias is not None:
+        out = out + p.bias
+    if p.addend is not None:
+        out = out + p.addend
+    return out.to(p.dtype)
 
 
 _COUNTERS: dict[tuple[int, int], torch.Tensor] = {}
@@ -359,51 +387,39 @@ def _eager_workspace(
     return Workspace(torch.empty(max(floats, 1), dtype=torch.float32, device=device), counters)
 
 
-def run_linear(
-    backend: Backend,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    *,
-    in_features: int,
-    group_size: int,
-    k_begin: int = 0,
-    out_dtype: torch.dtype | None = None,
-    workspace: Workspace | None = None,
-) -> torch.Tensor:
+def run_linear(backend: Backend, p: Product, workspace: Workspace | None = None) -> torch.Tensor:
     """The product on a backend: the kernel, or above INT4_KERNEL_TOKENS tokens dequantise and multiply."""
-    rows = _rows(x, "x")
-    out_features = qweight.shape[0] * N_STEP
-    dtype = x.dtype if out_dtype is None else out_dtype
-    flat_addend = None if addend is None else _rows(addend, "addend")
-    out = torch.empty((rows.shape[0], out_features), dtype=dtype, device=x.device)
+    rows = _rows(p.x, "x")
+    addend = None if p.addend is None else _rows(p.addend, "addend")
+    out = torch.empty((rows.shape[0], p.out_features), dtype=p.dtype, device=rows.device)
     if rows.shape[0] > INT4_KERNEL_TOKENS:
-        weight = torch.empty((out_features, in_features), dtype=x.dtype, device=x.device)
-        launch_dequantize(backend, qweight, scales, weight, group_size)
-        product = torch.nn.functional.linear(rows, weight[:, k_begin : k_begin + rows.shape[1]])
-        if bias is not None or addend is not None:
-            product = (
-                product.float() + (0 if bias is None else bias) + (0 if flat_addend is None else flat_addend)
-            )
-        out.copy_(product)
+        out.copy_(_multiply_dequantized(backend, p, rows, addend))
     elif rows.shape[0] > 0:
-        layer = (out_features, k_begin, k_begin + rows.shape[1], group_size)
         launch_gemm(
             backend,
             rows,
-            qweight,
-            scales,
+            p.qweight,
+            p.scales,
             out,
-            in_features=in_features,
-            group_size=group_size,
-            k_begin=k_begin,
-            bias=bias,
-            addend=flat_addend,
-            workspace=workspace or _eager_workspace(backend, layer, rows.shape[0], x.device),
+            in_features=p.in_features,
+            group_size=p.group_size,
+            k_begin=p.k_begin,
+            bias=p.bias,
+            addend=addend,
+            workspace=workspace or _eager_workspace(backend, p.layer, rows.shape[0], rows.device),
         )
-    return out.view(*x.shape[:-1], out_features)
+    return out.view(*p.x.shape[:-1], p.out_features)
+
+
+def _multiply_dequantized(
+    backend: Backend, p: Product, rows: torch.Tensor, addend: torch.Tensor | None
+) -> torch.Tensor:
+    weight = torch.empty((p.out_features, p.in_features), dtype=rows.dtype, device=rows.device)
+    launch_dequantize(backend, p.qweight, p.scales, weight, p.group_size)
+    product = torch.nn.functional.linear(rows, weight[:, p.k_begin : p.k_begin + p.width])
+    if p.bias is None and addend is None:
+        return product
+    return product.float() + (0 if p.bias is None else p.bias) + (0 if addend is None else addend)
 
 
 _SCHEMA = (
@@ -414,57 +430,20 @@ _library = torch.library.Library("loopq", "FRAGMENT")
 _library.define(_SCHEMA)
 
 
-def _on_cpu(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    in_features: int,
-    group_size: int,
-    k_begin: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    _check(x, qweight, scales, bias, addend, in_features, group_size, k_begin)
-    numbers: dict[str, Any] = {"in_features": in_features, "group_size": group_size, "k_begin": k_begin}
-    return w4a16_linear_ref(x, qweight, scales, bias, addend, **numbers, out_dtype=out_dtype)
+# Arguments come in the schema's order, which is that of Product's fields.
+def _on_cpu(*operands: Any) -> torch.Tensor:
+    return w4a16_linear_ref(Product(*operands).checked())
 
 
-def _on_cuda(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    in_features: int,
-    group_size: int,
-    k_begin: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    _check(x, qweight, scales, bias, addend, in_features, group_size, k_begin)
-    if out_dtype not in (None, x.dtype, torch.float32):
-        raise _refuse(f"output {out_dtype} from {x.dtype} activations; the kernel gives {x.dtype} or float32")
-    numbers: dict[str, Any] = {"in_features": in_features, "group_size": group_size, "k_begin": k_begin}
-    with torch.cuda.device(x.device):
-        backend = cuda_backend(x.device.index)
-        return run_linear(backend, x, qweight, scales, bias, addend, **numbers, out_dtype=out_dtype)
+def _on_cuda(*operands: Any) -> torch.Tensor:
+    product = Product(*operands).checked()
+    with torch.cuda.device(product.x.device):
+        return run_linear(cuda_backend(product.x.device.index), product)
 
 
-def _fake(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    addend: torch.Tensor | None,
-    in_features: int,
-    group_size: int,
-    k_begin: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    _check(x, qweight, scales, bias, addend, in_features, group_size, k_begin)
-    return x.new_empty(
-        (*x.shape[:-1], qweight.shape[0] * N_STEP), dtype=x.dtype if out_dtype is None else out_dtype
-    )
+def _fake(*operands: Any) -> torch.Tensor:
+    product = Product(*operands).checked()
+    return product.x.new_empty((*product.x.shape[:-1], product.out_features), dtype=product.dtype)
 
 
 _library.impl("w4a16_linear", _on_cpu, "CPU")
@@ -489,9 +468,8 @@ def w4a16_linear(
     Parameters
     ----------
     x : torch.Tensor, bfloat16 or float16 (any floating type on the CPU), shape (..., width)
-        Inputs ``k_begin .. k_begin + width`` of the layer; both ends multiples of 32. On a GPU: unit
-        stride along
-        the width, a uniform row stride that is a multiple of 8, 16-byte aligned.
+        Inputs ``k_begin .. k_begin + width`` of the layer; both ends multiples of 32. On a GPU: unit stride
+        along the width, a uniform row stride that is a multiple of 8, 16-byte aligned.
     qweight : torch.Tensor, int32, shape (out / 16, ceil(in / 64) * 128)
         See `loopq.kernels.layout.pack_w4`.
     scales : torch.Tensor, float32, bfloat16 or float16, shape (ceil(in / group_size), out)
@@ -521,8 +499,7 @@ def w4a16_linear(
     Notes
     -----
     Precision: codes exact, float32 sum per group, scale applied to that sum, float32 across groups, one
-    rounding.
-    Above `INT4_KERNEL_TOKENS` tokens on a GPU the weights ``s q`` are rounded to x's type first.
+    rounding. Above `INT4_KERNEL_TOKENS` tokens on a GPU the weights ``s q`` are rounded to x's type first.
 
     Examples
     --------
@@ -532,6 +509,10 @@ def w4a16_linear(
     >>> w4a16_linear(torch.ones(1, 32), packed, torch.full((1, 16), 0.5), in_features=32, group_size=32)[0, 0]
     tensor(16.)
     """
+    if x.device.type not in _DEVICES:
+        raise _refuse(
+            f"x is on {x.device}; there are implementations for {', '.join(_DEVICES)}: move x and the layer"
+        )
     out: torch.Tensor = torch.ops.loopq.w4a16_linear(
         x, qweight, scales, bias, addend, in_features, group_size, k_begin, out_dtype
     )

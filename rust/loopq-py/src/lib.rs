@@ -36,5 +36,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(packing::unpack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::marlin_pack, m)?)?;
     m.add_function(wrap_pyfunction!(packing::marlin_unpack, m)?)?;
+    m.add_function(wrap_pyfunction!(packing::w4_pack, m)?)?;
+    m.add_function(wrap_pyfunction!(packing::w4_unpack, m)?)?;
+    m.add_function(wrap_pyfunction!(packing::w4_from_marlin, m)?)?;
     Ok(())
 }

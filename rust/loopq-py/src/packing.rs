@@ -1,6 +1,6 @@
 //! Packed layouts.
 
-use loopq_core::pack::{dense, marlin};
+use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::{grid, Error};
 use numpy::{PyArray2, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -92,4 +92,50 @@ pub(crate) fn marlin_unpack<'py>(
     let (codes, scales) =
         run(py, None, |_| Ok((marlin::unpack(&words, k, n)?, marlin::unpack_scales(stored, n, n_groups)?)))?;
     Ok((matrix(py, grid::to_signed(&codes, 4), [n, k])?, matrix(py, scales, [n, n_groups])?))
+}
+
+#[pyfunction]
+#[pyo3(signature = (codes, threads = 0))]
+pub(crate) fn w4_pack<'py>(
+    py: Python<'py>,
+    codes: &Bound<'py, PyAny>,
+    threads: usize,
+) -> PyResult<Bound<'py, PyArray2<i32>>> {
+    let codes = Codes::take(codes)?;
+    let [n, k] = codes.shape();
+    let (strips, words) = w4::shape(n, k).map_err(|e| raise(py, &e))?;
+    let flat = biased(&codes, 4, 8)?;
+    let packed = run(py, None, |_| w4::pack(&flat?, n, k, threads))?;
+    matrix(py, as_i32(packed), [strips, words])
+}
+
+#[pyfunction]
+#[pyo3(signature = (packed, in_features, threads = 0))]
+pub(crate) fn w4_unpack<'py>(
+    py: Python<'py>,
+    packed: PyReadonlyArray2<'py, i32>,
+    in_features: usize,
+    threads: usize,
+) -> PyResult<Bound<'py, PyArray2<i8>>> {
+    let n = packed.shape()[0] * w4::STRIP;
+    let words = as_u32(packed.as_slice()?);
+    let codes = run(py, None, |_| Ok(grid::to_signed(&w4::unpack(&words, n, in_features, threads)?, 4)))?;
+    matrix(py, codes, [n, in_features])
+}
+
+#[pyfunction]
+#[pyo3(signature = (words, in_features, out_features, threads = 0))]
+pub(crate) fn w4_from_marlin<'py>(
+    py: Python<'py>,
+    words: PyReadonlyArray2<'py, i32>,
+    in_features: usize,
+    out_features: usize,
+    threads: usize,
+) -> PyResult<Bound<'py, PyArray2<i32>>> {
+    let file = (words.shape()[1] / 2, words.shape()[0] * 16);
+    let layer = (out_features, in_features);
+    let (strips, row) = w4::shape(out_features, in_features).map_err(|e| raise(py, &e))?;
+    let words = as_u32(words.as_slice()?);
+    let packed = run(py, None, |_| w4::from_marlin(&words, file, layer, threads))?;
+    matrix(py, as_i32(packed), [strips, row])
 }

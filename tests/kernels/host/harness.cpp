@@ -39,7 +39,7 @@ void gemm_body(const loopq::Arguments* arguments) {
 typedef void (*GemmBody)(const loopq::Arguments*);
 
 #ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
-GemmBody pick(const int*) { return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 2, 4, false>; }
+GemmBody pick(const int*) { return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 3, 4, false>; }
 #else
 
 struct Row {
@@ -52,18 +52,22 @@ struct Row {
 #define LQ_BOTH(half, Act, tokens, fold, scales, Scale) \
     LQ_ROW(half, Act, tokens, fold, 4, 0, scales, Scale), LQ_ROW(half, Act, tokens, fold, 4, 1, scales, Scale)
 #define LQ_FOLDS(tokens) \
-    LQ_BOTH(0, Bf16, tokens, 0, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 1, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 2, 0, ScaleF32)
-#define LQ_TYPES(half, Act, scales, Scale) LQ_BOTH(half, Act, 1, 0, scales, Scale), LQ_BOTH(half, Act, 1, 2, scales, Scale)
+    LQ_BOTH(0, Bf16, tokens, 0, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 1, 0, ScaleF32), LQ_BOTH(0, Bf16, tokens, 2, 0, ScaleF32), \
+    LQ_BOTH(0, Bf16, tokens, 3, 0, ScaleF32)
+#define LQ_TYPES(half, Act, scales, Scale) LQ_BOTH(half, Act, 1, 0, scales, Scale), LQ_BOTH(half, Act, 1, 3, scales, Scale)
 
 // Everything for bf16 with float32 scales; what other rings and types add, once each.
 const Row kRows[] = {
     LQ_FOLDS(1), LQ_FOLDS(2), LQ_FOLDS(4),
-    LQ_ROW(0, Bf16, 1, 0, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 1, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 2, 2, 0, 0, ScaleF32),
-    LQ_ROW(0, Bf16, 2, 0, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 1, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 2, 3, 0, 0, ScaleF32),
+    LQ_ROW(0, Bf16, 1, 0, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 1, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 2, 2, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 1, 3, 2, 0, 0, ScaleF32),
+    LQ_ROW(0, Bf16, 2, 0, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 1, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 2, 3, 0, 0, ScaleF32), LQ_ROW(0, Bf16, 2, 3, 3, 0, 0, ScaleF32),
     LQ_TYPES(0, Bf16, 1, ScaleBf16), LQ_TYPES(0, Bf16, 2, ScaleFp16),
-    LQ_ROW(0, Bf16, 1, 1, 4, 0, 1, ScaleBf16), LQ_BOTH(0, Bf16, 2, 2, 1, ScaleBf16), LQ_BOTH(0, Bf16, 4, 2, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 1, 1, 4, 0, 1, ScaleBf16), LQ_BOTH(0, Bf16, 2, 3, 1, ScaleBf16), LQ_BOTH(0, Bf16, 4, 3, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 1, 2, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 2, 2, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 4, 2, 4, 0, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 2, 0, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 2, 1, 4, 0, 1, ScaleBf16),
+    LQ_ROW(0, Bf16, 4, 0, 4, 0, 1, ScaleBf16), LQ_ROW(0, Bf16, 4, 1, 4, 0, 1, ScaleBf16),
     LQ_TYPES(1, Fp16, 0, ScaleF32), LQ_TYPES(1, Fp16, 1, ScaleBf16), LQ_TYPES(1, Fp16, 2, ScaleFp16),
-    LQ_ROW(1, Fp16, 2, 2, 4, 0, 0, ScaleF32), LQ_ROW(1, Fp16, 4, 2, 4, 0, 0, ScaleF32),
+    LQ_ROW(1, Fp16, 2, 3, 4, 0, 0, ScaleF32), LQ_ROW(1, Fp16, 4, 3, 4, 0, 0, ScaleF32),
 };
 
 GemmBody pick(const int* variant) {

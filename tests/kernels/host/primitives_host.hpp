@@ -568,6 +568,15 @@ inline void host_mma(host::Op op, float (&c)[4], const u32 (&a)[4], u32 b0, u32 
 LQ_DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { host_mma(host::Op::MmaBf16, c, a, b0, b1); }
 LQ_DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { host_mma(host::Op::MmaF16, c, a, b0, b1); }
 
+LQ_DEVICE void mma_bf16_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    for (float& v : c) v = 0.0f;
+    mma_bf16(c, a, b0, b1);
+}
+LQ_DEVICE void mma_f16_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    for (float& v : c) v = 0.0f;
+    mma_f16(c, a, b0, b1);
+}
+
 LQ_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
     return host::pairwise(a, b, c, [](u16 x, u16 y, u16 z) {
         // The product of two 8-bit significands is exact in float32, and so is every sum these kernels form.

@@ -2,3 +2,4 @@
 
 pub mod dense;
 pub mod marlin;
+pub mod w4;

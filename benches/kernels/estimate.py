@@ -1,0 +1,81 @@
+"""What the kernel's cuts can reach on paper: the table of docs/kernels.md. No GPU, no measurement.
+
+usage: python benches/kernels/estimate.py
+
+Registers are read from cubins that NVRTC makes (tests/kernels/kernel_nvrtc.py); the rest is the planner's own model
+(python/loopq/kernels/plan.py) with a launch and the memory's latency added.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("python", "tests/kernels")]
+
+import kernel_nvrtc  # noqa: E402 (found by the line above)
+
+from loopq.kernels import plan as planner  # noqa: E402
+from loopq.kernels.shapes import HUGINN, Projection  # noqa: E402
+from loopq.kernels.sources import translation_unit  # noqa: E402
+
+GHZ = 1.755
+# Copy speeds in bytes per second: measured on these chips, read plus written.
+CHIPS = {"H200": 4.3e12, "H100": 3.0e12}
+LATENCY = 0.8e-6  # of memory under load: a guess
+LAUNCH_US, RAMP_US = (
+    1.0,
+    0.7,
+)  # from one kernel of a graph to the next, and until the first weights are there: guesses
+SCALE_BYTES = 2
+
+
+def row(layer: Projection, tokens: int) -> tuple[str, ...]:
+    """One line of the table."""
+    tiles = planner.token_tiles_for(tokens)
+    shape = planner.GemmShape(layer.out_features, 0, layer.in_features, 128, tiles)
+    plan = planner.make_plan(shape, planner.H200)
+    variant = planner.Variant("bf16", tiles, plan.fold, plan.stages, plan.bulk, "bf16")
+    cubin = kernel_nvrtc.compile_cubin(
+        translation_unit("w4a16_gemm.cu"), "w4a16_gemm.cu", ["-arch=sm_90", "-std=c++17", *variant.defines]
+    )
+    registers = kernel_nvrtc.resources(cubin, "loopq_w4a16_gemm").registers
+    in_flight = (plan.stages - 1) * plan.warps * 2048
+    cells = [
+        layer.name, str(tokens), f"{plan.blocks} x {plan.slices}", f"{plan.warps} x {plan.stages}", str(registers),
+        f"{plan.shared_bytes(tokens, tiles) // 1024}", f"{in_flight // 1024}",
+    ]  # fmt: skip
+    for copy in CHIPS.values():
+        cells += [f"{copy / 132 * LATENCY / 1024:.0f}", *_time(layer, shape, plan, tokens, copy)]
+    return tuple(cells)
+
+
+def _time(
+    layer: Projection, shape: planner.GemmShape, plan: planner.Plan, tokens: int, copy: float
+) -> tuple[str, str]:
+    """Issue slots as a share of those that the stream leaves, and bandwidth as a share of the copy's."""
+    rate = copy / planner.H200.multiprocessors / GHZ / 1e9
+    stream = (2048 + 32 * SCALE_BYTES) / rate
+    slots = planner._SLOTS_PER_CLOCK * min(1.0, plan.warps / planner._BUSY_WARPS)
+    issue = planner._STAGE_SLOTS[shape.token_tiles] / slots
+    pairs, stages = -(-shape.pairs // plan.blocks), -(-plan.slice_tiles // 2)
+    x = tokens * plan.slice_tiles * 128 / planner._L2_BYTES_PER_CLOCK
+    ring = (plan.stages - 1) * plan.warps * 2048 / rate
+    clocks = pairs * stages * max(stream, issue) + max(0.0, x - ring)
+    clocks += planner.join_clocks(pairs, plan, shape.token_tiles)
+    seconds = clocks / GHZ / 1e9 + (LAUNCH_US + RAMP_US) * 1e-6
+    return f"{issue / stream:.2f}", f"{layer.int4_bytes(128, SCALE_BYTES) / seconds / copy:.0%}"
+
+
+def main() -> None:
+    head = ["layer", "tokens", "blocks x slices", "warps x ring", "registers", "shared KB", "in flight KB"]
+    for chip in CHIPS:
+        head += [f"{chip}: needed KB", "issue / stream", "of copy speed"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for layer in HUGINN:
+        for tokens in (1, 7, 16):
+            print(f"| {' | '.join(row(layer, tokens))} |")
+
+
+if __name__ == "__main__":
+    main()

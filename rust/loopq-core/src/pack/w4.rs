@@ -1,0 +1,183 @@
+//! The layout `lq-w4` that the int4 kernel reads. Spec: `kernels/README.md`; twin: `loopq.kernels.layout`.
+//!
+//! `W` is N x K (outputs x inputs). A strip is 16 outputs, a tile 16 outputs x 64 inputs in 128 words, and all tiles of
+//! a strip follow each other; a short last tile is filled up with the code of zero.
+
+use rayon::prelude::*;
+
+use crate::pool::pool;
+use crate::{dims, Error, Result};
+
+/// Outputs of a strip.
+pub const STRIP: usize = 16;
+/// Inputs of a tile.
+pub const TILE: usize = 64;
+/// Words of a tile.
+pub const TILE_WORDS: usize = STRIP * TILE / 8;
+/// Inputs must be a multiple of this.
+const K_STEP: usize = 32;
+/// Eight codes of zero.
+const ZERO: u32 = 0x8888_8888;
+/// Marlin's tiles: 16 inputs x 64 outputs in 128 words.
+const MARLIN_K: usize = 16;
+const MARLIN_N: usize = 64;
+
+/// Rows (strips) and words per row of a packed weight.
+pub fn shape(n: usize, k: usize) -> Result<(usize, usize)> {
+    if n == 0 || !n.is_multiple_of(STRIP) {
+        return Err(Error::setting("outputs (N)", n, "a multiple of 16: keep this layer unpacked"));
+    }
+    if k == 0 || !k.is_multiple_of(K_STEP) {
+        return Err(Error::setting("inputs (K)", k, "a multiple of 32: keep this layer unpacked"));
+    }
+    Ok((n / STRIP, dims::product("packed codes", k.div_ceil(TILE), TILE_WORDS)?))
+}
+
+/// Packs biased 4-bit codes (N, K) to `shape(n, k)` words. `threads = 0` means all.
+pub fn pack(codes: &[u8], n: usize, k: usize, threads: usize) -> Result<Vec<u32>> {
+    let (strips, words) = shape(n, k)?;
+    dims::check_matrix("codes", codes, n, k)?;
+    let mut out = vec![ZERO; dims::product("packed codes", strips, words)?];
+    pool(threads)?.install(|| {
+        out.par_chunks_exact_mut(words).zip(codes.par_chunks_exact(STRIP * k)).enumerate().try_for_each(
+            |(strip, (out, codes))| check_codes(codes, strip * STRIP, k).map(|()| pack_strip(codes, k, out)),
+        )
+    })?;
+    Ok(out)
+}
+
+fn check_codes(codes: &[u8], first_row: usize, k: usize) -> Result<()> {
+    if codes.iter().fold(0, |seen, code| seen | code) < 16 {
+        return Ok(());
+    }
+    let at = codes.iter().position(|&code| code > 15).unwrap_or(0);
+    let (row, column) = (first_row + at / k, at % k);
+    Err(Error::CodeRange { row, column, value: i64::from(codes[at]), bits: 4, zero_offset: 0 })
+}
+
+/// One strip. Of 16 inputs of a row, bytes 0..8 and 8..16 become the nibbles of one byte each; the bytes of outputs `c`
+/// and `c + 8`, taken in turns, are then four whole words.
+fn pack_strip(codes: &[u8], k: usize, out: &mut [u32]) {
+    for (tile, out) in out.chunks_exact_mut(TILE_WORDS).enumerate() {
+        let steps = (k - tile * TILE).min(TILE) / 16;
+        for step in 0..steps {
+            for column in 0..8 {
+                let at = |row: usize| row * k + tile * TILE + step * 16;
+                let low = fold_row(&codes[at(column)..][..16]);
+                let high = fold_row(&codes[at(column + 8)..][..16]);
+                for pair in 0..4 {
+                    let bytes = [low[2 * pair], high[2 * pair], low[2 * pair + 1], high[2 * pair + 1]];
+                    out[(4 * column + pair) * 4 + step] = u32::from_le_bytes(bytes);
+                }
+            }
+        }
+    }
+}
+
+fn fold_row(codes: &[u8]) -> [u8; 8] {
+    std::array::from_fn(|i| codes[i] | (codes[i + 8] << 4))
+}
+
+/// The inverse of [`pack`]; what fills up a short last tile must be zero.
+pub fn unpack(packed: &[u32], n: usize, k: usize, threads: usize) -> Result<Vec<u8>> {
+    let (strips, words) = shape(n, k)?;
+    dims::check_matrix("packed codes", packed, strips, words)?;
+    let mut out = vec![0; dims::product("codes", n, k)?];
+    pool(threads)?.install(|| {
+        out.par_chunks_exact_mut(STRIP * k)
+            .zip(packed.par_chunks_exact(words))
+            .try_for_each(|(codes, packed)| unpack_strip(packed, k, codes))
+    })?;
+    Ok(out)
+}
+
+fn unpack_strip(packed: &[u32], k: usize, codes: &mut [u8]) -> Result<()> {
+    for (tile, packed) in packed.chunks_exact(TILE_WORDS).enumerate() {
+        let steps = (k - tile * TILE).min(TILE) / 16;
+        check_filling(packed, steps, k)?;
+        for step in 0..steps {
+            for column in 0..8 {
+                for pair in 0..4 {
+                    let bytes = packed[(4 * column + pair) * 4 + step].to_le_bytes();
+                    for (i, byte) in bytes.into_iter().enumerate() {
+                        // Bytes are, in turns, of outputs c and c + 8; each holds inputs i and i + 8.
+                        let at = (column + 8 * (i % 2)) * k + tile * TILE + step * 16 + 2 * pair + i / 2;
+                        codes[at] = byte & 15;
+                        codes[at + 8] = byte >> 4;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_filling(tile: &[u32], steps: usize, k: usize) -> Result<()> {
+    if tile.chunks_exact(4).all(|lane| lane[steps..].iter().all(|&word| word == ZERO)) {
+        return Ok(());
+    }
+    Err(Error::setting("inputs (K)", k, "the width that was packed: the weight holds codes beyond it"))
+}
+
+/// Packs a layer (N, K) out of Marlin's words of a `file_k` x `file_n` matrix: words move, codes do not.
+///
+/// Padding of the file beyond the layer is cut off; it must be zero.
+pub fn from_marlin(
+    words: &[u32],
+    (file_n, file_k): (usize, usize),
+    (n, k): (usize, usize),
+    threads: usize,
+) -> Result<Vec<u32>> {
+    let (strips, row) = shape(n, k)?;
+    let tiled =
+        file_k > 0 && file_n > 0 && file_k.is_multiple_of(MARLIN_K) && file_n.is_multiple_of(MARLIN_N);
+    if !tiled {
+        return Err(Error::shape(
+            "Marlin words",
+            "whole tiles of 16 inputs and 64 outputs",
+            format!("{file_k} inputs and {file_n} outputs"),
+        ));
+    }
+    dims::check_matrix("Marlin words", words, file_k / MARLIN_K, dims::product("Marlin words", 2, file_n)?)?;
+    if file_k < k || file_n < n {
+        return Err(Error::shape(
+            "Marlin words",
+            format!("at least {k} inputs and {n} outputs"),
+            format!("{file_k} inputs and {file_n} outputs"),
+        ));
+    }
+    check_padding(words, (file_n, file_k), (n, k))?;
+    let mut out = vec![ZERO; dims::product("packed codes", strips, row)?];
+    pool(threads)?.install(|| {
+        out.par_chunks_exact_mut(row).enumerate().for_each(|(strip, out)| {
+            for k16 in 0..k / MARLIN_K {
+                let from = &words[k16 * 2 * file_n + strip / 4 * 128..][..128];
+                let to = &mut out[k16 / 4 * TILE_WORDS..][..TILE_WORDS];
+                for lane in 0..32 {
+                    to[4 * lane + k16 % 4] = from[4 * lane + strip % 4];
+                }
+            }
+        });
+    });
+    Ok(out)
+}
+
+/// Words of the file that belong to no entry of the layer.
+fn check_padding(words: &[u32], (file_n, file_k): (usize, usize), (n, k): (usize, usize)) -> Result<()> {
+    for k16 in 0..file_k / MARLIN_K {
+        let row = &words[k16 * 2 * file_n..][..2 * file_n];
+        // The strips of a tile of 64 outputs take turns, word by word.
+        let whole = if k16 * MARLIN_K < k { n / MARLIN_N * 128 } else { 0 };
+        let kept = if k16 * MARLIN_K < k { n % MARLIN_N / STRIP } else { 0 };
+        let partial = if kept > 0 { 128 } else { 0 };
+        let in_partial = row[whole..whole + partial].chunks_exact(4).flat_map(|lane| &lane[kept..]);
+        if let Some(word) = in_partial.chain(&row[whole + partial..]).find(|&&word| word != ZERO) {
+            return Err(Error::shape(
+                "padding of the Marlin words",
+                format!("zero beyond {k} inputs and {n} outputs"),
+                format!("{word:#010x} in rows {}..{}", k16 * MARLIN_K, (k16 + 1) * MARLIN_K),
+            ));
+        }
+    }
+    Ok(())
+}

@@ -52,24 +52,12 @@ def test_every_tiny_model_passes(case: Case) -> None:
     assert report.n_steps == case.depths[0]
 
 
-BFLOAT16 = (
-    "zoo huginn",
-    "zoo parcae",
-    "transformers HRM-Text",
-    "transformers ALBERT",
-    "transformers GPT-2 COCONUT",
-    "transformers GPT-NeoX Ponder",
-    "remote Huginn",
-    "remote R-Llama",
-    "remote Ouro",
-    "remote Nanbeige",
-    "remote TRM",
-)
-
-
-@pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_models_pass(name: str) -> None:
-    report = check_model(_loaded(find_system(build(CASES[name]).bfloat16())))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_tiny_model_passes_in_half_precision(case: Case, dtype: torch.dtype) -> None:
+    system = _open(case)
+    system.model.to(dtype)
+    report = check_model(_loaded(system))
     assert report.ok, "\n".join(report.lines())
 
 

@@ -250,14 +250,14 @@ def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> 
     if (folder / "config.json").is_file():
         return folder
     zoo = importlib.import_module("loopq.zoo")
-    found: dict[str, Path] = zoo._folders()
-    if str(spec) in found:
-        return found[str(spec)]
+    if str(spec) in zoo.available():
+        place: Path = zoo.folder(str(spec))
+        return place
     if folder.is_dir():
         raise ConfigError(f"{folder}: no config.json in it; it is not a model's folder")
     if hf.HUB_ID.match(str(spec)):
         return hf.fetch(str(spec), revision, allow_pickle)
     raise ConfigError(
         f"no model {str(spec)!r}: neither a folder with a config.json, nor a hub id (owner/name), nor one of "
-        f"the zoo: {', '.join(found) or '(none here)'}"
+        f"the zoo: {', '.join(zoo.available()) or '(none here)'}"
     )

@@ -289,9 +289,10 @@ def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
     return Table(
         f"INT{bits}, group size {group}",
         "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and what was lost of them on "
-        "held-out prompts; gap closed = 1 - KL / KL of RTN. Brackets: 95 %, bootstrap over prompts; last column: gap closed over calibration seeds, "
-        "95 % Student. * smallest KL. plbert has no logits: squared relative error of the final hidden state in place "
-        "of KL, its cosine in place of agreement. coconut_small: the answers of its letter task in place of text.",
+        "held-out prompts; gap closed = 1 - KL / KL of RTN. Brackets: 95 %, bootstrap over prompts; last column: gap "
+        "closed over calibration seeds, 95 % Student. * smallest KL. plbert has no logits: squared relative error of "
+        "the final hidden state in place of KL, its cosine in place of agreement. coconut_small: the answers of its "
+        "letter task in place of text.",
         (
             "model",
             "N",

@@ -62,7 +62,7 @@ def check_weight_files(folder: Path, allow_pickle: bool) -> None:
     if not allow_pickle:
         raise CheckpointError(
             f"{folder}: weights only as pickles ({', '.join(pickles)}), which can run code when they are read; "
-            "convert them to safetensors, or allow them with allow_pickle=True if you trust their source"
+            "convert them to safetensors, or allow them with --allow-pickle (allow_pickle=True) if you trust the source"
         )
 
 

@@ -113,7 +113,7 @@ def _write(out: Path, record: dict[str, Any], lines: list[str], tables: list[Any
         "# Main table",
         "",
         f"`loopq reproduce main-table`, {today}, loopq {loopq.__version__}, {len(record['members'])} models, "
-        f"{seconds / 60:.0f} minutes of measuring. Plain data beside it: [{path.name}]({path.name}).",
+        f"{seconds / 60:.0f} minutes of wall time. Plain data beside it: [{path.name}]({path.name}).",
         "",
         *(f"{'  ' if line.startswith(' ') else ''}* {line.strip()}" for line in lines),
         "",

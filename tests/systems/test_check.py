@@ -77,6 +77,14 @@ def test_short_groups_and_left_out_parameters_are_noted() -> None:
     assert "left out: transformer.adapter.B (bare parameter" in text
 
 
+def test_a_loop_that_a_run_found_is_printed() -> None:
+    report = check_model(_loaded(_open(CASES["generic HRM-Text"])))
+    text = "\n".join(report.lines())
+    assert "32 looped parameters, depth 6, run with 2 prompts of 8 tokens" in text
+    assert "model.L_module.layers.0.self_attn.q_proj.weight: 6 calls, rows 16 each" in text
+    assert text.index("model.L_module.layers.0") < text.index("model.H_module.layers.0")
+
+
 def test_unexpected_tensors_fail() -> None:
     system = _open(CASES["zoo huginn"])
     report = check_model(_loaded(system, unexpected=("stray.weight",)))

@@ -255,6 +255,8 @@ class _Probe:
             f"{width} inputs: the last group of {GROUP_SIZE} has {width % GROUP_SIZE} columns"
             for width in ragged
         ]
+        if self.shared:
+            found += self.system.describe_loop()
         reasons = self.system.left_out()
         found += [f"left out: {name} ({reason})" for name, reason in list(reasons.items())[:8]]
         if len(reasons) > 8:

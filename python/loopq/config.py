@@ -17,6 +17,8 @@ from loopq.errors import ConfigError
 from loopq.rotation import parse_rotation
 
 BITS = (2, 3, 4, 8)
+#: Floating types that a model can be cast to when it is loaded.
+DTYPES = ("float32", "bfloat16", "float16")
 SCALE_DTYPES = ("float32", "float16", "bfloat16")
 #: Significant bits of a scale type, the leading one included.
 SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}

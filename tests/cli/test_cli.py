@@ -226,6 +226,51 @@ def test_systems_and_check(model, capsys):
     assert code == 0
     assert "3 calls of each weight, as declared" in text
     assert "FAILS" not in text
+    assert text.endswith("loopq fits this model\n")
+
+
+def test_check_casts_and_prints_json(model, capsys):
+    code, text, err = run(capsys, "check", model, "--dtype", "bfloat16", "--n-steps", "2", "--json")
+    assert code == 0, err
+    found = json.loads(text)
+    assert found["ok"] is True
+    assert (found["system"], found["n_steps"], found["load"]["dtype"]) == ("huginn", 2, "bfloat16")
+    assert {v["check"]: v["ok"] for v in found["verdicts"]}["single steps"] is True
+
+
+def test_check_says_what_does_not_fit(model, capsys, monkeypatch):
+    from loopq.systems import SYSTEMS
+
+    cls = SYSTEMS.get("huginn")
+    plain = cls.shared_parameters
+    monkeypatch.setattr(cls, "shared_parameters", lambda self, n: plain(self, n)[1:])
+    code, text, _ = run(capsys, "check", model)
+    assert code == 1
+    assert "loopq does not fit this model: nothing forgotten" in text
+    assert json.loads(run(capsys, "check", model, "--json")[1])["ok"] is False
+
+
+def test_a_device_that_is_not_there_is_said(model, capsys):
+    code, _, err = run(capsys, "check", model, "--device", "nonsense")
+    assert code == 2
+    assert "device 'nonsense' cannot be used here" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_pickles_are_read_only_when_allowed(tmp_path, capsys):
+    import torch
+    from transformers import AlbertConfig, AlbertModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
+    model = AlbertModel(AlbertConfig(vocab_size=64, embedding_size=16, **sizes))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    code, _, err = run(capsys, "check", tmp_path)
+    assert code == 1
+    assert "allow them with --allow-pickle" in err
+    code, text, err = run(capsys, "check", tmp_path, "--allow-pickle")
+    assert code == 0, err
+    assert "system albert, 3 steps" in text
 
 
 def test_diagnose_a_model_and_a_dump(model, tmp_path, capsys):

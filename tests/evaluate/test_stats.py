@@ -261,3 +261,16 @@ def test_gap_closed_of_its_own_ends():
 def test_impossible_input_is_refused(call):
     with pytest.raises(ConfigError):
         call()
+
+
+def test_student_covers_as_it_says():
+    rng = np.random.default_rng(1)
+    for n in (2, 3, 5, 10):
+        found = [stats.student(row) for row in rng.normal(3.0, 2.0, (4000, n))]
+        assert 0.94 <= np.mean([i.low <= 3.0 <= i.high for i in found]) <= 0.96
+
+
+@pytest.mark.parametrize("values", [[1.0], list(range(11))])
+def test_student_is_for_few_repetitions(values):
+    with pytest.raises(ConfigError, match=f"for 2 to 10 values; got {len(values)}"):
+        stats.student(values)

@@ -52,24 +52,12 @@ def test_every_tiny_model_passes(case: Case) -> None:
     assert report.n_steps == case.depths[0]
 
 
-BFLOAT16 = (
-    "zoo huginn",
-    "zoo parcae",
-    "transformers HRM-Text",
-    "transformers ALBERT",
-    "transformers GPT-2 COCONUT",
-    "transformers GPT-NeoX Ponder",
-    "remote Huginn",
-    "remote R-Llama",
-    "remote Ouro",
-    "remote Nanbeige",
-    "remote TRM",
-)
-
-
-@pytest.mark.parametrize("name", BFLOAT16)
-def test_bfloat16_models_pass(name: str) -> None:
-    report = check_model(_loaded(find_system(build(CASES[name]).bfloat16())))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_tiny_model_passes_in_half_precision(case: Case, dtype: torch.dtype) -> None:
+    system = _open(case)
+    system.model.to(dtype)
+    report = check_model(_loaded(system))
     assert report.ok, "\n".join(report.lines())
 
 
@@ -87,6 +75,14 @@ def test_short_groups_and_left_out_parameters_are_noted() -> None:
     text = "\n".join(report.lines())
     assert "32 inputs: the last group of 128 has 32 columns" in text
     assert "left out: transformer.adapter.B (bare parameter" in text
+
+
+def test_a_loop_that_a_run_found_is_printed() -> None:
+    report = check_model(_loaded(_open(CASES["generic HRM-Text"])))
+    text = "\n".join(report.lines())
+    assert "32 looped parameters, depth 6, run with 2 prompts of 8 tokens" in text
+    assert "model.L_module.layers.0.self_attn.q_proj.weight: 6 calls, rows 16 each" in text
+    assert text.index("model.L_module.layers.0") < text.index("model.H_module.layers.0")
 
 
 def test_unexpected_tensors_fail() -> None:

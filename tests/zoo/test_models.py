@@ -147,6 +147,45 @@ def test_damaged_folders_are_refused(model: ZooModel, tmp_path: Path) -> None:
         zoo.load(tmp_path)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
+def test_half_precision_is_the_same_model(model: ZooModel, dtype: torch.dtype, tolerance: float) -> None:
+    exact = model(IDS, seed=1)
+    half = model.to(dtype)
+    embeds = half.embed_inputs(IDS)
+    state = half.initialize_state(embeds, seed=1)
+    if half.n_updates(half.config.n_steps):
+        state = half.iterate_one_step(embeds, state, 0, half.config.n_steps)
+    assert state.dtype == dtype
+    logits = half(IDS, seed=1)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).norm() / exact.norm() < tolerance
+
+
+# Besides the kinds' own demands: an odd rotated width, heads that do not divide, a depth that is not there.
+WRONG = [
+    ("huginn", {"n_embd": 34}, r"n_embd must be a multiple of 4 \(2 \* n_heads\), got 34"),
+    ("huginn", {"n_core": 0}, "n_core must be an integer of at least 1, got 0"),
+    ("huginn", {"n_coda": -1}, "n_coda must be an integer of at least 0, got -1"),
+    ("huginn", {"n_steps": 2.0}, r"n_steps must be an integer of at least 1, got 2\.0"),
+    ("rllama", {"n_kv_heads": 3}, r"n_heads must be a multiple of 3 \(1 \* n_kv_heads\), got 4"),
+    ("ouro", {"n_layers": 0}, "n_layers must be an integer of at least 1, got 0"),
+    ("nanbeige", {"head_dim": 5}, "head_dim must be a multiple of 2, got 5"),
+    ("loopformer", {"n_heads": 3}, r"n_embd must be a multiple of 3 \(1 \* n_heads\), got 32"),
+    ("parcae", {"n_embd": 16}, "n_embd must be an integer of at least 32, got 16"),
+    ("ponder", {"rotary_pct": 0.0}, "rotary_dim must be an integer of at least 2, got 0"),
+    ("mamba", {"n_steps": 2}, "there is no loop over depth, so n_steps must be 1, got 2"),
+    ("control", {"n_steps": 2}, "there is no loop over depth, so n_steps must be 1, got 2"),
+    ("mamba", {"dt_rank": True}, "dt_rank must be an integer of at least 1, got True"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG)
+def test_bad_settings_are_refused(name: str, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"loopq-zoo-{name}: {message}"):
+        zoo.model_class(f"loopq-zoo-{name}").from_config({**TINY[name].config, **change})
+
+
 def test_bad_inputs_are_refused(model: ZooModel) -> None:
     with pytest.raises(ConfigError, match="num_steps must be at least 1"):
         model(IDS, num_steps=0)

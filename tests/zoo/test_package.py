@@ -64,7 +64,15 @@ def test_import_and_texts_need_no_torch() -> None:
     assert "loopq[torch]" in done.stdout
 
 
+def test_a_models_folder_holds_its_config() -> None:
+    for name in zoo.available():
+        assert (zoo.folder(name) / "config.json").is_file()
+    assert zoo.folder("huginn_small").parent.name == "weights"
+
+
 def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no zoo model 'nothing': use one of \['huginn_small'"):
+        zoo.folder("nothing")
     with pytest.raises(ConfigError, match="no zoo model 'nothing'"):
         zoo.load("nothing")
     with pytest.raises(ConfigError, match="is no zoo model"):

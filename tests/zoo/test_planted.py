@@ -21,20 +21,35 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def stable_ranks(model: ZooModel, linear: str) -> list[float]:
-    """Return trace over largest eigenvalue of the linear's input Hessian at every step."""
-    ranks = []
+def spectra(model: ZooModel, linear: str, ids: torch.Tensor = IDS) -> list[torch.Tensor]:
+    """Return the eigenvalues of the linear's input Hessian at every step, ascending."""
+    found = []
 
     def hook(_: object, args: tuple[torch.Tensor]) -> None:
         x = args[0].flatten(0, 1).double()
-        eigenvalues = torch.linalg.eigvalsh(x.T @ x)
-        ranks.append(float(eigenvalues.sum() / eigenvalues[-1]))
+        found.append(torch.linalg.eigvalsh(x.T @ x))
 
     handle = model.get_submodule(linear).register_forward_pre_hook(hook)
     with torch.no_grad():
-        model(IDS, seed=0)
+        model(ids, seed=0)
     handle.remove()
-    return ranks
+    return found
+
+
+def stable_ranks(model: ZooModel, linear: str) -> list[float]:
+    """Return trace over largest eigenvalue of the linear's input Hessian at every step."""
+    return [float(values.sum() / values[-1]) for values in spectra(model, linear)]
+
+
+def rank(values: torch.Tensor) -> int:
+    """Return how many eigenvalues exceed a thousandth of the largest, the threshold of the rank survey."""
+    return int((values > 1e-3 * values[-1]).sum())
+
+
+# Trained members whose loop has an MLP that can be scaled, and those with an adapter.
+SPIKED = [n for n in zoo.available() if n.split("_")[0] in {"huginn", "rllama", "ouro", "nanbeige", "parcae"}]
+ADAPTED = [n for n in zoo.available() if n.split("_")[0] in {"huginn", "rllama"}]
+TEXT = torch.from_numpy(zoo.batches(zoo.calibration_text(), 4, 64))
 
 
 @pytest.mark.parametrize("name", ["huginn", "rllama", "ouro", "nanbeige", "parcae"])
@@ -61,6 +76,38 @@ def test_spike_makes_step_zero_nearly_rank_one() -> None:
     for mlp in units:
         assert stable_ranks(model, f"{mlp}.proj")[0] > 1.5
         assert stable_ranks(planted, f"{mlp}.proj")[0] < 1.001
+
+
+@pytest.mark.parametrize("name", SPIKED)
+@torch.no_grad()
+def test_spike_blinds_step_zero_of_a_trained_model(name: str) -> None:
+    model = zoo.load(name)
+    planted, units = plant_kappa_spike(model, TEXT, kappa=1024.0)
+    assert torch.equal(planted(TEXT, seed=1), model(TEXT, seed=1))
+    assert units
+    for mlp in units:
+        out = next(n for n in ("proj", "down_proj") if hasattr(model.get_submodule(mlp), n))
+        # Trained, tens of directions are seen at step 0; planted, the spike's alone.
+        assert rank(spectra(model, f"{mlp}.{out}", TEXT)[0]) > 20
+        assert rank(spectra(planted, f"{mlp}.{out}", TEXT)[0]) == 1
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+@torch.no_grad()
+def test_outlier_column_spoils_the_scales_of_a_trained_adapter(name: str) -> None:
+    model = zoo.load(name)
+    planted, column = plant_adapter_outlier(model, factor=64.0)
+    assert torch.equal(planted(TEXT, seed=1), model(TEXT, seed=1))
+
+    def rounding_error(of: ZooModel) -> float:
+        """Relative error of all other columns under one INT4 scale a row."""
+        weight = of.transformer["adapter"].weight
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        error = (torch.round(weight / scale) * scale - weight).square()
+        keep = torch.arange(weight.shape[1]) != column
+        return float((error[:, keep].sum() / weight[:, keep].square().sum()).sqrt())
+
+    assert rounding_error(planted) > 5 * rounding_error(model)
 
 
 @pytest.mark.parametrize("config", [{}, {"n_prelude": 0, "n_coda": 0}])

@@ -135,14 +135,26 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
     )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add what names a model and says how it is loaded and run."""
     parser.add_argument("model", metavar="MODEL", help="zoo name, folder or hub id")
     parser.add_argument("--system", help="adapter to use, if it is not found by itself")
     parser.add_argument("--n-steps", type=int, help="depth of the rollout (default: the model's own)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument(
+        "--allow-pickle", action="store_true", help="read weights from pickles (*.bin), which can run code"
+    )
+    parser.add_argument("--revision", help="commit, tag or branch of a hub id")
+    parser.add_argument("--dtype", choices=defaults.DTYPES, help="cast the model (default: as it is stored)")
+    parser.add_argument("--device", default="cpu", help="device of the model (default %(default)s)")
+    parser.add_argument(
         "--seed", type=int, default=0, help="seed of the initial states (default %(default)s)"
     )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add a model and how much of it runs at once."""
+    add_source(parser)
     parser.add_argument(
         "--batch-size",
         type=int,
@@ -192,4 +204,12 @@ def add_text(parser: argparse.ArgumentParser, what: str, n_prompts: int) -> None
 def load(args: argparse.Namespace) -> Any:
     from loopq.systems.load import load_model
 
-    return load_model(args.model, system=args.system, trust_remote_code=args.trust_remote_code)
+    return load_model(
+        args.model,
+        system=args.system,
+        trust_remote_code=args.trust_remote_code,
+        allow_pickle=args.allow_pickle,
+        dtype=args.dtype,
+        device=args.device,
+        revision=args.revision,
+    )

@@ -86,6 +86,7 @@ def compare(
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
     batch_size: int = 8,
+    scored_from: int = 0,
     progress: Progress | None = None,
 ) -> list[Measurement]:
     """Measure several sets of weights against the model's own, on the same prompts and initial states.
@@ -104,6 +105,9 @@ def compare(
         Seeds of the initial states. Each prompt starts from the same state in every variant.
     batch_size : int
         Prompts that run together.
+    scored_from : int
+        First position of a prompt that counts; those before it are a question that nothing is predicted of.
+        Hidden states are measured whole.
     progress : Progress, optional
         Told of every prompt.
 
@@ -115,11 +119,13 @@ def compare(
     Raises
     ------
     ConfigError
-        A prompt of one token: it has nothing to predict.
+        A prompt of one token, or with one scored: it has nothing to predict.
     """
     progress = progress or Silent()
-    if min(s.size for s in tokens.sequences) < 2:
-        raise ConfigError("every evaluation prompt needs at least two tokens")
+    if min(s.size for s in tokens.sequences) < scored_from + 2:
+        raise ConfigError(
+            "every evaluation prompt needs at least two tokens" + f" after {scored_from}" * (scored_from > 0)
+        )
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = ["full precision", *variants]
     scores = {name: np.zeros((3, len(seeds), len(tokens.sequences))) for name in names}
@@ -128,11 +134,11 @@ def compare(
         for batch in tokens.batches(batch_size, seed):
             reference = _output(system, batch, depth)
             columns = list(batch.prompts)
-            scores[names[0]][:, row, columns] = _score(system, reference, reference, batch)
+            scores[names[0]][:, row, columns] = _score(system, reference, reference, batch, scored_from)
             for name, weights in variants.items():
                 with replaced(system, weights):
                     out = _output(system, batch, depth)
-                scores[name][:, row, columns] = _score(system, reference, out, batch)
+                scores[name][:, row, columns] = _score(system, reference, out, batch, scored_from)
             progress.advance(len(columns))
     progress.stop()
     width = tokens.n_bytes / tokens.n_tokens if tokens.n_bytes else None
@@ -148,13 +154,16 @@ def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     return out.log_softmax(-1) if system.output == "logits" else out
 
 
-def _score(system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch) -> NDArray[np.float64]:
+def _score(
+    system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int
+) -> NDArray[np.float64]:
     """KL, agreement and negative log-likelihood of each prompt, shape (3, n_prompts)."""
     if system.output == "hidden":
         return _score_hidden(reference, out)
+    reference, out = reference[:, first:], out[:, first:]
     kl = (reference.exp() * (reference - out)).sum(-1).mean(-1)
     same = (reference.argmax(-1) == out.argmax(-1)).double().mean(-1)
-    target = system.to_device(batch.input_ids)[:, 1:, None]
+    target = system.to_device(batch.input_ids)[:, first + 1 :, None]
     nll = -out[:, :-1].gather(-1, target).squeeze(-1).mean(-1)
     return np.stack([v.cpu().numpy() for v in (kl, same, nll)])
 

@@ -218,6 +218,42 @@ def mean_interval(
     return bootstrap([values], lambda x: x.mean(axis=1), level, n_resamples, seed)
 
 
+# Two-sided 95 % quantiles of Student's distribution by degrees of freedom.
+_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+
+
+def student(values: ArrayLike) -> Interval:
+    """Student's 95 % interval of a mean over few independent repetitions, such as seeds.
+
+    Parameters
+    ----------
+    values : array_like, shape (n,)
+        One value of each repetition, 2 to 10 of them.
+
+    Raises
+    ------
+    ConfigError
+        Fewer than 2 values, or more than 10: a bootstrap serves there.
+
+    Notes
+    -----
+    mean +- t_{n-1} s / sqrt(n), s the sample standard deviation. With three values t is 4.3: the interval is
+    wide because three values say little.
+
+    Examples
+    --------
+    >>> i = student([0.50, 0.52, 0.54])
+    >>> round(i.low, 3), round(i.high, 3)
+    (0.47, 0.57)
+    """
+    x = _sample(values, "values")
+    if not 2 <= x.size <= len(_STUDENT) + 1:
+        raise ConfigError(f"Student's interval is for 2 to {len(_STUDENT) + 1} values; got {x.size}")
+    half = _STUDENT[x.size - 2] * float(x.std(ddof=1)) / math.sqrt(x.size)
+    mean = float(x.mean())
+    return Interval(mean, mean - half, mean + half, 0.95, "Student's t over repetitions", int(x.size))
+
+
 def cluster_rate(
     hits: ArrayLike, sizes: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from loopq.errors import ConfigError, DumpError
 from loopq.systems.load import LoadedModel, load_model
 
 PLBERT = "plbert"
+_CHAINS_SEED = 2**62 + 1  # training draws its seeds below 2**62; the card measures on 2**62
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Member:
         Prompts that decide when the gradient tier stops.
     evaluation : TokenSet
         Prompts that the table is measured on.
+    scored_from : int
+        First position of a prompt that counts.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Member:
     calibration: TokenSet
     tuning_held_out: TokenSet
     evaluation: TokenSet
+    scored_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,13 @@ class Sizes:
     n_tuning_held_out: int = 16
     n_evaluation: int = 32
     seq_len: int = 128
+
+
+def data_folder() -> Path | None:
+    """Return the folder of data sets: LOOPQ_DATA, or `shared/data` beside a folder above this file."""
+    named = os.environ.get("LOOPQ_DATA")
+    places = [Path(named)] if named else [p / "shared" / "data" for p in Path(__file__).resolve().parents]
+    return next((p for p in places if (p / "models").is_dir()), None)
 
 
 def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
@@ -77,6 +89,8 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
     from loopq import zoo
 
     loaded = load_model(name)
+    if loaded.system.name == "coconut" and loaded.system.is_zoo:
+        return _chains(Path(name).name, loaded, sizes)
     length = min(sizes.seq_len, int(loaded.config.get("block_size", sizes.seq_len)))
     count = sizes.n_calibration + sizes.n_tuning_held_out
     text = windows(zoo.calibration_text().decode(), loaded.encode, length, count, "zoo calibration text")
@@ -86,6 +100,25 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
     return Member(
         Path(name).name, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out
     )
+
+
+def _chains(name: str, loaded: LoadedModel, sizes: Sizes) -> Member:
+    """Questions with the letters from the one that full depth reaches on, as the model was trained to answer."""
+    from loopq.zoo.chains import QUESTION_LENGTH, chains
+
+    def prompts(count: int, seed: int, what: str) -> TokenSet:
+        rows = chains(count, seed)
+        answers = rows[:, QUESTION_LENGTH + loaded.system.n_steps - 1 :]
+        ids = np.concatenate([rows[:, :QUESTION_LENGTH], answers], axis=1)
+        return TokenSet(tuple(ids), f"chains of letters, {what}", "prompts", int(ids.size))
+
+    count = sizes.n_calibration + sizes.n_tuning_held_out
+    text = prompts(count, _CHAINS_SEED, "calibration")
+    held_out = prompts(sizes.n_evaluation, _CHAINS_SEED + 1, "evaluation")
+    # The end token's logits, which predict the answer, stand at the question's last position.
+    first = QUESTION_LENGTH - 1
+    calibration, tuning = text.take(0, sizes.n_calibration), text.take(sizes.n_calibration)
+    return Member(name, loaded, calibration, tuning, held_out, first)
 
 
 def _plbert(source: Path, sizes: Sizes) -> Member:

@@ -200,6 +200,10 @@ class LoopedSystem(ABC):
         """
         return {}
 
+    def describe_loop(self) -> tuple[str, ...]:
+        """Lines on the loop where a run found it; nothing where the adapter declares it."""
+        return ()
+
     def n_updates(self, n_steps: int) -> int:
         """Times `step` runs before `predict` in a rollout of depth `n_steps`.
 
@@ -398,7 +402,8 @@ def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedS
     kind = type(model).__name__
     if not fitting:
         raise SystemContractError(
-            f"no looped system fits {kind}; `loopq systems` lists those there are, and --system names one"
+            f"no looped system fits {kind}; `loopq systems` lists those there are, and --system names one "
+            "(--system generic takes whatever one run calls more than once)"
         )
     raise SystemContractError(
         f"several systems fit {kind}: {', '.join(c.name for c in fitting)}; choose one with --system"

@@ -108,6 +108,10 @@ class _Failed(Exception):
     """A check does not hold; the message is the detail of its verdict."""
 
 
+class _Idle(Exception):
+    """A check does not apply; the message says why."""
+
+
 class _Probe:
     """A model, its adapter and a few random prompts, with the runs that several checks share."""
 
@@ -189,13 +193,13 @@ class _Probe:
             raise _Failed(f"called more than once but not declared: {', '.join(forgotten[:5])}")
         return f"{len(self.system.left_out())} looped parameters are left out on purpose"
 
-    def steps_chain(self) -> str | None:
+    def steps_chain(self) -> str:
         """Single steps in a chain give the rollout."""
         import torch
 
         system = self.system
         if not system.has_steps:
-            return None
+            raise _Idle("the system has no single-step function")
         assert self.output is not None
         with torch.no_grad():
             embedding = system.embed(self.batch)
@@ -210,13 +214,13 @@ class _Probe:
             raise _Failed(f"chained steps differ from the rollout by {off:.2e} of its largest value")
         return f"largest difference {off:.1e} of the largest value"
 
-    def state_is_paired(self) -> str | None:
+    def state_is_paired(self) -> str:
         """A prompt's initial state is the same in whatever batch it runs."""
         import torch
 
         system = self.system
         if not system.state_is_random:
-            return None
+            raise _Idle("the initial state is not random")
         with torch.no_grad():
             whole = system.initial_state(self.batch, system.embed(self.batch))
             part = system.initial_state(self.part, system.embed(self.part))
@@ -251,6 +255,8 @@ class _Probe:
             f"{width} inputs: the last group of {GROUP_SIZE} has {width % GROUP_SIZE} columns"
             for width in ragged
         ]
+        if self.shared:
+            found += self.system.describe_loop()
         reasons = self.system.left_out()
         found += [f"left out: {name} ({reason})" for name, reason in list(reasons.items())[:8]]
         if len(reasons) > 8:
@@ -290,11 +296,11 @@ def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 
             f"{len(report.unexpected)} unexpected, {len(report.repaired)} buffers set right",
         )
     ]
-    needed: tuple[tuple[str, Callable[[], str | None]], ...] = (
+    needed: tuple[tuple[str, Callable[[], str]], ...] = (
         ("weights of the loop", probe.declared),
         ("rollout", probe.rolls_out),
     )
-    further: tuple[tuple[str, Callable[[], str | None]], ...] = (
+    further: tuple[tuple[str, Callable[[], str]], ...] = (
         ("same seed, same bits", probe.reproducible),
         ("calls", probe.counted),
         ("nothing forgotten", probe.complete),
@@ -309,14 +315,15 @@ def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 
     return CheckReport(system.name, depth, tuple(verdicts), probe.notes())
 
 
-def _judge(name: str, run: Callable[[], str | None]) -> Verdict:
+def _judge(name: str, run: Callable[[], str]) -> Verdict:
     try:
-        detail = run()
+        return Verdict(name, True, run())
+    except _Idle as reason:
+        return Verdict(name, None, str(reason))
     except (_Failed, LoopqError) as failure:
         return Verdict(name, False, str(failure))
     except _OF_THE_MODEL as failure:
         return Verdict(name, False, f"the model's own code failed: {type(failure).__name__}: {failure}")
-    return Verdict(name, None, "does not apply") if detail is None else Verdict(name, True, detail)
 
 
 def vocabulary(system: LoopedSystem) -> int:

@@ -207,6 +207,10 @@ class Generic(LoopedSystem):
         """Matrices that the run used without a call."""
         return dict.fromkeys(self.discovery.uncalled, "used without a call of its module")
 
+    def describe_loop(self) -> tuple[str, ...]:
+        """Order, depth and row counts, as the run showed them."""
+        return tuple(self.discovery.lines())
+
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Call the model with the ids, without cache."""
         self.check_depth(n_steps)

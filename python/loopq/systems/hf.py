@@ -62,7 +62,7 @@ def check_weight_files(folder: Path, allow_pickle: bool) -> None:
     if not allow_pickle:
         raise CheckpointError(
             f"{folder}: weights only as pickles ({', '.join(pickles)}), which can run code when they are read; "
-            "convert them to safetensors, or allow them with allow_pickle=True if you trust their source"
+            "convert them to safetensors, or allow them with --allow-pickle (allow_pickle=True) if you trust the source"
         )
 
 
@@ -143,7 +143,8 @@ def load_hf(
     check_remote_code(config, source, trust_remote_code)
     auto = getattr(transformers, auto_class(config, trust_remote_code))
     try:
-        with _quiet():
+        # Parts that a checkpoint lacks and no rollout uses are drawn; equal work must still give equal bytes.
+        with _quiet(), _seeded():
             model, info = auto.from_pretrained(
                 str(folder),
                 trust_remote_code=trust_remote_code,
@@ -191,6 +192,15 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Draw from one seed inside the block and leave the global generator as it was."""
+    torch = require("torch")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> None:

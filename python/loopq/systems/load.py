@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.files import read_json
+from loopq.config import DTYPES
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS, hf
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 Encode = Callable[[str], Sequence[int]]
 ZOO_PREFIX = "loopq-zoo-"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def load_model(
     Raises
     ------
     ConfigError
-        Nothing of this name, code that is not trusted, or a dtype that is not known.
+        Nothing of this name, code that is not trusted, a dtype that is not known, or a device that is not there.
     CheckpointError
         Files that are damaged or do not fit, parameters that the checkpoint lacks, pickled weights.
     SystemContractError
@@ -229,7 +229,7 @@ def load_model(
             allow_pickle=allow_pickle,
             dtype=wanted,
         )
-    model = model.to(device=device).eval()
+    model = _to_device(model, device).eval()
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)
     tokenizer, encode = (None, encode_bytes) if zoo else hf.load_tokenizer(folder, trust_remote_code)
@@ -245,19 +245,28 @@ def load_model(
     )
 
 
+def _to_device(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device=device)
+    except (RuntimeError, AssertionError) as cause:
+        # torch says it on many lines; the first names the device.
+        reason = str(cause).strip().splitlines()[0]
+        raise ConfigError(f"device {device!r} cannot be used here: {reason}") from cause
+
+
 def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> Path:
     folder = Path(spec)
     if (folder / "config.json").is_file():
         return folder
     zoo = importlib.import_module("loopq.zoo")
-    found: dict[str, Path] = zoo._folders()
-    if str(spec) in found:
-        return found[str(spec)]
+    if str(spec) in zoo.available():
+        place: Path = zoo.folder(str(spec))
+        return place
     if folder.is_dir():
         raise ConfigError(f"{folder}: no config.json in it; it is not a model's folder")
     if hf.HUB_ID.match(str(spec)):
         return hf.fetch(str(spec), revision, allow_pickle)
     raise ConfigError(
         f"no model {str(spec)!r}: neither a folder with a config.json, nor a hub id (owner/name), nor one of "
-        f"the zoo: {', '.join(found) or '(none here)'}"
+        f"the zoo: {', '.join(zoo.available()) or '(none here)'}"
     )

@@ -14,7 +14,7 @@ from loopq.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from loopq.zoo._model import ZooModel
 
-__all__ = ["available", "batches", "calibration_text", "evaluation_text", "load"]
+__all__ = ["available", "batches", "calibration_text", "evaluation_text", "folder", "load"]
 
 _HERE = Path(__file__).resolve().parent
 _DATA = _HERE / "data"
@@ -47,6 +47,29 @@ def _folders() -> dict[str, Path]:
 def available() -> list[str]:
     """Return the names that `load` takes: the shipped models, and in a checkout the trained ones too."""
     return sorted(_folders())
+
+
+def folder(name: str) -> Path:
+    """Return the folder of a zoo model: ``config.json``, ``model.safetensors`` and its card.
+
+    Parameters
+    ----------
+    name : str
+        One of `available`.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    ConfigError
+        If the zoo has no model of this name.
+    """
+    found = _folders()
+    if name not in found:
+        raise ConfigError(f"no zoo model {name!r}: use one of {sorted(found)}")
+    return found[name]
 
 
 def model_class(model_type: str) -> type[ZooModel]:
@@ -93,14 +116,14 @@ def load(name: str | Path = "huginn_small") -> ZooModel:
     MissingExtraError
         If torch is not installed.
     """
-    folder = _folders().get(str(name), Path(name))
-    config = folder / "config.json"
+    place = _folders().get(str(name), Path(name))
+    config = place / "config.json"
     if not config.is_file():
         raise ConfigError(
             f"no zoo model {str(name)!r}: use one of {available()} or a folder with a config.json"
         )
     model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type", "")
-    return model_class(model_type).load(folder)
+    return model_class(model_type).load(place)
 
 
 def calibration_text() -> bytes:

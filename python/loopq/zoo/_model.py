@@ -18,6 +18,8 @@ from loopq.errors import CheckpointError, ConfigError
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
+# Blocks before and after the loop; a model may do without.
+_MAY_BE_ZERO = ("n_prelude", "n_coda")
 
 
 @dataclasses.dataclass
@@ -43,6 +45,11 @@ class ZooConfig:
     """
 
     model_type: ClassVar[str] = ""
+    # What a kind asks of its integers: the least value where it is not 1, (setting, factor, other) for "a
+    # multiple of factor times other", and whether there is a depth to choose.
+    least: ClassVar[dict[str, int]] = {}
+    multiples: ClassVar[tuple[tuple[str, int, str | None], ...]] = (("n_embd", 1, "n_heads"),)
+    looped: ClassVar[bool] = True
 
     vocab_size: int = 256
     n_embd: int = 128
@@ -53,12 +60,26 @@ class ZooConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_embd", "n_heads", "intermediate_size", "n_steps", "block_size"):
+        least = {
+            f.name: 0 if f.name in _MAY_BE_ZERO else 1 for f in dataclasses.fields(self) if f.type == "int"
+        }
+        for name, low in (least | self.least).items():
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(
-                    f"{self.model_type}: {name} must be an integer of at least 1, got {value!r}"
+                    f"{self.model_type}: {name} must be an integer of at least {low}, got {value!r}"
                 )
+        for name, factor, other in self.multiples:
+            unit = factor * (getattr(self, other) if other else 1)
+            if getattr(self, name) % unit:
+                raise ConfigError(
+                    f"{self.model_type}: {name} must be a multiple of {unit}"
+                    f"{f' ({factor} * {other})' if other else ''}, got {getattr(self, name)}"
+                )
+        if not self.looped and self.n_steps != 1:
+            raise ConfigError(
+                f"{self.model_type}: there is no loop over depth, so n_steps must be 1, got {self.n_steps}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain JSON values, ``model_type`` included."""

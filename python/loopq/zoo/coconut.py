@@ -31,19 +31,12 @@ class CoconutConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-coconut"
+    least: ClassVar = {"vocab_size": 4}
 
     vocab_size: int = 259
     n_steps: int = 5
     n_layers: int = 2
     question_length: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_layers < 1 or self.n_embd % self.n_heads or self.question_length < 1 or self.vocab_size < 4:
-            raise ConfigError(
-                "coconut: need n_layers >= 1, n_embd a multiple of n_heads, question_length >= 1 and "
-                f"vocab_size >= 4; got {self}"
-            )
 
     @property
     def start_id(self) -> int:

@@ -27,15 +27,12 @@ class ControlConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-control"
+    multiples: ClassVar = (("n_embd", 2, "n_heads"),)
+    looped: ClassVar = False
 
     n_steps: int = 1
     n_layers: int = 2
     rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_steps != 1 or self.n_layers < 1:
-            raise ConfigError(f"control: need n_steps 1, n_layers >= 1; got {self.n_steps}, {self.n_layers}")
 
 
 class ZooControl(ZooModel):

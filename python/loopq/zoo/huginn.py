@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopq.errors import ConfigError
 from loopq.zoo._layers import (
     RMSNorm,
     causal_attention,
@@ -41,6 +40,7 @@ class HuginnConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-huginn"
+    multiples: ClassVar = (("n_embd", 2, "n_heads"),)
 
     n_prelude: int = 0
     n_core: int = 2
@@ -48,17 +48,6 @@ class HuginnConfig(ZooConfig):
     rope_base: float = 10_000.0
     state_variance: float = 0.4
     tie_head: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_embd % (2 * self.n_heads):
-            raise ConfigError(
-                f"huginn: n_embd {self.n_embd} must be a multiple of 2 * n_heads = {2 * self.n_heads}"
-            )
-        if self.n_core < 1 or self.n_prelude < 0 or self.n_coda < 0:
-            raise ConfigError(
-                f"huginn: need n_core >= 1, others >= 0, got {(self.n_prelude, self.n_core, self.n_coda)}"
-            )
 
 
 class HuginnAttention(nn.Module):

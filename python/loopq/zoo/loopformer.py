@@ -32,14 +32,6 @@ class LoopFormerConfig(ZooConfig):
 
     n_layers: int = 2
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_layers < 1 or self.n_embd % self.n_heads:
-            raise ConfigError(
-                f"loopformer: need n_layers >= 1 and n_embd a multiple of n_heads, got {self.n_layers}, "
-                f"{self.n_embd}, {self.n_heads}"
-            )
-
 
 class LoopFormerAttention(nn.Module):
     """Causal attention with fused ``c_attn``; positions come with the embeddings."""
@@ -114,7 +106,9 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         power = torch.arange(N_FREQUENCIES, dtype=torch.float32, device=t.device) / N_FREQUENCIES
         angle = t.float()[:, None] * torch.exp(-math.log(MAX_PERIOD) * power)
-        out: Tensor = self.mlp(torch.cat((angle.cos(), angle.sin()), -1))
+        # Angles need float32 whatever the model's type: a step of 1/N is below bfloat16's resolution.
+        waves = torch.cat((angle.cos(), angle.sin()), -1)
+        out: Tensor = self.mlp(waves.to(self.mlp[0].weight.dtype))
         return out
 
 

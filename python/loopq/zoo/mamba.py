@@ -32,6 +32,8 @@ class MambaConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-mamba"
+    multiples: ClassVar = ()
+    looped: ClassVar = False
 
     n_steps: int = 1
     intermediate_size: int = 256
@@ -39,13 +41,6 @@ class MambaConfig(ZooConfig):
     state_size: int = 8
     dt_rank: int = 8
     conv_kernel: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_steps != 1 or min(self.n_layers, self.state_size, self.dt_rank, self.conv_kernel) < 1:
-            raise ConfigError(
-                f"mamba: n_steps must be 1, n_layers, state_size, dt_rank, conv_kernel at least 1; got {self}"
-            )
 
 
 def selective_scan(decay: Tensor, drive: Tensor, identity: float = 0.0) -> list[Tensor]:
@@ -99,15 +94,16 @@ class MambaMixer(nn.Module):
         padded = F.pad(x.transpose(1, 2), (width - 1, 0))
         x = F.silu(F.conv1d(padded, self.conv1d.weight, self.conv1d.bias, groups=x.shape[-1])).transpose(1, 2)
         rank, b, c = self.x_proj(x).split(self.widths, -1)
-        dt = F.softplus(rank.float() @ self.dt_proj.weight.T + self.dt_proj.bias)
-        decay = torch.exp(dt.unsqueeze(-1) * -torch.exp(self.A_log))
+        # The scan multiplies hundreds of decays: it runs in float32 whatever the model's type.
+        dt = F.softplus(rank.float() @ self.dt_proj.weight.float().T + self.dt_proj.bias.float())
+        decay = torch.exp(dt.unsqueeze(-1) * -torch.exp(self.A_log.float()))
         drive = (dt * x.float()).unsqueeze(-1) * b.float().unsqueeze(2)
         return x, selective_scan(decay, drive, self.identity), c.float(), z
 
     def forward(self, x: Tensor) -> Tensor:
         u, states, c, z = self.scan(x)
         y = torch.stack([(h * ct.unsqueeze(1)).sum(-1) for h, ct in zip(states, c.unbind(1), strict=True)], 1)
-        out: Tensor = self.out_proj((y + self.D * u) * F.silu(z))
+        out: Tensor = self.out_proj(((y + self.D * u) * F.silu(z)).to(z.dtype))
         return out
 
 

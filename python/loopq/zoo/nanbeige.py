@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from loopq.errors import ConfigError
 from loopq.zoo._layers import GatedMLP, RMSNorm, SplitAttention, init_linears, rope_tables
 from loopq.zoo._model import ZooConfig, ZooModel
 
@@ -29,6 +28,7 @@ class NanbeigeConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-nanbeige"
+    multiples: ClassVar = (("n_heads", 1, "n_kv_heads"), ("head_dim", 2, None))
 
     n_heads: int = 4
     n_steps: int = 2
@@ -36,14 +36,6 @@ class NanbeigeConfig(ZooConfig):
     n_kv_heads: int = 2
     head_dim: int = 48
     rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_layers < 1 or self.n_heads % self.n_kv_heads or self.head_dim % 2:
-            raise ConfigError(
-                f"nanbeige: need n_layers >= 1, n_heads a multiple of n_kv_heads, an even head_dim; got "
-                f"{self.n_layers}, {self.n_heads}, {self.n_kv_heads}, {self.head_dim}"
-            )
 
 
 class NanbeigeLayer(nn.Module):

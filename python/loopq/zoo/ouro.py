@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from loopq.errors import ConfigError
 from loopq.zoo._layers import GatedMLP, RMSNorm, SplitAttention, init_linears, rope_tables
 from loopq.zoo._model import ZooConfig, ZooModel
 
@@ -28,19 +27,12 @@ class OuroConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-ouro"
+    multiples: ClassVar = (("n_embd", 2, "n_heads"),)
 
     n_steps: int = 4
     n_layers: int = 2
     rope_base: float = 10_000.0
     early_exit_threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_layers < 1 or self.n_embd % (2 * self.n_heads):
-            raise ConfigError(
-                f"ouro: need n_layers >= 1 and n_embd a multiple of 2 * n_heads, got {self.n_layers}, "
-                f"{self.n_embd}, {self.n_heads}"
-            )
 
 
 class OuroLayer(nn.Module):

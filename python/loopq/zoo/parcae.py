@@ -39,19 +39,13 @@ class ParcaeConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-parcae"
+    multiples: ClassVar = (("n_embd", 2, "n_heads"),)
+    least: ClassVar = {"n_embd": GATE_INPUTS}
 
     n_prelude: int = 0
     n_core: int = 2
     n_coda: int = 0
     rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_core < 1 or self.n_embd % (2 * self.n_heads) or self.n_embd < GATE_INPUTS:
-            raise ConfigError(
-                f"parcae: need n_core >= 1, n_embd a multiple of 2 * n_heads and at least {GATE_INPUTS}; got "
-                f"{self.n_core}, {self.n_embd}, {self.n_heads}"
-            )
 
 
 class ParcaeAttention(nn.Module):

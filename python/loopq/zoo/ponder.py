@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loopq.errors import ConfigError
 from loopq.zoo._layers import causal_attention, init_linears, merge_heads, rope_tables, rotate_half
 from loopq.zoo._model import ZooConfig, ZooModel
 
@@ -31,19 +30,13 @@ class PonderConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-ponder"
+    multiples: ClassVar = (("n_embd", 1, "n_heads"), ("rotary_dim", 2, None))
+    least: ClassVar = {"rotary_dim": 2}
 
     n_steps: int = 4
     n_layers: int = 2
     rotary_pct: float = 0.25
     rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_layers < 1 or self.n_embd % self.n_heads or self.rotary_dim % 2 or self.rotary_dim < 2:
-            raise ConfigError(
-                f"ponder: need n_layers >= 1, n_embd a multiple of n_heads, an even rotated width; got "
-                f"{self.n_layers}, {self.n_embd}, {self.n_heads}, {self.rotary_dim}"
-            )
 
     @property
     def rotary_dim(self) -> int:
@@ -143,7 +136,8 @@ class ZooPonder(ZooModel):
     ) -> Tensor:
         mixture = self.predict_from_latents(input_states).softmax(-1)
         # The embedding matrix serves as a matmul operand here: no module is called.
-        return input_states + mixture @ self.gpt_neox["embed_in"].weight
+        table = self.gpt_neox["embed_in"].weight
+        return input_states + mixture.to(table.dtype) @ table
 
     def predict_from_latents(self, latents: Tensor) -> Tensor:
         x = latents

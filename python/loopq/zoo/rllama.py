@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from loopq.errors import ConfigError
 from loopq.zoo._layers import (
     RMSNorm,
     causal_attention,
@@ -39,6 +38,7 @@ class RLlamaConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-rllama"
+    multiples: ClassVar = (("n_embd", 2, "n_heads"), ("n_heads", 1, "n_kv_heads"))
 
     n_heads: int = 4
     n_kv_heads: int = 2
@@ -46,14 +46,6 @@ class RLlamaConfig(ZooConfig):
     n_core: int = 2
     n_coda: int = 0
     rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n_embd % (2 * self.n_heads) or self.n_heads % self.n_kv_heads or self.n_core < 1:
-            raise ConfigError(
-                f"rllama: n_embd {self.n_embd} must be a multiple of 2 * n_heads, n_heads {self.n_heads} one "
-                f"of n_kv_heads {self.n_kv_heads}, and n_core {self.n_core} at least 1"
-            )
 
 
 class RLlamaAttention(nn.Module):

@@ -1,0 +1,326 @@
+"""The paper's main table: rounding, one-step and N-step calibration on every model, and the ranks beside it.
+
+`run_member` measures one model and gives plain data; `loopq.reproduce.main_text` makes numbers with intervals,
+words and tables of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq
+from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.dump import fingerprint
+from loopq.calibrate.select import Selection
+from loopq.checkpoint.files import read_json, write_json
+from loopq.checkpoint.model_files import model_tensors
+from loopq.config import LayerConfig, Override, QuantConfig
+from loopq.diagnose.rank import FOCAL, layer_ranks
+from loopq.errors import ConfigError, LoopqError
+from loopq.evaluate.compare import Measurement, compare
+from loopq.progress import Progress, Silent
+from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.sequential import in_model_orientation
+from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
+from loopq.systems.base import LoopedSystem
+
+FORMAT = 1
+GRIDS = ((4, 128), (3, 32))
+RTN, ONE, ALL = "RTN", "one step", "N steps"
+# Name, method, steps whose Hessians are summed.
+ARMS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
+ADAPTER_DAMPING = 0.1
+
+Variants = dict[str, dict[str, NDArray[np.float32]]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is run.
+
+    Parameters
+    ----------
+    n_calibration, n_evaluation : int
+        Prompts of one calibration set, and held-out prompts.
+    seq_len : int
+        Tokens of a prompt of text.
+    n_seeds : int
+        Calibration seeds: each has prompts of its own and initial states of its own.
+    hidden_calibration, hidden_evaluation, n_probe : int
+        The same for PL-BERT, whose rollout costs thirty times as much, and prompts that its probe is fitted on.
+    """
+
+    n_calibration: int = 64
+    n_evaluation: int = 64
+    seq_len: int = 128
+    n_seeds: int = 3
+    hidden_calibration: int = 32
+    hidden_evaluation: int = 24
+    n_probe: int = 96
+
+    def __post_init__(self) -> None:
+        for name, least in (("n_calibration", 1), ("n_evaluation", 2), ("seq_len", 2), ("n_seeds", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}")
+
+    def of(self, name: str) -> Settings:
+        """Settings for one member: PL-BERT has its own counts."""
+        if name != PLBERT:
+            return self
+        small = {"n_calibration": self.hidden_calibration, "n_evaluation": self.hidden_evaluation}
+        return Settings(**(asdict(self) | small))
+
+
+def run(
+    names: Sequence[str],
+    settings: Settings | None = None,
+    *,
+    data: Path | None = None,
+    work: Path | None = None,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> list[dict[str, Any]]:
+    """Measure every member; one that is in `work` with the same weights, prompts and settings is not run again.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Zoo names, folders of byte-level models, "plbert".
+    settings : Settings, optional
+        How much is run.
+    data : Path, optional
+        Data folder, for "plbert".
+    work : Path, optional
+        Folder where each member's results are kept.
+    threads : int
+        Threads of the core; 0 takes all.
+    progress : Progress, optional
+        Told of every stage.
+
+    Returns
+    -------
+    list of dict
+        What `run_member` gives, in the order of the names.
+    """
+    progress = progress or Silent()
+    settings = settings or Settings()
+    found = []
+    # All are loaded before any is measured: a name that is wrong shows at once.
+    members = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
+    for number, (member, own) in enumerate(members, start=1):
+        key = _key(member, own)
+        path = work / f"{member.name}.json" if work else None
+        kept = _kept(path, key)
+        progress.note(f"{number}/{len(names)} {member.name}" + ": measured before" * (kept is not None))
+        if kept is None:
+            kept = run_member(member, own, threads=threads, progress=progress) | {"key": key}
+            if path is not None:
+                write_json(path, kept)
+        found.append(kept)
+    return found
+
+
+def _sizes(settings: Settings) -> Sizes:
+    """One text, cut by `_calibration_sets`; the rest of it is the probe's."""
+    return Sizes(
+        settings.n_calibration * settings.n_seeds,
+        settings.n_probe,
+        settings.n_evaluation,
+        settings.seq_len,
+    )
+
+
+def _key(member: Member, settings: Settings) -> str:
+    weights = {
+        name: hashlib.sha256(tensor.data.data).hexdigest()
+        for name, tensor in model_tensors(member.loaded.model)[0].items()
+    }
+    texts = [t.digest() for t in (member.calibration, member.evaluation)]
+    return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, ARMS)
+
+
+def _kept(path: Path | None, key: str) -> dict[str, Any] | None:
+    if path is None or not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = read_json(path)
+    except LoopqError:
+        return None
+    return found if found.get("key") == key else None
+
+
+def run_member(
+    member: Member, settings: Settings, *, threads: int = 0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Quantize one model by every arm, on every grid, from every calibration seed, and measure it.
+
+    Returns
+    -------
+    dict
+        `member`, `system`, `n_steps`, `output`, `looped` (whether any calibrated weight is called twice);
+        `full_precision`: per prompt the negative log-likelihood in nats, null for hidden states; `arms`: for
+        each grid and arm bytes and, by calibration seed and prompt, KL, agreement and negative log-likelihood
+        (hidden states: squared relative error, cosine, null); `ranks`: see `rank_survey`; `states`: see
+        `loopq.reproduce.probe.measure_states`, null where there are logits.
+    """
+    progress = progress or Silent()
+    began = time.monotonic()
+    system = member.loaded.system
+    variants: Variants = {}
+    sizes: dict[str, int] = {}
+    survey: dict[str, Any] = {}
+    selection: Selection | None = None
+    for seed, text in enumerate(_calibration_sets(member.calibration, settings.n_seeds)):
+        sums, selection = collect_all_steps(system, text, seed=seed, threads=threads, progress=progress)
+        for name, layers in _solve(system, sums, selection, seed, threads).items():
+            sizes[name] = sum(layer.n_bytes for layer in layers.values())
+            variants[name] = {n: in_model_orientation(layer) for n, layer in layers.items()}
+        if seed == 0:
+            survey = rank_survey(sums, selection, threads)
+    assert selection is not None
+    measured = compare(system, variants, member.evaluation, scored_from=member.scored_from, progress=progress)
+    by_name = {m.name: m for m in measured}
+    states = None
+    if system.output == "hidden" and system.has_steps:
+        first = {f"INT{b} g{g}, {a}": variants[_name(b, g, a, 0)] for b, g in GRIDS for a, _, _ in ARMS}
+        probe = fit_probe(system, member.tuning_held_out, progress)
+        states = measure_states(system, first, member.evaluation, probe, progress)
+        states["probe"] = {"n_positions": probe.n_positions, "mask_share": MASK_SHARE, "mask_id": MASK_ID}
+    return {
+        "member": member.name,
+        "system": system.name,
+        "n_steps": system.n_steps,
+        "output": system.output,
+        "task": "chains" if member.scored_from else "text",
+        "looped": any(p.invocations > 1 for p in selection.observed),
+        "bytes_per_token": measured[0].bytes_per_token,
+        "full_precision": _rounded(measured[0].nll) if system.output == "logits" else None,
+        "arms": [
+            _arm(bits, group, arm, sizes, by_name, settings) for bits, group in GRIDS for arm, _, _ in ARMS
+        ],
+        "ranks": survey,
+        "states": states,
+        "settings": asdict(settings),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _calibration_sets(text: TokenSet, n_seeds: int) -> list[TokenSet]:
+    each = len(text.sequences) // n_seeds
+    if each < 1:
+        raise ConfigError(f"{text.source}: {len(text.sequences)} prompts are too few for {n_seeds} seeds")
+    return [text.take(s * each, (s + 1) * each) for s in range(n_seeds)]
+
+
+def _name(bits: int, group: int, arm: str, seed: int) -> str:
+    return f"INT{bits} g{group}, {arm}, seed {0 if arm == RTN else seed}"
+
+
+def _solve(
+    system: LoopedSystem, sums: HessianSet, selection: Selection, seed: int, threads: int
+) -> dict[str, dict[str, Any]]:
+    """Layers of every grid and arm from one calibration set; rounding needs none and is done once."""
+    # The paper damps the feedback adapter by 10 %, everything else by 1 %.
+    adapters = tuple(
+        Override(p.name, {"damping": ADAPTER_DAMPING}) for p in selection.observed if p.role == "adapter"
+    )
+    solved = {}
+    for bits, group in GRIDS:
+        for arm, method, steps in ARMS:
+            if arm == RTN and seed:
+                continue
+            layer = LayerConfig(method=method, bits=bits, group_size=group)
+            config = QuantConfig(layer, steps=steps, overrides=adapters, rank_threshold=None)
+            solved[_name(bits, group, arm, seed)] = solve_arm(sums, selection, system, config, threads)
+    return solved
+
+
+def _arm(
+    bits: int,
+    group: int,
+    arm: str,
+    sizes: Mapping[str, int],
+    measured: Mapping[str, Measurement],
+    settings: Settings,
+) -> dict[str, Any]:
+    names = [_name(bits, group, arm, s) for s in range(1 if arm == RTN else settings.n_seeds)]
+
+    def gather(field: Callable[[Measurement], NDArray[np.float64]]) -> list[Any]:
+        return [_rounded(field(measured[n])) for n in names]
+
+    hidden = measured[names[0]].output == "hidden"
+    return {
+        "bits": bits,
+        "group_size": group,
+        "arm": arm,
+        "n_bytes": sizes[names[0]],
+        "kl": gather(lambda m: m.kl),
+        "agreement": gather(lambda m: m.agreement),
+        "nll": None if hidden else gather(lambda m: m.nll),
+    }
+
+
+def _rounded(values: NDArray[np.float64]) -> list[float]:
+    """The prompts' values of the one evaluation seed, eight digits."""
+    return [float(f"{v:.8g}") for v in values[0]]
+
+
+def layer_class(name: str) -> str:
+    """Name of a weight without what numbers it: "transformer.core_block.0.attn.Wqkv.weight" to "attn.Wqkv".
+
+    Examples
+    --------
+    >>> layer_class("transformer.core_block.0.attn.Wqkv.weight"), layer_class("transformer.adapter.weight")
+    ('attn.Wqkv', 'adapter')
+    """
+    parts = name.removesuffix(".weight").split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :]) if numbers else parts[-1]
+
+
+def _readers_class(names: Sequence[str]) -> str:
+    """Class of an input by the layers that read it: "self_attn.q_proj+k_proj+v_proj"."""
+    first, *others = [layer_class(name) for name in names]
+    return "+".join([first, *(other.rpartition(".")[2] for other in others)])
+
+
+def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dict[str, Any]:
+    """Count the directions that calibration sees, at step 0, at the last step and over the trajectory.
+
+    Returns
+    -------
+    dict
+        `threshold` tau: an eigenvalue counts above tau times the largest; `layers`: for each distinct input the
+        class of layer, the layers that read it, width, rows, steps, the three ranks and the gain (trajectory
+        over step 0); `bottleneck`: the layer with the lowest step-0 rank over width.
+    """
+    layers = []
+    for p in selection.input_groups:
+        h: Any = sums.accumulators[p.name]
+        found = layer_ranks(h, thresholds=(FOCAL,), steps=[], threads=threads)
+        layers.append(
+            {
+                "layer": p.name,
+                "class": _readers_class([n for n, leader in selection.leaders.items() if leader == p.name]),
+                "n_inputs": p.in_features,
+                "n_rows": int(h.n_rows(0)),
+                "n_steps": p.invocations,
+                "first": found["first"]["rank"],
+                "last": found["last"]["rank"],
+                "all": found["all"]["rank"],
+                "gain": found["rank_gain"],
+                "step0_trace_share": found["step0_trace_share"],
+            }
+        )
+    lowest = min(layers, key=lambda row: float(row["first"]) / float(row["n_inputs"]))
+    return {"threshold": FOCAL, "layers": layers, "bottleneck": lowest["layer"]}

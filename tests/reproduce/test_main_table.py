@@ -1,0 +1,363 @@
+"""The main table: what is measured, kept, put in words and printed, on tiny untrained models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from loopq import zoo  # noqa: E402
+from loopq.calibrate.data import TokenSet, from_ids  # noqa: E402
+from loopq.cli import main  # noqa: E402
+from loopq.errors import ConfigError  # noqa: E402
+from loopq.evaluate.compare import compare  # noqa: E402
+from loopq.reproduce import main_table, main_text  # noqa: E402
+from loopq.reproduce.main_table import ALL, ARMS, GRIDS, ONE, RTN, Settings, layer_class  # noqa: E402
+from loopq.reproduce.members import Member, Sizes, load_member  # noqa: E402
+from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states  # noqa: E402
+from loopq.systems.load import load_model  # noqa: E402
+
+from ..systems.models import CASES  # noqa: E402
+from ..systems.test_check import _loaded, _open  # noqa: E402
+
+TINY = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 64}
+SMALL = Settings(n_calibration=2, n_evaluation=3, seq_len=24, n_seeds=2, n_probe=4)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(main_text, "N_RESAMPLES", 300)
+
+
+def save(folder: Path, kind: str, **changes: Any) -> str:
+    """Save a tiny model of the zoo and return its folder."""
+    torch.manual_seed(0)
+    model = zoo.model_class(f"loopq-zoo-{kind}").from_config({**TINY, **changes}).eval()
+    model.save(folder)
+    return str(folder)
+
+
+def measure(name: str, **options: Any) -> dict[str, Any]:
+    return main_table.run([name], SMALL, threads=1, **options)[0]
+
+
+def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
+    found = measure(save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=3))
+    assert found["member"] == "tiny"
+    assert (found["system"], found["n_steps"], found["looped"]) == ("ouro", 3, True)
+    assert [(a["bits"], a["group_size"], a["arm"]) for a in found["arms"]] == [
+        (bits, group, arm) for bits, group in GRIDS for arm, _, _ in ARMS
+    ]
+    for arm in found["arms"]:
+        # Rounding looks at no text, so it has one seed.
+        assert np.shape(arm["kl"]) == np.shape(arm["nll"]) == ((1 if arm["arm"] == RTN else 2), 3)
+        assert np.min(arm["kl"]) > 0
+    first, second = found["arms"][1]["kl"]
+    assert first != second, "calibration seeds see the same prompts"
+    assert len(found["full_precision"]) == 3
+
+
+def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
+    folder = save(tmp_path / "tiny", "huginn", n_steps=3)
+    found = measure(folder)
+    member = load_member(folder, Sizes(4, 4, 3, 24))
+    system = member.loaded.system
+    base = compare(system, {}, member.evaluation)[0]
+    assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
+    row = main_text.summarize_member(found)
+    assert row["bits_per_byte"]["estimate"] == pytest.approx(base.bits_per_byte)
+    # A byte-level model: nats over ln 2 are bits of a byte.
+    arm = found["arms"][-1]
+    lost = (np.mean(arm["nll"]) - base.nll.mean()) / math.log(2)
+    assert row["grids"][1]["arms"][ALL]["bits_lost"]["estimate"] == pytest.approx(lost)
+    gap = row["grids"][1]["arms"][ALL]["gap_closed"]
+    assert gap["estimate"] == pytest.approx(1 - np.mean(arm["kl"]) / np.mean(found["arms"][3]["kl"]))
+    assert gap["low"] < gap["estimate"] < gap["high"]
+
+
+def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = main_table.solve_arm
+
+    def watch(sums: Any, selection: Any, system: Any, config: Any, threads: int) -> Any:
+        seen.append(config)
+        return plain(sums, selection, system, config, threads)
+
+    monkeypatch.setattr(main_table, "solve_arm", watch)
+    measure(save(tmp_path / "tiny", "rllama", n_steps=2, n_heads=4))
+    assert seen[0].for_layer("transformer.adapter.weight")[0].damping == 0.1
+    assert seen[0].for_layer("transformer.core_block.0.mlp.fc.weight")[0].damping == 0.01
+
+
+def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
+    found = measure(save(tmp_path / "tiny", "control", n_steps=1))
+    assert not found["looped"]
+    arms = {a["arm"]: a for a in found["arms"][:3]}
+    assert arms[ONE]["kl"] == arms[ALL]["kl"]
+    grid = main_text.summarize_member(found)["grids"][0]
+    assert grid["holds"] is None
+    assert "both arms are one" in grid["in_words"]
+    assert main_text.headline(main_text.summarize([found]))[-1].endswith("both calibrations are one: tiny.")
+
+
+def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, n_steps=2, head_dim=8)
+    work = tmp_path / "work"
+    first = measure(folder, work=work)
+    plain = main_table.run_member
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(main_table, "run_member", refuse)
+    assert measure(folder, work=work) == first
+    with pytest.raises(AssertionError, match="measured again"):
+        main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
+    model = zoo.load(folder)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save(folder)
+    with pytest.raises(AssertionError, match="measured again"):
+        measure(folder, work=work)
+    monkeypatch.setattr(main_table, "run_member", plain)
+    (work / "tiny.json").write_text("{")
+    assert measure(folder, work=work)["key"] != first["key"]
+
+
+def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main_table, "run_member", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(ConfigError, match="no model 'nothing'"):
+        main_table.run([save(tmp_path / "tiny", "ouro"), "nothing"], SMALL)
+    with pytest.raises(ConfigError, match="n_seeds must be at least 1"):
+        Settings(n_seeds=0)
+
+
+def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
+    folder = save(tmp_path / "tiny", "coconut", n_steps=3)
+    member = load_member(folder, Sizes(2, 2, 3, 24))
+    assert member.scored_from == 31
+    assert [s.size for s in member.evaluation.sequences] == [32 + 12 - 2] * 3
+    assert not {s.tobytes() for s in member.calibration.sequences} & {
+        s.tobytes() for s in member.evaluation.sequences
+    }
+    found = measure(folder)
+    assert found["task"] == "chains"
+    loaded = load_model(folder)
+    ids = torch.from_numpy(np.stack(member.evaluation.sequences))
+    with torch.no_grad():
+        log = loaded.model(ids).double().log_softmax(-1)
+    nll = -log[:, 31:-1].gather(-1, ids[:, 32:, None]).squeeze(-1).mean(-1)
+    assert found["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
+    with pytest.raises(ConfigError, match="at least two tokens after 41"):
+        compare(loaded.system, {}, member.evaluation, scored_from=41)
+
+
+def test_ranks_are_those_of_the_inputs(tmp_path: Path) -> None:
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    survey = measure(folder)["ranks"]
+    member = load_member(folder, Sizes(4, 4, 3, 24))
+    assert survey["threshold"] == 1e-3
+    by_class = {row["class"]: row for row in survey["layers"]}
+    assert set(by_class) == {
+        "self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj",
+    }  # fmt: skip
+    rows: list[Any] = []
+    hook = member.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
+        lambda _, args: rows.append(args[0].flatten(0, 1).double())
+    )
+    batch = next(member.calibration.take(0, 2).batches(8))
+    member.loaded.system.rollout(batch, 2)
+    hook.remove()
+    ranks = []
+    for x in (rows[0], rows[1], torch.cat(rows)):
+        values = torch.linalg.eigvalsh(x.T @ x)
+        ranks.append(int((values > 1e-3 * values.max()).sum()))
+    row = by_class["mlp.down_proj"]
+    assert [row["first"], row["last"], row["all"]] == ranks
+    assert row["gain"] == pytest.approx(ranks[2] / ranks[0])
+    assert row["n_rows"] == 48
+    lowest = min(survey["layers"], key=lambda r: r["first"] / r["n_inputs"])
+    assert survey["bottleneck"] == lowest["layer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("transformer.adapter.weight", "adapter"),
+        ("transformer.core_block.12.attn.Wqkv.weight", "attn.Wqkv"),
+        ("encoder.albert_layer_groups.0.albert_layers.0.ffn_output.weight", "ffn_output"),
+    ],
+)
+def test_layers_are_classed_without_their_numbers(name: str, expected: str) -> None:
+    assert layer_class(name) == expected
+
+
+def ratios(rtn: float, one: float, first: float, width: float = 0.1) -> dict[str, dict[str, float]]:
+    names = (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")
+    values = zip(names, (rtn, one, first), strict=True)
+    return {n: {"estimate": v, "low": v - width, "high": v + width} for n, v in values}
+
+
+@pytest.mark.parametrize(
+    ("given", "holds", "says"),
+    [
+        (ratios(0.5, 0.6, 1.4), True, "holds: N steps beat both; one step is worse than rounding"),
+        (ratios(0.5, 0.95, 0.5), False, "better than rounding and not to be told from one step"),
+        (ratios(1.3, 1.2, 1.0), False, "worse than rounding and worse than one step; one step is level with"),
+        (
+            ratios(0.5, 1.2, 0.4),
+            False,
+            "better than rounding and worse than one step; one step is better than",
+        ),
+    ],
+)
+def test_the_ordering_is_said_in_words(given: Any, holds: bool, says: str) -> None:
+    found = main_text.words(given, looped=True)
+    assert found["holds"] is holds
+    assert says in found["in_words"]
+
+
+def test_training_seeds_are_put_together(tmp_path: Path) -> None:
+    names = [save(tmp_path / n, "ouro", n_layers=1, n_steps=2) for n in ("a", "a_seed1", "b")]
+    record = main_text.summarize(main_table.run(names, SMALL, threads=1))
+    assert {r["kind"] for r in record["training_seeds"]} == {"a"}
+    for row in record["training_seeds"]:
+        assert row["members"] == ["a", "a_seed1"]
+        assert row["gap_closed"]["estimate"] == pytest.approx(np.mean(row["by_seed"]))
+
+
+def encoder() -> Member:
+    """A tiny model whose output are hidden states."""
+    case = CASES["transformers ALBERT"]
+    torch.manual_seed(0)
+    loaded = _loaded(_open(case))
+    rng = np.random.default_rng(0)
+    text = [from_ids(rng.integers(1, 50, (n, 12))) for n in (4, 8, 5)]
+    return Member("tiny", loaded, *text)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
+    found = main_table.run_member(encoder(), SMALL, threads=1)
+    assert found["output"] == "hidden"
+    assert found["full_precision"] is None
+    assert all(arm["nll"] is None for arm in found["arms"])
+    depth = found["n_steps"]
+    exact = found["states"]["full precision"]
+    assert exact["error"] == [0.0] * depth
+    assert exact["same"] == exact["masked"]
+    coarse, fine = (found["states"][f"INT{b} g{g}, RTN"] for b, g in ((3, 32), (4, 128)))
+    assert coarse["error"][-1] > fine["error"][-1] > 0
+    assert 0 < fine["cosine"][-1] < 1
+    assert sum(fine["same"]) <= sum(fine["masked"])
+    tables = main_text.tables(main_text.summarize([found]))
+    assert tables[-1].title == "tiny: hidden states by step, and a probe"
+    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(ARMS)
+
+
+def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
+    tokens = from_ids(np.arange(1, 10 * 20 + 1).reshape(10, 20))
+    whole = masked(tokens)
+    ids = np.concatenate([batch.input_ids.numpy() for batch, _ in whole])
+    truth = np.concatenate([t for _, t in whole])
+    assert ((ids == MASK_ID) == (truth >= 0)).all()
+    assert (np.where(truth >= 0, truth, ids) == np.stack(tokens.sequences)).all()
+    assert 0.1 < (truth >= 0).mean() < 0.3
+    alone = masked(tokens.take(0, 3))[0][1]
+    assert (alone == truth[:3]).all()
+
+
+def test_the_probe_finds_what_the_states_tell() -> None:
+    member = encoder()
+    system = member.loaded.system
+    plain = system.rollout
+    # States that spell the masked token's own number: what a probe can read, it must read.
+    answers = {b.prompts: t for b, t in masked(member.evaluation)}
+
+    def telling(batch: Any, n_steps: int) -> Any:
+        return torch.nn.functional.one_hot(torch.from_numpy(answers[batch.prompts]).clamp_min(0), 64).float()
+
+    system.rollout = telling  # type: ignore[method-assign]
+    probe = fit_probe(system, member.evaluation)
+    system.rollout = plain  # type: ignore[method-assign]
+    truth = np.concatenate([t for _, t in masked(member.evaluation)])
+    states = np.eye(64)[truth[truth >= 0]]
+    assert (probe.predict(states) == truth[truth >= 0]).all()
+
+
+def test_states_are_those_of_the_rollout() -> None:
+    member = encoder()
+    system = member.loaded.system
+    probe = fit_probe(system, member.tuning_held_out)
+    name = system.shared_parameters(system.n_steps)[0].name
+    weight = system.model.get_parameter(name).detach().numpy() * 1.01
+    found = measure_states(system, {"bent": {name: weight}}, member.evaluation, probe)["bent"]
+    with torch.no_grad():
+        ids = torch.cat([b.input_ids for b, _ in masked(member.evaluation)])
+        exact = system.model(ids).last_hidden_state.double()
+        system.model.get_parameter(name).copy_(torch.from_numpy(weight))
+        bent = system.model(ids).last_hidden_state.double()
+    error = ((exact - bent).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).mean()
+    assert found["error"][-1] == pytest.approx(float(error), rel=1e-4)
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    flags = [
+        "--n-calibration",
+        "2",
+        "--n-evaluation",
+        "3",
+        "--seq-len",
+        "24",
+        "--n-seeds",
+        "2",
+        "--threads",
+        "1",
+    ]
+    args = [
+        "reproduce",
+        "main-table",
+        folder,
+        *flags,
+        "--work",
+        str(tmp_path / "w"),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    assert main(args) == 0
+    text = capsys.readouterr().out
+    for title in (
+        "INT4, group size 128",
+        "INT3, group size 32",
+        "Does the paper's ordering hold?",
+        "Rank survey",
+    ):
+        assert title in text
+    assert "of 1 looped models" in text
+    data = next((tmp_path / "o").glob("main-table-*.json"))
+    record = json.loads(data.read_text())
+    assert record["members"][0]["member"] == "tiny"
+    page = data.with_suffix(".md").read_text()
+    assert "## Rank survey" in page
+    assert f"]({data.name})" in page
+    # Every row of a table has the cells of its head.
+    for line in page.splitlines():
+        if line.startswith("| "):
+            width = line.count("|")
+        assert not line.startswith("|") or line.count("|") == width
+    assert main([*args[:2], folder, folder]) == 2
+    assert "named twice" in capsys.readouterr().err
+
+
+def test_a_chain_of_calibration_sets_needs_enough_prompts() -> None:
+    with pytest.raises(ConfigError, match="too few for 3 seeds"):
+        main_table._calibration_sets(TokenSet((np.arange(4),), "text", "prompts"), 3)

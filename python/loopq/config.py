@@ -33,6 +33,7 @@ Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]
 ScaleSearch = Literal["max", "mse"]
 ScaleCost = Literal["largest", "even", "diagonal", "conditional"]
+Metric = Literal["inputs", "loop"]
 ColumnOrder = Literal["natural", "diagonal", "conditional"]
 DampingKind = Literal["mean", "median", "diagonal", "tail"]
 Inputs = Literal["open", "asymmetric", "closed-loop"]
@@ -98,6 +99,11 @@ class LayerConfig:
         "full": closed-form scales for the codes found, and a new sweep from them.
     rounds : int
         "full": most rounds of descent, refit and new sweep.
+    metric : {"inputs", "loop"}
+        "full": what an error costs: the square error of the layer's own output, or what it does to the model's
+        output through the rest of the loop, from gradients of drawn labels (`loopq.quantizers.metric`).
+    passes : int
+        "full" with metric "loop": most times round of solving each row again with all others fixed.
     rotation : str
         "none", "hadamard:SIZE", "random:SIZE", or "hadamard" for one block as wide as the layer: the input is
         rotated at run time, the weight against it (paper, C1 to C3).
@@ -125,6 +131,8 @@ class LayerConfig:
     descent: int = 30
     refit: bool = True
     rounds: int = 8
+    metric: Metric = "inputs"
+    passes: int = 1
     rotation: str = "none"
     rotation_seed: int = 0
 
@@ -149,7 +157,8 @@ class LayerConfig:
         _choice("damping_kind", self.damping_kind, ("mean", "median", "diagonal", "tail"))
         _choice("scale_cost", self.scale_cost, ("conditional", "diagonal", "even", "largest"))
         _choice("order", self.order, ("conditional", "diagonal", "natural"))
-        for name in ("descent", "rounds"):
+        _choice("metric", self.metric, ("inputs", "loop"))
+        for name in ("descent", "rounds", "passes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0; got {getattr(self, name)!r}")
         parse_step_weights(self.step_weights)
@@ -212,6 +221,8 @@ class QuantConfig:
         "asymmetric": share of the correction, 0 to 1.
     sweeps : int
         "asymmetric": times through all layers.
+    metric_draws : int
+        Metric "loop": draws of labels for each calibration prompt.
     """
 
     layer: LayerConfig = field(default_factory=LayerConfig)
@@ -223,6 +234,7 @@ class QuantConfig:
     inputs: Inputs = "open"
     alpha: float = 1.0
     sweeps: int = 1
+    metric_draws: int = 4
 
     def __post_init__(self) -> None:
         _choice("inputs", self.inputs, ("open", "asymmetric", "closed-loop"))
@@ -230,6 +242,8 @@ class QuantConfig:
             raise ConfigError(f"alpha must lie in [0, 1]; got {self.alpha!r}")
         if self.sweeps < 1:
             raise ConfigError(f"sweeps must be at least 1; got {self.sweeps!r}")
+        if self.metric_draws < 1:
+            raise ConfigError(f"metric_draws must be at least 1; got {self.metric_draws!r}")
 
     def for_layer(self, name: str) -> tuple[LayerConfig, str]:
         """Settings and steps of the layer called `name`."""

@@ -1,0 +1,185 @@
+"""Collect loop metrics: gradients of drawn labels through the unrolled loop, summed on either side of a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import ConfigError, NonFiniteError, SystemContractError
+from loopq.progress import Progress, Silent
+from loopq.quantizers.metric import LoopMetric, damped_inverse, ridged, unit
+from loopq.quantizers.solve import Task
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.tune.unroll import linked, unroll
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows of a weight that are coupled with each other.
+BLOCK = 512
+
+
+def draws(
+    system: LoopedSystem, tokens: TokenSet, names: Sequence[str], n_steps: int, seed: int, n_draws: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield gradients with respect to shared weights, one for each prompt and draw.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model with a single-step function.
+    tokens : TokenSet
+        Prompts.
+    names : sequence of str
+        Parameters.
+    n_steps : int
+        Depth.
+    seed : int
+        Seed of initial states and draws.
+    n_draws : int
+        Draws for each prompt.
+
+    Notes
+    -----
+    Logits: the log-likelihood of labels drawn from the model's own distribution. Hidden states: the product with
+    normal noise, the same thing for a square error.
+    """
+    import torch
+
+    for batch in tokens.batches(1, seed):
+        leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
+        with linked(system, leaves):
+            out = unroll(system, batch, n_steps).float()
+            for number in range(n_draws):
+                target = _target(system, out, batch, [seed, batch.prompts[0], number])
+                grads = torch.autograd.grad(
+                    target, [leaves[n] for n in names], retain_graph=number + 1 < n_draws, allow_unused=True
+                )
+                found = dict(zip(names, grads, strict=True))
+                for name, grad in found.items():
+                    if grad is not None and not bool(torch.isfinite(grad).all()):
+                        raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
+                yield {n: g for n, g in found.items() if g is not None}
+
+
+def _target(system: LoopedSystem, out: Tensor, batch: Batch, seed: list[int]) -> Tensor:
+    import torch
+
+    from loopq.tune.scores import draw_labels
+
+    if system.output == "logits":
+        logp = out.log_softmax(-1)
+        labels = draw_labels(logp.detach().cpu().numpy(), seed)
+        return logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
+    noise = np.random.default_rng(seed).standard_normal(tuple(out.shape)).astype(np.float32)
+    return (out * system.to_device(torch.from_numpy(noise))).sum()
+
+
+def collect_metrics(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    tasks: Sequence[Task],
+    hessian: Callable[[Task], NDArray[np.float64]],
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    n_draws: int = 4,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, LoopMetric]:
+    """Collect the loop metric of every layer that asks for one.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model with a single-step function.
+    tokens : TokenSet
+        Calibration prompts.
+    tasks : sequence of Task
+        Layers; those whose settings say `metric = "loop"` and that are observed are taken.
+    hessian : callable
+        Task to its H.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of initial states and draws.
+    n_draws : int
+        Draws for each prompt.
+    threads : int
+        Threads of the damping's eigenvalues.
+    progress : Progress, optional
+        Told of draws.
+
+    Returns
+    -------
+    dict of str to LoopMetric
+        By parameter name.
+
+    Raises
+    ------
+    SystemContractError
+        The system has no single-step function.
+
+    Notes
+    -----
+    The prompts are run twice: A needs H alone, S needs A. Sums are double precision; the same number of torch
+    threads gives the same bits, another number may change last bits.
+    """
+    chosen = [t for t in tasks if t.config.metric == "loop" and t.leader is not None]
+    if not chosen:
+        return {}
+    if not system.has_steps:
+        raise SystemContractError(
+            f"system {system.name!r} has no single-step function: gradients cannot be sent through its loop; use "
+            "metric 'inputs'"
+        )
+    if n_draws < 1:
+        raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
+    progress = progress or Silent()
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    names = [t.parameter.name for t in chosen]
+    flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in chosen}
+    inverse = {
+        t.parameter.name: damped_inverse(hessian(t), t.config.damping, t.config.damping_kind, threads)
+        for t in chosen
+    }
+    progress.start("metric", 2 * len(tokens.sequences) * n_draws, "gradients")
+    left: dict[str, list[NDArray[np.float64]]] = {}
+    right: dict[str, NDArray[np.float64]] = {}
+
+    def each() -> Iterator[dict[str, NDArray[np.float64]]]:
+        for found in draws(system, tokens, names, depth, seed, n_draws):
+            yield {n: _oriented(g, flip[n]) for n, g in found.items()}
+            progress.advance()
+
+    for found in each():
+        for name, g in found.items():
+            sums = [g[b] @ inverse[name] @ g[b].T for b in _blocks(len(g))]
+            before = left.get(name)
+            left[name] = sums if before is None else [x + y for x, y in zip(before, sums, strict=True)]
+    missing = [n for n in names if n not in left]
+    if missing:
+        raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
+    metrics = {n: [ridged(a) for a in blocks] for n, blocks in left.items()}
+    back = {n: [np.linalg.inv(a) for a in blocks] for n, blocks in metrics.items()}
+    for found in each():
+        for name, g in found.items():
+            parts = zip(_blocks(len(g)), back[name], strict=True)
+            add = sum((g[b].T @ a @ g[b] for b, a in parts), np.zeros((g.shape[1], g.shape[1])))
+            right[name] = right[name] + add if name in right else add
+    progress.stop()
+    n_gradients = len(tokens.sequences) * n_draws
+    return {n: LoopMetric(tuple(metrics[n]), unit(right[n]), n_gradients) for n in names}
+
+
+def _oriented(grad: Tensor, flip: bool) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
+    return np.ascontiguousarray(values.T) if flip else values
+
+
+def _blocks(rows: int) -> list[slice]:
+    return [slice(i, min(rows, i + BLOCK)) for i in range(0, rows, BLOCK)]

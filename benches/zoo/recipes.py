@@ -55,7 +55,9 @@ RECIPES: dict[str, Recipe] = {
     "ouro_small_seed1": dataclasses.replace(_OURO, seed=1, **_SHORT),
     "ouro_small_seed2": dataclasses.replace(_OURO, seed=2, **_SHORT),
     "ouro_large": Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 4, "n_steps": 4}, depth=(4, 4), **_SHORT),
-    "rllama_small": Recipe("rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), **{**_SHORT, "steps": 500}),
+    "rllama_small": Recipe(
+        "rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), **{**_SHORT, "steps": 500}
+    ),
     "parcae_small": Recipe("parcae", "ZooParcae", {**_SMALL, "n_steps": 8}, depth=(6, 10), **_SHORT),
     "loopformer_small": Recipe(
         "loopformer",

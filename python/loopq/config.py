@@ -37,7 +37,11 @@ Metric = Literal["inputs", "loop"]
 ColumnOrder = Literal["natural", "diagonal", "conditional"]
 DampingKind = Literal["mean", "median", "diagonal", "tail"]
 Inputs = Literal["open", "asymmetric", "closed-loop"]
-STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax")
+STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax", "validated")
+#: What "validated" chooses from: the paper's sum, skip-0, and two that no loud step can decide.
+VALIDATED = ("sum", "alpha=0", "balanced", "loss")
+#: Share of the calibration prompts that is held back where something is chosen by them.
+HELD_OUT_SHARE = 0.25
 ScaleType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -84,7 +88,8 @@ class LayerConfig:
         What `damping` is a fraction of: the mean or the median of diag H; each column's own H_jj; the mean
         diagonal without the largest hundredth of the eigenvalues.
     step_weights : str
-        How the Hessians of the steps are added: "sum" (the paper), "trace", "balanced", "loss", "minimax", or
+        How the Hessians of the steps are added: "sum" (the paper), "trace", "balanced", "loss", "minimax",
+        "validated" (`quantize` alone: all of `VALIDATED` are tried, prompts that are held back decide), or
         "alpha=A" with A a fraction such as 0.25 or 1/4, the weight of step 0 against the mean of the others.
     signed_scales : bool
         "full", symmetric: a scale may be negative, which turns the grid's extra code to the other side.
@@ -163,6 +168,47 @@ class LayerConfig:
                 raise ConfigError(f"{name} must be at least 0; got {getattr(self, name)!r}")
         parse_step_weights(self.step_weights)
         parse_rotation(self.rotation, dim=1)
+
+
+@dataclass(frozen=True)
+class AllocateConfig:
+    """How bits are shared out between layers.
+
+    Parameters
+    ----------
+    budget : float or int
+        A float: bits a weight, scales and zero points included; an int: bytes of all quantized layers.
+    score : {"ablation", "fisher"}
+        What a way to quantize a layer costs: the KL measured with that layer alone quantized, or the KL that
+        gradients through the loop predict.
+    bits : tuple of int
+        Widths that a layer may get.
+    group_sizes : tuple of int
+        Group sizes that a layer may get.
+    n_prompts : int
+        Calibration prompts that the score is taken on.
+    """
+
+    budget: float | int
+    score: Literal["ablation", "fisher"] = "ablation"
+    bits: tuple[int, ...] = BITS
+    group_sizes: tuple[int, ...] = (32, 64, 128)
+    n_prompts: int = 16
+
+    def __post_init__(self) -> None:
+        _choice("score", self.score, ("ablation", "fisher"))
+        if not self.bits or not self.group_sizes:
+            raise ConfigError("an allocation needs one or more bits and group sizes")
+        for bits in self.bits:
+            _choice("bits", bits, BITS)
+        if not self.budget > 0:
+            raise ConfigError(f"budget must be above 0; got {self.budget!r}")
+        if self.n_prompts < 1:
+            raise ConfigError(f"n_prompts must be at least 1; got {self.n_prompts!r}")
+
+    def n_bytes(self, n_weights: int) -> int:
+        """The budget in bytes for that many weights."""
+        return int(self.budget * n_weights / 8) if isinstance(self.budget, float) else self.budget
 
 
 @dataclass(frozen=True)

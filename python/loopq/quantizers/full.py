@@ -30,7 +30,6 @@ class Full:
 
     def __call__(self, problem: Problem) -> QuantizedLayer:
         """Quantize the layer."""
-        config = problem.config
         if problem.hessian is None:
             raise SolveError(
                 f"layer {problem.name}: the full solver needs the layer's activations, and none were collected"

@@ -206,7 +206,11 @@ def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def recollected(
-    job: Collection, tasks: Sequence[Task], layers: Mapping[str, QuantizedLayer], threads: int = 0
+    job: Collection,
+    tasks: Sequence[Task],
+    layers: Mapping[str, QuantizedLayer],
+    threads: int = 0,
+    metrics: Mapping[str, LoopMetric] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Closed-loop recollection (paper, B8): H from the rollout of quantized layers, original weights quantized anew.
 
@@ -220,6 +224,8 @@ def recollected(
         Layers quantized open loop.
     threads : int
         Threads; 0 takes all cores.
+    metrics : mapping of str to LoopMetric, optional
+        Loop metrics of the layers that ask for one.
     """
     from loopq.calibrate.collect import HessianSet
     from loopq.quantizers.solve import Solver
@@ -233,7 +239,7 @@ def recollected(
     sums = HessianSet(job, {k: sorted(v) for k, v in steps.items()}, per_step=True, threads=threads)
     with replaced(job.system, {name: in_model_orientation(layer) for name, layer in layers.items()}):
         sums.run_pass(list(steps))
-    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, threads)
+    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, threads, metrics=metrics or {})
     return {n: layer.with_report(inputs="closed-loop") for n, layer in solver.run(tasks).items()}
 
 

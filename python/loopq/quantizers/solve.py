@@ -232,6 +232,11 @@ def step_weighting(
         return trace_weights(acc, task.steps)
     if spec == "balanced":
         return balanced_weights(acc, task.steps)
+    if spec == "validated":
+        raise ConfigError(
+            f"layer {task.parameter.name}: step_weights 'validated' are chosen for a whole run by `quantize`, which "
+            "holds prompts back; they cannot stand in an override or go with a dump"
+        )
     weight = load()
     rounded = attempt(task, "rtn", weight, None).dequantize()
     if spec == "loss":

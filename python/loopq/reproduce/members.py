@@ -53,7 +53,7 @@ class Sizes:
     seq_len: int = 128
 
 
-def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
+def load_member(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> Member:
     """Load a model of the zoo, a folder of that kind, or the real checkpoint "plbert".
 
     Parameters
@@ -62,6 +62,8 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
         Zoo name, path of a folder whose model reads bytes, or "plbert".
     sizes : Sizes
         How many prompts.
+    draw : int
+        Which stretch of the calibration text is taken: each has prompts of its own.
     data : Path, optional
         Data folder; "plbert" is read from its `models/plbert_kokoro`.
 
@@ -73,13 +75,14 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
     if name == PLBERT:
         if data is None:
             raise ConfigError("plbert needs the data folder: set LOOPQ_DATA or give --data")
-        return _plbert(data / "models" / "plbert_kokoro", sizes)
+        return _plbert(data / "models" / "plbert_kokoro", sizes, draw)
     from loopq import zoo
 
     loaded = load_model(name)
     length = min(sizes.seq_len, int(loaded.config.get("block_size", sizes.seq_len)))
     count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = windows(zoo.calibration_text().decode(), loaded.encode, length, count, "zoo calibration text")
+    text = windows(zoo.calibration_text().decode(), loaded.encode, length, None, "zoo calibration text")
+    text = _stretch(text, draw, count)
     held_out = windows(
         zoo.evaluation_text().decode(), loaded.encode, length, sizes.n_evaluation, "zoo evaluation text"
     )
@@ -88,7 +91,15 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
     )
 
 
-def _plbert(source: Path, sizes: Sizes) -> Member:
+def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
+    if (draw + 1) * count > len(text.sequences):
+        raise ConfigError(
+            f"{text.source} has {len(text.sequences)} prompts: draw {draw} of {count} prompts each is beyond its end"
+        )
+    return text.take(draw * count, (draw + 1) * count)
+
+
+def _plbert(source: Path, sizes: Sizes, draw: int) -> Member:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         try:
@@ -100,7 +111,8 @@ def _plbert(source: Path, sizes: Sizes) -> Member:
         loaded = load_model(place)
     length = sizes.seq_len
     count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = _phonemes(source / "wikitext2_valid_phonemes.jsonl.xz", length, count)
+    text = _phonemes(source / "wikitext2_valid_phonemes.jsonl.xz", length, (draw + 1) * count)
+    text = _stretch(text, draw, count)
     held_out = _phonemes(source / "wikitext2_test_phonemes.jsonl.xz", length, sizes.n_evaluation)
     return Member(PLBERT, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out)
 

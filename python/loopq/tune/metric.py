@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,8 @@ from loopq.tune.unroll import linked, unroll
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Gradients that take no more than this are kept between the two rounds instead of being computed twice.
+KEPT_BYTES = 1 << 30
 #: Rows of a weight that are coupled with each other.
 BLOCK = 512
 
@@ -126,8 +129,8 @@ def collect_metrics(
 
     Notes
     -----
-    The prompts are run twice: A needs H alone, S needs A. Sums are double precision; the same number of torch
-    threads gives the same bits, another number may change last bits.
+    A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
+    precision; the same number of torch threads gives the same bits, another number may change last bits.
     """
     chosen = [t for t in tasks if t.config.metric == "loop" and t.leader is not None]
     if not chosen:
@@ -139,46 +142,64 @@ def collect_metrics(
         )
     if n_draws < 1:
         raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
-    progress = progress or Silent()
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = [t.parameter.name for t in chosen]
-    flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in chosen}
     inverse = {
         t.parameter.name: damped_inverse(hessian(t), t.config.damping, t.config.damping_kind, threads)
         for t in chosen
     }
-    progress.start("metric", 2 * len(tokens.sequences) * n_draws, "gradients")
+    source = _Gradients(system, tokens, chosen, depth, seed, n_draws, progress or Silent())
     left: dict[str, list[NDArray[np.float64]]] = {}
-    right: dict[str, NDArray[np.float64]] = {}
-
-    def each() -> Iterator[dict[str, NDArray[np.float64]]]:
-        for found in draws(system, tokens, names, depth, seed, n_draws):
-            yield {n: _oriented(g, flip[n]) for n, g in found.items()}
-            progress.advance()
-
-    for found in each():
-        for name, g in found.items():
-            sums = [g[b] @ inverse[name] @ g[b].T for b in _blocks(len(g))]
-            before = left.get(name)
-            left[name] = sums if before is None else [x + y for x, y in zip(before, sums, strict=True)]
+    for name, g in source.each():
+        sums = [g[b] @ inverse[name] @ g[b].T for b in _blocks(len(g))]
+        left[name] = [x + y for x, y in zip(left[name], sums, strict=True)] if name in left else sums
     missing = [n for n in names if n not in left]
     if missing:
         raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
     metrics = {n: [ridged(a) for a in blocks] for n, blocks in left.items()}
     back = {n: [np.linalg.inv(a) for a in blocks] for n, blocks in metrics.items()}
-    for found in each():
-        for name, g in found.items():
-            parts = zip(_blocks(len(g)), back[name], strict=True)
-            add = sum((g[b].T @ a @ g[b] for b, a in parts), np.zeros((g.shape[1], g.shape[1])))
+    right: dict[str, NDArray[np.float64]] = {}
+    for name, g in source.each():
+        for b, a in zip(_blocks(len(g)), back[name], strict=True):
+            add = g[b].T @ a @ g[b]
             right[name] = right[name] + add if name in right else add
-    progress.stop()
-    n_gradients = len(tokens.sequences) * n_draws
-    return {n: LoopMetric(tuple(metrics[n]), unit(right[n]), n_gradients) for n in names}
+    source.progress.stop()
+    return {n: LoopMetric(tuple(metrics[n]), unit(right[n]), source.total) for n in names}
 
 
-def _oriented(grad: Tensor, flip: bool) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
-    return np.ascontiguousarray(values.T) if flip else values
+@dataclass
+class _Gradients:
+    """Gradients of all draws, to be gone through twice: kept in between where they fit."""
+
+    system: LoopedSystem
+    tokens: TokenSet
+    tasks: Sequence[Task]
+    depth: int
+    seed: int
+    n_draws: int
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.total = len(self.tokens.sequences) * self.n_draws
+        weights = sum(t.parameter.in_features * t.parameter.out_features for t in self.tasks)
+        self._keep = 4 * weights * self.total <= KEPT_BYTES
+        self._kept: list[dict[str, Tensor]] = []
+        self.progress.start("metric", self.total * (1 if self._keep else 2), "gradients")
+
+    def each(self) -> Iterator[tuple[str, NDArray[np.float64]]]:
+        """Yield (parameter name, gradient with outputs first)."""
+        flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in self.tasks}
+        for found in list(self._kept) or self._fresh(list(flip)):
+            for name, grad in found.items():
+                values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
+                yield name, np.ascontiguousarray(values.T) if flip[name] else values
+
+    def _fresh(self, names: list[str]) -> Iterator[dict[str, Tensor]]:
+        for found in draws(self.system, self.tokens, names, self.depth, self.seed, self.n_draws):
+            if self._keep:
+                self._kept.append(found)
+            yield found
+            self.progress.advance()
 
 
 def _blocks(rows: int) -> list[slice]:

@@ -106,13 +106,34 @@ def test_same_bytes_again_and_at_two_threads(tiny, tokens):
 
 
 def test_settings_that_cannot_be(tiny, tokens):
-    _, job, _, tasks = setup(tiny, tokens, step_weights="balanced")
+    _, job, _, tasks = setup(tiny, tokens, step_weights="validated")
     with pytest.raises(ConfigError, match="alpha"):
         Sequential(job, alpha=1.5)
     with pytest.raises(ConfigError, match="sweeps"):
         Sequential(job, sweeps=0)
-    with pytest.raises(ConfigError, match="step_weights"):
+    with pytest.raises(ConfigError, match="'validated' are chosen for a whole run"):
         Sequential(job, threads=1).run(tasks)
+
+
+def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
+    """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
+    for spec in ("alpha=1/4", "trace", "balanced", "loss", "minimax"):
+        _, job, config, tasks = setup(tiny, tokens, step_weights=spec)
+        plain = open_loop(tiny, tokens, config)
+        found = Sequential(job, threads=1).run(tasks)
+        for task in tasks:
+            report = found[task.parameter.name].report
+            assert report["step_weighting"] == spec
+            assert sum(report["step_weights"]) == pytest.approx(1.0)
+            if task.leader == tasks[0].leader:
+                name = task.parameter.name
+                np.testing.assert_array_equal(found[name].codes, plain[name].codes)
+                assert report["step_weights"] == pytest.approx(plain[name].report["step_weights"])
+    _, job, _, tasks = setup(tiny, tokens)
+    by_sum = Sequential(job, threads=1).run(tasks)
+    _, _, _, tasks = setup(tiny, tokens, step_weights="alpha=1/3")
+    by_alpha = Sequential(job, threads=1).run(tasks)
+    assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
 
 
 def test_recollection_with_full_precision_weights_is_open_loop(tiny, tokens):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
+from loopq.config import DampingKind
 from loopq.quantizers.damping import damping_vector
 from loopq.rotation import Rotation
 
@@ -69,10 +70,9 @@ def ridged(matrix: NDArray[np.float64], ridge: float = RIDGE) -> NDArray[np.floa
 
 
 def damped_inverse(
-    hessian: NDArray[np.float64], damping: float, kind: str, threads: int = 0
+    hessian: NDArray[np.float64], damping: float, kind: DampingKind, threads: int = 0
 ) -> NDArray[np.float64]:
     """(unit(H) + diag(mu))^-1, mu as the layer's settings say but not below 1 %."""
     scaled = unit(hessian)
-    mu = damping_vector(scaled, kind, max(damping, 0.01), threads)  # type: ignore[arg-type]
-    inverse: NDArray[np.float64] = np.linalg.inv(scaled + np.diag(mu))
-    return inverse
+    mu = damping_vector(scaled, kind, max(damping, 0.01), threads)
+    return np.asarray(np.linalg.inv(scaled + np.diag(mu)), dtype=np.float64)

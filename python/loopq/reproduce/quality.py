@@ -118,11 +118,11 @@ def related(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             | {k: float(np.mean([r[k] for r in mine])) for k in ("agreement", "seconds")}
         )
     for row in rows:
-        key = (row["member"], row["bits"], row["group_size"])
-        if (*key, RTN) in mean:
-            row["gap_closed"] = 1 - row["kl"] / mean[*key, RTN]
-        if (*key, TRAJECTORY) in mean:
-            row["ratio_to_trajectory"] = row["kl"] / mean[*key, TRAJECTORY]
+        place = (row["member"], row["bits"], row["group_size"])
+        if (*place, RTN) in mean:
+            row["gap_closed"] = 1 - row["kl"] / mean[*place, RTN]
+        if (*place, TRAJECTORY) in mean:
+            row["ratio_to_trajectory"] = row["kl"] / mean[*place, TRAJECTORY]
     return rows
 
 

@@ -36,7 +36,7 @@ ScaleCost = Literal["largest", "even", "diagonal", "conditional"]
 Metric = Literal["inputs", "loop"]
 ColumnOrder = Literal["natural", "diagonal", "conditional"]
 DampingKind = Literal["mean", "median", "diagonal", "tail"]
-Inputs = Literal["open", "asymmetric", "closed-loop"]
+Inputs = Literal["open", "asymmetric", "closed-loop", "equal-rows"]
 STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax", "validated")
 #: What "validated" chooses from: the paper's sum, skip-0, and two that no loud step can decide.
 VALIDATED = ("sum", "alpha=0", "balanced", "loss")
@@ -259,10 +259,11 @@ class QuantConfig:
     rank_threshold : float or None
         Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
         eigenvalues out.
-    inputs : {"open", "asymmetric", "closed-loop"}
+    inputs : {"open", "asymmetric", "closed-loop", "equal-rows"}
         "open": all inputs from the full-precision rollout (the paper). "asymmetric": layer after layer, on the
         inputs that the layers before it will cause, against the outputs of full precision. "closed-loop": open,
-        then once more with inputs of the quantized rollout (paper, B8).
+        then once more with inputs of the quantized rollout (paper, B8). "equal-rows": open, with as many rows
+        over all steps together as one step has (paper, B7).
     alpha : float
         "asymmetric": share of the correction, 0 to 1.
     sweeps : int
@@ -283,7 +284,7 @@ class QuantConfig:
     metric_draws: int = 4
 
     def __post_init__(self) -> None:
-        _choice("inputs", self.inputs, ("open", "asymmetric", "closed-loop"))
+        _choice("inputs", self.inputs, ("open", "asymmetric", "closed-loop", "equal-rows"))
         if not 0.0 <= self.alpha <= 1.0:
             raise ConfigError(f"alpha must lie in [0, 1]; got {self.alpha!r}")
         if self.sweeps < 1:

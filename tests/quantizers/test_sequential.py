@@ -166,6 +166,20 @@ def test_equal_rows_uses_each_position_once(tiny, tokens):
     assert (steps != EqualRows(job, seed=2).step_of(np.arange(30), 3)).any()
 
 
+def test_the_public_function_spreads_the_rows_of_one_step(tiny, tokens):
+    import loopq
+
+    config = QuantConfig(LayerConfig(group_size=16), rank_threshold=None)
+    selection, job, _, _ = setup(tiny, tokens)
+    expected = solve_arm(EqualRows(job, 0, threads=1).run(), selection, tiny.system, config, 1)
+    found = loopq.quantize(tiny, tokens, config, inputs="equal-rows", batch_size=5, threads=1)
+    plain = loopq.quantize(tiny, tokens, config, batch_size=5, threads=1)
+    assert all(found.layers[n].same_as(x) for n, x in expected.items())
+    assert any(not found.layers[n].same_as(x) for n, x in plain.layers.items())
+    n_positions = sum(s.size for s in tokens.sequences)
+    assert {x.report["n_rows"] for x in found.layers.values() if x.report["steps"]} == {n_positions}
+
+
 def test_the_public_function_runs_layer_by_layer(tiny, tokens):
     import loopq
 

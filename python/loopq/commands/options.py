@@ -97,10 +97,10 @@ def add_quantizer(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--inputs",
-        choices=("open", "asymmetric", "closed-loop"),
+        choices=("open", "asymmetric", "closed-loop", "equal-rows"),
         default=QuantConfig().inputs,
-        help="inputs of the full-precision rollout; layer by layer against its outputs; or once more on the quantized "
-        "rollout (default %(default)s)",
+        help="inputs of the full-precision rollout; layer by layer against its outputs; once more on the quantized "
+        "rollout; or the rows of one step spread over all (default %(default)s)",
     )
     group.add_argument(
         "--alpha",

@@ -18,10 +18,11 @@ from loopq.calibrate.select import select
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
 from loopq.config import QuantConfig
+from loopq.errors import ConfigError
 from loopq.progress import Progress
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, recollected
-from loopq.quantizers.solve import Solver, Task, tasks_of
+from loopq.quantizers.solve import Solver, Source, Task, tasks_of
 from loopq.systems.base import SharedParameter
 
 if TYPE_CHECKING:
@@ -123,12 +124,14 @@ class Run:
         sums.run_pass(list(sums.steps), progress=progress)
         return sums
 
-    def solve_from(self, sums: HessianSet, config: QuantConfig) -> dict[str, QuantizedLayer]:
+    def solve_from(self, sums: Source, config: QuantConfig) -> dict[str, QuantizedLayer]:
         """Solve open loop from Hessians that are there, by other settings."""
         tensors, ties = model_tensors(self.job.system.model)
         selection = self.job.selection
         tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-        solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, self.threads)
+        solver = Solver(
+            lambda p: tensors[ties.get(p.name, p.name)], sums, config.rank_threshold, self.threads
+        )
         return solver.run(tasks)
 
     def estimate(self, memory: int | None) -> Estimate:
@@ -154,6 +157,13 @@ class Run:
             return Sequential(
                 self.job, config.alpha, config.sweeps, self.threads, progress, metrics=metrics
             ).run(self.tasks)
+        if config.inputs == "equal-rows":
+            from loopq.calibrate.horizon import EqualRows
+
+            if any(t.config.metric == "loop" for t in self.tasks):
+                raise ConfigError("inputs 'equal-rows' are the paper's control: they go with metric 'inputs'")
+            rows = EqualRows(self.job, self.job.seed, threads=self.threads).run()
+            return self.solve_from(rows, config)
         layers = self._open_loop(memory, work, progress)
         if config.inputs == "closed-loop":
             return recollected(self.job, self.tasks, layers, self.threads, self._metrics)

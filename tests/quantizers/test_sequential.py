@@ -171,7 +171,7 @@ def test_the_public_function_spreads_the_rows_of_one_step(tiny, tokens):
 
     config = QuantConfig(LayerConfig(group_size=16), rank_threshold=None)
     selection, job, _, _ = setup(tiny, tokens)
-    expected = solve_arm(EqualRows(job, 0, threads=1).run(), selection, tiny.system, config, 1)
+    expected = solve_arm(EqualRows(job, threads=1).run(), selection, tiny.system, config, 1)
     found = loopq.quantize(tiny, tokens, config, inputs="equal-rows", batch_size=5, threads=1)
     plain = loopq.quantize(tiny, tokens, config, batch_size=5, threads=1)
     assert all(found.layers[n].same_as(x) for n, x in expected.items())

@@ -162,7 +162,7 @@ class Run:
 
             if any(t.config.metric == "loop" for t in self.tasks):
                 raise ConfigError("inputs 'equal-rows' are the paper's control: they go with metric 'inputs'")
-            rows = EqualRows(self.job, self.job.seed, threads=self.threads).run()
+            rows = EqualRows(self.job, seed=self.job.seed, threads=self.threads).run()
             return self.solve_from(rows, config)
         layers = self._open_loop(memory, work, progress)
         if config.inputs == "closed-loop":

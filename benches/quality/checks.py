@@ -24,8 +24,9 @@ from loopq.tune.scores import loop_fisher, measured, spearman
 Rows = list[dict[str, Any]]
 Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
 FULL = {"method": "full"}
-LOOP = {"method": "full", "metric": "loop"}
+LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 SAFE = {"step_weights": "balanced", "damping_kind": "diagonal"}
+SPIKED = {"sum, mean": {}, "balanced, diagonal": SAFE, "sum, diagonal, loop metric": LOOP}
 KAPPAS = (1.0, 1e2, 1e4, 1e6)
 #: 3 bits and a 16 bit scale for 64 weights: 3.25 bits a weight.
 UNIFORM = (3, 64)
@@ -254,11 +255,11 @@ def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[st
             report=describe(model, name, "planted"),
         )
         shop = Workshop(dataclasses.replace(plain, loaded=loaded), threads)
-        for label, extra in (("sum, mean", {}), ("balanced, diagonal", SAFE)):
-            config = LayerConfig(**FULL, bits=4, group_size=128, **extra)
+        for label, extra in SPIKED.items():
+            config = LayerConfig(**FULL | extra, bits=4, group_size=128, scale_dtype="float32")
             solved[label, kappa] = shop.closed(QuantConfig(config, rank_threshold=None), False)
     rows = []
-    for label in ("sum, mean", "balanced, diagonal"):
+    for label in SPIKED:
         # From 100 on the planted column rounds to nothing, so that its group has one scale for all larger kappa.
         for kappa in KAPPAS[2:]:
             share = _changed(solved[label, KAPPAS[1]], solved[label, kappa], units)

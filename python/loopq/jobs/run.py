@@ -197,7 +197,6 @@ class Run:
             n_steps=self.job.selection.n_steps,
             seed=self.job.seed,
             n_draws=self.config.metric_draws,
-            threads=self.threads,
             progress=progress,
         )
 

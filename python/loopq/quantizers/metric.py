@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.config import DampingKind
-from loopq.quantizers.damping import damping_vector
 from loopq.rotation import Rotation
 
-# Share of the mean added to the diagonal between outputs: gradients of some hundred draws see few directions.
+# Share of its own added to each diagonal entry between outputs: gradients of some hundred draws see few directions.
 RIDGE = 0.1
+# The same for H before it is inverted.
+DAMPING = 0.01
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,9 @@ class LoopMetric:
     Parameters
     ----------
     left : tuple of ndarray, float64
-        A, blocks of consecutive outputs, each of shape (b, b) with mean diagonal 1; rows of different blocks are
-        taken as not coupled.
+        A, blocks of consecutive outputs, each of shape (b, b); rows of different blocks are taken as not coupled.
     right : ndarray, float64, shape (in_features, in_features)
-        The part of S that gradients give, mean diagonal 1. The solver adds the layer's Hessian to it.
+        The part of S that gradients give. The solver adds the layer's Hessian to it.
     n_gradients : int
         Gradients that both are sums over.
 
@@ -38,7 +37,9 @@ class LoopMetric:
 
         A = sum_n g_n H'^-1 g_n^T (damped by RIDGE),  S_g = sum_n g_n^T A^-1 g_n,
 
-    one round of the alternation that fits a matrix normal distribution, started from the damped Hessian H'.
+    one round of the alternation that fits a matrix normal distribution, started from the damped Hessian H'. Both
+    dampings are shares of each own diagonal entry, and H and S_g are brought together by the median ratio of their
+    diagonals: a channel that is made louder, with a column that is made smaller, changes nothing.
     """
 
     left: tuple[NDArray[np.float64], ...]
@@ -46,8 +47,12 @@ class LoopMetric:
     n_gradients: int
 
     def combined(self, hessian: NDArray[np.float64]) -> NDArray[np.float64]:
-        """S: the Hessian and the gradients' part, each with mean diagonal 1."""
-        return unit(hessian) + self.right
+        """S = H median(diag S_g / diag H) + S_g, the median over channels that are not always zero."""
+        own, theirs = np.diag(hessian), np.diag(self.right)
+        live = (own > 0) & (theirs > 0)
+        if not live.any():
+            return hessian + self.right
+        return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
 
     def prepared(self, threads: int) -> list[native.Prepared]:
         """The blocks of A in the order in which rows are solved, factored."""
@@ -58,21 +63,15 @@ class LoopMetric:
         return dataclasses.replace(self, right=rotation.conjugate(self.right))
 
 
-def unit(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A symmetric matrix scaled to mean diagonal 1; zero stays zero."""
-    mean = float(np.diag(matrix).mean())
-    return matrix / mean if mean > 0 else matrix
+def ridged(matrix: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """A matrix with a share of each diagonal entry added to it; a zero entry gets the mean."""
+    diagonal = np.diag(matrix)
+    mean = float(diagonal.mean()) or 1.0
+    return np.asarray(matrix + np.diag(np.where(diagonal > 0, share * diagonal, mean)), dtype=np.float64)
 
 
-def ridged(matrix: NDArray[np.float64], ridge: float = RIDGE) -> NDArray[np.float64]:
-    """`unit` of a matrix with `ridge` added to its diagonal."""
-    return unit(matrix) + ridge * np.eye(len(matrix))
-
-
-def damped_inverse(
-    hessian: NDArray[np.float64], damping: float, kind: DampingKind, threads: int = 0
-) -> NDArray[np.float64]:
-    """(unit(H) + diag(mu))^-1, mu as the layer's settings say but not below 1 %."""
-    scaled = unit(hessian)
-    mu = damping_vector(scaled, kind, max(damping, 0.01), threads)
-    return np.asarray(np.linalg.inv(scaled + np.diag(mu)), dtype=np.float64)
+def inverse(matrix: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """Inverse of `ridged`, by way of unit diagonal: no scaling of a channel costs digits."""
+    damped = ridged(matrix, share)
+    root = 1.0 / np.sqrt(np.diag(damped))
+    return np.asarray(np.linalg.inv(damped * root * root[:, None]) * root * root[:, None], dtype=np.float64)

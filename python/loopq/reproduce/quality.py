@@ -54,7 +54,7 @@ class Arm:
 
 
 _FULL = {"method": "full"}
-_LOOP = {"method": "full", "metric": "loop"}
+_LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 ARMS = (
     Arm("RTN", {"method": "rtn"}),
     Arm("RTN, asymmetric grid", {"method": "rtn", "symmetric": False}),
@@ -182,9 +182,7 @@ class Workshop:
                 acc = sums.accumulator(str(task.leader), task.steps)
                 return np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
 
-            self._metrics = collect_metrics(
-                self._system, self.member.calibration, tasks, hessian, threads=self._threads
-            )
+            self._metrics = collect_metrics(self._system, self.member.calibration, tasks, hessian)
         return self._metrics
 
     def closed(self, config: QuantConfig, asymmetric: bool) -> dict[str, QuantizedLayer]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, NonFiniteError, SystemContractError
 from loopq.progress import Progress, Silent
-from loopq.quantizers.metric import LoopMetric, damped_inverse, ridged, unit
+from loopq.quantizers.metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
 from loopq.quantizers.solve import Task
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.tune.unroll import linked, unroll
@@ -91,7 +91,6 @@ def collect_metrics(
     n_steps: int | None = None,
     seed: int = 0,
     n_draws: int = 4,
-    threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, LoopMetric]:
     """Collect the loop metric of every layer that asks for one.
@@ -112,8 +111,6 @@ def collect_metrics(
         Seed of initial states and draws.
     n_draws : int
         Draws for each prompt.
-    threads : int
-        Threads of the damping's eigenvalues.
     progress : Progress, optional
         Told of draws.
 
@@ -144,27 +141,24 @@ def collect_metrics(
         raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = [t.parameter.name for t in chosen]
-    inverse = {
-        t.parameter.name: damped_inverse(hessian(t), t.config.damping, t.config.damping_kind, threads)
-        for t in chosen
-    }
+    started = {t.parameter.name: inverse(hessian(t), DAMPING) for t in chosen}
     source = _Gradients(system, tokens, chosen, depth, seed, n_draws, progress or Silent())
     left: dict[str, list[NDArray[np.float64]]] = {}
     for name, g in source.each():
-        sums = [g[b] @ inverse[name] @ g[b].T for b in _blocks(len(g))]
+        sums = [g[b] @ started[name] @ g[b].T for b in _blocks(len(g))]
         left[name] = [x + y for x, y in zip(left[name], sums, strict=True)] if name in left else sums
     missing = [n for n in names if n not in left]
     if missing:
         raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
-    metrics = {n: [ridged(a) for a in blocks] for n, blocks in left.items()}
-    back = {n: [np.linalg.inv(a) for a in blocks] for n, blocks in metrics.items()}
+    metrics = {n: [ridged(a, RIDGE) for a in blocks] for n, blocks in left.items()}
+    back = {n: [inverse(a, RIDGE) for a in blocks] for n, blocks in left.items()}
     right: dict[str, NDArray[np.float64]] = {}
     for name, g in source.each():
         for b, a in zip(_blocks(len(g)), back[name], strict=True):
             add = g[b].T @ a @ g[b]
             right[name] = right[name] + add if name in right else add
     source.progress.stop()
-    return {n: LoopMetric(tuple(metrics[n]), unit(right[n]), source.total) for n in names}
+    return {n: LoopMetric(tuple(metrics[n]), right[n], source.total) for n in names}
 
 
 @dataclass

@@ -293,7 +293,7 @@ def plain_layer(cache: Any, members: list[str], sizes: Sizes, data: Path | None,
 def _plain(threads: int, rows: int = 512, dim: int = 2048) -> Rows:
     rng = np.random.default_rng(0)
     weight = rng.normal(size=(rows, dim)).astype(np.float32)
-    x = rng.normal(size=(2 * dim, dim)) + rng.normal(size=(2 * dim, 1)) * rng.normal(size=(1, dim))
+    x = rng.normal(size=(2 * dim, dim)) + 0.3 * rng.normal(size=(2 * dim, 1)) * rng.normal(size=(1, dim))
     hessian: NDArray[np.float64] = x.T @ x
     total = native.proxy(weight, np.zeros_like(weight), hessian, threads=threads)
     arms = {

@@ -48,6 +48,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "quality")
     parser.add_argument("--table", action="store_true", help="run nothing: write what is in the cache")
+    parser.add_argument("--name", default="quality", help="beginning of the record's name")
     parser.add_argument("--out", type=Path, default=RECORD)
     return parser.parse_args()
 
@@ -111,9 +112,9 @@ def report(records: list[dict[str, Any]], checks: dict[str, list[dict[str, Any]]
     return "\n".join(parts)
 
 
-def write(out: Path, records: list[dict[str, Any]], checks: dict[str, Any], settings: Any) -> Path:
+def write(out: Path, name: str, records: list[dict[str, Any]], checks: dict[str, Any], settings: Any) -> Path:
     out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"quality-{datetime.date.today().isoformat()}"
+    stem = out / f"{name}-{datetime.date.today().isoformat()}"
     data = {"settings": settings, "records": records, "checks": checks}
     for suffix, text in ((".json", json.dumps(data, indent=1)), (".md", report(records, checks, settings))):
         temporary = stem.with_suffix(suffix + ".part")
@@ -177,7 +178,7 @@ def main() -> None:
     for name, check in CHECKS.items():
         if wanted(name, args.only):
             checks[name] = check(cache, members, sizes, data_folder(), args.threads)
-    print(write(args.out, records, checks, settings | machine))
+    print(write(args.out, args.name, records, checks, settings | machine))
     print(report(records, checks, settings | machine))
 
 

@@ -150,7 +150,8 @@ impl<'a> Block<'a> {
         let (part, values) = self.solve(first, n, &shift, watch)?;
         for i in 0..n {
             let row = first + i;
-            for (j, (to, value)) in self.error[row * dim..(row + 1) * dim].iter_mut().zip(&values).enumerate() {
+            for (j, (to, value)) in self.error[row * dim..(row + 1) * dim].iter_mut().zip(&values).enumerate()
+            {
                 *to = value[i] - self.goal[row * dim + j];
             }
             self.keep(row, i, &part);
@@ -188,7 +189,8 @@ impl<'a> Block<'a> {
         let mut taken = 0;
         for i in 0..n {
             let own = self.entry(first + i, first + i);
-            let gain: f64 = (0..dim).map(|j| image[j][i] * (2.0 * pull[i * dim + j] + own * change[j][i])).sum();
+            let gain: f64 =
+                (0..dim).map(|j| image[j][i] * (2.0 * pull[i * dim + j] + own * change[j][i])).sum();
             if !(gain < 0.0) {
                 continue;
             }

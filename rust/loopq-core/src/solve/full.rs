@@ -386,7 +386,11 @@ fn take(
     }
 }
 
-pub(crate) fn collect(tiles: Vec<Result<Solved>>, field: &Field<'_>, rows: usize) -> Result<(Quantized, FullReport)> {
+pub(crate) fn collect(
+    tiles: Vec<Result<Solved>>,
+    field: &Field<'_>,
+    rows: usize,
+) -> Result<(Quantized, FullReport)> {
     let (dim, n_groups) = (field.dim, field.grid.n_groups(field.dim));
     let mut out = Quantized {
         codes: vec![0; rows * dim],

@@ -22,7 +22,12 @@ from record import write
 
 from loopq import _native
 
-BLOCK = [("attn.Wqkv", 15840, 5280), ("attn.proj", 5280, 5280), ("mlp.fc", 35840, 5280), ("mlp.proj", 5280, 17920)]
+BLOCK = [
+    ("attn.Wqkv", 15840, 5280),
+    ("attn.proj", 5280, 5280),
+    ("mlp.fc", 35840, 5280),
+    ("mlp.proj", 5280, 17920),
+]
 LAYERS = [("adapter", 5280, 10560)] + [(f"core_block.{b}.{n}", m, d) for b in range(4) for n, m, d in BLOCK]
 
 
@@ -57,13 +62,17 @@ def solve(path: Path, name: str, m: int, dim: int, args: argparse.Namespace, see
     )  # fmt: skip
     marks.append(time.perf_counter())
     assert got["codes"].shape == (m, dim) and np.abs(got["codes"]).max() <= 8 and np.isfinite(got["proxy"])
-    stages = dict(zip(("hessian", "matrix", "factor", "solve"), np.diff(marks).round(3).tolist(), strict=True))
+    stages = dict(
+        zip(("hessian", "matrix", "factor", "solve"), np.diff(marks).round(3).tolist(), strict=True)
+    )
     return {"layer": name, "m": m, "dim": dim, **stages}
 
 
 def main() -> None:
     """Run all layers; a layer that the record already holds is not run again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=93408)
     parser.add_argument("--threads", type=int, default=2)

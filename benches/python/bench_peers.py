@@ -31,9 +31,20 @@ class Peer:
 
     def __init__(self, name: str, python: str, folder: Path, threads: int, extra: list[str]) -> None:
         self.name = name
-        command = [python, str(HERE / "peer.py"), name, str(folder / "W.npy"), str(folder / "H.npy"), str(threads)]
+        command = [
+            python,
+            str(HERE / "peer.py"),
+            name,
+            str(folder / "W.npy"),
+            str(folder / "H.npy"),
+            str(threads),
+        ]
         self.process = subprocess.Popen(
-            command + extra, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command + extra,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         if self._line() != "ready":
             raise SystemExit(f"{name} does not start: run {' '.join(command + extra)} to see why")
@@ -74,7 +85,9 @@ def compare(m: int, dim: int, args: argparse.Namespace) -> dict[str, Any]:
         wanted = [("loopq-float32", sys.executable, []), ("loopq-float64", sys.executable, [])]
         if args.ist:
             wanted.append(("ist", args.torch_python, [args.ist]))
-        wanted += [(n, p, []) for n, p in (("gptqmodel", args.gptqmodel), ("llmcompressor", args.llmcompressor)) if p]
+        wanted += [
+            (n, p, []) for n, p in (("gptqmodel", args.gptqmodel), ("llmcompressor", args.llmcompressor)) if p
+        ]
         peers = [Peer(n, p, folder, args.threads, extra) for n, p, extra in wanted]
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.load)]
         try:
@@ -98,12 +111,18 @@ def compare(m: int, dim: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the comparison and record it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ist", help="checkout of IST-DASLab/gptq")
-    parser.add_argument("--torch-python", default=sys.executable, help="interpreter with torch and transformers")
+    parser.add_argument(
+        "--torch-python", default=sys.executable, help="interpreter with torch and transformers"
+    )
     parser.add_argument("--gptqmodel", help="interpreter of an environment with GPTQModel")
     parser.add_argument("--llmcompressor", help="interpreter of an environment with llm-compressor")
-    parser.add_argument("--shapes", nargs="*", default=["2048x2048", "2048x5632", "5632x2048"], help="out x in")
+    parser.add_argument(
+        "--shapes", nargs="*", default=["2048x2048", "2048x5632", "5632x2048"], help="out x in"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--load", type=int, default=0, help="busy processes besides")

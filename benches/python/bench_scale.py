@@ -101,7 +101,9 @@ def memory(threads: int) -> list[dict[str, Any]]:
     for m, dim in ((5280, 10560), (5280, 17920)):
         for precision in ("float32", "float64"):
             command = [sys.executable, "-c", SOLVE, str(m), str(dim), precision, str(threads)]
-            took, peak, before = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+            took, peak, before = subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.split()
             rows.append({
                 "m": m, "dim": dim, "precision": precision, "seconds": float(took), "peak_over_h": float(peak),
                 "before_over_h": float(before),
@@ -117,10 +119,14 @@ def plot(made: dict[str, list[tuple[int, float]]], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for (name, points), marker in zip(made.items(), "osD^v", strict=True):
         axis = axes[0 if "over rows" in name else 1]
-        label = f"{name.removesuffix(', over columns').removesuffix(', over rows')}: exponent {slope(points):.2f}"
+        label = (
+            f"{name.removesuffix(', over columns').removesuffix(', over rows')}: exponent {slope(points):.2f}"
+        )
         axis.loglog(*zip(*points, strict=True), marker=marker, label=label)
     axes[0].set(xlabel="rows", ylabel="seconds", title="over rows (1 expected)")
-    axes[1].set(xlabel="columns d", ylabel="seconds", title="over columns (Hessian 2, factor and eigenvalues 3)")
+    axes[1].set(
+        xlabel="columns d", ylabel="seconds", title="over columns (Hessian 2, factor and eigenvalues 3)"
+    )
     for axis in axes:
         axis.grid(True, which="both", alpha=0.3)
         axis.legend(fontsize=8)
@@ -130,7 +136,9 @@ def plot(made: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, plot and record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--plot", type=Path)

@@ -78,7 +78,9 @@ def gptqmodel(w: np.ndarray, h: np.ndarray) -> Solver:
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
-    config = QuantizeConfig(bits=BITS, group_size=GROUP, desc_act=False, act_group_aware=False, damp_percent=DAMPING)
+    config = QuantizeConfig(
+        bits=BITS, group_size=GROUP, desc_act=False, act_group_aware=False, damp_percent=DAMPING
+    )
 
     def solve() -> tuple[float, np.ndarray]:
         task = GPTQ(linear(w), config)

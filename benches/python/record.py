@@ -14,7 +14,9 @@ from loopq import _native
 
 def about(**more: Any) -> dict[str, Any]:
     """Give date, machine, instruction set, load and version, and what else is worth saying."""
-    cpu = [x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    cpu = [
+        x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x
+    ]
     return {
         "date": datetime.date.today().isoformat(), "machine": platform.machine(), "cpu": cpu[0] if cpu else "?",
         "cores": len(os.sched_getaffinity(0)), "isa": _native.cpu_features()[-1], "loopq": _native.__version__,
@@ -28,5 +30,7 @@ def write(path: Path | None, results: Any, **more: Any) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_suffix(".partial")
-    made.write_text(json.dumps({"about": about(**more), "results": results}, indent=1) + "\n", encoding="utf-8")
+    made.write_text(
+        json.dumps({"about": about(**more), "results": results}, indent=1) + "\n", encoding="utf-8"
+    )
     made.replace(path)

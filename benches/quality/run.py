@@ -1,21 +1,31 @@
-"""The quality table, one command: `python benches/quality/run.py`; a dated record goes to benches/record/."""
+"""The quality tables, one command: `python benches/quality/run.py`; a dated record goes to benches/record/.
+
+Every (member, draw of calibration prompts, setting) is kept in `.cache/quality` as soon as it is there: a run that is
+stopped goes on where it stopped, and `--only` picks a part. Checks beside the table are in `checks.py`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from checks import CHECKS, check_tables
 
 import loopq
 from loopq import zoo
 from loopq.reproduce.members import PLBERT, Sizes, load_member
-from loopq.reproduce.quality import ARMS, CLOSED, GRIDS, run_member, summary
+from loopq.reproduce.quality import ARMS, GRIDS, Arm, Workshop, record_of, related, summary
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent / "record"
+ROOT = HERE.parents[1]
 
 
 def data_folder() -> Path | None:
@@ -27,19 +37,49 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("members", nargs="*", help="zoo names, folders, plbert (default: all there are)")
     parser.add_argument("--grid", action="append", help="BITS:GROUP, as in 3:32 (default: 4:128 3:32 2:32)")
-    parser.add_argument("--arm", action="append", help="only these rows")
-    parser.add_argument("--closed-form", action="store_true", help="leave the gradient tier out")
-    parser.add_argument("--n-updates", type=int, default=250)
-    parser.add_argument("--n-calibration", type=int, default=Sizes.n_calibration)
-    parser.add_argument("--n-evaluation", type=int, default=Sizes.n_evaluation)
+    parser.add_argument("--only", action="append", default=[], help="arms or checks whose name holds this")
+    parser.add_argument("--tier", action="append", help="only arms of tiers whose name starts so")
+    parser.add_argument("--n-updates", type=int, default=400)
+    parser.add_argument("--n-calibration", type=int, default=96)
+    parser.add_argument("--n-evaluation", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=Sizes.seq_len)
-    parser.add_argument("--n-seeds", type=int, default=3)
+    parser.add_argument("--draws", type=int, default=3, help="stretches of calibration text, means over them")
+    parser.add_argument("--n-seeds", type=int, default=2, help="initial states of the evaluation")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "quality")
+    parser.add_argument("--table", action="store_true", help="run nothing: write what is in the cache")
+    parser.add_argument("--name", default="quality", help="beginning of the record's name")
     parser.add_argument("--out", type=Path, default=RECORD)
     return parser.parse_args()
 
 
-def table(rows: list[dict[str, object]], columns: list[tuple[str, str, str]]) -> str:
+class Cache:
+    """One JSON file for each result, named by what asked for it."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], table: bool) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.table = table
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, what: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the result kept under `what`, or make and keep it; None where a table run has none."""
+        key = json.dumps({**self.settings, **what}, sort_keys=True)
+        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+        if path.is_file():
+            kept: dict[str, Any] = json.loads(path.read_text())["result"]
+            return kept
+        if self.table:
+            return None
+        result = make()
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"asked": json.loads(key), "result": result}))
+        part.rename(path)
+        print(", ".join(f"{v}" for v in what.values()), f"-> {result.get('kl', '')}", flush=True)
+        return result
+
+
+def table(rows: list[dict[str, Any]], columns: list[tuple[str, str, str]]) -> str:
     lines = ["| " + " | ".join(c[1] for c in columns) + " |", "|" + "---|" * len(columns)]
     lines += [
         "| " + " | ".join(format(r[k], f) if k in r else "" for k, _, f in columns) + " |" for r in rows
@@ -48,67 +88,98 @@ def table(rows: list[dict[str, object]], columns: list[tuple[str, str, str]]) ->
 
 
 MEMBER_COLUMNS = [
-    ("arm", "arm", ""), ("tier", "tier", ""), ("n_bytes", "bytes", ","), ("kl", "KL", ".5f"),
-    ("agreement", "agreement", ".4f"), ("gap_closed", "gap closed", ".3f"),
-    ("ratio_to_trajectory", "KL / trajectory GPTQ", ".3f"), ("seconds", "s", ".0f"),
+    ("arm", "arm", ""), ("tier", "tier", ""), ("n_bytes", "bytes", ","), ("n_draws", "draws", "d"),
+    ("kl", "KL", ".5f"), ("agreement", "agreement", ".4f"), ("gap_closed", "gap closed", ".3f"),
+    ("ratio_to_trajectory", "KL / trajectory GPTQ", ".3f"),
 ]  # fmt: skip
 SUMMARY_COLUMNS = [
     ("bits", "bits", "d"), ("group_size", "g", "d"), ("arm", "arm", ""), ("n_members", "members", "d"),
     ("gap_closed_mean", "gap closed", ".3f"), ("gap_closed_worst", "worst", ".3f"), ("worst_member", "of", ""),
-    ("ratio_mean", "KL / trajectory GPTQ", ".3f"), ("ratio_worst", "worst", ".3f"),
+    ("ratio_mean", "KL / trajectory GPTQ", ".3f"), ("ratio_worst", "worst", ".3f"), ("ratio_worst_member", "of", ""),
 ]  # fmt: skip
 
 
-def report(records: list[dict[str, object]], settings: dict[str, object]) -> str:
-    parts = ["# Quality table", "", "Settings: `" + json.dumps(settings) + "`", ""]
-    for key in dict.fromkeys((r["member"], r["bits"], r["group_size"]) for r in records):
-        rows = [r for r in records if (r["member"], r["bits"], r["group_size"]) == key]
-        what = "" if rows[0]["output"] == "logits" else " (no logits: squared relative error, cosine)"
-        parts += [f"## {key[0]}, INT{key[1]} g{key[2]}{what}", "", table(rows, MEMBER_COLUMNS), ""]
-    parts += ["## Over members", "", table(summary(records), SUMMARY_COLUMNS), ""]
+def report(records: list[dict[str, Any]], checks: dict[str, list[dict[str, Any]]], settings: Any) -> str:
+    rows = related(records)
+    parts = ["# Quality tables", "", "Settings: `" + json.dumps(settings) + "`", ""]
+    if rows:
+        parts += ["## Over members", "", table(summary(rows), SUMMARY_COLUMNS), ""]
+    parts += check_tables(checks, table)
+    for key in dict.fromkeys((r["member"], r["bits"], r["group_size"]) for r in rows):
+        mine = [r for r in rows if (r["member"], r["bits"], r["group_size"]) == key]
+        what = "" if mine[0]["output"] == "logits" else " (no logits: squared relative error, cosine)"
+        parts += [f"## {key[0]}, INT{key[1]} g{key[2]}{what}", "", table(mine, MEMBER_COLUMNS), ""]
     return "\n".join(parts)
 
 
-def write(out: Path, records: list[dict[str, object]], settings: dict[str, object]) -> Path:
+def write(out: Path, name: str, records: list[dict[str, Any]], checks: dict[str, Any], settings: Any) -> Path:
     out.mkdir(parents=True, exist_ok=True)
-    stem = out / f"quality-{datetime.date.today().isoformat()}"
-    for suffix, text in ((".json", json.dumps({"settings": settings, "records": records}, indent=1)),
-                         (".md", report(records, settings))):  # fmt: skip
+    stem = out / f"{name}-{datetime.date.today().isoformat()}"
+    data = {"settings": settings, "records": records, "checks": checks}
+    for suffix, text in ((".json", json.dumps(data, indent=1)), (".md", report(records, checks, settings))):
         temporary = stem.with_suffix(suffix + ".part")
         temporary.write_text(text + "\n")
         temporary.rename(stem.with_suffix(suffix))
     return stem.with_suffix(".md")
 
 
+def wanted(name: str, only: list[str]) -> bool:
+    return not only or any(o in name for o in only)
+
+
+def measure(
+    args: argparse.Namespace, cache: Cache, sizes: Sizes, members: list[str], arms: list[Arm]
+) -> list[dict[str, Any]]:
+    grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else GRIDS
+    records = []
+    for draw in range(args.draws):
+        for name in members:
+            shop: Workshop | None = None
+
+            def workshop(name: str = name, draw: int = draw) -> Workshop:
+                nonlocal shop
+                if shop is None:
+                    member = load_member(name, sizes, data_folder(), draw)
+                    shop = Workshop(member, args.threads, args.n_updates)
+                return shop
+
+            for bits, group in grids:
+                for arm in arms:
+                    what = {
+                        "member": Path(name).name,
+                        "draw": draw,
+                        "bits": bits,
+                        "group": group,
+                        "arm": arm.name,
+                    }
+                    found = cache.get(
+                        what, lambda a=arm, b=bits, g=group, d=draw, w=workshop: record_of(
+                            w(), a, b, g, range(args.n_seeds), d)
+                    )  # fmt: skip
+                    if found is not None:
+                        records.append(found)
+    return records
+
+
 def main() -> None:
     args = parse()
-    data = data_folder()
-    members = args.members or [*zoo.available(), *([PLBERT] if data else [])]
-    grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else GRIDS
+    sizes = Sizes(args.n_calibration, 32, args.n_evaluation, args.seq_len)
+    settings = {"loopq": loopq.__version__, **vars(sizes), "seeds": args.n_seeds, "n_updates": args.n_updates}
+    cache = Cache(args.cache, settings, args.table)
+    members = args.members or [*zoo.available(), *([PLBERT] if data_folder() else [])]
     arms = [
         a
         for a in ARMS
-        if not (args.closed_form and a.tier != CLOSED) and (not args.arm or a.name in args.arm)
+        if wanted(a.name, args.only) and (not args.tier or any(a.tier.startswith(t) for t in args.tier))
     ]
-    sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
-    settings = {
-        "loopq": loopq.__version__, "machine": platform.machine(), "cpus": os.cpu_count(), **vars(sizes),
-        "seeds": args.n_seeds, "n_updates": args.n_updates,
-    }  # fmt: skip
-    records: list[dict[str, object]] = []
-    for name in members:
-        member = load_member(name, sizes, data)
-        records += run_member(
-            member,
-            grids=grids,
-            arms=arms,
-            seeds=range(args.n_seeds),
-            n_updates=args.n_updates,
-            threads=args.threads,
-        )
-        # Written after every member: a run that is stopped keeps what it has.
-        print(f"{name}: {write(args.out, records, settings)}", flush=True)
-    print(report(records, settings))
+    machine = {"machine": platform.machine(), "cpus": os.cpu_count()}
+    records = measure(args, cache, sizes, members, arms)
+    checks: dict[str, list[dict[str, Any]]] = {}
+    for name, check in CHECKS.items():
+        if wanted(name, args.only):
+            checks[name] = check(cache, members, sizes, data_folder(), args.threads)
+    print(write(args.out, args.name, records, checks, settings | machine))
+    print(report(records, checks, settings | machine))
 
 
 if __name__ == "__main__":

@@ -537,6 +537,56 @@ def full(
         As in `rtn`.
     """
 
+def coupled(
+    w: NDArray[np.float32],
+    prepared: Prepared,
+    left: Sequence[Prepared],
+    *,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    signed: bool,
+    scale_dtype: _ScaleType,
+    cost: Literal["conditional", "diagonal", "even", "largest"],
+    sweeps: int,
+    rounds: int,
+    refit: bool,
+    passes: int = 1,
+    threads: int = 0,
+    progress: _Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize a weight under a metric on both sides: minimise ``tr(A D S D^T)``, ``A`` between outputs.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    prepared : Prepared
+        ``S``.
+    left : sequence of Prepared
+        ``A`` as consecutive blocks whose sizes add up to m; rows of different blocks are not coupled. The order
+        of each is the order in which its rows are solved.
+    bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit
+        As in `full`, for each row.
+    passes : int
+        Most times that every row is solved again with all others fixed, and taken where the loss falls.
+    threads : int
+        Number of threads; 0 for all. Blocks run side by side; rows of a block do not.
+    progress : callable, optional
+        Called with the share done.
+
+    Returns
+    -------
+    dict
+        ``codes``, ``scales``, ``zeros`` as in `rtn`; ``coupled_swept >= coupled_settled``, the damped loss after
+        the sweep over rows and at the end; ``n_replaced``, rows taken anew after the sweep.
+
+    Raises
+    ------
+    loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
+        As in `full`; blocks that do not add up to the rows.
+    """
+
 def dequantize(
     codes: NDArray[np.int8] | NDArray[np.uint8],
     scales: NDArray[np.float32],

@@ -4,66 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq._native as native
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.dump import Dump, fingerprint
-from loopq.calibrate.select import select, treat
+from loopq.calibrate.select import treat
 from loopq.checkpoint import native as store
 from loopq.checkpoint.convert import read_any
 from loopq.checkpoint.files import RawTensor
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
-from loopq.config import QuantConfig
+from loopq.config import AllocateConfig, QuantConfig
 from loopq.errors import CheckpointError, ConfigError
+from loopq.jobs.run import Run, side_files
+from loopq.jobs.several import held_back, mixed, tuned, validated
 from loopq.progress import Progress, Silent
-from loopq.quantizers.sequential import Sequential, recollected
-from loopq.quantizers.solve import Solver, Task, tasks_of
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.quantizers.solve import Solver, tasks_of
+from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
     from loopq.evaluate.compare import Measurement
     from loopq.systems.load import LoadedModel
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a run will take, told before it starts.
-
-    Parameters
-    ----------
-    memory : int
-        Bytes of Hessian accumulators held at once, and of the largest layer's solve on top.
-    seconds : float
-        Rollouts, accumulation and solve together, from rates measured on this machine a moment ago.
-    n_passes : int
-        Times the calibration set is run: more than one where a memory limit asks for it.
-    """
-
-    memory: int
-    seconds: float
-    n_passes: int
-
-    def __str__(self) -> str:
-        """One line for a person."""
-        passes = f", {self.n_passes} passes over the calibration set" if self.n_passes > 1 else ""
-        return f"about {self.memory / 2**20:.0f} MiB for Hessians and {_duration(self.seconds)}{passes}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    from loopq.tune.tuner import TuneConfig
 
 
 def settings_of(
@@ -93,6 +61,9 @@ def quantize(
     memory: int | None = None,
     threads: int = 0,
     progress: Progress | None = None,
+    allocate: AllocateConfig | None = None,
+    tune: TuneConfig | None = None,
+    n_held_out: int | None = None,
     **layer: Any,
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
@@ -122,6 +93,13 @@ def quantize(
         Threads of accumulation and solver; 0 takes all cores. It changes no result.
     progress : Progress, optional
         Told of prompts and layers.
+    allocate : AllocateConfig, optional
+        Choose bits and group size of every layer under a byte budget first.
+    tune : TuneConfig, optional
+        Go on from the closed form by gradient: a tier of its own, which the report names.
+    n_held_out : int, optional
+        Calibration prompts that are held back for early stopping of `tune` and for `step_weights="validated"`,
+        where either is asked for; a quarter when absent.
     **layer
         Fields of `LayerConfig` and `QuantConfig` ("bits", "steps", ...) that replace those of `config`.
 
@@ -154,18 +132,35 @@ def quantize(
     folder = Path(out) if out is not None else None
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise CheckpointError(f"{folder}: exists and is not empty; choose a new folder")
-    run = _Run.prepare(loaded, tokens, config, n_steps, batch_size, seed, threads)
+    held: TokenSet | None = None
+    if tune is not None or config.layer.step_weights == "validated":
+        tokens, held = held_back(tokens, n_held_out)
+    first = dataclasses.replace(config, layer=dataclasses.replace(config.layer, step_weights="sum"))
+    run = Run.prepare(
+        loaded, tokens, first if held is not None else config, n_steps, batch_size, seed, threads
+    )
+    depth = run.job.selection.n_steps
     estimate = run.estimate(memory)
-    progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate}")
+    progress.note(f"{len(run.tasks)} layers, {depth} steps: {estimate}")
     work = folder.with_name(f".{folder.name}.work") if folder is not None else None
-    layers = run.solve(memory, work, progress)
+    extra: dict[str, Any] = {}
+    if allocate is not None:
+        config, extra["allocation"] = mixed(run, config, allocate, progress)
+
+    def solve_as(asked: QuantConfig) -> dict[str, QuantizedLayer]:
+        return run.asking(asked).solve(memory, work, progress)
+
+    if config.layer.step_weights == "validated":
+        assert held is not None
+        layers, config, extra["validation"] = validated(loaded.system, solve_as, config, held, depth, seed)
+    else:
+        layers = solve_as(config)
+    if tune is not None:
+        assert held is not None
+        layers, extra["tuning"] = tuned(loaded.system, layers, tokens, held, tune, depth, progress)
     tensors, ties = model_tensors(loaded.system.model)
-    settings = settings_of(
-        config,
-        system=loaded.system.name,
-        n_steps=run.job.selection.n_steps,
-        seed=seed,
-        calibration=run.job.describe(),
+    settings = extra | settings_of(
+        config, system=loaded.system.name, n_steps=depth, seed=seed, calibration=run.job.describe()
     )
     checkpoint = _assemble(layers, tensors, ties, settings, side_files(loaded))
     if folder is not None:
@@ -381,11 +376,6 @@ def _load(model: str | Path | LoadedModel | LoopedSystem) -> LoadedModel:
     )
 
 
-def side_files(loaded: LoadedModel) -> dict[str, bytes]:
-    """Read the config and tokenizer files that go with a model's weights."""
-    return {path.name: path.read_bytes() for path in loaded.config_files}
-
-
 def _assemble(
     layers: dict[str, QuantizedLayer],
     tensors: dict[str, RawTensor],
@@ -404,116 +394,6 @@ def _verify(folder: Path, checkpoint: Checkpoint) -> None:
     for name, layer in checkpoint.layers.items():
         if not layer.same_as(again.layers[name]):
             raise CheckpointError(f"{folder}: layer {name} reads back differently from what was written")
-
-
-@dataclass
-class _Run:
-    """One `quantize`: the job, its tasks, and how they are carried out."""
-
-    job: Collection
-    tasks: list[Task]
-    config: QuantConfig
-    threads: int
-    probe_seconds: float
-
-    @classmethod
-    def prepare(
-        cls,
-        loaded: LoadedModel,
-        tokens: TokenSet,
-        config: QuantConfig,
-        n_steps: int | None,
-        batch_size: int,
-        seed: int,
-        threads: int,
-    ) -> _Run:
-        began = time.monotonic()
-        selection = select(
-            loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed
-        )
-        probe = time.monotonic() - began
-        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-        job = Collection(loaded.system, tokens, selection, batch_size, seed, side_files(loaded))
-        return cls(job, tasks, config, threads, probe)
-
-    def steps(self) -> dict[str, list[int]]:
-        """Steps that each input group must keep: the union over its layers."""
-        steps: dict[str, set[int]] = {}
-        for task in self.tasks:
-            if task.leader:
-                steps.setdefault(task.leader, set()).update(task.steps)
-        return {leader: sorted(s) for leader, s in steps.items()}
-
-    def hessians(self) -> HessianSet:
-        """Empty accumulators: one sum for each group, or each step apart where layers choose differently."""
-        steps = self.steps()
-        apart = any(
-            t.leader and (list(t.steps) != steps[t.leader] or t.config.step_weights != "sum")
-            for t in self.tasks
-        )
-        return HessianSet(self.job, steps, per_step=apart, threads=self.threads)
-
-    def estimate(self, memory: int | None) -> Estimate:
-        """Estimate memory and time from the probe rollout and a short measurement of the core."""
-        sums = self.hessians()
-        passes = sums.passes(memory)
-        held = max((sum(sums.n_bytes(x) for x in p) for p in passes), default=0)
-        widest = max((t.parameter.in_features for t in self.tasks), default=0)
-        rate = _core_rate()
-        tokens = self.job.tokens
-        rollouts = self.probe_seconds * tokens.n_tokens / tokens.sequences[0].size * max(1, len(passes))
-        dims = {p.name: p.in_features for p in self.job.selection.input_groups}
-        accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
-        factor = sum(10 * dims[g] ** 3 for g in sums.steps)
-        sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in self.tasks)
-        return Estimate(held + 24 * widest**2, rollouts + (accumulate + factor + sweep) / rate, len(passes))
-
-    def solve(self, memory: int | None, work: Path | None, progress: Progress) -> dict[str, QuantizedLayer]:
-        """Collect and solve, pass by pass; layer by layer where calibration is asymmetric."""
-        config = self.config
-        if config.inputs == "asymmetric":
-            return Sequential(self.job, config.alpha, config.sweeps, self.threads, progress).run(self.tasks)
-        layers = self._open_loop(memory, work, progress)
-        if config.inputs == "closed-loop":
-            return recollected(self.job, self.tasks, layers, self.threads)
-        return layers
-
-    def _open_loop(
-        self, memory: int | None, work: Path | None, progress: Progress
-    ) -> dict[str, QuantizedLayer]:
-        sums = self.hessians()
-        parameters: dict[str, SharedParameter] = {p.name: p for p in self.job.selection.parameters}
-        tensors, ties = model_tensors(self.job.system.model)
-        solver = Solver(
-            weight=lambda p: tensors[ties.get(p.name, p.name)],
-            source=sums,
-            rank_threshold=self.config.rank_threshold,
-            threads=self.threads,
-            work=work,
-            key=self.job.fingerprint(self.config.to_json()),
-            progress=progress,
-        )
-        done: dict[str, QuantizedLayer] = {}
-        unobserved = [t for t in self.tasks if t.leader is None]
-        for number, leaders in enumerate(sums.passes(memory) or [[]]):
-            if leaders:
-                folder = work / f"pass-{number}" if work else None
-                sums.run_pass(leaders, work=folder, progress=progress)
-            chosen = [t for t in self.tasks if t.leader in leaders] + (unobserved if number == 0 else [])
-            done.update(solver.run(chosen))
-            for leader in leaders:
-                sums.drop(leader)
-        return {name: done[name] for name in parameters if name in done}
-
-
-def _core_rate() -> float:
-    """Multiply-adds per second of the accumulation, measured for a few milliseconds."""
-    rows = np.ones((512, 256), dtype=np.float32)
-    acc = native.HessianAccumulator(256, [0], per_step=False)
-    acc.update(0, rows)
-    began = time.perf_counter()
-    acc.update(0, rows)
-    return float(512 * 256 * 256 / max(time.perf_counter() - began, 1e-6))
 
 
 def evaluate(

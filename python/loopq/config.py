@@ -39,10 +39,15 @@ Precision = Literal["float64", "float32"]
 ScaleMode = Literal["group", "static"]
 ScaleSearch = Literal["max", "mse"]
 ScaleCost = Literal["largest", "even", "diagonal", "conditional"]
+Metric = Literal["inputs", "loop"]
 ColumnOrder = Literal["natural", "diagonal", "conditional"]
 DampingKind = Literal["mean", "median", "diagonal", "tail"]
-Inputs = Literal["open", "asymmetric", "closed-loop"]
-STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax")
+Inputs = Literal["open", "asymmetric", "closed-loop", "equal-rows"]
+STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax", "validated")
+#: What "validated" chooses from: the paper's sum, skip-0, and two that no loud step can decide.
+VALIDATED = ("sum", "alpha=0", "balanced", "loss")
+#: Share of the calibration prompts that is held back where something is chosen by them.
+HELD_OUT_SHARE = 0.25
 ScaleType = Literal["float32", "float16", "bfloat16"]
 
 
@@ -89,7 +94,8 @@ class LayerConfig:
         What `damping` is a fraction of: the mean or the median of diag H; each column's own H_jj; the mean
         diagonal without the largest hundredth of the eigenvalues.
     step_weights : str
-        How the Hessians of the steps are added: "sum" (the paper), "trace", "balanced", "loss", "minimax", or
+        How the Hessians of the steps are added: "sum" (the paper), "trace", "balanced", "loss", "minimax",
+        "validated" (`quantize` alone: all of `VALIDATED` are tried, prompts that are held back decide), or
         "alpha=A" with A a fraction such as 0.25 or 1/4, the weight of step 0 against the mean of the others.
     signed_scales : bool
         "full", symmetric: a scale may be negative, which turns the grid's extra code to the other side.
@@ -104,6 +110,11 @@ class LayerConfig:
         "full": closed-form scales for the codes found, and a new sweep from them.
     rounds : int
         "full": most rounds of descent, refit and new sweep.
+    metric : {"inputs", "loop"}
+        "full": what an error costs: the square error of the layer's own output, or what it does to the model's
+        output through the rest of the loop, from gradients of drawn labels (`loopq.quantizers.metric`).
+    passes : int
+        "full" with metric "loop": most times round of solving each row again with all others fixed.
     rotation : str
         "none", "hadamard:SIZE", "random:SIZE", or "hadamard" for one block as wide as the layer: the input is
         rotated at run time, the weight against it (paper, C1 to C3).
@@ -131,6 +142,8 @@ class LayerConfig:
     descent: int = 30
     refit: bool = True
     rounds: int = 8
+    metric: Metric = "inputs"
+    passes: int = 1
     rotation: str = "none"
     rotation_seed: int = 0
 
@@ -155,11 +168,53 @@ class LayerConfig:
         _choice("damping_kind", self.damping_kind, ("mean", "median", "diagonal", "tail"))
         _choice("scale_cost", self.scale_cost, ("conditional", "diagonal", "even", "largest"))
         _choice("order", self.order, ("conditional", "diagonal", "natural"))
-        for name in ("descent", "rounds"):
+        _choice("metric", self.metric, ("inputs", "loop"))
+        for name in ("descent", "rounds", "passes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0; got {getattr(self, name)!r}")
         parse_step_weights(self.step_weights)
         parse_rotation(self.rotation, dim=1)
+
+
+@dataclass(frozen=True)
+class AllocateConfig:
+    """How bits are shared out between layers.
+
+    Parameters
+    ----------
+    budget : float or int
+        A float: bits a weight, scales and zero points included; an int: bytes of all quantized layers.
+    score : {"ablation", "fisher"}
+        What a way to quantize a layer costs: the KL measured with that layer alone quantized, or the KL that
+        gradients through the loop predict.
+    bits : tuple of int
+        Widths that a layer may get.
+    group_sizes : tuple of int
+        Group sizes that a layer may get.
+    n_prompts : int
+        Calibration prompts that the score is taken on.
+    """
+
+    budget: float | int
+    score: Literal["ablation", "fisher"] = "ablation"
+    bits: tuple[int, ...] = BITS
+    group_sizes: tuple[int, ...] = (32, 64, 128)
+    n_prompts: int = 16
+
+    def __post_init__(self) -> None:
+        _choice("score", self.score, ("ablation", "fisher"))
+        if not self.bits or not self.group_sizes:
+            raise ConfigError("an allocation needs one or more bits and group sizes")
+        for bits in self.bits:
+            _choice("bits", bits, BITS)
+        if not self.budget > 0:
+            raise ConfigError(f"budget must be above 0; got {self.budget!r}")
+        if self.n_prompts < 1:
+            raise ConfigError(f"n_prompts must be at least 1; got {self.n_prompts!r}")
+
+    def n_bytes(self, n_weights: int) -> int:
+        """The budget in bytes for that many weights."""
+        return int(self.budget * n_weights / 8) if isinstance(self.budget, float) else self.budget
 
 
 @dataclass(frozen=True)
@@ -210,14 +265,17 @@ class QuantConfig:
     rank_threshold : float or None
         Threshold, relative to the largest eigenvalue, of the rank in the report (D1); None leaves the
         eigenvalues out.
-    inputs : {"open", "asymmetric", "closed-loop"}
+    inputs : {"open", "asymmetric", "closed-loop", "equal-rows"}
         "open": all inputs from the full-precision rollout (the paper). "asymmetric": layer after layer, on the
         inputs that the layers before it will cause, against the outputs of full precision. "closed-loop": open,
-        then once more with inputs of the quantized rollout (paper, B8).
+        then once more with inputs of the quantized rollout (paper, B8). "equal-rows": open, with as many rows
+        over all steps together as one step has (paper, B7).
     alpha : float
         "asymmetric": share of the correction, 0 to 1.
     sweeps : int
         "asymmetric": times through all layers.
+    metric_draws : int
+        Metric "loop": draws of labels for each calibration prompt.
     """
 
     layer: LayerConfig = field(default_factory=LayerConfig)
@@ -229,13 +287,16 @@ class QuantConfig:
     inputs: Inputs = "open"
     alpha: float = 1.0
     sweeps: int = 1
+    metric_draws: int = 4
 
     def __post_init__(self) -> None:
-        _choice("inputs", self.inputs, ("open", "asymmetric", "closed-loop"))
+        _choice("inputs", self.inputs, ("open", "asymmetric", "closed-loop", "equal-rows"))
         if not 0.0 <= self.alpha <= 1.0:
             raise ConfigError(f"alpha must lie in [0, 1]; got {self.alpha!r}")
         if self.sweeps < 1:
             raise ConfigError(f"sweeps must be at least 1; got {self.sweeps!r}")
+        if self.metric_draws < 1:
+            raise ConfigError(f"metric_draws must be at least 1; got {self.metric_draws!r}")
 
     def for_layer(self, name: str) -> tuple[LayerConfig, str]:
         """Settings and steps of the layer called `name`."""

@@ -106,13 +106,34 @@ def test_same_bytes_again_and_at_two_threads(tiny, tokens):
 
 
 def test_settings_that_cannot_be(tiny, tokens):
-    _, job, _, tasks = setup(tiny, tokens, step_weights="balanced")
+    _, job, _, tasks = setup(tiny, tokens, step_weights="validated")
     with pytest.raises(ConfigError, match="alpha"):
         Sequential(job, alpha=1.5)
     with pytest.raises(ConfigError, match="sweeps"):
         Sequential(job, sweeps=0)
-    with pytest.raises(ConfigError, match="step_weights"):
+    with pytest.raises(ConfigError, match="'validated' are chosen for a whole run"):
         Sequential(job, threads=1).run(tasks)
+
+
+def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
+    """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
+    for spec in ("alpha=1/4", "trace", "balanced", "loss", "minimax"):
+        _, job, config, tasks = setup(tiny, tokens, step_weights=spec)
+        plain = open_loop(tiny, tokens, config)
+        found = Sequential(job, threads=1).run(tasks)
+        for task in tasks:
+            report = found[task.parameter.name].report
+            assert report["step_weighting"] == spec
+            assert sum(report["step_weights"]) == pytest.approx(1.0)
+            if task.leader == tasks[0].leader:
+                name = task.parameter.name
+                np.testing.assert_array_equal(found[name].codes, plain[name].codes)
+                assert report["step_weights"] == pytest.approx(plain[name].report["step_weights"])
+    _, job, _, tasks = setup(tiny, tokens)
+    by_sum = Sequential(job, threads=1).run(tasks)
+    _, _, _, tasks = setup(tiny, tokens, step_weights="alpha=1/3")
+    by_alpha = Sequential(job, threads=1).run(tasks)
+    assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
 
 
 def test_recollection_with_full_precision_weights_is_open_loop(tiny, tokens):
@@ -143,6 +164,20 @@ def test_equal_rows_uses_each_position_once(tiny, tokens):
     steps = rows.step_of(np.arange(30), 3)
     assert all(sorted(steps[i : i + 3]) == [0, 1, 2] for i in range(0, 30, 3))
     assert (steps != EqualRows(job, seed=2).step_of(np.arange(30), 3)).any()
+
+
+def test_the_public_function_spreads_the_rows_of_one_step(tiny, tokens):
+    import loopq
+
+    config = QuantConfig(LayerConfig(group_size=16), rank_threshold=None)
+    selection, job, _, _ = setup(tiny, tokens)
+    expected = solve_arm(EqualRows(job, threads=1).run(), selection, tiny.system, config, 1)
+    found = loopq.quantize(tiny, tokens, config, inputs="equal-rows", batch_size=5, threads=1)
+    plain = loopq.quantize(tiny, tokens, config, batch_size=5, threads=1)
+    assert all(found.layers[n].same_as(x) for n, x in expected.items())
+    assert any(not found.layers[n].same_as(x) for n, x in plain.layers.items())
+    n_positions = sum(s.size for s in tokens.sequences)
+    assert {x.report["n_rows"] for x in found.layers.values() if x.report["steps"]} == {n_positions}
 
 
 def test_the_public_function_runs_layer_by_layer(tiny, tokens):

@@ -50,6 +50,41 @@ class PairedSums:
             cross=np.ascontiguousarray(both[:d, d:] - quantized),
         )
 
+    def reference(self) -> ReferenceSums:
+        """What the full-precision rollout alone gave, step by step."""
+        return ReferenceSums(self.sums, self.dim)
+
+
+@dataclass(frozen=True)
+class ReferenceSums:
+    """H_t of the full-precision rollout, a part of the paired sums.
+
+    Parameters
+    ----------
+    sums : HessianAccumulator
+        As of `PairedSums`.
+    dim : int
+        d.
+    """
+
+    sums: native.HessianAccumulator
+    dim: int
+
+    def trace(self, step: int | None = None) -> float:
+        """tr H_t, or of the sum over all steps."""
+        return float(self.diagonal(None if step is None else [step]).sum())
+
+    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """Diagonal of the sum over steps, shape (d,)."""
+        return np.ascontiguousarray(self.sums.diagonal(steps)[: self.dim])
+
+    def matrix(
+        self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
+    ) -> NDArray[np.float64]:
+        """The sum over steps, each times its weight, shape (d, d)."""
+        both = self.sums.matrix(steps) if weights is None else self.sums.matrix(steps, weights=weights)
+        return np.ascontiguousarray(both[: self.dim, : self.dim], dtype=np.float64)
+
 
 @dataclass(frozen=True)
 class Moments:

@@ -39,10 +39,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Collect and print what the dump holds."""
-    from loopq.api import calibration_tokens, side_files
+    from loopq.api import calibration_tokens
     from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
     from loopq.calibrate.select import select
     from loopq.config import parse_steps
+    from loopq.jobs.run import side_files
 
     loaded = load(args)
     tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)

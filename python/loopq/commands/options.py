@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from loopq import config as defaults
-from loopq.config import LayerConfig, Override, QuantConfig
+from loopq.config import AllocateConfig, LayerConfig, Override, QuantConfig
 from loopq.errors import ConfigError
 
 _LAYER = LayerConfig()
@@ -97,10 +97,45 @@ def add_quantizer(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--inputs",
-        choices=("open", "asymmetric", "closed-loop"),
+        choices=("open", "asymmetric", "closed-loop", "equal-rows"),
         default=QuantConfig().inputs,
-        help="inputs of the full-precision rollout; layer by layer against its outputs; or once more on the quantized "
-        "rollout (default %(default)s)",
+        help="inputs of the full-precision rollout; layer by layer against its outputs; once more on the quantized "
+        "rollout; or the rows of one step spread over all (default %(default)s)",
+    )
+    group.add_argument(
+        "--alpha",
+        type=float,
+        default=QuantConfig().alpha,
+        help="with --inputs asymmetric: share of the correction (default %(default)s)",
+    )
+    group.add_argument(
+        "--sweeps",
+        type=int,
+        default=QuantConfig().sweeps,
+        help="with --inputs asymmetric: times through all layers (default %(default)s)",
+    )
+    group.add_argument(
+        "--step-weights",
+        default=_LAYER.step_weights,
+        help=f"how steps are added: {' | '.join(defaults.STEP_WEIGHTS)} | alpha=A (default %(default)s)",
+    )
+    group.add_argument(
+        "--damping-kind",
+        choices=("mean", "median", "diagonal", "tail"),
+        default=_LAYER.damping_kind,
+        help="what --damping is a fraction of (default %(default)s)",
+    )
+    group.add_argument(
+        "--metric",
+        choices=("inputs", "loop"),
+        default=_LAYER.metric,
+        help="with --method full: count the square error of a layer's output, or what gradients say it does to the "
+        "model's output through the rest of the loop (default %(default)s)",
+    )
+    group.add_argument(
+        "--rotation",
+        default=_LAYER.rotation,
+        help="none | hadamard:SIZE | random:SIZE | hadamard, of the input at run time (default %(default)s)",
     )
     group.add_argument(
         "--exclude", action="append", default=[], metavar="PATTERN", help="leave these layers dense"
@@ -123,6 +158,10 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         scale_bits=args.scale_bits,
         act_order=args.act_order,
         precision=args.precision,
+        damping_kind=args.damping_kind,
+        step_weights=args.step_weights,
+        metric=args.metric,
+        rotation=args.rotation,
     )
     return QuantConfig(
         layer=layer,
@@ -132,6 +171,87 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         exclude=tuple(args.exclude),
         rank_threshold=None if args.no_rank else QuantConfig().rank_threshold,
         inputs=args.inputs,
+        alpha=args.alpha,
+        sweeps=args.sweeps,
+    )
+
+
+def add_beyond(parser: argparse.ArgumentParser) -> None:
+    """Add what `quantize` alone can do: bits under a budget, and the gradient tier."""
+    group = parser.add_argument_group("mixed bits and tuning")
+    group.add_argument(
+        "--allocate",
+        type=budget,
+        metavar="BUDGET",
+        help="choose bits and group size of each layer: bits a weight with scales, as in 3.25, or bytes, as in 900K",
+    )
+    group.add_argument(
+        "--score",
+        choices=("ablation", "fisher"),
+        default="ablation",
+        help="with --allocate: measured KL of each layer alone, or predicted from gradients (default %(default)s)",
+    )
+    group.add_argument(
+        "--widths",
+        type=numbers,
+        default=defaults.BITS,
+        metavar="B,B,...",
+        help="with --allocate: bits a layer may get (default 2,3,4,8)",
+    )
+    group.add_argument(
+        "--group-sizes",
+        type=numbers,
+        default=(32, 64, 128),
+        metavar="G,G,...",
+        help="with --allocate: group sizes a layer may get (default 32,64,128)",
+    )
+    group.add_argument(
+        "--tune",
+        choices=("scales", "codes"),
+        help="go on by gradient through the unrolled loop: group scales, or scales and codes",
+    )
+    group.add_argument("--tune-updates", type=int, help="with --tune: Adam updates (default 250)")
+    group.add_argument(
+        "--truncate", type=int, help="with --tune: last steps that carry gradients (default: all)"
+    )
+    group.add_argument(
+        "--held-out",
+        type=int,
+        metavar="N",
+        help="with --tune or --step-weights validated: calibration prompts held back (default: a quarter)",
+    )
+
+
+def budget(text: str) -> float | int:
+    """Read bits a weight or bytes."""
+    return memory(text) if text[-1:].upper() in "KMGTB" else float(text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read whole numbers joined by commas."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def allocate_config(args: argparse.Namespace) -> AllocateConfig | None:
+    """Read what `add_beyond` added about bits."""
+    if args.allocate is None:
+        return None
+    return AllocateConfig(args.allocate, args.score, args.widths, args.group_sizes)
+
+
+def tune_config(args: argparse.Namespace) -> Any:
+    """Read what `add_beyond` added about tuning."""
+    if args.tune is None:
+        if args.tune_updates is not None or args.truncate is not None:
+            raise ConfigError("--tune-updates and --truncate go with --tune")
+        return None
+    from loopq.tune.tuner import TuneConfig
+
+    return TuneConfig(
+        what=args.tune,
+        n_updates=args.tune_updates if args.tune_updates is not None else TuneConfig().n_updates,
+        truncate=args.truncate,
+        seed=args.seed,
     )
 
 

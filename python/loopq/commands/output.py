@@ -80,8 +80,33 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     print(
         f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight"
     )
+    for line in extras(checkpoint.settings):
+        print(line)
     if out:
         print(f"written to {out}, read back and compared")
+
+
+def extras(settings: dict[str, Any]) -> list[str]:
+    """What was chosen or tuned, one line each."""
+    lines = []
+    if "allocation" in settings:
+        a = settings["allocation"]
+        lines.append(
+            f"bits: {a['bits_a_weight']:.3f} a weight, {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}; "
+            f"score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
+        )
+    if "validation" in settings:
+        v = settings["validation"]
+        tried = ", ".join(f"{name} {kl:.5f}" for name, kl in v["kl"].items())
+        lines.append(f"step weights: {v['chosen']}, by KL on {v['n_prompts']} prompts held back ({tried})")
+    if "tuning" in settings:
+        t = settings["tuning"]
+        lines.append(
+            f"gradient tier, {t['asked']['what']}: {t['updates']} updates on {t['n_prompts']} prompts, held-out "
+            f"{t['held_out_before']:.5f} -> {t['held_out_after']:.5f} ({t['n_held_out']} prompts), "
+            f"{100 * t['codes_flipped']:.2f} % of the codes changed"
+        )
+    return lines
 
 
 def print_dump(manifest: Any) -> None:

@@ -14,7 +14,18 @@ from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
-from loopq.commands.options import add_format, add_model, add_quantizer, add_text, load, memory, quant_config
+from loopq.commands.options import (
+    add_beyond,
+    add_format,
+    add_model,
+    add_quantizer,
+    add_text,
+    allocate_config,
+    load,
+    memory,
+    quant_config,
+    tune_config,
+)
 from loopq.commands.output import print_checkpoint
 from loopq.config import DiagnoseConfig
 from loopq.errors import CheckpointError, LoopqError
@@ -30,6 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_format(parser, default="native")
     add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
     add_quantizer(parser)
+    add_beyond(parser)
     parser.add_argument(
         "--include", action="append", default=[], metavar="PATTERN", help="quantize these layers too"
     )
@@ -72,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
             memory=args.memory,
             threads=args.threads,
             progress=progress,
+            allocate=allocate_config(args),
+            tune=tune_config(args),
+            n_held_out=args.held_out,
         )
     print_checkpoint(result, str(solved))
     if not native:

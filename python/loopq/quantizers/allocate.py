@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loopq.config import QuantConfig
 from loopq.errors import ConfigError
@@ -24,12 +24,15 @@ class Choice:
         What the layer then takes.
     cost : float
         What the model then loses, in the same unit for every layer.
+    group_size : int, optional
+        Input columns of a scale, where that is chosen too.
     """
 
     layer: str
     bits: int
     n_bytes: int
     cost: float
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,26 @@ class Allocation:
         Bytes of all layers.
     cost : float
         Sum of the layers' costs: a prediction that leaves their interplay out.
+    group_sizes : dict of str to int
+        By parameter name, of the layers whose group size was chosen too.
     """
 
     bits: dict[str, int]
     n_bytes: int
     cost: float
+    group_sizes: dict[str, int] = field(default_factory=dict)
 
     def apply(self, config: QuantConfig) -> QuantConfig:
         """Return the settings with an override for every layer."""
         from loopq.config import Override
 
-        own = tuple(Override(_exact(name), {"bits": bits}) for name, bits in self.bits.items())
+        own = tuple(
+            Override(
+                _exact(name),
+                {"bits": bits} | ({"group_size": self.group_sizes[name]} if name in self.group_sizes else {}),
+            )
+            for name, bits in self.bits.items()
+        )
         return dataclasses.replace(config, overrides=(*config.overrides, *own))
 
 
@@ -115,7 +127,8 @@ def allocate(choices: Sequence[Choice], budget: int) -> Allocation:
                 best = item[1]
                 front.append(item)
     size, cost, path = min(front, key=lambda item: (item[1], item[0]))
-    return Allocation({c.layer: c.bits for c in path}, size, cost)
+    groups = {c.layer: c.group_size for c in path if c.group_size is not None}
+    return Allocation({c.layer: c.bits for c in path}, size, cost, groups)
 
 
 def bytes_at(choices: Mapping[str, Mapping[int, int]], bits: int) -> int:

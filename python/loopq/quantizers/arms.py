@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
@@ -9,12 +11,18 @@ from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
 from loopq.config import BATCH_SIZE, QuantConfig
 from loopq.progress import Progress
+from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.solve import Solver, Source, tasks_of
 from loopq.systems.base import LoopedSystem
 
 
 def solve_arm(
-    sums: Source, selection: Selection, system: LoopedSystem, config: QuantConfig, threads: int = 0
+    sums: Source,
+    selection: Selection,
+    system: LoopedSystem,
+    config: QuantConfig,
+    threads: int = 0,
+    metrics: Mapping[str, LoopMetric] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Quantize a selection once from Hessians that are there for each step.
 
@@ -30,10 +38,18 @@ def solve_arm(
         Settings of this arm.
     threads : int
         Threads; 0 takes all cores.
+    metrics : mapping of str to LoopMetric, optional
+        Loop metrics (`loopq.tune.metric`), where the settings ask for them.
     """
     tensors, ties = model_tensors(system.model)
     tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, config.rank_threshold, threads)
+    solver = Solver(
+        lambda p: tensors[ties.get(p.name, p.name)],
+        sums,
+        config.rank_threshold,
+        threads,
+        metrics=metrics or {},
+    )
     return solver.run(tasks)
 
 

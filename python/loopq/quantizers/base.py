@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig
+from loopq.quantizers.metric import LoopMetric
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Problem:
     goal : ndarray, float32, shape (out_features, in_features), optional
         What the product with the layer's own input should come near to, where that is not the weight itself: the
         shifted target of asymmetric calibration.
+    metric : LoopMetric, optional
+        What an error costs at the end of the loop, where the settings ask for it.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Problem:
     threads: int
     shared: dict[Any, Any]
     goal: NDArray[np.float32] | None = None
+    metric: LoopMetric | None = None
 
     @property
     def target(self) -> NDArray[np.float32]:

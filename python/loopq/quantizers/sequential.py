@@ -11,18 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.calibrate.asymmetric import Moments, collect_pairs
+from loopq.calibrate.asymmetric import Moments, PairedSums, collect_pairs
 from loopq.calibrate.collect import Collection
 from loopq.checkpoint.files import RawTensor
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
-from loopq.config import parse_step_weights
 from loopq.errors import ConfigError
 from loopq.progress import Progress, Silent
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.base import Problem
 from loopq.quantizers.damping import damping_vector
-from loopq.quantizers.solve import Seen, Task, account, oriented, solve_rotated
+from loopq.quantizers.metric import LoopMetric
+from loopq.quantizers.solve import Seen, Task, account, oriented, solve_rotated, step_weighting
+from loopq.quantizers.weighting import needs_weight, relative
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Sequential:
         Threads; 0 takes all cores. It changes no code.
     progress : Progress, optional
         Told of layers.
+    metrics : mapping of str to LoopMetric
+        Loop metrics of the layers that ask for one.
 
     Notes
     -----
@@ -51,7 +54,8 @@ class Sequential:
         sum_t ||W X_t^T - W^ X^_t^T||^2 = const + tr((W^ - W*) S^ (W^ - W*)^T),
         S^ = sum_t X^_t^T X^_t,  W* = W (I + alpha C (S^ + diag(mu))^-1),  C = sum_t (X_t - X^_t)^T X^_t,
 
-    so any solver does, given W* for W and S^ for H. The layer that is being solved is at full precision while
+    so any solver does, given W* for W and S^ for H; step weights multiply both sums, and are taken from the
+    full-precision rollout. The layer that is being solved is at full precision while
     its inputs are collected; what it will do to its own input through the loop is not seen.
     """
 
@@ -60,6 +64,7 @@ class Sequential:
     sweeps: int = 1
     threads: int = 0
     progress: Progress = field(default_factory=Silent)
+    metrics: Mapping[str, LoopMetric] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0:
@@ -98,16 +103,45 @@ class Sequential:
         out = {}
         shared: dict[Any, Any] = {}
         for task in tasks:
-            key = (task.steps, task.config.step_weights)
+            key: Any = (task.steps, task.config.step_weights)
+            if needs_weight(task.config.step_weights):
+                key = task.parameter.name
             if key not in shared:
-                moments = paired.of(task.steps, _weights(task))
-                rows = {t: paired.sums.n_rows(t) for t in task.steps}
-                shared[key] = (moments, Seen(moments.reference, rows, None), {})
+                shared[key] = (*self._weighed(task, paired, weights[task.parameter.name]), {})
             moments, seen, scratch = shared[key]
             out[task.parameter.name] = self._solve(
                 task, weights[task.parameter.name], moments, seen, scratch, sweep
             )
         return out
+
+    def _weighed(self, task: Task, paired: PairedSums, weight: NDArray[np.float32]) -> tuple[Moments, Seen]:
+        """Weigh the steps by what the full-precision rollout shows, and add them."""
+        found = step_weighting(paired.reference(), task, lambda: weight, self._attempt, self.threads)
+        rows = {t: paired.sums.n_rows(t) for t in task.steps}
+        if found is None:
+            moments = paired.of(task.steps)
+            return moments, Seen(moments.reference, rows, None)
+        chosen, scaled = relative(task.steps, found)
+        moments = paired.of(chosen, scaled)
+        total = float(sum(found))
+        return moments, Seen(moments.reference, rows, [float(w) / total for w in found])
+
+    def _attempt(
+        self, task: Task, method: str, weight: NDArray[np.float32], hessian: NDArray[np.float64] | None
+    ) -> QuantizedLayer:
+        parameter = task.parameter
+        return QUANTIZERS.get(method)(
+            Problem(
+                parameter.name,
+                weight,
+                hessian,
+                task.config,
+                parameter.orientation,
+                self.threads,
+                {},
+                metric=self.metrics.get(parameter.name),
+            )
+        )
 
     def _plain(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:
         parameter = task.parameter
@@ -140,6 +174,7 @@ class Sequential:
             self.threads,
             scratch,
             goal=goal,
+            metric=self.metrics.get(parameter.name),
         )
         layer = solve_rotated(problem)
         values = layer.dequantize()
@@ -162,15 +197,6 @@ def in_model_orientation(layer: QuantizedLayer) -> NDArray[np.float32]:
     return np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
 
 
-def _weights(task: Task) -> list[float] | None:
-    if parse_step_weights(task.config.step_weights) != "sum":
-        raise ConfigError(
-            f"layer {task.parameter.name}: asymmetric calibration sums the steps; step_weights "
-            f"{task.config.step_weights!r} go with symmetric calibration"
-        )
-    return None
-
-
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that read the same input together, in order of first call; those without one alone."""
     groups: dict[str, list[Task]] = {}
@@ -180,7 +206,11 @@ def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def recollected(
-    job: Collection, tasks: Sequence[Task], layers: Mapping[str, QuantizedLayer], threads: int = 0
+    job: Collection,
+    tasks: Sequence[Task],
+    layers: Mapping[str, QuantizedLayer],
+    threads: int = 0,
+    metrics: Mapping[str, LoopMetric] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Closed-loop recollection (paper, B8): H from the rollout of quantized layers, original weights quantized anew.
 
@@ -194,6 +224,8 @@ def recollected(
         Layers quantized open loop.
     threads : int
         Threads; 0 takes all cores.
+    metrics : mapping of str to LoopMetric, optional
+        Loop metrics of the layers that ask for one.
     """
     from loopq.calibrate.collect import HessianSet
     from loopq.quantizers.solve import Solver
@@ -207,7 +239,7 @@ def recollected(
     sums = HessianSet(job, {k: sorted(v) for k, v in steps.items()}, per_step=True, threads=threads)
     with replaced(job.system, {name: in_model_orientation(layer) for name, layer in layers.items()}):
         sums.run_pass(list(steps))
-    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, threads)
+    solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, threads, metrics=metrics or {})
     return {n: layer.with_report(inputs="closed-loop") for n, layer in solver.run(tasks).items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +22,9 @@ from loopq.errors import ConfigError, NonFiniteError
 from loopq.progress import Progress, Silent
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.base import Problem
+from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.weighting import (
+    StepSource,
     Weighting,
     alpha_weights,
     balanced_weights,
@@ -41,6 +43,9 @@ class Source(Protocol):
 
     def accumulator(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
         """Return the finished accumulator of an input group over the steps chosen."""
+
+
+Attempt = Callable[["Task", str, NDArray[np.float32], "NDArray[np.float64] | None"], QuantizedLayer]
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,10 @@ class Solver:
         there are taken over.
     key : str
         Identity of the work.
+    progress : Progress
+        Told of layers.
+    metrics : mapping of str to LoopMetric
+        Loop metrics of the layers that ask for one.
     """
 
     weight: Callable[[SharedParameter], RawTensor]
@@ -81,6 +90,7 @@ class Solver:
     work: Path | None = None
     key: str = ""
     progress: Progress = field(default_factory=Silent)
+    metrics: Mapping[str, LoopMetric] = field(default_factory=dict)
 
     def run(self, tasks: Sequence[Task], total: int | None = None) -> dict[str, QuantizedLayer]:
         """Solve all tasks; return the layers by parameter name, in the order of the tasks."""
@@ -125,32 +135,32 @@ class Solver:
         return Seen(combine(acc, task.steps, weights), rows, [float(w) / total for w in weights])
 
     def _weights(self, acc: native.HessianAccumulator, task: Task) -> Weighting | None:
-        spec = parse_step_weights(task.config.step_weights)
-        if spec == "sum" or not acc.per_step:
-            # Refused by the caller, with the layer's name, if weights were asked for.
-            return None if spec == "sum" else []
-        if isinstance(spec, Fraction):
-            return alpha_weights(spec, len(task.steps))
-        if spec == "trace":
-            return trace_weights(acc, task.steps)
-        if spec == "balanced":
-            return balanced_weights(acc, task.steps)
-        weight = oriented(self.weight(task.parameter), task.parameter)
-        rounded = self._attempt(task, "rtn", weight, None).dequantize()
-        if spec == "loss":
-            return loss_weights(acc, task.steps, weight, rounded, self.threads)
-
-        def solve(hessian: NDArray[np.float64]) -> NDArray[np.float32]:
-            return self._attempt(task, task.config.method, weight, hessian).dequantize()
-
-        return minimax_weights(acc, task.steps, weight, rounded, solve, self.threads)
+        if parse_step_weights(task.config.step_weights) != "sum" and not acc.per_step:
+            # Refused by the caller, with the layer's name.
+            return []
+        return step_weighting(
+            acc,
+            task,
+            lambda: oriented(self.weight(task.parameter), task.parameter),
+            self._attempt,
+            self.threads,
+        )
 
     def _attempt(
         self, task: Task, method: str, weight: NDArray[np.float32], hessian: NDArray[np.float64] | None
     ) -> QuantizedLayer:
         parameter = task.parameter
         return QUANTIZERS.get(method)(
-            Problem(parameter.name, weight, hessian, task.config, parameter.orientation, self.threads, {})
+            Problem(
+                parameter.name,
+                weight,
+                hessian,
+                task.config,
+                parameter.orientation,
+                self.threads,
+                {},
+                metric=self.metrics.get(parameter.name),
+            )
         )
 
     def _spectrum(self, seen: Seen | None, shared: dict[Any, Any]) -> dict[str, Any]:
@@ -171,6 +181,7 @@ class Solver:
             orientation=task.parameter.orientation,
             threads=self.threads,
             shared=shared,
+            metric=self.metrics.get(task.parameter.name),
         )
         layer = solve_rotated(problem)
         return layer.with_report(**account(task, layer, weight, seen, self.threads))
@@ -206,6 +217,35 @@ class Solver:
         """Remove the work folder."""
         if self.work:
             shutil.rmtree(self.work, ignore_errors=True)
+
+
+def step_weighting(
+    acc: StepSource, task: Task, load: Callable[[], NDArray[np.float32]], attempt: Attempt, threads: int
+) -> Weighting | None:
+    """Weights of a task's steps as its settings ask for, or None where the plain sum is meant."""
+    spec = parse_step_weights(task.config.step_weights)
+    if spec == "sum":
+        return None
+    if isinstance(spec, Fraction):
+        return alpha_weights(spec, len(task.steps))
+    if spec == "trace":
+        return trace_weights(acc, task.steps)
+    if spec == "balanced":
+        return balanced_weights(acc, task.steps)
+    if spec == "validated":
+        raise ConfigError(
+            f"layer {task.parameter.name}: step_weights 'validated' are chosen for a whole run by `quantize`, which "
+            "holds prompts back; they cannot stand in an override or go with a dump"
+        )
+    weight = load()
+    rounded = attempt(task, "rtn", weight, None).dequantize()
+    if spec == "loss":
+        return loss_weights(acc, task.steps, weight, rounded, threads)
+
+    def solve(hessian: NDArray[np.float64]) -> NDArray[np.float32]:
+        return attempt(task, task.config.method, weight, hessian).dequantize()
+
+    return minimax_weights(acc, task.steps, weight, rounded, solve, threads)
 
 
 @dataclass(frozen=True)
@@ -280,6 +320,7 @@ def solve_rotated(problem: Problem) -> QuantizedLayer:
             goal=None if problem.goal is None else rotation.fold(problem.goal),
             hessian=hessian,
             shared=shared,
+            metric=None if problem.metric is None else problem.metric.rotated(rotation),
         )
     )
     if layer.transform is not None:
@@ -358,10 +399,14 @@ def tasks_of(
             tasks.append(Task(p, _as_rtn(layer_config), (), None))
             continue
         needs = QUANTIZERS.get(layer_config.method).needs_hessian
+        if needs and layer_config.metric == "loop" and layer_config.method != "full":
+            raise ConfigError(
+                f"layer {p.name}: metric 'loop' goes with method 'full'; got method {layer_config.method!r}"
+            )
         leader = leaders.get(p.name) if needs else None
         tasks.append(Task(p, layer_config, tuple(parse_steps(steps, p.invocations)), leader))
     return tasks, dense
 
 
 def _as_rtn(config: LayerConfig) -> LayerConfig:
-    return LayerConfig(**{**json.loads(json.dumps(vars(config))), "method": "rtn"})
+    return LayerConfig(**{**json.loads(json.dumps(vars(config))), "method": "rtn", "metric": "inputs"})

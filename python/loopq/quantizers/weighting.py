@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,21 @@ Weighting = list[float] | list[Fraction]
 Solve = Callable[[NDArray[np.float64]], NDArray[np.float32]]
 
 
+class StepSource(Protocol):
+    """Hessians of the steps, each apart: an accumulator, or a part of one."""
+
+    def trace(self, step: int | None = None) -> float:
+        """tr H_t."""
+
+    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """Diagonal of the sum over steps."""
+
+    def matrix(
+        self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
+    ) -> NDArray[Any]:
+        """The sum over steps, each times its weight."""
+
+
 def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
     """Weights of H = alpha H_0 + (1 - alpha) mean(H_1, ..., H_{N-1}) (paper, B6), exact.
 
@@ -31,12 +46,12 @@ def alpha_weights(alpha: Fraction, n_steps: int) -> list[Fraction]:
     return [alpha] + [(1 - alpha) / (n_steps - 1)] * (n_steps - 1)
 
 
-def trace_weights(acc: native.HessianAccumulator, steps: Sequence[int]) -> list[float]:
+def trace_weights(acc: StepSource, steps: Sequence[int]) -> list[float]:
     """1 / tr H_t: no step counts for more than another, however large its activations."""
     return _inverse([acc.trace(t) for t in steps], steps, "trace")
 
 
-def balanced_weights(acc: native.HessianAccumulator, steps: Sequence[int]) -> list[float]:
+def balanced_weights(acc: StepSource, steps: Sequence[int]) -> list[float]:
     """Weights under which every step has the same share of the channels.
 
     Returns
@@ -70,7 +85,7 @@ def balanced_weights(acc: native.HessianAccumulator, steps: Sequence[int]) -> li
 
 
 def loss_weights(
-    acc: native.HessianAccumulator,
+    acc: StepSource,
     steps: Sequence[int],
     weight: NDArray[np.float32],
     rounded: NDArray[np.float32],
@@ -82,7 +97,7 @@ def loss_weights(
 
 
 def minimax_weights(
-    acc: native.HessianAccumulator,
+    acc: StepSource,
     steps: Sequence[int],
     weight: NDArray[np.float32],
     rounded: NDArray[np.float32],
@@ -122,23 +137,32 @@ def _inverse(values: Sequence[float], steps: Sequence[int], name: str) -> list[f
 
 
 def combine(
-    acc: native.HessianAccumulator, steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
+    acc: StepSource, steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
 ) -> NDArray[np.float64]:
     """Return sum_t w_t H_t up to a positive factor, float64, shape (d, d).
 
     Steps of equal weight are summed exactly, so that weights which say "all alike" or "this step alone" give the
     very bits of the plain sum.
     """
+    chosen, scaled = relative(steps, weights)
+    if scaled is None:
+        return np.asarray(acc.matrix(chosen), dtype=np.float64)
+    return np.asarray(acc.matrix(chosen, weights=scaled), dtype=np.float64)
+
+
+def relative(
+    steps: Sequence[int], weights: Sequence[float] | Sequence[Fraction]
+) -> tuple[list[int], list[float] | None]:
+    """Steps of weight above 0, and their weights over the largest; None for these where all are alike."""
     values: list[Any] = list(weights)
     kept = [(t, w) for t, w in zip(steps, values, strict=True) if w != 0]
     if not kept:
         raise ConfigError(f"step_weights leave no step of {list(steps)}")
     chosen = [t for t, _ in kept]
     if len({w for _, w in kept}) == 1:
-        return np.asarray(acc.matrix(chosen), dtype=np.float64)
+        return chosen, None
     largest = max(w for _, w in kept)
-    scaled = [float(w / largest) for _, w in kept]
-    return np.asarray(acc.matrix(chosen, weights=scaled), dtype=np.float64)
+    return chosen, [float(w / largest) for _, w in kept]
 
 
 def needs_weight(spec: str) -> bool:

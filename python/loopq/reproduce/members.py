@@ -65,7 +65,7 @@ def data_folder() -> Path | None:
     return next((p for p in places if (p / "models").is_dir()), None)
 
 
-def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
+def load_member(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> Member:
     """Load a model of the zoo, a folder of that kind, or the real checkpoint "plbert".
 
     Parameters
@@ -76,6 +76,8 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
         How many prompts.
     data : Path, optional
         Data folder; "plbert" is read from its `models/plbert_kokoro`.
+    draw : int
+        Which stretch of the calibration text is taken: each has prompts of its own.
 
     Raises
     ------
@@ -85,15 +87,16 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
     if name == PLBERT:
         if data is None:
             raise ConfigError("plbert needs the data folder: set LOOPQ_DATA or give --data")
-        return _plbert(data / "models" / "plbert_kokoro", sizes)
+        return _plbert(data / "models" / "plbert_kokoro", sizes, draw)
     from loopq import zoo
 
     loaded = load_model(name)
     if loaded.system.name == "coconut" and loaded.system.is_zoo:
-        return _chains(Path(name).name, loaded, sizes)
+        return _chains(Path(name).name, loaded, sizes, draw)
     length = min(sizes.seq_len, int(loaded.config.get("block_size", sizes.seq_len)))
     count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = windows(zoo.calibration_text().decode(), loaded.encode, length, count, "zoo calibration text")
+    text = windows(zoo.calibration_text().decode(), loaded.encode, length, None, "zoo calibration text")
+    text = _stretch(text, draw, count)
     held_out = windows(
         zoo.evaluation_text().decode(), loaded.encode, length, sizes.n_evaluation, "zoo evaluation text"
     )
@@ -102,7 +105,7 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None) -> Member:
     )
 
 
-def _chains(name: str, loaded: LoadedModel, sizes: Sizes) -> Member:
+def _chains(name: str, loaded: LoadedModel, sizes: Sizes, draw: int) -> Member:
     """Questions with the letters from the one that full depth reaches on, as the model was trained to answer."""
     from loopq.zoo.chains import QUESTION_LENGTH, chains
 
@@ -113,7 +116,7 @@ def _chains(name: str, loaded: LoadedModel, sizes: Sizes) -> Member:
         return TokenSet(tuple(ids), f"chains of letters, {what}", "prompts", int(ids.size))
 
     count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = prompts(count, _CHAINS_SEED, "calibration")
+    text = prompts(count, _CHAINS_SEED + 2 * draw, "calibration")
     held_out = prompts(sizes.n_evaluation, _CHAINS_SEED + 1, "evaluation")
     # The end token's logits, which predict the answer, stand at the question's last position.
     first = QUESTION_LENGTH - 1
@@ -121,7 +124,15 @@ def _chains(name: str, loaded: LoadedModel, sizes: Sizes) -> Member:
     return Member(name, loaded, calibration, tuning, held_out, first)
 
 
-def _plbert(source: Path, sizes: Sizes) -> Member:
+def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
+    if (draw + 1) * count > len(text.sequences):
+        raise ConfigError(
+            f"{text.source} has {len(text.sequences)} prompts: draw {draw} of {count} prompts each is beyond its end"
+        )
+    return text.take(draw * count, (draw + 1) * count)
+
+
+def _plbert(source: Path, sizes: Sizes, draw: int) -> Member:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         try:
@@ -133,7 +144,8 @@ def _plbert(source: Path, sizes: Sizes) -> Member:
         loaded = load_model(place)
     length = sizes.seq_len
     count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = _phonemes(source / "wikitext2_valid_phonemes.jsonl.xz", length, count)
+    text = _phonemes(source / "wikitext2_valid_phonemes.jsonl.xz", length, (draw + 1) * count)
+    text = _stretch(text, draw, count)
     held_out = _phonemes(source / "wikitext2_test_phonemes.jsonl.xz", length, sizes.n_evaluation)
     return Member(PLBERT, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out)
 

@@ -11,18 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.collect import Collection, HessianSet
-from loopq.calibrate.select import select
+from loopq.calibrate.select import Selection
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, QuantConfig
-from loopq.evaluate.compare import Measurement, compare
+from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, in_model_orientation
-from loopq.quantizers.solve import tasks_of
+from loopq.quantizers.solve import Task, tasks_of
 from loopq.reproduce.members import Member
+from loopq.tune.metric import collect_metrics
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
-CLOSED, SCALES, CODES = "closed form", "gradient: scales", "gradient: codes"
+CLOSED, METRIC = "closed form", "closed form, loop metric"
+SCALES, CODES = "gradient: scales", "gradient: codes"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Arm:
 
 
 _FULL = {"method": "full"}
+_LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 ARMS = (
     Arm("RTN", {"method": "rtn"}),
     Arm("RTN, asymmetric grid", {"method": "rtn", "symmetric": False}),
@@ -62,79 +66,85 @@ ARMS = (
     Arm("full, positive scales", {**_FULL, "signed_scales": False}),
     Arm("full, asymmetric grid", {**_FULL, "symmetric": False}),
     Arm("full, asymmetric calibration", _FULL, asymmetric=True),
-    Arm("full + tuned scales", _FULL, asymmetric=True, tier=SCALES),
-    Arm("full + tuned codes", _FULL, asymmetric=True, tier=CODES),
+    Arm("full, loop metric", _LOOP, tier=METRIC),
+    Arm("full, loop metric, asymmetric calibration", _LOOP, asymmetric=True, tier=METRIC),
+    Arm("full + tuned scales", _LOOP, asymmetric=True, tier=SCALES),
+    Arm("full + tuned codes", _LOOP, asymmetric=True, tier=CODES),
 )
 RTN, TRAJECTORY = "RTN", "GPTQ, trajectory"
 
 
-def run_member(
-    member: Member,
-    *,
-    grids: Sequence[tuple[int, int]] = GRIDS,
-    arms: Sequence[Arm] = ARMS,
-    seeds: Sequence[int] = (0, 1, 2),
-    n_updates: int = 250,
-    threads: int = 0,
-    progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Quantize one member by every arm on every grid and measure it.
+def record_of(
+    workshop: Workshop, arm: Arm, bits: int, group: int, seeds: Sequence[int], draw: int
+) -> dict[str, Any]:
+    """Quantize one member by one arm on one grid and measure it.
 
     Returns
     -------
-    list of dict
-        One for each grid and arm: bytes, KL (mean and by seed), agreement, bits per byte, gap closed
-        1 - KL / KL_RTN, the ratio to trajectory GPTQ, and seconds. For systems without logits the KL's place is
-        taken by the squared relative error of the hidden states ("output" says which).
+    dict
+        Bytes, KL (mean and by seed), agreement, bits per byte and seconds. For systems without logits the KL's
+        place is taken by the squared relative error of the hidden states ("output" says which).
     """
-    progress = progress or Silent()
-    workshop = _Workshop(member, threads, n_updates, progress)
-    records: list[dict[str, Any]] = []
-    for bits, group in grids:
-        variants: dict[str, dict[str, NDArray[np.float32]]] = {}
-        facts: dict[str, dict[str, Any]] = {}
-        for arm in arms:
-            began = time.monotonic()
-            layers = workshop.solve(arm, bits, group)
-            facts[arm.name] = {
-                "tier": arm.tier,
-                "n_bytes": sum(layer.n_bytes for layer in layers.values()),
-                "seconds": time.monotonic() - began,
-            }
-            variants[arm.name] = {n: in_model_orientation(layer) for n, layer in layers.items()}
-        measured = compare(member.loaded.system, variants, member.evaluation, seeds=seeds, progress=progress)
-        kl = {m.name: float(m.kl.mean()) for m in measured}
-        for m in measured[1:]:
-            records.append(
-                {"member": member.name, "bits": bits, "group_size": group, "arm": m.name}
-                | facts[m.name]
-                | _row(m, kl)
-            )
-    return records
+    began = time.monotonic()
+    layers = workshop.solve(arm, bits, group)
+    seconds = time.monotonic() - began
+    weights = {n: in_model_orientation(layer) for n, layer in layers.items()}
+    member = workshop.member
+    found = compare(
+        member.loaded.system,
+        {arm.name: weights},
+        member.evaluation,
+        seeds=seeds,
+        scored_from=member.scored_from,
+    )[1]
+    row = {k: v for k, v in found.summary().items() if k != "name"}
+    return {
+        "member": member.name,
+        "bits": bits,
+        "group_size": group,
+        "arm": arm.name,
+        "tier": arm.tier,
+        "draw": draw,
+        "n_bytes": sum(layer.n_bytes for layer in layers.values()),
+        "seconds": seconds,
+    } | row
 
 
-def _row(m: Measurement, kl: dict[str, float]) -> dict[str, Any]:
-    row = {k: v for k, v in m.summary().items() if k != "name"}
-    if RTN in kl:
-        row["gap_closed"] = 1 - kl[m.name] / kl[RTN]
-    if TRAJECTORY in kl:
-        row["ratio_to_trajectory"] = kl[m.name] / kl[TRAJECTORY]
-    return row
+def related(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean over draws for each member, grid and arm, with gap closed 1 - KL / KL_RTN and ratio to trajectory GPTQ."""
+    rows: list[dict[str, Any]] = []
+    keys = dict.fromkeys((r["member"], r["bits"], r["group_size"], r["arm"]) for r in records)
+    mean: dict[tuple[Any, ...], float] = {}
+    for key in keys:
+        mine = [r for r in records if (r["member"], r["bits"], r["group_size"], r["arm"]) == key]
+        mean[key] = float(np.mean([r["kl"] for r in mine]))
+        rows.append(
+            {k: mine[0][k] for k in ("member", "bits", "group_size", "arm", "tier", "n_bytes", "output")}
+            | {"kl": mean[key], "n_draws": len(mine), "kl_by_draw": [r["kl"] for r in mine]}
+            | {k: float(np.mean([r[k] for r in mine])) for k in ("agreement", "seconds")}
+        )
+    for row in rows:
+        place = (row["member"], row["bits"], row["group_size"])
+        if (*place, RTN) in mean:
+            row["gap_closed"] = 1 - row["kl"] / mean[*place, RTN]
+        if (*place, TRAJECTORY) in mean:
+            row["ratio_to_trajectory"] = row["kl"] / mean[*place, TRAJECTORY]
+    return rows
 
 
-class _Workshop:
+class Workshop:
     """Solves arms of one member from one collection; what several arms start from is solved once."""
 
-    def __init__(self, member: Member, threads: int, n_updates: int, progress: Progress) -> None:
-        self._member = member
+    def __init__(
+        self, member: Member, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
+    ) -> None:
+        self.member = member
         self._system = member.loaded.system
         self._threads = threads
         self._n_updates = n_updates
-        self._progress = progress
-        self._sums: HessianSet
-        self._sums, self._selection = collect_all_steps(
-            self._system, member.calibration, threads=threads, progress=progress
-        )
+        self._progress = progress or Silent()
+        self._collected: tuple[HessianSet, Selection] | None = None
+        self._metrics: dict[str, LoopMetric] | None = None
         self._done: dict[tuple[str, int, int], dict[str, QuantizedLayer]] = {}
 
     def solve(self, arm: Arm, bits: int, group: int) -> dict[str, QuantizedLayer]:
@@ -144,9 +154,9 @@ class _Workshop:
         )
         key = (f"{arm.layer} {arm.steps} {arm.asymmetric}", bits, group)
         if key not in self._done:
-            self._done[key] = self._closed(arm, config)
+            self._done[key] = self.closed(config, arm.asymmetric)
         layers = self._done[key]
-        if arm.tier == CLOSED:
+        if arm.tier in (CLOSED, METRIC):
             return layers
         from loopq.tune.tuner import TuneConfig, tune
 
@@ -154,20 +164,42 @@ class _Workshop:
         return tune(
             self._system,
             layers,
-            self._member.calibration,
-            self._member.tuning_held_out,
+            self.member.calibration,
+            self.member.tuning_held_out,
             tuning,
             progress=self._progress,
         ).layers
 
-    def _closed(self, arm: Arm, config: QuantConfig) -> dict[str, QuantizedLayer]:
-        if not arm.asymmetric:
-            return solve_arm(self._sums, self._selection, self._system, config, self._threads)
-        tasks, _ = tasks_of(self._selection.parameters, self._selection.leaders, config)
-        job = Collection(
-            self._system, self._member.calibration, select(self._system, self._member.calibration)
-        )
-        return Sequential(job, threads=self._threads, progress=self._progress).run(tasks)
+    def collected(self) -> tuple[HessianSet, Selection]:
+        """Hessians of every step, collected once."""
+        if self._collected is None:
+            self._collected = collect_all_steps(
+                self._system, self.member.calibration, threads=self._threads, progress=self._progress
+            )
+        return self._collected
+
+    def _metric(self, tasks: Sequence[Task]) -> dict[str, LoopMetric]:
+        if all(t.config.metric == "inputs" for t in tasks):
+            return {}
+        if self._metrics is None:
+            sums, _ = self.collected()
+
+            def hessian(task: Task) -> NDArray[np.float64]:
+                acc = sums.accumulator(str(task.leader), task.steps)
+                return np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
+
+            self._metrics = collect_metrics(self._system, self.member.calibration, tasks, hessian)
+        return self._metrics
+
+    def closed(self, config: QuantConfig, asymmetric: bool) -> dict[str, QuantizedLayer]:
+        """Layers of a closed form."""
+        sums, selection = self.collected()
+        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+        metrics = self._metric(tasks)
+        if not asymmetric:
+            return solve_arm(sums, selection, self._system, config, self._threads, metrics)
+        job = Collection(self._system, self.member.calibration, selection)
+        return Sequential(job, threads=self._threads, progress=self._progress, metrics=metrics).run(tasks)
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,6 +210,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [r for r in records if (r["bits"], r["group_size"], r["arm"]) == (bits, group, arm)]
         row: dict[str, Any] = {"bits": bits, "group_size": group, "arm": arm, "tier": mine[0]["tier"]}
         row["n_members"] = len(mine)
+        row["seconds"] = float(np.mean([r["seconds"] for r in mine]))
         if all("gap_closed" in r for r in mine):
             worst = min(mine, key=lambda r: float(r["gap_closed"]))
             row["gap_closed_mean"] = float(np.mean([r["gap_closed"] for r in mine]))
@@ -185,6 +218,7 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             row["worst_member"] = worst["member"]
         if all("ratio_to_trajectory" in r for r in mine):
             row["ratio_mean"] = float(np.exp(np.mean(np.log([r["ratio_to_trajectory"] for r in mine]))))
-            row["ratio_worst"] = max(float(r["ratio_to_trajectory"]) for r in mine)
+            last = max(mine, key=lambda r: float(r["ratio_to_trajectory"]))
+            row["ratio_worst"], row["ratio_worst_member"] = last["ratio_to_trajectory"], last["member"]
         rows.append(row)
     return rows

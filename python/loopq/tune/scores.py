@@ -137,7 +137,7 @@ def loop_fisher(
         with linked(system, leaves):
             logp = unroll(system, batch, depth, truncate=truncate).float().log_softmax(-1)
             for sample in range(n_samples):
-                labels = _draw(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
+                labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
                 picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
                 last = sample + 1 == n_samples
                 grads = torch.autograd.grad(picked, [leaves[n] for n in layers], retain_graph=not last)
@@ -150,7 +150,7 @@ def loop_fisher(
     return [Score(way, 0.5 * total / (n_samples * positions)) for way, total in totals.items()]
 
 
-def _draw(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:
+def draw_labels(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:
     """Labels from the model's own distribution, by inversion, shape (n_prompts, n_positions)."""
     cumulative = np.exp(logp.astype(np.float64)).cumsum(-1)
     uniform = np.random.default_rng(list(seed)).random(logp.shape[:-1]) * cumulative[..., -1]

@@ -12,6 +12,9 @@ from loopq.systems.base import Batch, LoopedSystem
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Above this, a backward pass computes the inside of each step again.
+ACTIVATION_BYTES = 1 << 30
+
 
 @contextlib.contextmanager
 def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -63,8 +66,9 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
     Returns
     -------
     Tensor
-        What `system.rollout` returns, with a graph. Activations inside a step are computed again in the
-        backward pass: memory holds one state for each step, not one step's activations times the depth.
+        What `system.rollout` returns, with a graph. Where the activations of all steps would take more than
+        `ACTIVATION_BYTES`, those inside a step are computed again in the backward pass: memory then holds one
+        state for each step, not one step's activations times the depth.
 
     Raises
     ------
@@ -84,13 +88,24 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
     embedding = system.embed(batch)
     state = system.initial_state(batch, embedding)
     first = n_steps - (truncate if truncate is not None else n_steps)
+    recompute = _activation_bytes(system, batch, n_steps - max(first, 0)) > ACTIVATION_BYTES
     for t in range(n_steps):
         if t < first:
             with torch.no_grad():
                 state = system.step(state, embedding, t, n_steps)
+        elif not recompute:
+            state = system.step(state, embedding, t, n_steps)
         else:
             state = checkpoint(system.step, state, embedding, t, n_steps, use_reentrant=False)
     return system.predict(state, embedding)
+
+
+def _activation_bytes(system: LoopedSystem, batch: Batch, n_steps: int) -> int:
+    """Inputs and outputs of all products in float32, twice over for what lies between them."""
+    # Weights may be linked at the moment, so that the model's list of parameters lacks them.
+    found = (getattr(module, "weight", None) for module in system.model.modules())
+    width = sum(sum(w.shape) for w in found if w is not None and w.ndim == 2)
+    return 8 * width * int(batch.input_ids.numel()) * n_steps
 
 
 def divergence(reference: Tensor, out: Tensor, output: str) -> Tensor:

@@ -87,21 +87,8 @@ pub(crate) fn full<'py>(
     threads: usize,
     progress: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let named = |e: Error| raise(py, &e);
-    let settings = FullSettings {
-        grid: Grid {
-            bits,
-            group_size: usize::try_from(group_size.max(0)).unwrap_or(0),
-            symmetric,
-            scale_type: ScaleType::parse(scale_dtype).map_err(named)?,
-            search: Search::Mse,
-        },
-        signed,
-        cost: Cost::parse(cost).map_err(named)?,
-        sweeps,
-        rounds,
-        refit,
-    };
+    let settings = settings(bits, group_size, symmetric, signed, scale_dtype, cost, (sweeps, rounds, refit))
+        .map_err(|e| raise(py, &e))?;
     let (rows, values) = (w.shape()[0], w.as_slice()?);
     let shared = &prepared.get().inner;
     let (out, report) =
@@ -114,4 +101,70 @@ pub(crate) fn full<'py>(
     dict.set_item("n_moves", report.moves)?;
     dict.set_item("n_rounds", report.rounds)?;
     Ok(dict)
+}
+
+/// A block's metric between outputs, borrowed for the time of a solve.
+fn lefts<'a>(left: &'a [PyRef<'_, Prepared>]) -> Vec<&'a solve::Prepared> {
+    left.iter().map(|l| &l.inner).collect()
+}
+
+#[pyfunction]
+#[pyo3(signature = (w, prepared, left, *, bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit,
+                    passes = 1, threads = 0, progress = None))]
+pub(crate) fn coupled<'py>(
+    py: Python<'py>,
+    w: PyReadonlyArray2<'py, f32>,
+    prepared: &Bound<'py, Prepared>,
+    left: Vec<PyRef<'py, Prepared>>,
+    bits: u32,
+    group_size: i64,
+    symmetric: bool,
+    signed: bool,
+    scale_dtype: &str,
+    cost: &str,
+    sweeps: usize,
+    rounds: usize,
+    refit: bool,
+    passes: usize,
+    threads: usize,
+    progress: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let settings = settings(bits, group_size, symmetric, signed, scale_dtype, cost, (sweeps, rounds, refit))
+        .map_err(|e| raise(py, &e))?;
+    let (rows, values) = (w.shape()[0], w.as_slice()?);
+    let (shared, left) = (&prepared.get().inner, lefts(&left));
+    let (out, report) = run(py, progress, |watch| {
+        solve::coupled(values, rows, shared, &left, &settings, passes, threads, watch)
+    })?;
+    let dict = result(py, out, &settings.grid, rows, shared.dim())?;
+    dict.set_item("coupled_swept", report.swept)?;
+    dict.set_item("coupled_settled", report.settled)?;
+    dict.set_item("n_replaced", report.replaced)?;
+    Ok(dict)
+}
+
+/// Reads what both solvers are asked; `(sweeps, rounds, refit)` are the stages after the sweep.
+fn settings(
+    bits: u32,
+    group_size: i64,
+    symmetric: bool,
+    signed: bool,
+    scale_dtype: &str,
+    cost: &str,
+    (sweeps, rounds, refit): (usize, usize, bool),
+) -> Result<FullSettings, Error> {
+    Ok(FullSettings {
+        grid: Grid {
+            bits,
+            group_size: usize::try_from(group_size.max(0)).unwrap_or(0),
+            symmetric,
+            scale_type: ScaleType::parse(scale_dtype)?,
+            search: Search::Mse,
+        },
+        signed,
+        cost: Cost::parse(cost)?,
+        sweeps,
+        rounds,
+        refit,
+    })
 }

@@ -38,7 +38,7 @@ impl Field<'_> {
         column / self.grid.group(self.dim)
     }
 
-    fn s_row(&self, j: usize) -> &[f64] {
+    pub(crate) fn s_row(&self, j: usize) -> &[f64] {
         &self.s[j * self.dim..(j + 1) * self.dim]
     }
 

@@ -170,7 +170,31 @@ impl Prepared {
         out
     }
 
-    fn cost(&self, cost: Cost) -> Vec<f64> {
+    /// `S`, row-major, full.
+    pub(crate) fn s(&self) -> &[f64] {
+        &self.s
+    }
+
+    /// `A` of the factor, row-major, in the order of the sweep.
+    pub(crate) fn a(&self) -> &[f64] {
+        &self.a
+    }
+
+    pub(crate) fn field(&self, settings: &FullSettings) -> Field<'_> {
+        Field {
+            dim: self.dim,
+            s: &self.s,
+            order: &self.order,
+            a: &self.a,
+            grid: Grid {
+                search: if settings.cost == Cost::Largest { Search::Max } else { Search::Mse },
+                ..settings.grid
+            },
+            signed: settings.signed,
+        }
+    }
+
+    pub(crate) fn cost(&self, cost: Cost) -> Vec<f64> {
         match cost {
             Cost::Largest | Cost::Even => vec![1.0; self.dim],
             Cost::Diagonal => (0..self.dim).map(|j| self.s[j * self.dim + j]).collect(),
@@ -229,8 +253,8 @@ pub struct FullReport {
     pub rounds: usize,
 }
 
-struct Solved {
-    choice: Choice,
+pub(crate) struct Solved {
+    pub(crate) choice: Choice,
     stages: [Lane; 4],
     moves: u64,
     rounds: usize,
@@ -245,21 +269,10 @@ pub fn full(
     threads: usize,
     watch: &Watch,
 ) -> Result<(Quantized, FullReport)> {
-    let dim = prepared.dim;
     settings.grid.check()?;
-    check_weight("W", w, rows, dim)?;
+    check_weight("W", w, rows, prepared.dim)?;
     let cost = prepared.cost(settings.cost);
-    let field = Field {
-        dim,
-        s: &prepared.s,
-        order: &prepared.order,
-        a: &prepared.a,
-        grid: Grid {
-            search: if settings.cost == Cost::Largest { Search::Max } else { Search::Mse },
-            ..settings.grid
-        },
-        signed: settings.signed,
-    };
+    let field = prepared.field(settings);
     let tiles: Vec<Result<Solved>> = pool(threads)?.install(|| {
         (0..rows.div_ceil(LANES))
             .into_par_iter()
@@ -272,7 +285,7 @@ pub fn full(
     collect(tiles, &field, rows)
 }
 
-fn solve_tile(
+pub(crate) fn solve_tile(
     field: &Field<'_>,
     settings: &FullSettings,
     w: &[f32],
@@ -373,7 +386,11 @@ fn take(
     }
 }
 
-fn collect(tiles: Vec<Result<Solved>>, field: &Field<'_>, rows: usize) -> Result<(Quantized, FullReport)> {
+pub(crate) fn collect(
+    tiles: Vec<Result<Solved>>,
+    field: &Field<'_>,
+    rows: usize,
+) -> Result<(Quantized, FullReport)> {
     let (dim, n_groups) = (field.dim, field.grid.n_groups(field.dim));
     let mut out = Quantized {
         codes: vec![0; rows * dim],

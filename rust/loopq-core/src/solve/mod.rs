@@ -1,5 +1,6 @@
 //! From `W` and `H` to codes and scales.
 
+mod coupled;
 mod descent;
 mod fit;
 mod full;
@@ -10,6 +11,7 @@ mod proxy;
 mod refit;
 mod rtn;
 
+pub use coupled::{coupled, CoupledReport};
 pub use fit::Cost;
 pub use full::{full, FullReport, FullSettings, Prepared};
 pub use gptq::{gptq, GptqReport, Run, Scales};

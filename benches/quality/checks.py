@@ -1,0 +1,356 @@
+"""What the quality tables do not show: spikes, defaults, adapters, scores, mixed bits, one plain layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.config import LayerConfig, QuantConfig
+from loopq.evaluate.compare import compare
+from loopq.quantizers import QUANTIZERS
+from loopq.quantizers.allocate import Choice, allocate
+from loopq.quantizers.base import Problem
+from loopq.quantizers.sequential import in_model_orientation
+from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.quality import Workshop
+from loopq.tune.scores import loop_fisher, measured, spearman
+
+Rows = list[dict[str, Any]]
+Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
+FULL = {"method": "full"}
+LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
+SAFE = {"step_weights": "balanced", "damping_kind": "diagonal"}
+SPIKED = {"sum, mean": {}, "balanced, diagonal": SAFE, "sum, diagonal, loop metric": LOOP}
+KAPPAS = (1.0, 1e2, 1e4, 1e6)
+#: 3 bits and a 16 bit scale for 64 weights: 3.25 bits a weight.
+UNIFORM = (3, 64)
+
+
+class Bench:
+    """One member, opened when first needed."""
+
+    def __init__(self, name: str, sizes: Sizes, data: Path | None, threads: int) -> None:
+        self._open = (name, sizes, data)
+        self._threads = threads
+        self._shop: Workshop | None = None
+
+    @property
+    def shop(self) -> Workshop:
+        if self._shop is None:
+            self._shop = Workshop(load_member(*self._open), self._threads)
+        return self._shop
+
+    @property
+    def member(self) -> Member:
+        return self.shop.member
+
+    def layers(self, layer: dict[str, Any], steps: str = "all", asymmetric: bool = False) -> Any:
+        return self.shop.closed(
+            QuantConfig(LayerConfig(**layer), steps=steps, rank_threshold=None), asymmetric
+        )
+
+    def measure(self, variants: dict[str, Any]) -> dict[str, Any]:
+        weights = {k: {n: in_model_orientation(x) for n, x in v.items()} for k, v in variants.items()}
+        found = compare(
+            self.member.loaded.system, weights, self.member.evaluation, scored_from=self.member.scored_from
+        )
+        return {m.name: m for m in found[1:]}
+
+
+def adapters(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+    """Per-channel INT4 on models with an adapter: agreement with full precision."""
+    rows: Rows = []
+    for name in members:
+        if not any(kind in name for kind in ("huginn", "rllama")):
+            continue
+        bench = Bench(name, sizes, data, threads)
+
+        def make(bench: Bench = bench) -> dict[str, Any]:
+            grid = {"bits": 4, "group_size": -1}
+            variants = {
+                "RTN": bench.layers({"method": "rtn"} | grid),
+                "GPTQ, trajectory": bench.layers({"method": "gptq"} | grid),
+                "full": bench.layers(FULL | grid),
+                "full, loop metric": bench.layers(LOOP | grid),
+            }
+            found = bench.measure(variants)
+            return {
+                k: {"agreement": float(m.agreement.mean()), "kl": float(m.kl.mean())}
+                for k, m in found.items()
+            }
+
+        result = cache.get({"check": "adapters", "member": Path(name).name}, make)
+        rows += [{"member": Path(name).name, "arm": k} | v for k, v in (result or {}).items()]
+    return rows
+
+
+def exposure(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+    """Rank correlation over layers of predicted with measured KL of one layer quantized alone."""
+    rows: Rows = []
+    for name in members:
+        if name == PLBERT:
+            continue
+        bench = Bench(name, sizes, data, threads)
+
+        def make(bench: Bench = bench) -> dict[str, Any]:
+            layers = bench.layers({"method": "rtn", "bits": 4, "group_size": 128})
+            ways = {(n, "INT4"): in_model_orientation(x) for n, x in layers.items()}
+            system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 48)
+            truth = [s.cost for s in measured(system, ways, tokens)]
+            guess = [s.cost for s in loop_fisher(system, ways, tokens, n_samples=8)]
+            return {
+                "n_layers": len(ways),
+                "spearman": spearman(truth, guess),
+                "layers": [n for n, _ in ways],
+                "measured": truth,
+                "predicted": guess,
+            }
+
+        result = cache.get({"check": "exposure", "member": Path(name).name}, make)
+        if result:
+            rows.append({"member": Path(name).name} | result)
+    return rows
+
+
+def mixed(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+    """Bits by score, by size and at random, all within the bytes of uniform INT3 g64 (3.25 bits a weight)."""
+    rows: Rows = []
+    for name in members:
+        if name == PLBERT:
+            continue
+        bench = Bench(name, sizes, data, threads)
+        result = cache.get({"check": "mixed", "member": Path(name).name}, lambda bench=bench: _mixed(bench))
+        rows += [{"member": Path(name).name, "arm": k} | v for k, v in (result or {}).items()]
+    return rows
+
+
+def _mixed(bench: Bench) -> dict[str, Any]:
+    solved = {
+        (b, g): bench.layers(FULL | {"bits": b, "group_size": g}) for b in (2, 3, 4, 8) for g in (32, 64, 128)
+    }
+    ways = {(n, f"{b}:{g}"): in_model_orientation(x) for (b, g), v in solved.items() for n, x in v.items()}
+    system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 24)
+    budget = sum(x.n_bytes for x in solved[UNIFORM].values())
+    costs = {
+        "by ablation": {s.name: s.cost for s in measured(system, ways, tokens)},
+        "by loop-Fisher": {s.name: s.cost for s in loop_fisher(system, ways, tokens, n_samples=4)},
+    }
+    rng = np.random.default_rng(0)
+    names = list(solved[UNIFORM])
+    lucky = {n: float(v) for n, v in zip(names, rng.lognormal(sigma=1.0, size=len(names)), strict=True)}
+    size = {n: float(x.codes.size) for n, x in solved[UNIFORM].items()}
+    error = {
+        (n, f"{b}:{g}"): float(x.report["weight_error"]) ** 2
+        for (b, g), v in solved.items()
+        for n, x in v.items()
+    }
+    costs["at random"] = {k: lucky[k[0]] * e for k, e in error.items()}
+    costs["by size"] = {k: e / size[k[0]] for k, e in error.items()}
+    variants = {"uniform INT3 g64": solved[UNIFORM]}
+    chosen: dict[str, Any] = {}
+    for arm, cost in costs.items():
+        choices = [
+            Choice(n, b, x.n_bytes, cost[n, f"{b}:{g}"], g)
+            for (b, g), v in solved.items()
+            for n, x in v.items()
+        ]
+        found = allocate(choices, budget)
+        variants[arm] = {n: solved[b, found.group_sizes[n]][n] for n, b in found.bits.items()}
+        chosen[arm] = {n: f"INT{b} g{found.group_sizes[n]}" for n, b in found.bits.items()}
+    kl = {k: float(m.kl.mean()) for k, m in bench.measure(variants).items()}
+    base = kl["uniform INT3 g64"]
+    return {
+        k: {
+            "kl": kl[k],
+            "less": 1 - kl[k] / base,
+            "n_bytes": sum(x.n_bytes for x in v.values()),
+            "layers": chosen.get(k),
+        }
+        for k, v in variants.items()
+    }
+
+
+def defaults(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+    """Step weightings that need no knob against the best of N-step, skip-0, alpha and last step; INT3 g32."""
+    rows: Rows = []
+    for name in members:
+        if name == PLBERT:
+            continue
+        bench = Bench(name, sizes, data, threads)
+
+        def make(bench: Bench = bench) -> dict[str, Any]:
+            n = bench.member.loaded.system.n_steps
+            grid = FULL | {"bits": 3, "group_size": 32}
+            fixed = {
+                "N-step": bench.layers(grid),
+                "skip-0": bench.layers(grid, "1:" if n > 1 else "all"),
+                "last step": bench.layers(grid, str(n - 1)),
+            } | {
+                f"alpha {a}": bench.layers(grid | {"step_weights": f"alpha={a}"})
+                for a in (0.05, 0.15, 0.25, 0.5)
+            }
+            free = {
+                "balanced, diagonal": bench.layers(grid | SAFE),
+                "trace, tail": bench.layers(grid | {"step_weights": "trace", "damping_kind": "tail"}),
+                "loss": bench.layers(grid | {"step_weights": "loss"}),
+            }
+            found = bench.measure(fixed | free)
+            kl = {k: float(m.kl.mean()) for k, m in found.items()}
+            spread = {k: found[k].kl.mean(axis=0) for k in kl}
+            best = min(fixed, key=lambda k: kl[k])
+            return {
+                "best": best,
+                "kl": kl,
+                "over_best": {k: kl[k] / kl[best] - 1 for k in (*free, "N-step")},
+                "noise": {
+                    k: float(np.std(spread[k] - spread[best]) / len(spread[k]) ** 0.5 / kl[best])
+                    for k in (*free, "N-step")
+                },
+            }
+
+        result = cache.get({"check": "defaults", "member": Path(name).name}, make)
+        if result:
+            rows += [
+                {"member": Path(name).name, "arm": k, "best": result["best"], "over_best": v,
+                 "noise": result["noise"][k]}
+                for k, v in result["over_best"].items()
+            ]  # fmt: skip
+    return rows
+
+
+def spikes(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+    """Codes that change when one hidden unit is made kappa times louder; the planted column itself is left out."""
+    rows: Rows = []
+    for name in members:
+        if name == PLBERT or not any(k in name for k in ("huginn", "rllama", "ouro", "nanbeige", "parcae")):
+            continue
+        result = cache.get(
+            {"check": "spikes", "member": Path(name).name},
+            lambda name=name: _spikes(name, sizes, data, threads),
+        )
+        rows += [{"member": Path(name).name} | r for r in (result or {}).get("rows", [])]
+    return rows
+
+
+def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[str, Any]:
+    import torch
+
+    from loopq.systems.load import describe
+    from loopq.zoo.planted import plant_kappa_spike
+
+    plain = load_member(name, dataclasses.replace(sizes, n_calibration=24), data)
+    ids = torch.from_numpy(np.stack(plain.calibration.sequences[:8]))
+    solved: dict[tuple[str, float], Any] = {}
+    units: dict[str, int] = {}
+    for kappa in KAPPAS:
+        model, units = plant_kappa_spike(plain.loaded.model, ids, kappa)
+        loaded = dataclasses.replace(
+            plain.loaded,
+            model=model,
+            system=type(plain.loaded.system)(model),
+            report=describe(model, name, "planted"),
+        )
+        shop = Workshop(dataclasses.replace(plain, loaded=loaded), threads)
+        for label, extra in SPIKED.items():
+            config = LayerConfig(**FULL | extra, bits=4, group_size=128, scale_dtype="float32")
+            solved[label, kappa] = shop.closed(QuantConfig(config, rank_threshold=None), False)
+    rows = []
+    for label in SPIKED:
+        # From 100 on the planted column rounds to nothing, so that its group has one scale for all larger kappa.
+        for kappa in KAPPAS[2:]:
+            share = _changed(solved[label, KAPPAS[1]], solved[label, kappa], units)
+            rows.append({"weighting": label, "kappa": kappa, "against": KAPPAS[1], "changed": share})
+        rows.append(
+            {"weighting": label, "kappa": KAPPAS[1], "against": 1.0,
+             "changed": _changed(solved[label, 1.0], solved[label, KAPPAS[1]], units)}
+        )  # fmt: skip
+    return {"rows": rows}
+
+
+def _changed(a: Any, b: Any, units: dict[str, int]) -> float:
+    """Share of codes that differ, the planted columns left out; a sign turned with its scale is no change."""
+    different = total = 0
+    for name, layer in a.items():
+        keep = np.ones(layer.codes.shape[1], dtype=bool)
+        for mlp, unit in units.items():
+            if name.startswith(mlp) and ("down" in name or "mlp.proj" in name):
+                keep[unit] = False
+        different += int((layer.codes[:, keep] != b[name].codes[:, keep]).sum())
+        total += int(keep.sum()) * layer.codes.shape[0]
+    return different / total
+
+
+def plain_layer(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+    """One 2048 x 2048 layer without a loop: W ~ N, inputs with a rank-1 common part; INT4 g128, no g_idx."""
+    result = cache.get({"check": "plain layer"}, lambda: {"rows": _plain(threads)})
+    return list((result or {}).get("rows", []))
+
+
+def _plain(threads: int, rows: int = 512, dim: int = 2048) -> Rows:
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(rows, dim)).astype(np.float32)
+    x = rng.normal(size=(2 * dim, dim)) + 0.3 * rng.normal(size=(2 * dim, 1)) * rng.normal(size=(1, dim))
+    hessian: NDArray[np.float64] = x.T @ x
+    total = native.proxy(weight, np.zeros_like(weight), hessian, threads=threads)
+    arms = {
+        "RTN": {"method": "rtn"},
+        "GPTQ, no order": {"method": "gptq"},
+        "GPTQ, static act-order": {"method": "gptq", "act_order": True, "scales": "static"},
+        "GPTQ, static act-order, searched scales": {
+            "method": "gptq",
+            "act_order": True,
+            "scales": "static",
+            "scale_search": "mse",
+        },
+        "full": FULL,
+    }
+    out = []
+    for arm, layer in arms.items():
+        config = LayerConfig(**layer, bits=4, group_size=128)
+        problem = Problem("layer", weight, hessian, config, "out_in", threads, {})
+        found = QUANTIZERS.get(config.method)(problem).dequantize()
+        out.append({"arm": arm, "proxy": native.proxy(weight, found, hessian, threads=threads) / total})
+    return out
+
+
+CHECKS: dict[str, Check] = {
+    "plain layer": plain_layer,
+    "exposure": exposure,
+    "adapters": adapters,
+    "mixed": mixed,
+    "spikes": spikes,
+    "defaults": defaults,
+}
+_COLUMNS = {
+    "plain layer": [("arm", "arm", ""), ("proxy", "relative proxy", ".3e")],
+    "exposure": [("member", "member", ""), ("n_layers", "layers", "d"), ("spearman", "Spearman", ".3f")],
+    "adapters": [("member", "member", ""), ("arm", "arm", ""), ("agreement", "agreement", ".4f"), ("kl", "KL", ".5f")],
+    "mixed": [
+        ("member", "member", ""), ("arm", "arm", ""), ("n_bytes", "bytes", ",d"), ("kl", "KL", ".5f"),
+        ("less", "less than uniform", ".3f"),
+    ],
+    "spikes": [
+        ("member", "member", ""), ("weighting", "step weights, damping", ""), ("kappa", "kappa", "g"),
+        ("against", "against", "g"), ("changed", "codes changed", ".5f"),
+    ],
+    "defaults": [
+        ("member", "member", ""), ("arm", "arm", ""), ("best", "best fixed", ""),
+        ("over_best", "KL over the best", "+.3f"), ("noise", "standard error", ".3f"),
+    ],
+}  # fmt: skip
+
+
+def check_tables(checks: dict[str, Rows], table: Callable[..., str]) -> list[str]:
+    """Give the parts of the report."""
+    parts: list[str] = []
+    for name, rows in checks.items():
+        if rows:
+            about = (CHECKS[name].__doc__ or "").strip().splitlines()[0]
+            parts += [f"## {name}", "", about, "", table(rows, _COLUMNS[name]), ""]
+    return parts

@@ -1,0 +1,240 @@
+"""One quantization: collect, solve, and what it will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.select import select
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.model_files import model_tensors
+from loopq.config import QuantConfig
+from loopq.errors import ConfigError
+from loopq.progress import Progress
+from loopq.quantizers.metric import LoopMetric
+from loopq.quantizers.sequential import Sequential, recollected
+from loopq.quantizers.solve import Solver, Source, Task, tasks_of
+from loopq.systems.base import SharedParameter
+
+if TYPE_CHECKING:
+    from loopq.systems.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take, told before it starts.
+
+    Parameters
+    ----------
+    memory : int
+        Bytes of Hessian accumulators held at once, and of the largest layer's solve on top.
+    seconds : float
+        Rollouts, accumulation and solve together, from rates measured on this machine a moment ago.
+    n_passes : int
+        Times the calibration set is run: more than one where a memory limit asks for it.
+    """
+
+    memory: int
+    seconds: float
+    n_passes: int
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        passes = f", {self.n_passes} passes over the calibration set" if self.n_passes > 1 else ""
+        return f"about {self.memory / 2**20:.0f} MiB for Hessians and {_duration(self.seconds)}{passes}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def side_files(loaded: LoadedModel) -> dict[str, bytes]:
+    """Read the config and tokenizer files that go with a model's weights."""
+    return {path.name: path.read_bytes() for path in loaded.config_files}
+
+
+@dataclass
+class Run:
+    """One `quantize`: the job, its tasks, and how they are carried out."""
+
+    job: Collection
+    tasks: list[Task]
+    config: QuantConfig
+    threads: int
+    probe_seconds: float
+    _metrics: dict[str, LoopMetric] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(
+        cls,
+        loaded: LoadedModel,
+        tokens: TokenSet,
+        config: QuantConfig,
+        n_steps: int | None,
+        batch_size: int,
+        seed: int,
+        threads: int,
+    ) -> Run:
+        began = time.monotonic()
+        selection = select(
+            loaded.system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=seed
+        )
+        probe = time.monotonic() - began
+        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+        job = Collection(loaded.system, tokens, selection, batch_size, seed, side_files(loaded))
+        return cls(job, tasks, config, threads, probe)
+
+    def asking(self, config: QuantConfig) -> Run:
+        """The same job by other settings."""
+        selection = self.job.selection
+        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+        return Run(self.job, tasks, config, self.threads, self.probe_seconds)
+
+    def steps(self) -> dict[str, list[int]]:
+        """Steps that each input group must keep: the union over its layers."""
+        steps: dict[str, set[int]] = {}
+        for task in self.tasks:
+            if task.leader:
+                steps.setdefault(task.leader, set()).update(task.steps)
+        return {leader: sorted(s) for leader, s in steps.items()}
+
+    def hessians(self) -> HessianSet:
+        """Empty accumulators: one sum for each group, or each step apart where layers choose differently."""
+        steps = self.steps()
+        apart = any(
+            t.leader and (list(t.steps) != steps[t.leader] or t.config.step_weights != "sum")
+            for t in self.tasks
+        )
+        return HessianSet(self.job, steps, per_step=apart, threads=self.threads)
+
+    def all_steps(self, progress: Progress) -> HessianSet:
+        """Collect the Hessians of every layer, each step apart, to be used by several solves."""
+        sums = HessianSet(self.job, self.steps(), per_step=True, threads=self.threads)
+        sums.run_pass(list(sums.steps), progress=progress)
+        return sums
+
+    def solve_from(self, sums: Source, config: QuantConfig) -> dict[str, QuantizedLayer]:
+        """Solve open loop from Hessians that are there, by other settings."""
+        tensors, ties = model_tensors(self.job.system.model)
+        selection = self.job.selection
+        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+        solver = Solver(
+            lambda p: tensors[ties.get(p.name, p.name)], sums, config.rank_threshold, self.threads
+        )
+        return solver.run(tasks)
+
+    def estimate(self, memory: int | None) -> Estimate:
+        """Estimate memory and time from the probe rollout and a short measurement of the core."""
+        sums = self.hessians()
+        passes = sums.passes(memory)
+        held = max((sum(sums.n_bytes(x) for x in p) for p in passes), default=0)
+        widest = max((t.parameter.in_features for t in self.tasks), default=0)
+        rate = _core_rate()
+        tokens = self.job.tokens
+        rollouts = self.probe_seconds * tokens.n_tokens / tokens.sequences[0].size * max(1, len(passes))
+        dims = {p.name: p.in_features for p in self.job.selection.input_groups}
+        accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
+        factor = sum(10 * dims[g] ** 3 for g in sums.steps)
+        sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in self.tasks)
+        return Estimate(held + 24 * widest**2, rollouts + (accumulate + factor + sweep) / rate, len(passes))
+
+    def solve(self, memory: int | None, work: Path | None, progress: Progress) -> dict[str, QuantizedLayer]:
+        """Collect and solve, pass by pass; layer by layer where calibration is asymmetric."""
+        config = self.config
+        if config.inputs == "asymmetric":
+            metrics = self._metrics_ahead(progress)
+            return Sequential(
+                self.job, config.alpha, config.sweeps, self.threads, progress, metrics=metrics
+            ).run(self.tasks)
+        if config.inputs == "equal-rows":
+            from loopq.calibrate.horizon import EqualRows
+
+            if any(t.config.metric == "loop" for t in self.tasks):
+                raise ConfigError("inputs 'equal-rows' are the paper's control: they go with metric 'inputs'")
+            rows = EqualRows(self.job, seed=self.job.seed, threads=self.threads).run()
+            return self.solve_from(rows, config)
+        layers = self._open_loop(memory, work, progress)
+        if config.inputs == "closed-loop":
+            return recollected(self.job, self.tasks, layers, self.threads, self._metrics)
+        return layers
+
+    def _metrics_ahead(self, progress: Progress) -> dict[str, LoopMetric]:
+        """Loop metrics for layers that are solved one after the other: their Hessians come from a pass of their own."""
+        chosen = [t for t in self.tasks if t.leader and t.config.metric == "loop"]
+        if not chosen:
+            return {}
+        leaders = sorted({str(t.leader) for t in chosen})
+        steps = {k: v for k, v in self.steps().items() if k in leaders}
+        sums = HessianSet(self.job, steps, per_step=True, threads=self.threads)
+        sums.run_pass(leaders, progress=progress)
+        return self._collect_metrics(sums, chosen, progress)
+
+    def _collect_metrics(
+        self, sums: HessianSet, tasks: Sequence[Task], progress: Progress
+    ) -> dict[str, LoopMetric]:
+        from loopq.tune.metric import collect_metrics
+
+        def hessian(task: Task) -> NDArray[np.float64]:
+            acc = sums.accumulator(str(task.leader), task.steps)
+            return np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
+
+        return collect_metrics(
+            self.job.system,
+            self.job.tokens,
+            tasks,
+            hessian,
+            n_steps=self.job.selection.n_steps,
+            seed=self.job.seed,
+            n_draws=self.config.metric_draws,
+            progress=progress,
+        )
+
+    def _open_loop(
+        self, memory: int | None, work: Path | None, progress: Progress
+    ) -> dict[str, QuantizedLayer]:
+        sums = self.hessians()
+        parameters: dict[str, SharedParameter] = {p.name: p for p in self.job.selection.parameters}
+        tensors, ties = model_tensors(self.job.system.model)
+        solver = Solver(
+            weight=lambda p: tensors[ties.get(p.name, p.name)],
+            source=sums,
+            rank_threshold=self.config.rank_threshold,
+            threads=self.threads,
+            work=work,
+            key=self.job.fingerprint(self.config.to_json()),
+            progress=progress,
+            metrics=self._metrics,
+        )
+        done: dict[str, QuantizedLayer] = {}
+        unobserved = [t for t in self.tasks if t.leader is None]
+        for number, leaders in enumerate(sums.passes(memory) or [[]]):
+            if leaders:
+                folder = work / f"pass-{number}" if work else None
+                sums.run_pass(leaders, work=folder, progress=progress)
+            chosen = [t for t in self.tasks if t.leader in leaders] + (unobserved if number == 0 else [])
+            self._metrics.update(self._collect_metrics(sums, chosen, progress))
+            done.update(solver.run(chosen))
+            for leader in leaders:
+                sums.drop(leader)
+        return {name: done[name] for name in parameters if name in done}
+
+
+def _core_rate() -> float:
+    """Multiply-adds per second of the accumulation, measured for a few milliseconds."""
+    rows = np.ones((512, 256), dtype=np.float32)
+    acc = native.HessianAccumulator(256, [0], per_step=False)
+    acc.update(0, rows)
+    began = time.perf_counter()
+    acc.update(0, rows)
+    return float(512 * 256 * 256 / max(time.perf_counter() - began, 1e-6))

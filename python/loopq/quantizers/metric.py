@@ -1,0 +1,77 @@
+"""What an error of a layer costs at the end of the loop, as one matrix between outputs and one between inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.rotation import Rotation
+
+# Share of its own added to each diagonal entry between outputs: gradients of some hundred draws see few directions.
+RIDGE = 0.1
+# The same for H before it is inverted.
+DAMPING = 0.01
+
+
+@dataclass(frozen=True)
+class LoopMetric:
+    """The loss of a layer's error D at the end of the rollout, nearly tr(A D S D^T).
+
+    Parameters
+    ----------
+    left : tuple of ndarray, float64
+        A, blocks of consecutive outputs, each of shape (b, b); rows of different blocks are taken as not coupled.
+    right : ndarray, float64, shape (in_features, in_features)
+        The part of S that gradients give. The solver adds the layer's Hessian to it.
+    n_gradients : int
+        Gradients that both are sums over.
+
+    Notes
+    -----
+    With g_n = sum_t G_nt^T X_nt the gradient of a drawn label's log-likelihood with respect to the shared weight,
+    through all steps that use it, KL ~ E <g, D>^2 / 2, and E vec(g) vec(g)^T is taken as S (x) A:
+
+        A = sum_n g_n H'^-1 g_n^T (damped by RIDGE),  S_g = sum_n g_n^T A^-1 g_n,
+
+    one round of the alternation that fits a matrix normal distribution, started from the damped Hessian H'. Both
+    dampings are shares of each own diagonal entry, and H and S_g are brought together by the median ratio of their
+    diagonals: a channel that is made louder, with a column that is made smaller, changes nothing.
+    """
+
+    left: tuple[NDArray[np.float64], ...]
+    right: NDArray[np.float64]
+    n_gradients: int
+
+    def combined(self, hessian: NDArray[np.float64]) -> NDArray[np.float64]:
+        """S = H median(diag S_g / diag H) + S_g, the median over channels that are not always zero."""
+        own, theirs = np.diag(hessian), np.diag(self.right)
+        live = (own > 0) & (theirs > 0)
+        if not live.any():
+            return hessian + self.right
+        return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
+
+    def prepared(self, threads: int) -> list[native.Prepared]:
+        """The blocks of A in the order in which rows are solved, factored."""
+        return [native.Prepared(a, np.zeros(len(a)), order="conditional", threads=threads) for a in self.left]
+
+    def rotated(self, rotation: Rotation) -> LoopMetric:
+        """The same in the rotated basis of the inputs."""
+        return dataclasses.replace(self, right=rotation.conjugate(self.right))
+
+
+def ridged(matrix: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """A matrix with a share of each diagonal entry added to it; a zero entry gets the mean."""
+    diagonal = np.diag(matrix)
+    mean = float(diagonal.mean()) or 1.0
+    return np.asarray(matrix + np.diag(np.where(diagonal > 0, share * diagonal, mean)), dtype=np.float64)
+
+
+def inverse(matrix: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """Inverse of `ridged`, by way of unit diagonal: no scaling of a channel costs digits."""
+    damped = ridged(matrix, share)
+    root = 1.0 / np.sqrt(np.diag(damped))
+    return np.asarray(np.linalg.inv(damped * root * root[:, None]) * root * root[:, None], dtype=np.float64)

@@ -1,0 +1,200 @@
+"""Collect loop metrics: gradients of drawn labels through the unrolled loop, summed on either side of a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import ConfigError, NonFiniteError, SystemContractError
+from loopq.progress import Progress, Silent
+from loopq.quantizers.metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
+from loopq.quantizers.solve import Task
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.tune.unroll import linked, unroll
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Gradients that take no more than this are kept between the two rounds instead of being computed twice.
+KEPT_BYTES = 1 << 30
+#: Rows of a weight that are coupled with each other.
+BLOCK = 512
+
+
+def draws(
+    system: LoopedSystem, tokens: TokenSet, names: Sequence[str], n_steps: int, seed: int, n_draws: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield gradients with respect to shared weights, one for each prompt and draw.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model with a single-step function.
+    tokens : TokenSet
+        Prompts.
+    names : sequence of str
+        Parameters.
+    n_steps : int
+        Depth.
+    seed : int
+        Seed of initial states and draws.
+    n_draws : int
+        Draws for each prompt.
+
+    Notes
+    -----
+    Logits: the log-likelihood of labels drawn from the model's own distribution. Hidden states: the product with
+    normal noise, the same thing for a square error.
+    """
+    import torch
+
+    for batch in tokens.batches(1, seed):
+        leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
+        with linked(system, leaves):
+            out = unroll(system, batch, n_steps).float()
+            for number in range(n_draws):
+                target = _target(system, out, batch, [seed, batch.prompts[0], number])
+                grads = torch.autograd.grad(
+                    target, [leaves[n] for n in names], retain_graph=number + 1 < n_draws, allow_unused=True
+                )
+                found = dict(zip(names, grads, strict=True))
+                for name, grad in found.items():
+                    if grad is not None and not bool(torch.isfinite(grad).all()):
+                        raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
+                yield {n: g for n, g in found.items() if g is not None}
+
+
+def _target(system: LoopedSystem, out: Tensor, batch: Batch, seed: list[int]) -> Tensor:
+    import torch
+
+    from loopq.tune.scores import draw_labels
+
+    if system.output == "logits":
+        logp = out.log_softmax(-1)
+        labels = draw_labels(logp.detach().cpu().numpy(), seed)
+        return logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
+    noise = np.random.default_rng(seed).standard_normal(tuple(out.shape)).astype(np.float32)
+    return (out * system.to_device(torch.from_numpy(noise))).sum()
+
+
+def collect_metrics(
+    system: LoopedSystem,
+    tokens: TokenSet,
+    tasks: Sequence[Task],
+    hessian: Callable[[Task], NDArray[np.float64]],
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    n_draws: int = 4,
+    progress: Progress | None = None,
+) -> dict[str, LoopMetric]:
+    """Collect the loop metric of every layer that asks for one.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model with a single-step function.
+    tokens : TokenSet
+        Calibration prompts.
+    tasks : sequence of Task
+        Layers; those whose settings say `metric = "loop"` and that are observed are taken.
+    hessian : callable
+        Task to its H.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of initial states and draws.
+    n_draws : int
+        Draws for each prompt.
+    progress : Progress, optional
+        Told of draws.
+
+    Returns
+    -------
+    dict of str to LoopMetric
+        By parameter name.
+
+    Raises
+    ------
+    SystemContractError
+        The system has no single-step function.
+
+    Notes
+    -----
+    A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
+    precision; the same number of torch threads gives the same bits, another number may change last bits.
+    """
+    chosen = [t for t in tasks if t.config.metric == "loop" and t.leader is not None]
+    if not chosen:
+        return {}
+    if not system.has_steps:
+        raise SystemContractError(
+            f"system {system.name!r} has no single-step function: gradients cannot be sent through its loop; use "
+            "metric 'inputs'"
+        )
+    if n_draws < 1:
+        raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    names = [t.parameter.name for t in chosen]
+    started = {t.parameter.name: inverse(hessian(t), DAMPING) for t in chosen}
+    source = _Gradients(system, tokens, chosen, depth, seed, n_draws, progress or Silent())
+    left: dict[str, list[NDArray[np.float64]]] = {}
+    for name, g in source.each():
+        sums = [g[b] @ started[name] @ g[b].T for b in _blocks(len(g))]
+        left[name] = [x + y for x, y in zip(left[name], sums, strict=True)] if name in left else sums
+    missing = [n for n in names if n not in left]
+    if missing:
+        raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
+    metrics = {n: [ridged(a, RIDGE) for a in blocks] for n, blocks in left.items()}
+    back = {n: [inverse(a, RIDGE) for a in blocks] for n, blocks in left.items()}
+    right: dict[str, NDArray[np.float64]] = {}
+    for name, g in source.each():
+        for b, a in zip(_blocks(len(g)), back[name], strict=True):
+            add = g[b].T @ a @ g[b]
+            right[name] = right[name] + add if name in right else add
+    source.progress.stop()
+    return {n: LoopMetric(tuple(metrics[n]), right[n], source.total) for n in names}
+
+
+@dataclass
+class _Gradients:
+    """Gradients of all draws, to be gone through twice: kept in between where they fit."""
+
+    system: LoopedSystem
+    tokens: TokenSet
+    tasks: Sequence[Task]
+    depth: int
+    seed: int
+    n_draws: int
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.total = len(self.tokens.sequences) * self.n_draws
+        weights = sum(t.parameter.in_features * t.parameter.out_features for t in self.tasks)
+        self._keep = 4 * weights * self.total <= KEPT_BYTES
+        self._kept: list[dict[str, Tensor]] = []
+        self.progress.start("metric", self.total * (1 if self._keep else 2), "gradients")
+
+    def each(self) -> Iterator[tuple[str, NDArray[np.float64]]]:
+        """Yield (parameter name, gradient with outputs first)."""
+        flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in self.tasks}
+        for found in list(self._kept) or self._fresh(list(flip)):
+            for name, grad in found.items():
+                values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
+                yield name, np.ascontiguousarray(values.T) if flip[name] else values
+
+    def _fresh(self, names: list[str]) -> Iterator[dict[str, Tensor]]:
+        for found in draws(self.system, self.tokens, names, self.depth, self.seed, self.n_draws):
+            if self._keep:
+                self._kept.append(found)
+            yield found
+            self.progress.advance()
+
+
+def _blocks(rows: int) -> list[slice]:
+    return [slice(i, min(rows, i + BLOCK)) for i in range(0, rows, BLOCK)]

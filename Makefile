@@ -97,7 +97,8 @@ wheel: setup ## Wheel for manylinux_2_28 and sdist, into dist/
 	$(BIN)/maturin build --release --zig --compatibility manylinux_2_28 --out dist
 	$(BIN)/maturin sdist --out dist
 
-bench: setup ## Benchmarks; records go to benches/record
+bench: setup ## Benchmarks: the core by criterion, and beside torch
+	cargo bench -p loopq-core
 	$(PY) benches/python/bench_core.py
 
 docs: setup ## Documentation of the Rust core

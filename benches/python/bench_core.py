@@ -11,9 +11,7 @@ one torch call per column), written here in torch.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ import numpy as np
 import torch
 
 from loopq import _native
+from record import write
 
 
 def pairs(ours: Callable[[], object], theirs: Callable[[], object], n: int) -> dict[str, float]:
@@ -121,8 +120,8 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--dims", type=int, nargs="*", default=[2048, 5280])
-    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--dims", type=int, nargs="*", default=[2048, 5280, 10560])
+    parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--shapes", nargs="*", default=["2048x2048", "5632x2048", "2048x5632"])
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--record", type=Path)
@@ -138,24 +137,9 @@ def main() -> None:
         for precision in ("float32", "float64"):
             results.append(bench_solve(m, dim, precision, args.threads, args.pairs))
             print(json.dumps(results[-1]), flush=True)
-    if args.record:
-        cpu = next(
-            (
-                x.split(":")[1].strip()
-                for x in Path("/proc/cpuinfo").read_text().splitlines()
-                if "model name" in x
-            ),
-            "?",
-        )
-        about = {
-            "date": datetime.date.today().isoformat(), "machine": platform.machine(), "cpu": cpu, "note": args.note,
-            "threads": args.threads, "pairs": args.pairs, "isa": _native.cpu_features()[-1],
-            "torch": torch.__version__, "loopq": _native.__version__,
-        }  # fmt: skip
-        args.record.parent.mkdir(parents=True, exist_ok=True)
-        args.record.write_text(
-            json.dumps({"about": about, "results": results}, indent=1) + "\n", encoding="utf-8"
-        )
+    write(
+        args.record, results, threads=args.threads, pairs=args.pairs, torch=torch.__version__, note=args.note
+    )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import write
 
 from loopq import _native
+from record import write
 
 BLOCK = [
     ("attn.Wqkv", 15840, 5280),
@@ -61,7 +61,9 @@ def solve(path: Path, name: str, m: int, dim: int, args: argparse.Namespace, see
         threads=args.threads,
     )  # fmt: skip
     marks.append(time.perf_counter())
-    assert got["codes"].shape == (m, dim) and np.abs(got["codes"]).max() <= 8 and np.isfinite(got["proxy"])
+    assert got["codes"].shape == (m, dim)
+    assert np.abs(got["codes"]).max() <= 8
+    assert np.isfinite(got["proxy"])
     stages = dict(
         zip(("hessian", "matrix", "factor", "solve"), np.diff(marks).round(3).tolist(), strict=True)
     )

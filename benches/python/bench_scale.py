@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import write
 
 from loopq import _native
+from record import write
 
 SOLVE = """
 import resource, sys, time, numpy as np
@@ -35,7 +36,8 @@ h.flat[:: dim + 1] += rng.random(dim) + 1
 w = rng.standard_normal((m, dim), dtype=np.float32)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 start = time.perf_counter()
-got = _native.gptq(w, h, bits=4, group_size=128, damping=0.01, precision=precision, energy=False, threads=int(sys.argv[4]))
+threads = int(sys.argv[4])
+got = _native.gptq(w, h, bits=4, group_size=128, damping=0.01, precision=precision, energy=False, threads=threads)
 took = time.perf_counter() - start
 assert np.isfinite(got["proxy"]) and got["codes"].shape == w.shape
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -85,12 +87,13 @@ def curves(threads: int) -> dict[str, list[tuple[int, float]]]:
         for d in (1024, 2048, 4096, 5280)
     ]
     for precision in ("float32", "float64"):
-        made[f"factor in {precision}, over columns"] = [
-            (d, best(lambda h=gram(d): _native.Factor(h, 0.01, precision, threads=threads)))  # type: ignore[misc]
-            for d in (1024, 2048, 4096, 5280)
-        ]
+        points = []
+        for dim in (1024, 2048, 4096, 5280):
+            make = partial(_native.Factor, gram(dim), 0.01, precision, threads=threads)  # type: ignore[arg-type]
+            points.append((dim, best(make)))
+        made[f"factor in {precision}, over columns"] = points
     made["eigenvalues, over columns"] = [
-        (d, best(lambda h=gram(d): _native.eigvalsh(h, threads=threads), 1)) for d in (512, 1024, 2048, 4096)
+        (d, best(partial(_native.eigvalsh, gram(d), threads=threads), 1)) for d in (512, 1024, 2048, 4096)
     ]
     return made
 

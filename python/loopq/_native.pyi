@@ -18,6 +18,7 @@ __all__ = [
     "HessianAccumulator",
     "Prepared",
     "__version__",
+    "coupled",
     "cpu_features",
     "dequantize",
     "eigvalsh",

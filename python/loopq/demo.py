@@ -19,7 +19,7 @@ from loopq.reproduce.members import PLBERT, Sizes, load_member
 
 ARMS = (("RTN", "rtn", "all"), ("GPTQ, one step", "gptq", "first"), ("GPTQ, trajectory", "gptq", "all"))
 GRIDS = ((4, 32), (3, 32))
-# Few prompts, so that both pages take about as long as the comparison; every page states its own counts.
+# Few prompts, so that both pages take minutes; every page states its own counts.
 PAGES = {
     "huginn_small": DiagnoseConfig(
         n_prompts=4, n_ablation_prompts=4, n_jacobian_prompts=1, seeds=(0, 1), n_directions=8, n_updates=10

@@ -31,13 +31,16 @@ pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize, watch: &Watch) -> 
     };
     let pool = pool(threads)?;
     let (sender, receiver) = sync_channel(1);
-    std::thread::spawn(move || {
+    let work = move || {
         faer::set_global_parallelism(Par::rayon(PARTS));
         // Row-major upper is column-major lower.
         let matrix = MatRef::from_column_major_slice(&values, dim, dim);
         // Nobody listens any more after a cancelled call.
         let _ = sender.send(pool.install(|| matrix.self_adjoint_eigenvalues(Side::Lower)));
-    });
+    };
+    std::thread::Builder::new()
+        .spawn(work)
+        .map_err(|e| Error::Threads { threads: 1, reason: e.to_string() })?;
     loop {
         match receiver.recv_timeout(TICK) {
             Ok(found) => return found.map_err(|_| Error::NoConvergence { dim }),

@@ -52,8 +52,6 @@ pub struct Accumulator {
     pub(super) settings: Settings,
     pub(super) matrices: Vec<ExactMatrix>,
     waiting: Vec<Waiting>,
-    /// Room for the packed rows of one pass, kept from pass to pass.
-    packed: Pages<u32>,
     dtype: Option<RowType>,
     finished: bool,
     /// Set while rows are worked off: still set later if that was interrupted, and then the sums are not whole.
@@ -77,15 +75,7 @@ impl Accumulator {
         let n_matrices = if settings.per_step { settings.steps.len() } else { 1 };
         let matrices = (0..n_matrices).map(|_| ExactMatrix::zeros(settings.dim)).collect::<Result<_>>()?;
         let waiting = vec![Waiting::default(); settings.steps.len()];
-        Ok(Self {
-            settings,
-            matrices,
-            waiting,
-            packed: Pages::zeroed(0),
-            dtype: None,
-            finished: false,
-            broken: false,
-        })
+        Ok(Self { settings, matrices, waiting, dtype: None, finished: false, broken: false })
     }
 
     /// The settings it was made with.
@@ -289,16 +279,15 @@ impl Accumulator {
         let words = PackedBlock::n_words(dim, pairs);
         let pass = (PASS_BYTES / dims::product("a block of rows", words, 4)?).clamp(1, PASS_BLOCKS);
         let blocks = pass.min(rows.n_rows().div_ceil(BLOCK_ROWS));
-        if self.packed.len() < blocks * words {
-            self.packed = Pages::zeroed(blocks * words);
-        }
+        // Kept from pass to pass, but not between calls: a model has hundreds of accumulators.
+        let mut packed = Pages::<u32>::zeroed(blocks * words);
         let matrix = &mut self.matrices[if per_step { at } else { 0 }];
         self.broken = true;
         let mut from = 0;
         while from < rows.n_rows() {
             let n = (pass * BLOCK_ROWS).min(rows.n_rows() - from);
             let blocks: Vec<PackedBlock<'_>> = pool(threads)?.install(|| {
-                self.packed
+                packed
                     .par_chunks_mut(words)
                     .take(n.div_ceil(BLOCK_ROWS))
                     .enumerate()
@@ -327,7 +316,6 @@ impl Accumulator {
             self.flush(at, watch)?;
             self.waiting[at].bytes = Vec::new();
         }
-        self.packed = Pages::zeroed(0);
         self.finished = true;
         Ok(())
     }

@@ -1,5 +1,5 @@
 //! A file seen as bytes without reading it first.
-#![allow(unsafe_code)] // one of the two places that may; see the argument below
+#![allow(unsafe_code)] // one of the three places that may; see the argument below
 
 use std::fs::File;
 use std::path::Path;

@@ -71,9 +71,9 @@ impl Accumulator {
                 "one or more, ascending, each once",
             ));
         }
-        pool(settings.threads)?;
         let n_matrices = if settings.per_step { settings.steps.len() } else { 1 };
-        let matrices = (0..n_matrices).map(|_| ExactMatrix::zeros(settings.dim)).collect::<Result<_>>()?;
+        let zeros = || (0..n_matrices).map(|_| ExactMatrix::zeros(settings.dim)).collect::<Result<_>>();
+        let matrices = pool(settings.threads)?.install(zeros)?;
         let waiting = vec![Waiting::default(); settings.steps.len()];
         Ok(Self { settings, matrices, waiting, dtype: None, finished: false, broken: false })
     }
@@ -196,14 +196,14 @@ impl Accumulator {
     }
 
     fn check_parallel(&self, rows: Rows<'_>, step: usize, first: u64) -> Result<f64> {
-        let chunks = rows.n_rows().div_ceil(BLOCK_ROWS);
+        let (chunks, isa) = (rows.n_rows().div_ceil(BLOCK_ROWS), self.settings.isa);
         let tops: Vec<Result<f64>> = pool(self.settings.threads)?.install(|| {
             (0..chunks)
                 .into_par_iter()
                 .map(|c| {
                     let from = c * BLOCK_ROWS;
                     let n = BLOCK_ROWS.min(rows.n_rows() - from);
-                    check(rows.slice(from, n), step, first + from as u64)
+                    check(rows.slice(from, n), isa, step, first + from as u64)
                 })
                 .collect()
         });
@@ -280,7 +280,7 @@ impl Accumulator {
         let pass = (PASS_BYTES / dims::product("a block of rows", words, 4)?).clamp(1, PASS_BLOCKS);
         let blocks = pass.min(rows.n_rows().div_ceil(BLOCK_ROWS));
         // Kept from pass to pass, but not between calls: a model has hundreds of accumulators.
-        let mut packed = Pages::<u32>::zeroed(blocks * words);
+        let mut packed = Pages::<u32>::room(blocks * words);
         let matrix = &mut self.matrices[if per_step { at } else { 0 }];
         self.broken = true;
         let mut from = 0;
@@ -294,7 +294,7 @@ impl Accumulator {
                     .map(|(b, room)| {
                         let start = b * BLOCK_ROWS;
                         let rows = rows.slice(from + start, BLOCK_ROWS.min(n - start));
-                        PackedBlock::pack(rows, pairs, room)
+                        PackedBlock::pack(rows, pairs, isa, room)
                     })
                     .collect()
             });

@@ -44,7 +44,6 @@ impl Patch {
                     let (hi, lo) = (&mut hi[at..at + STRIP], &mut lo[at..at + STRIP]);
                     prefetch(isa, hi);
                     prefetch(isa, lo);
-                    sums.fill(0.0);
                     for (block, sums) in fused.iter().zip(sums.chunks_exact_mut(STRIP)) {
                         block.strip(isa, pi, pj, r, sums);
                     }
@@ -69,7 +68,7 @@ impl ExactMatrix {
         dims::product("the exact Hessian", dims::n_upper(dim)?, 32)?;
         let panels = dim.div_ceil(PANEL);
         // Small matrices are cut finer, so that all threads have work.
-        let side = (panels / 6).clamp(1, SIDE);
+        let side = (panels / 10).clamp(1, SIDE);
         let macros = panels.div_ceil(side);
         let (mut patches, mut start) = (Vec::new(), 0);
         for mj in 0..macros {
@@ -191,13 +190,14 @@ pub(crate) fn upper_index(dim: usize, i: usize, j: usize) -> usize {
 }
 
 impl PackedBlock<'_> {
-    /// Adds to `sums` the products of [`MR`] columns of panel `pi`, from its column `r` on, with panel `pj`. All lines
+    /// Sets `sums` to the products of [`MR`] columns of panel `pi`, from its column `r` on, with panel `pj`. All lines
     /// go through one tile: its sums stay in registers, and both panels stream from the second-level cache.
     #[inline(always)]
     fn strip(&self, isa: Isa, pi: usize, pj: usize, r: usize, sums: &mut [f32]) {
         match &self.lanes {
             Lanes::Single(lanes) => {
                 let (a, b) = (self.panel(lanes, pi), self.panel(lanes, pj));
+                sums.fill(0.0);
                 f32::tile(isa, self.depth, &a[r..], PANEL, b, PANEL, sums, PANEL);
             }
             Lanes::Pairs(lanes) => {

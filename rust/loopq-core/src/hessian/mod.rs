@@ -8,7 +8,7 @@
 mod accumulate;
 mod limbs;
 mod matrix;
-mod rows;
+pub(crate) mod rows;
 mod state;
 
 pub use accumulate::{Accumulator, Settings};

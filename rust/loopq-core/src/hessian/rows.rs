@@ -3,14 +3,16 @@
 use crate::dump::{RowType, Rows};
 use crate::error::name_of;
 use crate::hessian::{BLOCK_ROWS, PANEL, ROW_LIMIT};
+use crate::simd::{pack_pairs, pack_single, top_magnitude, Isa};
 use crate::{Error, Result};
 
 /// Largest magnitude among the rows; refuses NaN, infinity and what the grid cannot hold.
-pub(crate) fn check(rows: Rows<'_>, step: usize, first_row: u64) -> Result<f64> {
+pub(crate) fn check(rows: Rows<'_>, isa: Isa, step: usize, first_row: u64) -> Result<f64> {
+    let bits = top_magnitude(isa, rows);
     let top = match rows.dtype() {
-        RowType::F32 => f64::from(f32::from_bits(top_bits32(rows.bytes()))),
-        RowType::F16 => half::f16::from_bits(top_bits16(rows.bytes())).to_f64(),
-        RowType::Bf16 => half::bf16::from_bits(top_bits16(rows.bytes())).to_f64(),
+        RowType::F32 => f64::from(f32::from_bits(bits)),
+        RowType::F16 => half::f16::from_bits(bits as u16).to_f64(),
+        RowType::Bf16 => half::bf16::from_bits(bits as u16).to_f64(),
     };
     if top <= ROW_LIMIT {
         return Ok(top);
@@ -18,13 +20,15 @@ pub(crate) fn check(rows: Rows<'_>, step: usize, first_row: u64) -> Result<f64> 
     Err(locate(rows, step, first_row))
 }
 
-fn top_bits32(bytes: &[u8]) -> u32 {
-    let bits = |c: &[u8]| u32::from_le_bytes([c[0], c[1], c[2], c[3]]) & 0x7fff_ffff;
-    bytes.chunks_exact(4).fold(0, |top, c| top.max(bits(c)))
-}
-
-fn top_bits16(bytes: &[u8]) -> u16 {
-    bytes.chunks_exact(2).fold(0, |top, c| top.max(u16::from_le_bytes([c[0], c[1]]) & 0x7fff))
+/// The largest bits of any value without its sign, which is the largest magnitude, infinity and NaN above all.
+#[inline(always)]
+pub(crate) fn top_body(rows: Rows<'_>) -> u32 {
+    if rows.dtype() == RowType::F32 {
+        let bits = |c: &[u8]| u32::from_le_bytes([c[0], c[1], c[2], c[3]]) & 0x7fff_ffff;
+        return rows.bytes().chunks_exact(4).fold(0, |top, c| top.max(bits(c)));
+    }
+    let bits = |c: &[u8]| u16::from_le_bytes([c[0], c[1]]) & 0x7fff;
+    u32::from(rows.bytes().chunks_exact(2).fold(0, |top, c| top.max(bits(c))))
 }
 
 /// The value at flat index `i`.
@@ -75,16 +79,16 @@ impl<'a> PackedBlock<'a> {
     }
 
     /// Packs rows into `room`, whatever it holds.
-    pub(crate) fn pack(rows: Rows<'_>, pairs: bool, room: &'a mut [u32]) -> Self {
+    pub(crate) fn pack(rows: Rows<'_>, pairs: bool, isa: Isa, room: &'a mut [u32]) -> Self {
         debug_assert!(rows.n_rows() <= BLOCK_ROWS);
         let depth = if pairs { rows.n_rows().div_ceil(2) } else { rows.n_rows() };
         let lanes = &mut room[..rows.dim().div_ceil(PANEL) * depth * PANEL];
         if pairs {
-            pack_pairs(rows, depth, lanes);
+            pack_pairs(isa, rows, lanes);
             return Self { depth, lanes: Lanes::Pairs(lanes) };
         }
         let lanes = bytemuck::cast_slice_mut(lanes);
-        pack_single(rows, lanes);
+        pack_single(isa, rows, lanes);
         Self { depth, lanes: Lanes::Single(lanes) }
     }
 
@@ -94,29 +98,37 @@ impl<'a> PackedBlock<'a> {
     }
 }
 
-/// Copies rows to panels line by line; rows are read in order, which is what memory likes best.
-fn pack_single(rows: Rows<'_>, lanes: &mut [f32]) {
-    let depth = rows.n_rows();
-    for k in 0..depth {
-        let row = rows.slice(k, 1).bytes();
-        for (p, bytes) in row.chunks(PANEL * rows.dtype().size()).enumerate() {
-            let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
-            let (line, past) = line.split_at_mut(bytes.len() / rows.dtype().size());
-            past.fill(0.0);
-            match rows.dtype() {
-                RowType::F32 => {
-                    for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(4)) {
-                        *lane = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+/// Lines that are packed before the next panel's turn. A row holds a part of every panel; with one line at a time each of
+/// these would be written to once per row, more places than a cache has room for.
+const LINES: usize = 8;
+
+#[inline(always)]
+pub(crate) fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
+    let (depth, size) = (rows.n_rows(), rows.dtype().size());
+    for first in (0..depth).step_by(LINES) {
+        let near = rows.slice(first, LINES.min(depth - first));
+        for p in 0..rows.dim().div_ceil(PANEL) {
+            let lines = &mut lanes[(p * depth + first) * PANEL..][..near.n_rows() * PANEL];
+            for (row, line) in near.bytes().chunks_exact(near.row_bytes()).zip(lines.chunks_exact_mut(PANEL))
+            {
+                let bytes = columns(row, p, size);
+                let (line, past) = line.split_at_mut(bytes.len() / size);
+                past.fill(0.0);
+                match rows.dtype() {
+                    RowType::F32 => {
+                        for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(4)) {
+                            *lane = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+                        }
                     }
-                }
-                RowType::Bf16 => {
-                    for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
-                        *lane = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+                    RowType::Bf16 => {
+                        for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
+                            *lane = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+                        }
                     }
-                }
-                RowType::F16 => {
-                    for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
-                        *lane = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
+                    RowType::F16 => {
+                        for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
+                            *lane = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
+                        }
                     }
                 }
             }
@@ -124,18 +136,31 @@ fn pack_single(rows: Rows<'_>, lanes: &mut [f32]) {
     }
 }
 
-fn pack_pairs(rows: Rows<'_>, depth: usize, lanes: &mut [u32]) {
+#[inline(always)]
+pub(crate) fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
+    let depth = rows.n_rows().div_ceil(2);
     let empty = vec![0_u8; rows.row_bytes()];
-    for k in 0..depth {
-        let even = rows.slice(2 * k, 1).bytes();
-        let odd = if 2 * k + 1 < rows.n_rows() { rows.slice(2 * k + 1, 1).bytes() } else { &empty };
-        for (p, (even, odd)) in even.chunks(2 * PANEL).zip(odd.chunks(2 * PANEL)).enumerate() {
-            let line = &mut lanes[(p * depth + k) * PANEL..][..PANEL];
-            let (line, past) = line.split_at_mut(even.len() / 2);
-            past.fill(0);
-            for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
-                *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
+    let size = rows.dtype().size();
+    for first in (0..depth).step_by(LINES) {
+        let near = rows.slice(2 * first, (2 * LINES).min(rows.n_rows() - 2 * first));
+        for p in 0..rows.dim().div_ceil(PANEL) {
+            let lines = &mut lanes[(p * depth + first) * PANEL..][..near.n_rows().div_ceil(2) * PANEL];
+            for (pair, line) in near.bytes().chunks(2 * near.row_bytes()).zip(lines.chunks_exact_mut(PANEL)) {
+                let (even, odd) = pair.split_at(near.row_bytes());
+                let (even, odd) =
+                    (columns(even, p, size), columns(if odd.is_empty() { &empty } else { odd }, p, size));
+                let (line, past) = line.split_at_mut(even.len() / size);
+                past.fill(0);
+                for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
+                    *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
+                }
             }
         }
     }
+}
+
+/// What of a row lies in panel `p`.
+#[inline(always)]
+fn columns(row: &[u8], p: usize, size: usize) -> &[u8] {
+    &row[p * PANEL * size..row.len().min((p + 1) * PANEL * size)]
 }

@@ -4,7 +4,9 @@
 //! gives the same bits.
 
 use super::{Isa, Real};
+use crate::dump::Rows;
 use crate::grid::Level;
+use crate::hessian::rows::{pairs_body, single_body, top_body};
 
 /// What rounding one column of a block of rows needs and leaves; all slices have one length.
 pub(crate) struct Column<'a, T> {
@@ -86,35 +88,35 @@ pub(crate) struct Lanes<'a> {
 }
 
 macro_rules! versions {
-    ($name:ident => $body:ident($($arg:ident: $t:ty),*)) => {
-        pub(crate) fn $name<T: Real>(isa: Isa, $($arg: $t),*) {
+    ($name:ident $(<$t:ident>)? => $body:ident($($arg:ident: $of:ty),*) $(-> $out:ty)?) => {
+        pub(crate) fn $name$(<$t: Real>)?(isa: Isa, $($arg: $of),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,fma")]
-                fn narrow<T: Real>($($arg: $t),*) {
-                    $body::<T>($($arg),*);
+                fn narrow$(<$t: Real>)?($($arg: $of),*) $(-> $out)? {
+                    $body($($arg),*)
                 }
                 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
-                fn wide<T: Real>($($arg: $t),*) {
-                    $body::<T>($($arg),*);
+                fn wide$(<$t: Real>)?($($arg: $of),*) $(-> $out)? {
+                    $body($($arg),*)
                 }
                 match isa.level() {
                     // SAFETY: `Isa` values above the portable one are made only after asking the machine.
-                    2 => return unsafe { narrow::<T>($($arg),*) },
+                    2 => return unsafe { narrow($($arg),*) },
                     // SAFETY: as above.
-                    3.. => return unsafe { wide::<T>($($arg),*) },
+                    3.. => return unsafe { wide($($arg),*) },
                     _ => {}
                 }
             }
             let _ = isa;
-            $body::<T>($($arg),*);
+            $body($($arg),*)
         }
     };
 }
-versions!(round_column => column_body(c: Column<'_, T>));
-versions!(axpy => axpy_body(s: T, x: &[T], y: &mut [T]));
-versions!(lane_range => range_body(line: &[T], low: &mut [f64], high: &mut [f64]));
-versions!(lane_cost => cost_body(line: &[T], weight: f64, levels: &Lanes<'_>, top: f64, costs: &mut [f64]));
+versions!(round_column<T> => column_body(c: Column<'_, T>));
+versions!(axpy<T> => axpy_body(s: T, x: &[T], y: &mut [T]));
+versions!(lane_range<T> => range_body(line: &[T], low: &mut [f64], high: &mut [f64]));
+versions!(lane_cost<T> => cost_body(line: &[T], weight: f64, levels: &Lanes<'_>, top: f64, costs: &mut [f64]));
 
 #[inline(always)]
 fn row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
@@ -125,26 +127,7 @@ fn row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
     }
 }
 
-/// Codes of one group of a row.
-pub(crate) fn round_row(isa: Isa, values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx2,fma")]
-        fn narrow(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
-            row_body(values, level, top, codes);
-        }
-        #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
-        fn wide(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
-            row_body(values, level, top, codes);
-        }
-        match isa.level() {
-            // SAFETY: as above.
-            2 => return unsafe { narrow(values, level, top, codes) },
-            // SAFETY: as above.
-            3.. => return unsafe { wide(values, level, top, codes) },
-            _ => {}
-        }
-    }
-    let _ = isa;
-    row_body(values, level, top, codes);
-}
+versions!(round_row => row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]));
+versions!(top_magnitude => top_body(rows: Rows<'_>) -> u32);
+versions!(pack_single => single_body(rows: Rows<'_>, lanes: &mut [f32]));
+versions!(pack_pairs => pairs_body(rows: Rows<'_>, lanes: &mut [u32]));

@@ -3,14 +3,17 @@
 //! Every tile computes `c[i][j] + s * sum_k a[k][i] * b[k][j]` as ONE chain of fused multiply-adds per entry, `k`
 //! ascending. A chain has the same bits in every vector width, so the portable version is both fallback and oracle,
 //! and cutting `k` in pieces changes nothing.
-#![allow(unsafe_code)] // one of the two places that may; each block says why it is sound
+#![allow(unsafe_code)] // one of the three places that may; each block says why it is sound
 
 mod lanes;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use lanes::{axpy, lane_cost, lane_range, round_column, round_row, Column, Lanes};
+pub(crate) use lanes::{
+    axpy, lane_cost, lane_range, pack_pairs, pack_single, round_column, round_row, top_magnitude, Column,
+    Lanes,
+};
 pub(crate) use tile::{add_limbs, prefetch};
 pub use tile::{tile_pairs, Real, MR};
 

@@ -110,8 +110,8 @@ fn chain<T: Real, const N: usize>(
     }
 }
 
-/// `c[i][j] += sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
-/// instruction orders and rounds them. Only for `Isa::Avx512Bf16`.
+/// `c[i][j] = sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
+/// instruction orders and rounds them, onto a chain that starts at zero. Only for `Isa::Avx512Bf16`.
 ///
 /// # Panics
 /// On another instruction set; callers ask [`Isa::has_pairs`] first.

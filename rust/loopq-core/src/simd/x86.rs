@@ -103,7 +103,7 @@ macro_rules! tile256 {
 tile256!(tile_f32_avx2, f32, 8, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
 tile256!(tile_f64_avx2, f64, 4, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd);
 
-/// `c[i][j] += sum_k lo(a[k][i]) * lo(b[k][j]) + hi(a[k][i]) * hi(b[k][j])` over words that hold two bf16 numbers.
+/// `c[i][j] = sum_k lo(a[k][i]) * lo(b[k][j]) + hi(a[k][i]) * hi(b[k][j])` over words that hold two bf16 numbers.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma")]
 pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, c: &mut [f32], ldc: usize) {
     const L: usize = 16;
@@ -114,11 +114,6 @@ pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, 
     unsafe {
         let pair = |p: *const u32| std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast()));
         let mut acc = [[_mm512_setzero_ps(); 3]; MR];
-        for (i, row) in acc.iter_mut().enumerate() {
-            for (v, entry) in row.iter_mut().enumerate() {
-                *entry = _mm512_loadu_ps(pc.add(i * ldc + v * L));
-            }
-        }
         for _ in 0..k {
             let columns = [pair(pb), pair(pb.add(L)), pair(pb.add(2 * L))];
             for (i, row) in acc.iter_mut().enumerate() {

@@ -25,8 +25,12 @@ from loopq import _native
 from record import write
 
 SOLVE = """
-import resource, sys, time, numpy as np
+import sys, time, numpy as np
 from loopq import _native
+def peak():
+    # Of this process alone: what getrusage gives is no less than what the process that started it held.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 m, dim, precision = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 rng = np.random.default_rng(0)
 common = rng.standard_normal(dim, dtype=np.float32)
@@ -34,14 +38,13 @@ h = np.empty((dim, dim), np.float32 if precision == "float32" else np.float64)
 np.multiply(common[:, None], common[None], out=h)
 h.flat[:: dim + 1] += rng.random(dim) + 1
 w = rng.standard_normal((m, dim), dtype=np.float32)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 start = time.perf_counter()
 threads = int(sys.argv[4])
 got = _native.gptq(w, h, bits=4, group_size=128, damping=0.01, precision=precision, energy=False, threads=threads)
 took = time.perf_counter() - start
 assert np.isfinite(got["proxy"]) and got["codes"].shape == w.shape
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(took, peak * 1024 / h.nbytes, before * 1024 / h.nbytes)
+print(took, peak() / h.nbytes, before / h.nbytes)
 """
 
 
@@ -82,10 +85,11 @@ def curves(threads: int) -> dict[str, list[tuple[int, float]]]:
     made["Hessian, 2048 columns, over rows"] = [
         (n, best(lambda n=n: hessian(2048, bits[:n], threads))) for n in (4096, 8192, 16384, 32768, 65536)
     ]
-    made["Hessian, 16384 rows, over columns"] = [
-        (d, best(lambda d=d: hessian(d, np.ascontiguousarray(np.resize(wide, (16384, d))), threads), 2))
-        for d in (1024, 2048, 4096, 5280)
-    ]
+    points = []
+    for dim in (1024, 2048, 4096, 5280):
+        rows = np.resize(wide, (16384, dim))
+        points.append((dim, best(partial(hessian, dim, rows, threads))))
+    made["Hessian, 16384 rows, over columns"] = points
     for precision in ("float32", "float64"):
         points = []
         for dim in (1024, 2048, 4096, 5280):
@@ -118,6 +122,7 @@ def memory(threads: int) -> list[dict[str, Any]]:
 def plot(made: dict[str, list[tuple[int, float]]], path: Path) -> None:
     """Draw time over rows and over columns, with the law beside it."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter, NullLocator
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for (name, points), marker in zip(made.items(), "osD^v", strict=True):
@@ -130,7 +135,12 @@ def plot(made: dict[str, list[tuple[int, float]]], path: Path) -> None:
     axes[1].set(
         xlabel="columns d", ylabel="seconds", title="over columns (Hessian 2, factor and eigenvalues 3)"
     )
-    for axis in axes:
+    for axis, wanted in zip(axes, ("over rows", "over columns"), strict=True):
+        places = sorted({n for name, points in made.items() if wanted in name for n, _ in points})
+        axis.set_xticks(places, [f"{n:,}" for n in places], fontsize=8)
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(True, which="both", alpha=0.3)
         axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

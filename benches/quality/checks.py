@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,71 +63,63 @@ class Bench:
         return {m.name: m for m in found[1:]}
 
 
+def each(
+    check: str, cache: Any, members: list[str], make: Callable[[str], Any], kinds: tuple[str, ...] = ("",)
+) -> Iterator[tuple[str, Any]]:
+    """Short name and result of every zoo member whose name holds one of the kinds; members without one are left out."""
+    for name in members:
+        if name != PLBERT and any(kind in name for kind in kinds):
+            result = cache.get({"check": check, "member": Path(name).name}, lambda name=name: make(name))
+            if result:
+                yield Path(name).name, result
+
+
 def adapters(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Per-channel INT4 on models with an adapter: agreement with full precision."""
-    rows: Rows = []
-    for name in members:
-        if not any(kind in name for kind in ("huginn", "rllama")):
-            continue
+
+    def make(name: str) -> dict[str, Any]:
         bench = Bench(name, sizes, data, threads)
+        grid = {"bits": 4, "group_size": -1}
+        variants = {
+            "RTN": bench.layers({"method": "rtn"} | grid),
+            "GPTQ, trajectory": bench.layers({"method": "gptq"} | grid),
+            "full": bench.layers(FULL | grid),
+            "full, loop metric": bench.layers(LOOP | grid),
+        }
+        found = bench.measure(variants)
+        return {
+            k: {"agreement": float(m.agreement.mean()), "kl": float(m.kl.mean())} for k, m in found.items()
+        }
 
-        def make(bench: Bench = bench) -> dict[str, Any]:
-            grid = {"bits": 4, "group_size": -1}
-            variants = {
-                "RTN": bench.layers({"method": "rtn"} | grid),
-                "GPTQ, trajectory": bench.layers({"method": "gptq"} | grid),
-                "full": bench.layers(FULL | grid),
-                "full, loop metric": bench.layers(LOOP | grid),
-            }
-            found = bench.measure(variants)
-            return {
-                k: {"agreement": float(m.agreement.mean()), "kl": float(m.kl.mean())}
-                for k, m in found.items()
-            }
-
-        result = cache.get({"check": "adapters", "member": Path(name).name}, make)
-        rows += [{"member": Path(name).name, "arm": k} | v for k, v in (result or {}).items()]
-    return rows
+    kept = each("adapters", cache, members, make, ("huginn", "rllama"))
+    return [{"member": name, "arm": arm} | row for name, result in kept for arm, row in result.items()]
 
 
 def exposure(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Rank correlation over layers of predicted with measured KL of one layer quantized alone."""
-    rows: Rows = []
-    for name in members:
-        if name == PLBERT:
-            continue
+
+    def make(name: str) -> dict[str, Any]:
         bench = Bench(name, sizes, data, threads)
+        layers = bench.layers({"method": "rtn", "bits": 4, "group_size": 128})
+        ways = {(n, "INT4"): in_model_orientation(x) for n, x in layers.items()}
+        system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 48)
+        truth = [s.cost for s in measured(system, ways, tokens)]
+        guess = [s.cost for s in loop_fisher(system, ways, tokens, n_samples=8)]
+        return {
+            "n_layers": len(ways),
+            "spearman": spearman(truth, guess),
+            "layers": [n for n, _ in ways],
+            "measured": truth,
+            "predicted": guess,
+        }
 
-        def make(bench: Bench = bench) -> dict[str, Any]:
-            layers = bench.layers({"method": "rtn", "bits": 4, "group_size": 128})
-            ways = {(n, "INT4"): in_model_orientation(x) for n, x in layers.items()}
-            system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 48)
-            truth = [s.cost for s in measured(system, ways, tokens)]
-            guess = [s.cost for s in loop_fisher(system, ways, tokens, n_samples=8)]
-            return {
-                "n_layers": len(ways),
-                "spearman": spearman(truth, guess),
-                "layers": [n for n, _ in ways],
-                "measured": truth,
-                "predicted": guess,
-            }
-
-        result = cache.get({"check": "exposure", "member": Path(name).name}, make)
-        if result:
-            rows.append({"member": Path(name).name} | result)
-    return rows
+    return [{"member": name} | result for name, result in each("exposure", cache, members, make)]
 
 
 def mixed(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Bits by score, by size and at random, all within the bytes of uniform INT3 g64 (3.25 bits a weight)."""
-    rows: Rows = []
-    for name in members:
-        if name == PLBERT:
-            continue
-        bench = Bench(name, sizes, data, threads)
-        result = cache.get({"check": "mixed", "member": Path(name).name}, lambda bench=bench: _mixed(bench))
-        rows += [{"member": Path(name).name, "arm": k} | v for k, v in (result or {}).items()]
-    return rows
+    kept = each("mixed", cache, members, lambda name: _mixed(Bench(name, sizes, data, threads)))
+    return [{"member": name, "arm": arm} | row for name, result in kept for arm, row in result.items()]
 
 
 def _mixed(bench: Bench) -> dict[str, Any]:
@@ -178,64 +170,50 @@ def _mixed(bench: Bench) -> dict[str, Any]:
 
 def defaults(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Step weightings that need no knob against the best of N-step, skip-0, alpha and last step; INT3 g32."""
-    rows: Rows = []
-    for name in members:
-        if name == PLBERT:
-            continue
-        bench = Bench(name, sizes, data, threads)
+    kept = each("defaults", cache, members, lambda name: _defaults(Bench(name, sizes, data, threads)))
+    return [
+        {"member": name, "arm": arm, "best": result["best"], "over_best": over, "noise": result["noise"][arm]}
+        for name, result in kept
+        for arm, over in result["over_best"].items()
+    ]
 
-        def make(bench: Bench = bench) -> dict[str, Any]:
-            n = bench.member.loaded.system.n_steps
-            grid = FULL | {"bits": 3, "group_size": 32}
-            fixed = {
-                "N-step": bench.layers(grid),
-                "skip-0": bench.layers(grid, "1:" if n > 1 else "all"),
-                "last step": bench.layers(grid, str(n - 1)),
-            } | {
-                f"alpha {a}": bench.layers(grid | {"step_weights": f"alpha={a}"})
-                for a in (0.05, 0.15, 0.25, 0.5)
-            }
-            free = {
-                "balanced, diagonal": bench.layers(grid | SAFE),
-                "trace, tail": bench.layers(grid | {"step_weights": "trace", "damping_kind": "tail"}),
-                "loss": bench.layers(grid | {"step_weights": "loss"}),
-            }
-            found = bench.measure(fixed | free)
-            kl = {k: float(m.kl.mean()) for k, m in found.items()}
-            spread = {k: found[k].kl.mean(axis=0) for k in kl}
-            best = min(fixed, key=lambda k: kl[k])
-            return {
-                "best": best,
-                "kl": kl,
-                "over_best": {k: kl[k] / kl[best] - 1 for k in (*free, "N-step")},
-                "noise": {
-                    k: float(np.std(spread[k] - spread[best]) / len(spread[k]) ** 0.5 / kl[best])
-                    for k in (*free, "N-step")
-                },
-            }
 
-        result = cache.get({"check": "defaults", "member": Path(name).name}, make)
-        if result:
-            rows += [
-                {"member": Path(name).name, "arm": k, "best": result["best"], "over_best": v,
-                 "noise": result["noise"][k]}
-                for k, v in result["over_best"].items()
-            ]  # fmt: skip
-    return rows
+def _defaults(bench: Bench) -> dict[str, Any]:
+    n = bench.member.loaded.system.n_steps
+    grid = FULL | {"bits": 3, "group_size": 32}
+    fixed = {
+        "N-step": bench.layers(grid),
+        "skip-0": bench.layers(grid, "1:" if n > 1 else "all"),
+        "last step": bench.layers(grid, str(n - 1)),
+    } | {f"alpha {a}": bench.layers(grid | {"step_weights": f"alpha={a}"}) for a in (0.05, 0.15, 0.25, 0.5)}
+    free = {
+        "balanced, diagonal": bench.layers(grid | SAFE),
+        "trace, tail": bench.layers(grid | {"step_weights": "trace", "damping_kind": "tail"}),
+        "loss": bench.layers(grid | {"step_weights": "loss"}),
+        "sum, diagonal": bench.layers(grid | {"damping_kind": "diagonal"}),
+    }
+    found = bench.measure(fixed | free)
+    kl = {k: float(m.kl.mean()) for k, m in found.items()}
+    spread = {k: found[k].kl.mean(axis=0) for k in kl}
+    best = min(fixed, key=lambda k: kl[k])
+    judged = (*free, "N-step")
+    return {
+        "best": best,
+        "kl": kl,
+        "over_best": {k: kl[k] / kl[best] - 1 for k in judged},
+        "noise": {
+            k: float(np.std(spread[k] - spread[best]) / len(spread[k]) ** 0.5 / kl[best]) for k in judged
+        },
+    }
 
 
 def spikes(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Codes that change when one hidden unit is made kappa times louder; the planted column itself is left out."""
-    rows: Rows = []
-    for name in members:
-        if name == PLBERT or not any(k in name for k in ("huginn", "rllama", "ouro", "nanbeige", "parcae")):
-            continue
-        result = cache.get(
-            {"check": "spikes", "member": Path(name).name},
-            lambda name=name: _spikes(name, sizes, data, threads),
-        )
-        rows += [{"member": Path(name).name} | r for r in (result or {}).get("rows", [])]
-    return rows
+    kept = each(
+        "spikes", cache, members, lambda name: _spikes(name, sizes, data, threads),
+        ("huginn", "rllama", "ouro", "nanbeige", "parcae"),
+    )  # fmt: skip
+    return [{"member": name} | row for name, result in kept for row in result["rows"]]
 
 
 def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from checks import CHECKS, check_tables
 
 import loopq
 from loopq import zoo
+from loopq.errors import LoopqError
 from loopq.reproduce.members import PLBERT, Sizes, load_member
 from loopq.reproduce.quality import ARMS, GRIDS, Arm, Workshop, record_of, related, summary
 
@@ -60,6 +61,7 @@ class Cache:
         self.folder = folder
         self.settings = settings
         self.table = table
+        self.refused: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, what: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -71,7 +73,13 @@ class Cache:
             return kept
         if self.table:
             return None
-        result = make()
+        try:
+            result = make()
+        except LoopqError as error:
+            # What a member cannot have is part of the answer: a loop without a single-step function, say.
+            print(", ".join(f"{v}" for v in what.values()), f"-> refused: {error}", flush=True)
+            self.refused.append(", ".join(f"{v}" for v in what.values()) + f": {error}")
+            return None
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"asked": json.loads(key), "result": result}))
         part.rename(path)
@@ -99,7 +107,12 @@ SUMMARY_COLUMNS = [
 ]  # fmt: skip
 
 
-def report(records: list[dict[str, Any]], checks: dict[str, list[dict[str, Any]]], settings: Any) -> str:
+def report(
+    records: list[dict[str, Any]],
+    checks: dict[str, list[dict[str, Any]]],
+    settings: Any,
+    refused: list[str],
+) -> str:
     rows = related(records)
     parts = ["# Quality tables", "", "Settings: `" + json.dumps(settings) + "`", ""]
     if rows:
@@ -109,14 +122,26 @@ def report(records: list[dict[str, Any]], checks: dict[str, list[dict[str, Any]]
         mine = [r for r in rows if (r["member"], r["bits"], r["group_size"]) == key]
         what = "" if mine[0]["output"] == "logits" else " (no logits: squared relative error, cosine)"
         parts += [f"## {key[0]}, INT{key[1]} g{key[2]}{what}", "", table(mine, MEMBER_COLUMNS), ""]
+    if refused:
+        parts += ["## Refused", "", "\n".join(f"* {line}" for line in refused), ""]
     return "\n".join(parts)
 
 
-def write(out: Path, name: str, records: list[dict[str, Any]], checks: dict[str, Any], settings: Any) -> Path:
+def write(
+    out: Path,
+    name: str,
+    records: list[dict[str, Any]],
+    checks: dict[str, Any],
+    settings: Any,
+    refused: list[str],
+) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"{name}-{datetime.date.today().isoformat()}"
-    data = {"settings": settings, "records": records, "checks": checks}
-    for suffix, text in ((".json", json.dumps(data, indent=1)), (".md", report(records, checks, settings))):
+    data = {"settings": settings, "records": records, "checks": checks, "refused": refused}
+    for suffix, text in (
+        (".json", json.dumps(data, indent=1)),
+        (".md", report(records, checks, settings, refused)),
+    ):
         temporary = stem.with_suffix(suffix + ".part")
         temporary.write_text(text + "\n")
         temporary.rename(stem.with_suffix(suffix))
@@ -178,8 +203,9 @@ def main() -> None:
     for name, check in CHECKS.items():
         if wanted(name, args.only):
             checks[name] = check(cache, members, sizes, data_folder(), args.threads)
-    print(write(args.out, args.name, records, checks, settings | machine))
-    print(report(records, checks, settings | machine))
+    found = (records, checks, settings | machine, cache.refused)
+    print(write(args.out, args.name, *found))
+    print(report(*found))
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class HessianAccumulator:
 
     The rows of one step form one sequence in the order in which they come. It is cut in blocks of 512 rows from the
     step's first row, whatever the calls; products are summed in float32 within a block and exactly, on a fixed grid
-    of ``2^-68``, between blocks. So threads, chunking, shards and merging cannot change a bit, and the sum of
+    of ``2^-60``, between blocks. So threads, chunking, shards and merging cannot change a bit, and the sum of
     ``H_t`` over ``t`` is ``H`` exactly. The spec is ``docs/formats/hessian.md``.
 
     Parameters
@@ -126,7 +126,7 @@ class HessianAccumulator:
         loopq.errors.NonFiniteError
             NaN or infinity, named by step, row (counted from the step's first row) and column.
         loopq.errors.SolveError
-            Magnitudes above ``2^23``, or a sum that would pass ``2^56``.
+            Magnitudes above ``2^27``, or a sum that would pass ``2^64``.
         loopq.errors.ConfigError
             An unknown step, another width or type, or an update after `finish`.
         """
@@ -173,7 +173,7 @@ class HessianAccumulator:
         loopq.errors.NonFiniteError
             NaN or infinity, named by row and column.
         loopq.errors.SolveError
-            A sum that would pass ``2^56``.
+            A sum that would pass ``2^64``.
         """
     def n_rows(self, step: int) -> int:
         """Count the rows that a step has seen."""
@@ -227,7 +227,7 @@ class HessianAccumulator:
         dict
             ``spec_version``, ``dim``, ``steps``, ``per_step``, ``n_rows`` (per step), and the lists ``hi`` and
             ``lo`` with one int64 array of ``dim * (dim + 1) / 2`` per matrix: the packed upper triangle, row-major,
-            of ``(hi * 2^62 + lo) * 2^-68``.
+            of ``(hi * 2^62 + lo) * 2^-60``.
         """
     @staticmethod
     def from_state(state: _State, *, threads: int = 0) -> HessianAccumulator:

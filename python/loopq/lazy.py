@@ -14,6 +14,7 @@ _EXTRA = {
     "lm_eval": "eval",
     "matplotlib": "report",
     "scipy": "report",
+    "threadpoolctl": "report",
 }
 
 

@@ -40,7 +40,7 @@ def test_products_are_put_on_the_grid_exactly():
         acc.add_products([(0, 1)], values)
     acc.finish()
     np.testing.assert_array_equal(acc.matrix()[0], [3 * 3.0**30, 3 * 2.0**-50])
-    assert abs(acc.matrix()[1, 1] - 3 * float(np.round(1 / 3 * 2.0**68) * 2.0**-68)) <= 2.0**-53
+    assert abs(acc.matrix()[1, 1] - 3 * float(np.round(1 / 3 * 2.0**60) * 2.0**-60)) <= 2.0**-53
 
 
 def test_products_that_cannot_be_are_refused():

@@ -40,7 +40,7 @@ def hessian(rows: list[list[int]], denominator: int) -> tuple[list[int], list[in
     hi, lo = [], []
     for i in range(dim):
         for j in range(i, dim):
-            total = sum(Fraction(r[i], denominator) * Fraction(r[j], denominator) for r in rows) * 2**68
+            total = sum(Fraction(r[i], denominator) * Fraction(r[j], denominator) for r in rows) * 2**60
             assert total.denominator == 1
             hi.append(total.numerator >> 62)
             lo.append(total.numerator & (2**62 - 1))

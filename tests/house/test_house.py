@@ -36,6 +36,7 @@ def test_import_needs_numpy_and_safetensors_only():
         "torch",
         "transformers",
         "scipy",
+        "threadpoolctl",
         "matplotlib",
         "cupy",
         "lm_eval",

@@ -143,14 +143,24 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
     return Estimate(float(abs(theta)), residual, count + 2, failure)
 
 
+def _one_thread() -> Any:
+    """Keep the library's own vector operations on one thread.
+
+    They are small and come between the products: with a thread for each core they and the products' threads
+    wait for each other, which made the iteration eight times slower.
+    """
+    return require("threadpoolctl").threadpool_limits(limits=1, user_api="blas")
+
+
 def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> tuple[Any, Any]:
     linalg = require("scipy.sparse.linalg")
     operator = linalg.LinearOperator((dim, dim), matvec=product, dtype=np.float64)
     try:
-        return linalg.eigs(  # type: ignore[no-any-return]
-            operator, k=settings.k, ncv=settings.ncv, tol=settings.tol, which="LM", v0=start,
-            maxiter=settings.max_products,
-        )  # fmt: skip
+        with _one_thread():
+            return linalg.eigs(  # type: ignore[no-any-return]
+                operator, k=settings.k, ncv=settings.ncv, tol=settings.tol, which="LM", v0=start,
+                maxiter=settings.max_products,
+            )  # fmt: skip
     except linalg.ArpackNoConvergence as error:
         if not len(error.eigenvalues):
             raise _Cap from error
@@ -207,7 +217,8 @@ def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 
         (dim, dim), matvec=lambda v: transposed(product(v.reshape(-1))), dtype=np.float64
     )
     start = np.random.default_rng(0).normal(size=dim)
-    (value,) = linalg.eigsh(operator, k=1, tol=tol, v0=start, return_eigenvectors=False)
+    with _one_thread():
+        (value,) = linalg.eigsh(operator, k=1, tol=tol, v0=start, return_eigenvectors=False)
     return float(np.sqrt(max(value, 0.0)))
 
 

@@ -116,7 +116,8 @@ class Sequential:
 
     def _weighed(self, task: Task, paired: PairedSums, weight: NDArray[np.float32]) -> tuple[Moments, Seen]:
         """Weigh the steps by what the full-precision rollout shows, and add them."""
-        found = step_weighting(paired.reference(), task, lambda: weight, self._attempt, self.threads)
+        metric = self.metrics.get(task.parameter.name)
+        found = step_weighting(paired.reference(), task, lambda: weight, metric, self.threads)
         rows = {t: paired.sums.n_rows(t) for t in task.steps}
         if found is None:
             moments = paired.of(task.steps)
@@ -125,23 +126,6 @@ class Sequential:
         moments = paired.of(chosen, scaled)
         total = float(sum(found))
         return moments, Seen(moments.reference, rows, [float(w) / total for w in found])
-
-    def _attempt(
-        self, task: Task, method: str, weight: NDArray[np.float32], hessian: NDArray[np.float64] | None
-    ) -> QuantizedLayer:
-        parameter = task.parameter
-        return QUANTIZERS.get(method)(
-            Problem(
-                parameter.name,
-                weight,
-                hessian,
-                task.config,
-                parameter.orientation,
-                self.threads,
-                {},
-                metric=self.metrics.get(parameter.name),
-            )
-        )
 
     def _plain(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:
         parameter = task.parameter

@@ -45,9 +45,6 @@ class Source(Protocol):
         """Return the finished accumulator of an input group over the steps chosen."""
 
 
-Attempt = Callable[["Task", str, NDArray[np.float32], "NDArray[np.float64] | None"], QuantizedLayer]
-
-
 @dataclass(frozen=True)
 class Task:
     """One layer, what is asked for it, and whom it shares its input with."""
@@ -142,25 +139,8 @@ class Solver:
             acc,
             task,
             lambda: oriented(self.weight(task.parameter), task.parameter),
-            self._attempt,
+            self.metrics.get(task.parameter.name),
             self.threads,
-        )
-
-    def _attempt(
-        self, task: Task, method: str, weight: NDArray[np.float32], hessian: NDArray[np.float64] | None
-    ) -> QuantizedLayer:
-        parameter = task.parameter
-        return QUANTIZERS.get(method)(
-            Problem(
-                parameter.name,
-                weight,
-                hessian,
-                task.config,
-                parameter.orientation,
-                self.threads,
-                {},
-                metric=self.metrics.get(parameter.name),
-            )
         )
 
     def _spectrum(self, seen: Seen | None, shared: dict[Any, Any]) -> dict[str, Any]:
@@ -220,7 +200,11 @@ class Solver:
 
 
 def step_weighting(
-    acc: StepSource, task: Task, load: Callable[[], NDArray[np.float32]], attempt: Attempt, threads: int
+    acc: StepSource,
+    task: Task,
+    load: Callable[[], NDArray[np.float32]],
+    metric: LoopMetric | None,
+    threads: int,
 ) -> Weighting | None:
     """Weights of a task's steps as its settings ask for, or None where the plain sum is meant."""
     spec = parse_step_weights(task.config.step_weights)
@@ -238,12 +222,26 @@ def step_weighting(
             "holds prompts back; they cannot stand in an override or go with a dump"
         )
     weight = load()
-    rounded = attempt(task, "rtn", weight, None).dequantize()
+
+    def attempt(method: str, hessian: NDArray[np.float64] | None) -> NDArray[np.float32]:
+        problem = Problem(
+            task.parameter.name,
+            weight,
+            hessian,
+            task.config,
+            task.parameter.orientation,
+            threads,
+            {},
+            metric=metric,
+        )
+        return QUANTIZERS.get(method)(problem).dequantize()
+
+    rounded = attempt("rtn", None)
     if spec == "loss":
         return loss_weights(acc, task.steps, weight, rounded, threads)
 
     def solve(hessian: NDArray[np.float64]) -> NDArray[np.float32]:
-        return attempt(task, task.config.method, weight, hessian).dequantize()
+        return attempt(task.config.method, hessian)
 
     return minimax_weights(acc, task.steps, weight, rounded, solve, threads)
 

@@ -3,6 +3,8 @@
 //! Codes are kept *biased*: `u` in `0..2^b`, value `(u - z) * s`. A symmetric grid has `z = 2^(b-1)` everywhere, so
 //! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`.
 
+use std::ops::RangeInclusive;
+
 use crate::{dims, Error, Result};
 
 /// How scales are stored. They are rounded to it before any code is computed.
@@ -275,31 +277,47 @@ pub fn to_signed(codes: &[u8], bits: u32) -> Vec<i8> {
 
 /// Biased codes of signed ones: `q + zero_offset`, each checked to fit `bits` bits.
 pub fn to_biased(codes: &[i8], dim: usize, bits: u32, zero_offset: i64) -> Result<Vec<u8>> {
-    let top = (1_i64 << bits) - 1;
-    codes
-        .iter()
-        .enumerate()
-        .map(|(i, &q)| {
-            let u = i64::from(q) + zero_offset;
-            if (0..=top).contains(&u) {
-                return Ok(u as u8);
-            }
-            let (row, column) = (i / dim.max(1), i % dim.max(1));
-            Err(Error::CodeRange { row, column, value: i64::from(q), bits, zero_offset })
-        })
-        .collect()
+    let found = shifted(codes, zero_offset, 0..=(1 << bits) - 1, |u| u as u8);
+    found.map_err(|i| Error::CodeRange {
+        row: i / dim.max(1),
+        column: i % dim.max(1),
+        value: i64::from(codes[i]),
+        bits,
+        zero_offset,
+    })
 }
 
 /// Signed codes `u - zero_offset`; refuses what int8 cannot hold.
 pub fn to_signed_by(codes: &[u8], zero_offset: i64) -> Result<Vec<i8>> {
-    codes
-        .iter()
-        .enumerate()
-        .map(|(column, &u)| {
-            let value = i64::from(u) - zero_offset;
-            i8::try_from(value).map_err(|_| Error::CodeRange { row: 0, column, value, bits: 8, zero_offset })
-        })
-        .collect()
+    let range = i32::from(i8::MIN)..=i32::from(i8::MAX);
+    let found = shifted(codes, zero_offset.saturating_neg(), range, |q| q as i8);
+    found.map_err(|column| {
+        let value = i64::from(codes[column]) - zero_offset;
+        Error::CodeRange { row: 0, column, value, bits: 8, zero_offset }
+    })
+}
+
+/// `code + offset`, narrowed, or the place of the first code that this takes out of `range`. That place is looked for only
+/// when there is one: the loop has no branch and runs at the speed of memory.
+fn shifted<A: Copy + Into<i32>, B>(
+    codes: &[A],
+    offset: i64,
+    range: RangeInclusive<i32>,
+    narrow: impl Fn(i32) -> B,
+) -> std::result::Result<Vec<B>, usize> {
+    // Codes have 8 bits: an offset beyond 1000 takes all of them out of any range, and so does 1000.
+    let offset = offset.clamp(-1000, 1000) as i32;
+    let mut outside = false;
+    let moved = codes.iter().map(|&code| {
+        let value = code.into() + offset;
+        outside |= !range.contains(&value);
+        narrow(value)
+    });
+    let out = moved.collect();
+    if outside {
+        return Err(codes.iter().position(|&code| !range.contains(&(code.into() + offset))).unwrap_or(0));
+    }
+    Ok(out)
 }
 
 /// `code * scale` for signed codes of a symmetric grid.

@@ -38,14 +38,19 @@ pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize, watch: &Watch) -> 
         // Nobody listens any more after a cancelled call.
         let _ = sender.send(pool.install(|| matrix.self_adjoint_eigenvalues(Side::Lower)));
     };
-    std::thread::Builder::new()
+    let worker = std::thread::Builder::new()
         .spawn(work)
         .map_err(|e| Error::Threads { threads: 1, reason: e.to_string() })?;
     loop {
         match receiver.recv_timeout(TICK) {
             Ok(found) => return found.map_err(|_| Error::NoConvergence { dim }),
             Err(RecvTimeoutError::Timeout) => watch.check()?,
-            Err(RecvTimeoutError::Disconnected) => return Err(Error::NoConvergence { dim }),
+            Err(RecvTimeoutError::Disconnected) => {
+                let said = worker.join().err().unwrap_or_else(|| Box::new(""));
+                let text = said.downcast_ref::<String>().map(String::as_str);
+                let reason = text.or_else(|| said.downcast_ref::<&str>().copied()).unwrap_or("it stopped");
+                return Err(Error::EigenvalueLibrary { dim, reason: reason.to_string() });
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The spec is `docs/formats/hessian.md`; in short: the rows of one step form one sequence, cut in blocks of
 //! [`BLOCK_ROWS`] from its first row; the products of a block are summed in float32; each block's sum is then added to
-//! a fixed-point number on a grid of `2^-68`. Adding integers is associative, so order, threads, shards and merging
+//! a fixed-point number on a grid of `2^-60`. Adding integers is associative, so order, threads, shards and merging
 //! cannot change a bit, and the sum over `t` of `H_t` is `H` exactly.
 
 mod accumulate;
@@ -12,7 +12,7 @@ pub(crate) mod rows;
 mod state;
 
 pub use accumulate::{Accumulator, Settings};
-pub(crate) use limbs::add as add_limbs_portable;
+pub(crate) use limbs::{add as add_limbs_portable, HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
 pub use limbs::{LIMB_BITS, UNIT_EXPONENT};
 pub use state::{MatrixState, State, SPEC_VERSION};
 
@@ -26,10 +26,10 @@ pub(crate) const PANEL: usize = 48;
 pub(crate) const SIDE: usize = 8;
 
 /// Largest magnitude of a row entry: `BLOCK_ROWS` squares of it stay within the range of one block's sum.
-pub const ROW_LIMIT: f64 = 8_388_608.0;
+pub const ROW_LIMIT: f64 = 134_217_728.0;
 
 /// Largest entry of a Hessian: half the range of the grid, so that float32 rounding cannot reach its end.
-pub const SUM_LIMIT: f64 = 72_057_594_037_927_936.0;
+pub const SUM_LIMIT: f64 = 18_446_744_073_709_551_616.0;
 
 /// Rounds a matrix to single precision.
 #[must_use]

@@ -10,9 +10,9 @@ pub const SPEC_VERSION: i64 = 1;
 /// One exact matrix: row-major packed upper triangles of both limbs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatrixState {
-    /// Multiples of `2^-6`.
+    /// Multiples of `2^2`.
     pub hi: Vec<i64>,
-    /// Multiples of `2^-68`, `0 <= lo < 2^62`.
+    /// Multiples of `2^-60`, `0 <= lo < 2^62`.
     pub lo: Vec<i64>,
 }
 

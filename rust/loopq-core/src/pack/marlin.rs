@@ -2,6 +2,8 @@
 //!
 //! `W` is seen as `K` x `N` (inputs x outputs); codes come row-major as (outputs, inputs), the way they are solved.
 
+use crate::pack::{check_codes, fold_row, interleave, separate, unfold_row};
+use crate::simd::{pack_marlin, unpack_marlin, Isa};
 use crate::{dims, Error, Result};
 
 fn check(k: usize, n: usize) -> Result<()> {
@@ -14,43 +16,82 @@ fn check(k: usize, n: usize) -> Result<()> {
     Ok(())
 }
 
-/// Word and nibble of entry `(k, n)`.
-#[inline]
-fn place(k: usize, n: usize, n_out: usize) -> (usize, usize) {
-    let word = (k >> 4) * 2 * n_out + (n >> 6) * 128 + (4 * (n & 7) + ((k & 7) >> 1)) * 4 + ((n >> 4) & 3);
-    (word, 2 * ((n >> 3) & 1) + ((k >> 3) & 1) + 4 * (k & 1))
+/// Inputs and outputs of a tile of 128 words.
+const TILE_K: usize = 16;
+const TILE_N: usize = 64;
+const TILE_WORDS: usize = TILE_K * TILE_N / 8;
+
+/// Word of a tile that holds two inputs `2 * pair` and two `2 * pair + 8` of outputs `strip * 16 + r` and 8 beyond.
+#[inline(always)]
+fn place(r: usize, pair: usize, strip: usize) -> usize {
+    (4 * r + pair) * 4 + strip
 }
 
 /// Packs biased 4-bit codes (N, K) to `(K / 16, 2 N)` words.
 pub fn pack(codes: &[u8], k: usize, n: usize) -> Result<Vec<u32>> {
     check(k, n)?;
     dims::check_matrix("codes", codes, n, k)?;
-    if let Some(at) = codes.iter().position(|&code| code > 15) {
-        let value = i64::from(codes[at]);
-        return Err(Error::CodeRange { row: at / k, column: at % k, value, bits: 4, zero_offset: 0 });
-    }
-    let mut out = vec![0_u32; dims::product("packed codes", k / 16, 2 * n)?];
-    for (row, line) in codes.chunks_exact(k).enumerate() {
-        for (column, &code) in line.iter().enumerate() {
-            let (word, nibble) = place(column, row, n);
-            out[word] |= u32::from(code) << (4 * nibble);
+    check_codes(codes, k, 4, 0)?;
+    let mut out = vec![0_u32; dims::product("packed codes", k / TILE_K, 2 * n)?];
+    pack_marlin(Isa::best(), codes, k, &mut out);
+    Ok(out)
+}
+
+/// Packs whole tiles of `k` inputs.
+#[inline(always)]
+pub(crate) fn pack_body(codes: &[u8], k: usize, out: &mut [u32]) {
+    let n_words = codes.len() / k * 2;
+    for (band, codes) in codes.chunks_exact(TILE_N * k).enumerate() {
+        for step in 0..k / TILE_K {
+            let tile = &mut out[step * n_words + band * TILE_WORDS..][..TILE_WORDS];
+            for r in 0..8 {
+                // Loops, not closures: a closure that is not inlined has none of the caller's instructions.
+                let mut strips = [[0; 4]; 4];
+                for (s, words) in strips.iter_mut().enumerate() {
+                    let (low, high) =
+                        ((s * 16 + r) * k + step * TILE_K, (s * 16 + r + 8) * k + step * TILE_K);
+                    *words =
+                        interleave(fold_row(&codes[low..][..TILE_K]), fold_row(&codes[high..][..TILE_K]));
+                }
+                for pair in 0..4 {
+                    for (strip, words) in strips.iter().enumerate() {
+                        tile[place(r, pair, strip)] = words[pair];
+                    }
+                }
+            }
         }
     }
-    Ok(out)
 }
 
 /// The inverse of [`pack`].
 pub fn unpack(packed: &[u32], k: usize, n: usize) -> Result<Vec<u8>> {
     check(k, n)?;
-    dims::check_matrix("packed codes", packed, k / 16, 2 * n)?;
+    dims::check_matrix("packed codes", packed, k / TILE_K, 2 * n)?;
     let mut out = vec![0; dims::product("codes", k, n)?];
-    for (row, line) in out.chunks_exact_mut(k).enumerate() {
-        for (column, code) in line.iter_mut().enumerate() {
-            let (word, nibble) = place(column, row, n);
-            *code = ((packed[word] >> (4 * nibble)) & 15) as u8;
+    unpack_marlin(Isa::best(), packed, k, &mut out);
+    Ok(out)
+}
+
+/// The inverse of [`pack_body`].
+#[inline(always)]
+pub(crate) fn unpack_body(packed: &[u32], k: usize, out: &mut [u8]) {
+    let n_words = out.len() / k * 2;
+    for (band, codes) in out.chunks_exact_mut(TILE_N * k).enumerate() {
+        for step in 0..k / TILE_K {
+            let tile = &packed[step * n_words + band * TILE_WORDS..][..TILE_WORDS];
+            for r in 0..8 {
+                for strip in 0..4 {
+                    let mut words = [0; 4];
+                    for (pair, word) in words.iter_mut().enumerate() {
+                        *word = tile[place(r, pair, strip)];
+                    }
+                    let [low, high] = separate(words);
+                    unfold_row(low, &mut codes[(strip * 16 + r) * k + step * TILE_K..][..TILE_K]);
+                    unfold_row(high, &mut codes[(strip * 16 + r + 8) * k + step * TILE_K..][..TILE_K]);
+                }
+            }
         }
     }
-    Ok(out)
 }
 
 /// Where the scale of output `n` is stored in its row of scales. One scale per output and one per group differ.

@@ -5,6 +5,7 @@
 
 use rayon::prelude::*;
 
+use crate::pack::{check_codes, fold_row, interleave, separate, unfold_row};
 use crate::pool::pool;
 use crate::{dims, Error, Result};
 
@@ -40,19 +41,12 @@ pub fn pack(codes: &[u8], n: usize, k: usize, threads: usize) -> Result<Vec<u32>
     let mut out = vec![ZERO; dims::product("packed codes", strips, words)?];
     pool(threads)?.install(|| {
         out.par_chunks_exact_mut(words).zip(codes.par_chunks_exact(STRIP * k)).enumerate().try_for_each(
-            |(strip, (out, codes))| check_codes(codes, strip * STRIP, k).map(|()| pack_strip(codes, k, out)),
+            |(strip, (out, codes))| {
+                check_codes(codes, k, 4, strip * STRIP).map(|()| pack_strip(codes, k, out))
+            },
         )
     })?;
     Ok(out)
-}
-
-fn check_codes(codes: &[u8], first_row: usize, k: usize) -> Result<()> {
-    if codes.iter().fold(0, |seen, code| seen | code) < 16 {
-        return Ok(());
-    }
-    let at = codes.iter().position(|&code| code > 15).unwrap_or(0);
-    let (row, column) = (first_row + at / k, at % k);
-    Err(Error::CodeRange { row, column, value: i64::from(codes[at]), bits: 4, zero_offset: 0 })
 }
 
 /// One strip. Of 16 inputs of a row, bytes 0..8 and 8..16 become the nibbles of one byte each; the bytes of outputs `c`
@@ -65,17 +59,12 @@ fn pack_strip(codes: &[u8], k: usize, out: &mut [u32]) {
                 let at = |row: usize| row * k + tile * TILE + step * 16;
                 let low = fold_row(&codes[at(column)..][..16]);
                 let high = fold_row(&codes[at(column + 8)..][..16]);
-                for pair in 0..4 {
-                    let bytes = [low[2 * pair], high[2 * pair], low[2 * pair + 1], high[2 * pair + 1]];
-                    out[(4 * column + pair) * 4 + step] = u32::from_le_bytes(bytes);
+                for (pair, word) in interleave(low, high).into_iter().enumerate() {
+                    out[(4 * column + pair) * 4 + step] = word;
                 }
             }
         }
     }
-}
-
-fn fold_row(codes: &[u8]) -> [u8; 8] {
-    std::array::from_fn(|i| codes[i] | (codes[i + 8] << 4))
 }
 
 /// The inverse of [`pack`]; what fills up a short last tile must be zero.
@@ -97,14 +86,10 @@ fn unpack_strip(packed: &[u32], k: usize, codes: &mut [u8]) -> Result<()> {
         check_filling(packed, steps, k)?;
         for step in 0..steps {
             for column in 0..8 {
-                for pair in 0..4 {
-                    let bytes = packed[(4 * column + pair) * 4 + step].to_le_bytes();
-                    for (i, byte) in bytes.into_iter().enumerate() {
-                        // Bytes are, in turns, of outputs c and c + 8; each holds inputs i and i + 8.
-                        let at = (column + 8 * (i % 2)) * k + tile * TILE + step * 16 + 2 * pair + i / 2;
-                        codes[at] = byte & 15;
-                        codes[at + 8] = byte >> 4;
-                    }
+                let words = std::array::from_fn(|pair| packed[(4 * column + pair) * 4 + step]);
+                for (half, folded) in separate(words).into_iter().enumerate() {
+                    let at = (column + 8 * half) * k + tile * TILE + step * 16;
+                    unfold_row(folded, &mut codes[at..][..16]);
                 }
             }
         }

@@ -7,6 +7,7 @@ use super::{Isa, Real};
 use crate::dump::Rows;
 use crate::grid::Level;
 use crate::hessian::rows::{pairs_body, single_body, top_body};
+use crate::pack::{dense, marlin};
 
 /// What rounding one column of a block of rows needs and leaves; all slices have one length.
 pub(crate) struct Column<'a, T> {
@@ -88,7 +89,7 @@ pub(crate) struct Lanes<'a> {
 }
 
 macro_rules! versions {
-    ($name:ident $(<$t:ident>)? => $body:ident($($arg:ident: $of:ty),*) $(-> $out:ty)?) => {
+    ($name:ident $(<$t:ident>)? => $body:path, ($($arg:ident: $of:ty),*) $(-> $out:ty)?) => {
         pub(crate) fn $name$(<$t: Real>)?(isa: Isa, $($arg: $of),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             {
@@ -113,10 +114,10 @@ macro_rules! versions {
         }
     };
 }
-versions!(round_column<T> => column_body(c: Column<'_, T>));
-versions!(axpy<T> => axpy_body(s: T, x: &[T], y: &mut [T]));
-versions!(lane_range<T> => range_body(line: &[T], low: &mut [f64], high: &mut [f64]));
-versions!(lane_cost<T> => cost_body(line: &[T], weight: f64, levels: &Lanes<'_>, top: f64, costs: &mut [f64]));
+versions!(round_column<T> => column_body, (c: Column<'_, T>));
+versions!(axpy<T> => axpy_body, (s: T, x: &[T], y: &mut [T]));
+versions!(lane_range<T> => range_body, (line: &[T], low: &mut [f64], high: &mut [f64]));
+versions!(lane_cost<T> => cost_body, (line: &[T], weight: f64, levels: &Lanes<'_>, top: f64, costs: &mut [f64]));
 
 #[inline(always)]
 fn row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
@@ -127,7 +128,11 @@ fn row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
     }
 }
 
-versions!(round_row => row_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]));
-versions!(top_magnitude => top_body(rows: Rows<'_>) -> u32);
-versions!(pack_single => single_body(rows: Rows<'_>, lanes: &mut [f32]));
-versions!(pack_pairs => pairs_body(rows: Rows<'_>, lanes: &mut [u32]));
+versions!(round_row => row_body, (values: &[f32], level: Level, top: u8, codes: &mut [u8]));
+versions!(top_magnitude => top_body, (rows: Rows<'_>) -> u32);
+versions!(pack_single => single_body, (rows: Rows<'_>, lanes: &mut [f32]));
+versions!(pack_pairs => pairs_body, (rows: Rows<'_>, lanes: &mut [u32]));
+versions!(pack_dense => dense::pack_body, (codes: &[u8], dim: usize, bits: u32, out: &mut [u32]));
+versions!(unpack_dense => dense::unpack_body, (packed: &[u32], dim: usize, bits: u32, out: &mut [u8]));
+versions!(pack_marlin => marlin::pack_body, (codes: &[u8], k: usize, out: &mut [u32]));
+versions!(unpack_marlin => marlin::unpack_body, (packed: &[u32], k: usize, out: &mut [u8]));

@@ -11,8 +11,8 @@ mod tile;
 mod x86;
 
 pub(crate) use lanes::{
-    axpy, lane_cost, lane_range, pack_pairs, pack_single, round_column, round_row, top_magnitude, Column,
-    Lanes,
+    axpy, lane_cost, lane_range, pack_dense, pack_marlin, pack_pairs, pack_single, round_column, round_row,
+    top_magnitude, unpack_dense, unpack_marlin, Column, Lanes,
 };
 pub(crate) use tile::{add_limbs, prefetch};
 pub use tile::{tile_pairs, Real, MR};

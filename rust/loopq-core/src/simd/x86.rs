@@ -12,6 +12,7 @@
 use std::arch::x86_64::*;
 
 use super::MR;
+use crate::hessian::{HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
 
 /// Checks that strided operands lie inside their slices.
 #[inline(always)]
@@ -154,9 +155,9 @@ pub(super) fn prefetch(values: &[i64]) {
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
 fn on_grid(sum: __m512) -> [__m512i; 4] {
     const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    let whole = _mm512_roundscale_ps::<NEAREST>(_mm512_mul_ps(sum, _mm512_set1_ps(64.0)));
-    let rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(1.0 / 64.0), sum);
-    let fine = _mm512_mul_ps(rest, _mm512_set1_ps(295_147_905_179_352_825_856.0));
+    let whole = _mm512_roundscale_ps::<NEAREST>(_mm512_mul_ps(sum, _mm512_set1_ps(HI_PER_ONE)));
+    let rest = _mm512_fnmadd_ps(whole, _mm512_set1_ps(ONE_PER_HI), sum);
+    let fine = _mm512_mul_ps(rest, _mm512_set1_ps(LO_PER_ONE));
     [
         _mm512_cvtps_epi64(_mm512_castps512_ps256(whole)),
         _mm512_cvtps_epi64(_mm512_extractf32x8_ps::<1>(whole)),

@@ -10,8 +10,10 @@ import pytest
 from loopq.config import LayerConfig, QuantConfig
 from loopq.errors import ConfigError, SolveError, SystemContractError
 from loopq.evaluate.compare import compare
+from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.quantizers.metric import LoopMetric, inverse, ridged
+from loopq.quantizers.base import Problem
+from loopq.quantizers.metric import FLOOR, LoopMetric, inverse, ridged
 from loopq.quantizers.sequential import in_model_orientation
 from loopq.quantizers.solve import tasks_of
 from loopq.rotation import parse_rotation
@@ -156,3 +158,22 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
                 keep[unit] = False
         changed = (layer.codes[:, keep] != other[name].codes[:, keep]).mean()
         assert changed == 0, (name, changed)
+
+
+def test_rows_that_no_gradient_touches_do_not_take_the_errors_of_others(monkeypatch):
+    """Four rows move with the others by 1e-4: second order lets them take any error, and is wrong so far away."""
+    rng = np.random.default_rng(0)
+    seen = rng.normal(size=(8, 50))
+    gradients = np.concatenate([seen, 1e-4 * rng.normal(size=(4, 8)) @ seen])
+    left = ridged(gradients @ gradients.T, 0.1)
+    weight = rng.normal(size=(12, 32)).astype(np.float32)
+    x = rng.normal(size=(200, 32))
+    metric = LoopMetric((left,), np.zeros((32, 32)), 200)
+
+    def error(floor: float) -> float:
+        monkeypatch.setattr("loopq.quantizers.metric.FLOOR", floor)
+        problem = Problem("head", weight, x.T @ x, asked(group_size=32).layer, "out_in", 1, {}, metric=metric)
+        found = QUANTIZERS.get("full")(problem).dequantize()
+        return float(np.square(found[8:] - weight[8:]).sum() / np.square(weight[8:]).sum()) ** 0.5
+
+    assert error(FLOOR) < 0.5 < 2.0 < error(0.0)

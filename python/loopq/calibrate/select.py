@@ -70,7 +70,7 @@ def treat(
     for p in parameters:
         if _matches(p.name, exclude):
             treated.append(dataclasses.replace(p, treatment="dense", reason="excluded by pattern"))
-        elif p.treatment == "dense" and _matches(p.name, include):
+        elif p.treatment != "gptq" and _matches(p.name, include):
             treated.append(dataclasses.replace(p, treatment="gptq", reason=""))
         else:
             treated.append(p)

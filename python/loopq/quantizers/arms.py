@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
@@ -58,13 +58,14 @@ def collect_all_steps(
     tokens: TokenSet,
     *,
     n_steps: int | None = None,
+    include: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
     seed: int = 0,
     threads: int = 0,
     progress: Progress | None = None,
 ) -> tuple[HessianSet, Selection]:
     """Collect the Hessian of every shared layer at every step, each step apart."""
-    selection = select(system, tokens, n_steps=n_steps, seed=seed)
+    selection = select(system, tokens, n_steps=n_steps, include=include, seed=seed)
     job = Collection(system, tokens, selection, batch_size, seed)
     steps = {p.name: list(range(p.invocations)) for p in selection.input_groups}
     sums = HessianSet(job, steps, per_step=True, threads=threads)

@@ -62,7 +62,7 @@ class Full:
         combined = metric.combined(problem.hessian)
         mu = damping_vector(combined, config.damping_kind, config.damping, problem.threads)
         prepared = native.Prepared(combined, mu, order=config.order, threads=problem.threads)
-        left = metric.prepared(problem.threads)
+        left = metric.prepared(problem.target, combined, problem.threads)
         found = native.coupled(problem.target, prepared, left, passes=config.passes, **options)
         return found | {"metric": "loop", "metric_gradients": metric.n_gradients}
 

@@ -15,6 +15,9 @@ from loopq.rotation import Rotation
 RIDGE = 0.1
 # The same for H before it is inverted.
 DAMPING = 0.01
+# Share of the mean over rows that each row's own weight gets at least. Some rows hardly touch any gradient, those of
+# bytes that no text holds say: without it they take the errors of all others, far beyond where second order holds.
+FLOOR = 0.01
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,34 @@ class LoopMetric:
             return hessian + self.right
         return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
 
-    def prepared(self, threads: int) -> list[native.Prepared]:
-        """The blocks of A in the order in which rows are solved, factored."""
-        return [native.Prepared(a, np.zeros(len(a)), order="conditional", threads=threads) for a in self.left]
+    def prepared(
+        self, weight: NDArray[np.float32], combined: NDArray[np.float64], threads: int
+    ) -> list[native.Prepared]:
+        """The blocks of A in the order in which rows are solved, factored.
+
+        Parameters
+        ----------
+        weight : ndarray, float32, shape (out_features, in_features)
+            W.
+        combined : ndarray, float64, shape (in_features, in_features)
+            S.
+        threads : int
+            Threads; 0 takes all cores.
+
+        Notes
+        -----
+        A row of size r_i = sum_j S_jj w_ij^2 counts for A_ii r_i; A_ii is raised by FLOOR times the mean of that
+        over r_i. Sizes make it a matter of relative errors: a row that is made larger, with what reads it made
+        smaller, changes nothing.
+        """
+        size = np.square(weight, dtype=np.float64) @ np.diag(combined)
+        own = np.concatenate([np.diag(a) for a in self.left])
+        floor = np.divide(FLOOR * float(np.mean(own * size)), size, out=np.zeros_like(size), where=size > 0)
+        rows = np.split(floor, np.cumsum([len(a) for a in self.left])[:-1])
+        return [
+            native.Prepared(a + np.diag(add), np.zeros(len(a)), order="conditional", threads=threads)
+            for a, add in zip(self.left, rows, strict=True)
+        ]
 
     def rotated(self, rotation: Rotation) -> LoopMetric:
         """The same in the rotated basis of the inputs."""

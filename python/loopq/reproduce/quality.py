@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import Selection
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.config import LayerConfig, QuantConfig
+from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import collect_all_steps, solve_arm
@@ -146,6 +147,9 @@ class Workshop:
         self._collected: tuple[HessianSet, Selection] | None = None
         self._metrics: dict[str, LoopMetric] | None = None
         self._done: dict[tuple[str, int, int], dict[str, QuantizedLayer]] = {}
+        # Layers outside the loop that the paper rounds, a head say: the full solver calibrates them, no other arm does.
+        declared = self._system.shared_parameters(self._system.n_steps)
+        self._rounded = [p.name for p in declared if p.treatment == "rtn"]
 
     def solve(self, arm: Arm, bits: int, group: int) -> dict[str, QuantizedLayer]:
         """Return the layers of an arm."""
@@ -174,7 +178,11 @@ class Workshop:
         """Hessians of every step, collected once."""
         if self._collected is None:
             self._collected = collect_all_steps(
-                self._system, self.member.calibration, threads=self._threads, progress=self._progress
+                self._system,
+                self.member.calibration,
+                include=self._rounded,
+                threads=self._threads,
+                progress=self._progress,
             )
         return self._collected
 
@@ -194,6 +202,9 @@ class Workshop:
     def closed(self, config: QuantConfig, asymmetric: bool) -> dict[str, QuantizedLayer]:
         """Layers of a closed form."""
         sums, selection = self.collected()
+        change = {"steps": "all"} | ({} if config.layer.method == "full" else {"method": "rtn"})
+        rounded = tuple(Override(name, change) for name in self._rounded)
+        config = dataclasses.replace(config, overrides=(*rounded, *config.overrides))
         tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
         metrics = self._metric(tasks)
         if not asymmetric:

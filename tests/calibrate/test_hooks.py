@@ -169,6 +169,11 @@ def test_patterns_must_match(tiny):
         treat(parameters, (), ("*",))
     kept = treat(parameters, (), ("*adapter*",))
     assert [p.treatment for p in kept] == ["dense"] + ["gptq"] * 8
+    for treatment in ("dense", "rtn"):
+        first = dataclasses.replace(parameters[0], treatment=treatment, reason="outside the loop")
+        assert treat([first, *parameters[1:]], (), ())[0].treatment == treatment
+        included = treat([first, *parameters[1:]], (first.name,), ())[0]
+        assert (included.treatment, included.reason) == ("gptq", "")
 
 
 def test_initial_states_do_not_depend_on_the_batch(tiny, tokens):

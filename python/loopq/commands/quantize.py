@@ -43,7 +43,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_quantizer(parser)
     add_beyond(parser)
     parser.add_argument(
-        "--include", action="append", default=[], metavar="PATTERN", help="quantize these layers too"
+        "--include",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="calibrate these layers too: those that would stay as they are, and those that would be rounded",
     )
     parser.add_argument(
         "--memory", type=memory, help="limit for Hessians, as in 8G: more passes over the text"

@@ -21,13 +21,19 @@ def result():
 def test_trajectory_beats_one_step_beats_rounding(result):
     assert [(g["bits"], g["group_size"]) for g in result["grids"]] == [(4, 32), (3, 32)]
     for grid in result["grids"]:
-        rounded, one_step, trajectory = grid["arms"]
+        rounded, one_step, trajectory, full = grid["arms"]
+        assert full["kl"] < 0.6 * trajectory["kl"]
         assert trajectory["kl"] < one_step["kl"] < rounded["kl"]
         # For every seed of the initial states, not only on average.
-        for a, b, c in zip(*(arm["kl_by_seed"] for arm in grid["arms"]), strict=True):
-            assert c < b < a
+        for a, b, c, d in zip(*(arm["kl_by_seed"] for arm in grid["arms"]), strict=True):
+            assert d < c < b < a
         assert trajectory["agreement"] > rounded["agreement"]
-        assert trajectory["n_bytes"] == rounded["n_bytes"] < 0.3 * result["reference"]["n_bytes"]
+        assert (
+            full["n_bytes"]
+            == trajectory["n_bytes"]
+            == rounded["n_bytes"]
+            < 0.3 * result["reference"]["n_bytes"]
+        )
     assert len(result["seeds"]) == 3
     assert result["calibration"]["sha256"] != result["evaluation"]["sha256"]
 
@@ -58,6 +64,7 @@ def test_demo_command(capsys, monkeypatch, result):
         "RTN",
         "GPTQ, one step",
         "GPTQ, trajectory",
+        "full solver, loop metric",
         "KL (nats)",
         "bits/byte",
         "bytes",

@@ -1,4 +1,4 @@
-"""The main job on the embedded model: rounding, one-step and trajectory calibration side by side."""
+"""The main job on the embedded model: rounding, one-step and trajectory calibration, the full solver, side by side."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.config import BATCH_SIZE, DiagnoseConfig, LayerConfig, QuantConfig
 from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.arms import collect_all_steps, loop_metrics, solve_arm
+from loopq.quantizers.metric import LoopMetric
+from loopq.quantizers.solve import tasks_of
 from loopq.reproduce.members import PLBERT, Sizes, load_member
 
-ARMS = (("RTN", "rtn", "all"), ("GPTQ, one step", "gptq", "first"), ("GPTQ, trajectory", "gptq", "all"))
+_LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
+ARMS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("RTN", {"method": "rtn"}, "all"),
+    ("GPTQ, one step", {"method": "gptq"}, "first"),
+    ("GPTQ, trajectory", {"method": "gptq"}, "all"),
+    ("full solver, loop metric", _LOOP, "all"),
+)
 GRIDS = ((4, 32), (3, 32))
 # Few prompts, so that both pages take minutes; every page states its own counts.
 PAGES = {
@@ -49,7 +57,7 @@ def run(
     -------
     dict
         "reference": full precision's measurement; "grids": for each grid its arms' measurements with bytes;
-        "layers": the report of the trajectory arm on the first grid; and the settings.
+        "layers": the report of the last arm on the first grid; and the settings.
     """
     from loopq import zoo
     from loopq.systems.load import load_model
@@ -64,20 +72,24 @@ def run(
         zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text"
     )
     sums, selection = collect_all_steps(system, calibration, threads=threads, progress=progress)
+    metrics: dict[str, LoopMetric] = {}
     variants = {}
     sizes: dict[str, int] = {}
     layers: list[dict[str, Any]] = []
     tensors, ties = model_tensors(system.model)
     dense_bytes = sum(t.data.size for t in tensors.values())
     for bits, group in grids:
-        for label, method, steps in ARMS:
-            config = QuantConfig(LayerConfig(method=method, bits=bits, group_size=group), steps=steps)
-            solved = solve_arm(sums, selection, system, config, threads)
+        for label, layer, steps in ARMS:
+            config = QuantConfig(LayerConfig(**layer, bits=bits, group_size=group), steps=steps)
+            if not metrics:
+                tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
+                metrics = loop_metrics(sums, system, calibration, tasks, progress)
+            solved = solve_arm(sums, selection, system, config, threads, metrics)
             checkpoint = Checkpoint(solved, {k: v for k, v in tensors.items() if k not in solved}, ties, {})
             name = f"{label} INT{bits} g{group}"
             variants[name] = weights_of(checkpoint)
             sizes[name] = checkpoint.n_bytes
-            if (method, steps) == ("gptq", "all") and not layers:
+            if label == ARMS[-1][0] and not layers:
                 layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
     measured = compare(system, variants, held_out, seeds=seeds, batch_size=BATCH_SIZE, progress=progress)
     by_name = {m.name: m for m in measured}

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
         print(measurement_table([result["reference"], *grid["arms"]]))
     first = result["grids"][0]
-    print(f"\nlayers of GPTQ, trajectory, INT{first['bits']}, group {first['group_size']}")
+    print(f"\nlayers of {first['arms'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
     return 0
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import Selection
@@ -17,12 +16,11 @@ from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.arms import collect_all_steps, loop_metrics, solve_arm
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, in_model_orientation
 from loopq.quantizers.solve import Task, tasks_of
 from loopq.reproduce.members import Member
-from loopq.tune.metric import collect_metrics
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
 CLOSED, METRIC = "closed form", "closed form, loop metric"
@@ -191,12 +189,7 @@ class Workshop:
             return {}
         if self._metrics is None:
             sums, _ = self.collected()
-
-            def hessian(task: Task) -> NDArray[np.float64]:
-                acc = sums.accumulator(str(task.leader), task.steps)
-                return np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
-
-            self._metrics = collect_metrics(self._system, self.member.calibration, tasks, hessian)
+            self._metrics = loop_metrics(sums, self._system, self.member.calibration, tasks)
         return self._metrics
 
     def closed(self, config: QuantConfig, asymmetric: bool) -> dict[str, QuantizedLayer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -19,6 +20,7 @@ from loopq.quantizers.solve import tasks_of
 from loopq.rotation import parse_rotation
 from loopq.tune import metric as module
 from loopq.tune.metric import collect_metrics, draws
+from loopq.tune.unroll import unroll
 
 
 def asked(**layer):
@@ -109,8 +111,23 @@ def test_refuses_what_has_no_gradients(tiny, tokens, monkeypatch):
     with pytest.raises(ConfigError, match="metric_draws"):
         collect_metrics(tiny.system, tokens, tasks, hessian, n_draws=0)
     monkeypatch.setattr(type(tiny.system), "has_steps", False)
-    with pytest.raises(SystemContractError, match="no single-step function"):
+    monkeypatch.setattr(type(tiny.system), "differentiable", lambda self: contextlib.nullcontext())
+    with pytest.raises(SystemContractError, match="lets no gradient through"):
         collect_metrics(tiny.system, tokens, tasks, hessian)
+
+
+def test_a_rollout_as_a_whole_has_the_gradients_of_its_steps(tiny, tokens, monkeypatch):
+    """Systems without a single-step function are differentiated through their own forward."""
+    few, name = tokens.take(0, 2), "transformer.adapter.weight"
+    by_steps = [x[name] for x in draws(tiny.system, few, [name], 3, 0, 2)]
+    monkeypatch.setattr(type(tiny.system), "has_steps", False)
+    as_a_whole = [x[name] for x in draws(tiny.system, few, [name], 3, 0, 2)]
+    for one, other in zip(by_steps, as_a_whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
+    batch = next(iter(few.batches(1, 0)))
+    assert not tiny.system.rollout(batch, 3).requires_grad
+    with pytest.raises(SystemContractError, match="cannot be cut off"):
+        unroll(tiny.system, batch, 3, truncate=1)
 
 
 def test_follows_scalings_and_rotations():

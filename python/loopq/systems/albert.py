@@ -80,7 +80,7 @@ class Albert(LoopedSystem):
         ids = self.to_device(batch.input_ids)
         layers = depth * self._n_groups
         with (
-            torch.no_grad(),
+            torch.set_grad_enabled(self.keeps_graph),
             self._whole(),
             setting(self._bare.encoder.config, num_hidden_layers=layers),
         ):

@@ -147,6 +147,8 @@ class LoopedSystem(ABC):
         What a rollout returns.
     state_is_random : bool
         Whether the initial state is drawn, so that pairing of runs matters.
+    keeps_graph : bool
+        Whether `rollout` keeps what gradients need; set by `differentiable`, and read by every `rollout`.
     """
 
     name: ClassVar[str]
@@ -157,6 +159,7 @@ class LoopedSystem(ABC):
     has_steps: bool = False
     output: Literal["logits", "hidden"] = "logits"
     state_is_random: bool = False
+    keeps_graph: bool = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -177,7 +180,7 @@ class LoopedSystem(ABC):
 
     @abstractmethod
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
-        """Run one rollout at a fixed depth, without gradient and without cache.
+        """Run one rollout at a fixed depth, without cache, and without gradient unless `keeps_graph`.
 
         Parameters
         ----------
@@ -191,6 +194,15 @@ class LoopedSystem(ABC):
         Tensor, shape (n_prompts, n_tokens, vocabulary or width)
             Logits, or hidden states where `output` says so.
         """
+
+    @contextlib.contextmanager
+    def differentiable(self) -> Iterator[None]:
+        """Let rollouts keep what gradients need inside the block."""
+        self.keeps_graph = True
+        try:
+            yield
+        finally:
+            self.keeps_graph = False
 
     def left_out(self) -> dict[str, str]:
         """Parameters that the loop uses but `shared_parameters` does not list: name and reason.

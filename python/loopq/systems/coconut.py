@@ -86,7 +86,7 @@ class Coconut(LoopedSystem):
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
         question, answer, marked = self._split(ids)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.keeps_graph):
             logits = torch.cat([out for _, out in self._passes(question, answer, depth)], 1)
         # Positions of the whole: question, start, latents, end, answer.
         end = question.shape[1] + depth

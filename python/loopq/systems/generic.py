@@ -98,7 +98,7 @@ def discover(model: nn.Module, batch: Batch, run: Any = None) -> Discovery:
     return Discovery(tuple(loop), loop, n_prompts, n_tokens, found.uncalled)
 
 
-def call_plain(model: nn.Module, ids: Tensor) -> Tensor:
+def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False) -> Tensor:
     """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives."""
     import inspect
 
@@ -107,7 +107,7 @@ def call_plain(model: nn.Module, ids: Tensor) -> Tensor:
     ids = ids.to(next(model.parameters()).device)
     parameters = inspect.signature(model.forward).parameters
     cached = "use_cache" in parameters
-    with torch.no_grad():
+    with torch.set_grad_enabled(keeps_graph):
         out = model(ids, use_cache=False) if cached else model(ids)
     for field in ("logits", "last_hidden_state"):
         if getattr(out, field, None) is not None:
@@ -214,4 +214,4 @@ class Generic(LoopedSystem):
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Call the model with the ids, without cache."""
         self.check_depth(n_steps)
-        return call_plain(self.model, batch.input_ids)
+        return call_plain(self.model, batch.input_ids, self.keeps_graph)

@@ -70,7 +70,7 @@ class HrmText(LoopedSystem):
         import torch
 
         depth = self.check_depth(n_steps)
-        with torch.no_grad(), setting(self.model.config, H_cycles=depth):
+        with torch.set_grad_enabled(self.keeps_graph), setting(self.model.config, H_cycles=depth):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
 
     def embed(self, batch: Batch) -> Tensor:

@@ -74,7 +74,7 @@ class Mamba(LoopedSystem):
 
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.keeps_graph):
             if self.is_zoo:
                 logits: Tensor = self.model(ids, num_steps=depth)
                 return logits

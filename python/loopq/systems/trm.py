@@ -86,7 +86,7 @@ class Trm(LoopedSystem):
         depth = self.check_depth(n_steps)
         self._check_length(batch)
         given = self._given(batch)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.keeps_graph):
             carry = self.model.initial_carry(given)
             for _ in range(depth):
                 carry, out = self.model(carry, given)

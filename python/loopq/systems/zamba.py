@@ -90,5 +90,5 @@ class Zamba(LoopedSystem):
         import torch
 
         self.check_depth(n_steps)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.keeps_graph):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))

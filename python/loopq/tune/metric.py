@@ -34,7 +34,7 @@ def draws(
     Parameters
     ----------
     system : LoopedSystem
-        Full-precision model with a single-step function.
+        Full-precision model.
     tokens : TokenSet
         Prompts.
     names : sequence of str
@@ -98,7 +98,7 @@ def collect_metrics(
     Parameters
     ----------
     system : LoopedSystem
-        Full-precision model with a single-step function.
+        Full-precision model.
     tokens : TokenSet
         Calibration prompts.
     tasks : sequence of Task
@@ -122,7 +122,7 @@ def collect_metrics(
     Raises
     ------
     SystemContractError
-        The system has no single-step function.
+        No gradient reaches a layer.
 
     Notes
     -----
@@ -132,11 +132,6 @@ def collect_metrics(
     chosen = [t for t in tasks if t.config.metric == "loop" and t.leader is not None]
     if not chosen:
         return {}
-    if not system.has_steps:
-        raise SystemContractError(
-            f"system {system.name!r} has no single-step function: gradients cannot be sent through its loop; use "
-            "metric 'inputs'"
-        )
     if n_draws < 1:
         raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)

@@ -87,7 +87,7 @@ def loop_fisher(
     Parameters
     ----------
     system : LoopedSystem
-        Full-precision model with a single-step function and logits for output.
+        Full-precision model with logits for output.
     ways : mapping of (str, str) to ndarray, float32
         As of `measured`.
     tokens : TokenSet

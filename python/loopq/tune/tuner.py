@@ -176,7 +176,7 @@ def tune(
     Parameters
     ----------
     system : LoopedSystem
-        Full-precision model with a single-step function; it comes back unchanged.
+        Full-precision model; it comes back unchanged.
     layers : mapping of str to QuantizedLayer
         Where to start: what a closed-form quantizer gave.
     tokens : TokenSet

@@ -50,12 +50,12 @@ def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None
 
 
 def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | None = None) -> Tensor:
-    """Run a rollout step by step with gradients.
+    """Run a rollout with gradients: step by step, or as a whole where the system has no single-step function.
 
     Parameters
     ----------
     system : LoopedSystem
-        A system with a single-step function.
+        The model's adapter.
     batch : Batch
         Prompts; their seeds fix the initial states.
     n_steps : int
@@ -73,18 +73,15 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
     Raises
     ------
     SystemContractError
-        The system has no single-step function.
+        Truncation is asked for without a single-step function, or the rollout lets no gradient through.
     """
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    if not system.has_steps:
-        raise SystemContractError(
-            f"system {system.name!r} has no single-step function: gradients cannot be sent through its loop; use a "
-            "closed-form quantizer"
-        )
     if truncate is not None and truncate < 1:
         raise ConfigError(f"truncate must be at least 1; got {truncate}")
+    if not system.has_steps:
+        return _whole(system, batch, n_steps, truncate)
     embedding = system.embed(batch)
     state = system.initial_state(batch, embedding)
     first = n_steps - (truncate if truncate is not None else n_steps)
@@ -98,6 +95,21 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
         else:
             state = checkpoint(system.step, state, embedding, t, n_steps, use_reentrant=False)
     return system.predict(state, embedding)
+
+
+def _whole(system: LoopedSystem, batch: Batch, n_steps: int, truncate: int | None) -> Tensor:
+    if truncate is not None:
+        raise SystemContractError(
+            f"system {system.name!r} has no single-step function: gradients cannot be cut off after some steps; leave "
+            "truncate out"
+        )
+    with system.differentiable():
+        out = system.rollout(batch, n_steps)
+    if not out.requires_grad:
+        raise SystemContractError(
+            f"system {system.name!r}: its rollout lets no gradient through; use metric 'inputs'"
+        )
+    return out
 
 
 def _activation_bytes(system: LoopedSystem, batch: Batch, n_steps: int) -> int:

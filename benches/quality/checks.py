@@ -190,7 +190,7 @@ def _defaults(bench: Bench) -> dict[str, Any]:
         "balanced, diagonal": bench.layers(grid | SAFE),
         "trace, tail": bench.layers(grid | {"step_weights": "trace", "damping_kind": "tail"}),
         "loss": bench.layers(grid | {"step_weights": "loss"}),
-        "sum, diagonal": bench.layers(grid | {"damping_kind": "diagonal"}),
+        "sum, diagonal, loop metric": bench.layers(grid | LOOP),
     }
     found = bench.measure(fixed | free)
     kl = {k: float(m.kl.mean()) for k, m in found.items()}

@@ -14,7 +14,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.config import BATCH_SIZE, DiagnoseConfig, LayerConfig, QuantConfig
 from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, loop_metrics, solve_arm
+from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.solve import tasks_of
 from loopq.reproduce.members import PLBERT, Sizes, load_member
@@ -61,6 +61,7 @@ def run(
     """
     from loopq import zoo
     from loopq.systems.load import load_model
+    from loopq.tune.metric import loop_metrics
 
     progress = progress or Silent()
     loaded = load_model(model)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
@@ -15,7 +12,7 @@ from loopq.checkpoint.model_files import model_tensors
 from loopq.config import BATCH_SIZE, QuantConfig
 from loopq.progress import Progress
 from loopq.quantizers.metric import LoopMetric
-from loopq.quantizers.solve import Solver, Source, Task, tasks_of
+from loopq.quantizers.solve import Solver, Source, tasks_of
 from loopq.systems.base import LoopedSystem
 
 
@@ -54,25 +51,6 @@ def solve_arm(
         metrics=metrics or {},
     )
     return solver.run(tasks)
-
-
-def loop_metrics(
-    sums: Source,
-    system: LoopedSystem,
-    tokens: TokenSet,
-    tasks: Sequence[Task],
-    progress: Progress | None = None,
-) -> dict[str, LoopMetric]:
-    """Collect the loop metrics that tasks ask for, from Hessians that are there for each step."""
-    if all(t.config.metric == "inputs" for t in tasks):
-        return {}
-    from loopq.tune.metric import collect_metrics
-
-    def hessian(task: Task) -> NDArray[np.float64]:
-        accumulator = sums.accumulator(str(task.leader), task.steps)
-        return np.asarray(accumulator.matrix(list(task.steps)), dtype=np.float64)
-
-    return collect_metrics(system, tokens, tasks, hessian, progress=progress)
 
 
 def collect_all_steps(

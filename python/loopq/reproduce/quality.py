@@ -16,11 +16,12 @@ from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, loop_metrics, solve_arm
+from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, in_model_orientation
 from loopq.quantizers.solve import Task, tasks_of
 from loopq.reproduce.members import Member
+from loopq.tune.metric import loop_metrics
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
 CLOSED, METRIC = "closed form", "closed form, loop metric"

@@ -13,7 +13,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, NonFiniteError, SystemContractError
 from loopq.progress import Progress, Silent
 from loopq.quantizers.metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
-from loopq.quantizers.solve import Task
+from loopq.quantizers.solve import Source, Task
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.tune.unroll import linked, unroll
 
@@ -154,6 +154,24 @@ def collect_metrics(
             right[name] = right[name] + add if name in right else add
     source.progress.stop()
     return {n: LoopMetric(tuple(metrics[n]), right[n], source.total) for n in names}
+
+
+def loop_metrics(
+    sums: Source,
+    system: LoopedSystem,
+    tokens: TokenSet,
+    tasks: Sequence[Task],
+    progress: Progress | None = None,
+) -> dict[str, LoopMetric]:
+    """Collect the loop metrics that tasks ask for, from Hessians that are there for each step."""
+    if all(t.config.metric == "inputs" for t in tasks):
+        return {}
+
+    def hessian(task: Task) -> NDArray[np.float64]:
+        accumulator = sums.accumulator(str(task.leader), task.steps)
+        return np.asarray(accumulator.matrix(list(task.steps)), dtype=np.float64)
+
+    return collect_metrics(system, tokens, tasks, hessian, progress=progress)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from loopq.config import LayerConfig, QuantConfig
 from loopq.evaluate.compare import compare
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.allocate import Choice, allocate
+from loopq.quantizers.arms import LOOP
 from loopq.quantizers.base import Problem
 from loopq.quantizers.sequential import in_model_orientation
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
@@ -24,7 +25,6 @@ from loopq.tune.scores import loop_fisher, measured, spearman
 Rows = list[dict[str, Any]]
 Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
 FULL = {"method": "full"}
-LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 SAFE = {"step_weights": "balanced", "damping_kind": "diagonal"}
 SPIKED = {"sum, mean": {}, "balanced, diagonal": SAFE, "sum, diagonal, loop metric": LOOP}
 KAPPAS = (1.0, 1e2, 1e4, 1e6)

@@ -14,20 +14,18 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.config import BATCH_SIZE, DiagnoseConfig, LayerConfig, QuantConfig
 from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.quantizers.metric import LoopMetric
+from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.solve import tasks_of
 from loopq.reproduce.members import PLBERT, Sizes, load_member
 
-_LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 ARMS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("RTN", {"method": "rtn"}, "all"),
     ("GPTQ, one step", {"method": "gptq"}, "first"),
     ("GPTQ, trajectory", {"method": "gptq"}, "all"),
-    ("full solver, loop metric", _LOOP, "all"),
+    ("full solver, loop metric", LOOP, "all"),
 )
 GRIDS = ((4, 32), (3, 32))
-# Few prompts, so that both pages take minutes; every page states its own counts.
+# Few prompts, so that both pages take about as long as the comparison; every page states its own counts.
 PAGES = {
     "huginn_small": DiagnoseConfig(
         n_prompts=4, n_ablation_prompts=4, n_jacobian_prompts=1, seeds=(0, 1), n_directions=8, n_updates=10
@@ -73,7 +71,8 @@ def run(
         zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text"
     )
     sums, selection = collect_all_steps(system, calibration, threads=threads, progress=progress)
-    metrics: dict[str, LoopMetric] = {}
+    tasks, _ = tasks_of(selection.parameters, selection.leaders, QuantConfig(LayerConfig(**LOOP)))
+    metrics = loop_metrics(sums, system, calibration, tasks, progress=progress)
     variants = {}
     sizes: dict[str, int] = {}
     layers: list[dict[str, Any]] = []
@@ -82,9 +81,6 @@ def run(
     for bits, group in grids:
         for label, layer, steps in ARMS:
             config = QuantConfig(LayerConfig(**layer, bits=bits, group_size=group), steps=steps)
-            if not metrics:
-                tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-                metrics = loop_metrics(sums, system, calibration, tasks, progress)
             solved = solve_arm(sums, selection, system, config, threads, metrics)
             checkpoint = Checkpoint(solved, {k: v for k, v in tensors.items() if k not in solved}, ties, {})
             name = f"{label} INT{bits} g{group}"

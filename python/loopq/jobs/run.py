@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.calibrate.collect import Collection, HessianSet
@@ -183,17 +182,13 @@ class Run:
     def _collect_metrics(
         self, sums: HessianSet, tasks: Sequence[Task], progress: Progress
     ) -> dict[str, LoopMetric]:
-        from loopq.tune.metric import collect_metrics
+        from loopq.tune.metric import loop_metrics
 
-        def hessian(task: Task) -> NDArray[np.float64]:
-            acc = sums.accumulator(str(task.leader), task.steps)
-            return np.asarray(acc.matrix(list(task.steps)), dtype=np.float64)
-
-        return collect_metrics(
+        return loop_metrics(
+            sums,
             self.job.system,
             self.job.tokens,
             tasks,
-            hessian,
             n_steps=self.job.selection.n_steps,
             seed=self.job.seed,
             n_draws=self.config.metric_draws,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
@@ -14,6 +15,9 @@ from loopq.progress import Progress
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.solve import Solver, Source, tasks_of
 from loopq.systems.base import LoopedSystem
+
+#: Fields of `LayerConfig` for the best closed form there is: no knob to turn, the same bytes and file format.
+LOOP: dict[str, Any] = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 
 
 def solve_arm(

@@ -16,7 +16,7 @@ from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, in_model_orientation
 from loopq.quantizers.solve import Task, tasks_of
@@ -54,7 +54,6 @@ class Arm:
 
 
 _FULL = {"method": "full"}
-_LOOP = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
 ARMS = (
     Arm("RTN", {"method": "rtn"}),
     Arm("RTN, asymmetric grid", {"method": "rtn", "symmetric": False}),
@@ -66,10 +65,10 @@ ARMS = (
     Arm("full, positive scales", {**_FULL, "signed_scales": False}),
     Arm("full, asymmetric grid", {**_FULL, "symmetric": False}),
     Arm("full, asymmetric calibration", _FULL, asymmetric=True),
-    Arm("full, loop metric", _LOOP, tier=METRIC),
-    Arm("full, loop metric, asymmetric calibration", _LOOP, asymmetric=True, tier=METRIC),
-    Arm("full + tuned scales", _LOOP, asymmetric=True, tier=SCALES),
-    Arm("full + tuned codes", _LOOP, asymmetric=True, tier=CODES),
+    Arm("full, loop metric", LOOP, tier=METRIC),
+    Arm("full, loop metric, asymmetric calibration", LOOP, asymmetric=True, tier=METRIC),
+    Arm("full + tuned scales", LOOP, asymmetric=True, tier=SCALES),
+    Arm("full + tuned codes", LOOP, asymmetric=True, tier=CODES),
 )
 RTN, TRAJECTORY = "RTN", "GPTQ, trajectory"
 

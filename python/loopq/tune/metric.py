@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,17 +161,15 @@ def loop_metrics(
     system: LoopedSystem,
     tokens: TokenSet,
     tasks: Sequence[Task],
-    progress: Progress | None = None,
+    **options: Any,
 ) -> dict[str, LoopMetric]:
-    """Collect the loop metrics that tasks ask for, from Hessians that are there for each step."""
-    if all(t.config.metric == "inputs" for t in tasks):
-        return {}
+    """Collect the loop metrics that tasks ask for, from Hessians that are there; options as `collect_metrics`."""
 
     def hessian(task: Task) -> NDArray[np.float64]:
         accumulator = sums.accumulator(str(task.leader), task.steps)
         return np.asarray(accumulator.matrix(list(task.steps)), dtype=np.float64)
 
-    return collect_metrics(system, tokens, tasks, hessian, progress=progress)
+    return collect_metrics(system, tokens, tasks, hessian, **options)
 
 
 @dataclass

@@ -5,7 +5,6 @@
 //! with pages of 2 MiB still 16 %, where the machine below had taken the free memory back (docs/performance.md). Maps
 //! that are given back are therefore kept and handed out again. Their pages are marked as free to take: under pressure
 //! the kernel takes them at once, so what is kept costs nobody else anything.
-#![allow(unsafe_code)] // one of the three places that may; the one block says why it is sound
 
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError};
@@ -13,6 +12,9 @@ use std::sync::{Mutex, PoisonError};
 use bytemuck::Pod;
 use memmap2::MmapMut;
 use rayon::prelude::*;
+
+#[cfg(target_os = "linux")]
+use crate::dump::mark_free;
 
 /// Below this many bytes the allocator's own memory is used.
 const LARGE: usize = 2 << 20;
@@ -95,12 +97,8 @@ impl<T> Drop for Pages<T> {
 fn keep(map: MmapMut) {
     #[cfg(target_os = "linux")]
     {
-        // SAFETY: the advice lets the kernel put zeros in place of what the map holds, at any time until the next
-        // write. The map is private, `keep` owns it alone, and who gets it from `SPARE` takes its contents as
-        // undefined: `zeroed` overwrites them all, `room` promises nothing of them. Every pattern of bits is a value
-        // of a `Pod` type.
-        let marked = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::Free) };
-        if marked.is_ok() {
+        // Who gets it from `SPARE` takes its contents as undefined: `zeroed` overwrites them all, `room` promises nothing.
+        if mark_free(&map) {
             let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
             if spare.len() == KEPT {
                 drop(spare.remove(0));

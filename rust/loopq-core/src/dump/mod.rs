@@ -4,6 +4,8 @@ mod map;
 
 use std::path::Path;
 
+#[cfg(target_os = "linux")]
+pub(crate) use map::mark_free;
 pub use map::MappedFile;
 
 use crate::{dims, Error, Result};

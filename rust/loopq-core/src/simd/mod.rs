@@ -3,7 +3,7 @@
 //! Every tile computes `c[i][j] + s * sum_k a[k][i] * b[k][j]` as ONE chain of fused multiply-adds per entry, `k`
 //! ascending. A chain has the same bits in every vector width, so the portable version is both fallback and oracle,
 //! and cutting `k` in pieces changes nothing.
-#![allow(unsafe_code)] // one of the three places that may; each block says why it is sound
+#![allow(unsafe_code)] // one of the two places that may; each block says why it is sound
 
 mod lanes;
 mod tile;

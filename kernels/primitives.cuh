@@ -250,9 +250,6 @@ LQ_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// A constant that the compiler cannot see through, so that it keeps it in a register: blocks here are one row deep.
-LQ_DEVICE u32 in_register(u32 v) { return v + (blockDim.z - 1); }
-
 LQ_DEVICE float bits_to_float(u32 v) { return __uint_as_float(v); }
 LQ_DEVICE u32 float_to_bits(float v) { return __float_as_uint(v); }
 

@@ -4,7 +4,7 @@
 //
 // * Weights are the A operand of mma.m16n8k16 (16 output columns), tokens are B (8 tokens): one or seven tokens
 //   cost one mma per 16x16 block, sixteen cost two, and nothing is spent on tokens that are not there.
-// * q - 8 is made exact in the activation's own 16-bit type (bits of 128 + u, minus 136, or 1024 + u, minus 1032), a group is
+// * q = u - 8 is made exact in the activation's own 16-bit type, up to one power of two for all (Bf16, Fp16 below); a group is
 //   summed in float32 and only the float32 sum is multiplied by the scale. No weight is ever rounded.
 // * Two neighbouring strips of 16 columns make a *pair*; a warp multiplies both with the same x fragment. Two tiles
 //   of 64 rows make a *stage*: 2 KB of weights. A block owns `pairs` x `stages` of a K slice, as one list with K
@@ -47,42 +47,40 @@ struct ScaleFp16 {
     LQ_DEVICE_MEMBER float load(u32 row, int column) { return f16_to_float(ld_shared_half(row + (u32)column * 2)); }
 };
 
+// Activation types. Two nibbles of each half-word are read where they stand, at bits 0-3 and 4-7: a 16-bit float that small
+// is subnormal or, in bfloat16 at bit 7, has the lowest exponent, and there its value is its bits times the smallest subnormal.
+// One fused multiply-add makes that (u - 8) / kUnit, exactly; the sums are multiplied by kUnit where they leave.
 struct Bf16 {
-    static constexpr u32 kMagic = 0x43004300u;      // 128, twice
-    static constexpr u32 kOne = 0x3f803f80u;
-    static constexpr u32 kMinusOffset = 0xc308c308u;  // -(128 + 8)
+    static constexpr u32 kFromBit0 = 0x7f007f00u;     // 2^127: u * 2^-133 becomes u / 64
+    static constexpr u32 kFromBit4 = 0x7d007d00u;     // 2^123
+    static constexpr u32 kMinusEight = 0xbe00be00u;   // -8 / 64
+    static constexpr float kUnit = 64.0f;
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_bf16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
     LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16_new(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_bf16(v); }
-    // Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
-    // `mask` is 0x000f000f: one LOP3 takes one immediate, so the other constant has to sit in a register.
-    LQ_DEVICE_MEMBER void unpack(u32 word, u32 mask, u32 (&a)[4]) {
-        a[0] = fma2((word & mask) | kMagic, kOne, kMinusOffset);
-        a[2] = fma2(((word >> 4) & mask) | kMagic, kOne, kMinusOffset);
-        a[1] = fma2(((word >> 8) & mask) | kMagic, kOne, kMinusOffset);
-        a[3] = fma2(((word >> 12) & mask) | kMagic, kOne, kMinusOffset);
-    }
 };
 
 struct Fp16 {
-    static constexpr u32 kMagic = 0x64006400u;         // 1024, twice
-    static constexpr u32 kOne = 0x3c003c00u;
-    static constexpr u32 kMinusOffset = 0xe408e408u;   // -(1024 + 8)
-    static constexpr u32 kSixteenth = 0x2c002c00u;
-    static constexpr u32 kMinusOffset16 = 0xd480d480u; // -(1024 / 16 + 8): a nibble in place counts sixteenfold
+    static constexpr u32 kFromBit0 = 0x78007800u;     // 2^15: u * 2^-24 becomes u / 512
+    static constexpr u32 kFromBit4 = 0x68006800u;     // 2^11
+    static constexpr u32 kMinusEight = 0xa400a400u;   // -8 / 512
+    static constexpr float kUnit = 512.0f;
     LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
     LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
     LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16_new(c, a, b0, b1); }
     LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
-    LQ_DEVICE_MEMBER void unpack(u32 word, u32 mask, u32 (&a)[4]) {
-        const u32 high = word >> 8;
-        a[0] = fma2((word & mask) | kMagic, kOne, kMinusOffset);
-        a[2] = fma2((word & (mask << 4)) | kMagic, kSixteenth, kMinusOffset16);
-        a[1] = fma2((high & mask) | kMagic, kOne, kMinusOffset);
-        a[3] = fma2((high & (mask << 4)) | kMagic, kSixteenth, kMinusOffset16);
-    }
 };
+
+// Eight codes to an A fragment. Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
+template <class Act>
+LQ_DEVICE void unpack(u32 word, u32 (&a)[4]) {
+    const u32 high = word >> 8;
+    a[0] = Act::fma2(word & 0x000f000fu, Act::kFromBit0, Act::kMinusEight);
+    a[2] = Act::fma2(word & 0x00f000f0u, Act::kFromBit4, Act::kMinusEight);
+    a[1] = Act::fma2(high & 0x000f000fu, Act::kFromBit0, Act::kMinusEight);
+    a[3] = Act::fma2(high & 0x00f000f0u, Act::kFromBit4, Act::kMinusEight);
+}
 
 struct Arguments {
     const void* x;             // [m, k_end - k_begin] activations, row stride x_stride elements
@@ -138,7 +136,8 @@ LQ_DEVICE Share make_share(const Arguments& p) {
     return s;
 }
 
-// The next stage to fetch. `weights` and `scales` are this lane's own source addresses for the pair.
+// The next stage to fetch. The pointers are this lane's own sources, where the slice begins in the pair's strips and in the
+// pair's columns of row 0 of the scales.
 struct Cursor {
     int flat, in_pair, pair;
     const char* weights;
@@ -158,7 +157,7 @@ struct Gemm {
 
     const Arguments& p;
     Share s;
-    u32 x_address, x_pitch, head_slots, rings, barriers, nibble_mask;
+    u32 x_address, x_pitch, head_slots, rings, barriers, scale_pitch;
     u64 policy;
 
     // ---- shared memory: x | one slot of sums per warp | one ring per warp | barriers ----------------------------
@@ -170,8 +169,8 @@ struct Gemm {
         head_slots = x_address + x_pitch * (u32)p.m;
         rings = head_slots + (u32)(s.warps * kFragmentBytes);
         barriers = rings + (u32)(s.warps * kRingBytes);
+        scale_pitch = (u32)p.n << Scale::kShift;
         policy = l2_policy((p.flags & kEvictFirst) != 0);
-        nibble_mask = in_register(0x000f000fu);
     }
 
     LQ_DEVICE_METHOD u32 ring(int warp) const { return rings + (u32)(warp * kRingBytes); }
@@ -197,34 +196,32 @@ struct Gemm {
         const int strip = 2 * c.pair;
         // An odd number of strips leaves the last pair half empty; its second half repeats the first and is not stored.
         const int other = smaller(strip + 1, p.n / 16 - 1);
-        const int tile = s.tile0 + c.in_pair * kStageTiles;
         const int lane_offset = kBulk ? 0 : s.lane * 16;
-        c.weights = (const char*)p.weights + ((long long)strip * p.k_tiles + tile) * kTileBytes + lane_offset;
-        c.other_weights = (const char*)p.weights + ((long long)other * p.k_tiles + tile) * kTileBytes + lane_offset;
+        c.weights = (const char*)p.weights + ((long long)strip * p.k_tiles + s.tile0) * kTileBytes + lane_offset;
+        c.other_weights = (const char*)p.weights + ((long long)other * p.k_tiles + s.tile0) * kTileBytes + lane_offset;
         const int piece = kBulk ? (s.lane & 1) * (kPieces / 2) : s.lane % kPieces;
         c.scales = (const char*)p.scales + ((long long)((piece < kPieces / 2 ? strip : other) * 16) << Scale::kShift)
                    + (piece % (kPieces / 2)) * 16;
     }
 
-    // Row of the scale matrix that row `row` of a stage holds; the last one where K ends early.
-    LQ_DEVICE_METHOD int scale_row(int tile, int row) const {
-        const int index = kFold == 0 ? 2 * tile + row : kFold == 1 ? tile + row : tile >> p.group_shift;
-        return smaller(index, p.scale_rows - 1);
+    // Where row `row` of a stage's scales comes from; the last row of all where K ends early.
+    LQ_DEVICE_METHOD const char* scale_source(const Cursor& c, int row) const {
+        const int stage = s.tile0 / kStageTiles + c.in_pair;
+        const int index = kFold == 2 ? stage * kStageTiles >> p.group_shift : stage * kScaleRows + row;
+        return c.scales + (u64)(u32)smaller(index, p.scale_rows - 1) * scale_pitch;
     }
 
     LQ_DEVICE_METHOD void fetch_next(Cursor& c, int slot) const {
         const u32 to = ring(s.warp) + (u32)(slot * kStageBytes);
         const bool whole = !(s.half_last && c.in_pair == s.stages - 1);
-        const int tile = s.tile0 + c.in_pair * kStageTiles;
         const bool with_scales = kFold != 2 || folds_after(c.flat, c.in_pair);  // kFold 3: one row, every stage
+        const u64 offset = (u64)(u32)c.in_pair * (kStageTiles * kTileBytes);
         if (kBulk) {
-            fetch_bulk(c, slot, to, tile, whole, with_scales);
+            fetch_bulk(c, slot, to, offset, whole, with_scales);
         } else {
-            fetch_lanes(c, to, tile, whole, with_scales);
+            fetch_lanes(c, to, offset, whole, with_scales);
         }
         ++c.flat;
-        c.weights += kStageTiles * kTileBytes;
-        c.other_weights += kStageTiles * kTileBytes;
         if (++c.in_pair == s.stages) {
             c.in_pair = 0;
             ++c.pair;
@@ -232,33 +229,34 @@ struct Gemm {
         }
     }
 
-    LQ_DEVICE_METHOD void fetch_lanes(const Cursor& c, u32 to, int tile, bool whole, bool with_scales) const {
+    LQ_DEVICE_METHOD void fetch_lanes(const Cursor& c, u32 to, u64 offset, bool whole, bool with_scales) const {
         const u32 mine = to + (u32)s.lane * 16;
-        copy_async16(mine, c.weights, policy);
-        copy_async16(mine + kOther, c.other_weights, policy);
+        const char* from = c.weights + offset;
+        const char* other = c.other_weights + offset;
+        copy_async16(mine, from, policy);
+        copy_async16(mine + kOther, other, policy);
         if (whole) {
-            copy_async16(mine + kTileBytes, c.weights + kTileBytes, policy);
-            copy_async16(mine + kOther + kTileBytes, c.other_weights + kTileBytes, policy);
+            copy_async16(mine + kTileBytes, from + kTileBytes, policy);
+            copy_async16(mine + kOther + kTileBytes, other + kTileBytes, policy);
         }
         const int row = s.lane / kPieces;
         if (with_scales && row < kScaleRows) {
-            const char* from = c.scales + (((long long)scale_row(tile, row) * p.n) << Scale::kShift);
-            copy_async16(to + kScales + (u32)(row * kScaleRowBytes + s.lane % kPieces * 16), from, policy);
+            copy_async16(to + kScales + (u32)(row * kScaleRowBytes + s.lane % kPieces * 16), scale_source(c, row), policy);
         }
     }
 
-    LQ_DEVICE_METHOD void fetch_bulk(const Cursor& c, int slot, u32 to, int tile, bool whole, bool with_scales) const {
+    LQ_DEVICE_METHOD void fetch_bulk(const Cursor& c, int slot, u32 to, u64 offset, bool whole, bool with_scales) const {
         constexpr u32 half_row_bytes = 16u << Scale::kShift;
         const u32 strip_bytes = whole ? kStageTiles * kTileBytes : kTileBytes;
         if (s.lane == 0) barrier_expect(barrier(slot), 2 * strip_bytes + (with_scales ? kScaleRows * 2 * half_row_bytes : 0));
         warp_sync();
         if (s.lane < 2) {
-            copy_bulk(to + (u32)s.lane * kOther, s.lane == 0 ? c.weights : c.other_weights, strip_bytes, barrier(slot), policy);
+            const char* from = (s.lane == 0 ? c.weights : c.other_weights) + offset;
+            copy_bulk(to + (u32)s.lane * kOther, from, strip_bytes, barrier(slot), policy);
         } else if (with_scales && s.lane < 2 + 2 * kScaleRows) {
             const int row = (s.lane - 2) / 2;
-            const char* from = c.scales + (((long long)scale_row(tile, row) * p.n) << Scale::kShift);
-            copy_bulk(to + kScales + (u32)(row * kScaleRowBytes) + (u32)(s.lane & 1) * half_row_bytes, from, half_row_bytes,
-                      barrier(slot), policy);
+            copy_bulk(to + kScales + (u32)(row * kScaleRowBytes) + (u32)(s.lane & 1) * half_row_bytes, scale_source(c, row),
+                      half_row_bytes, barrier(slot), policy);
         }
     }
 
@@ -334,7 +332,7 @@ struct Gemm {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) Act::unpack(words[i][2 * half + j], nibble_mask, a[j][i]);
+            for (int i = 0; i < 2; ++i) unpack<Act>(words[i][2 * half + j], a[j][i]);
 #pragma unroll
         for (int t = 0; t < kMt; ++t) {
             u32 b[4];
@@ -386,6 +384,16 @@ struct Gemm {
             for (int t = 0; t < kMt; ++t)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) sums[i][t][r] = 0.0f;
+    }
+
+    // From sums over codes / kUnit to sums over codes: a power of two, so nothing is rounded.
+    LQ_DEVICE_METHOD void to_units(Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int t = 0; t < kMt; ++t)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) sums[i][t][r] *= Act::kUnit;
     }
 
     LQ_DEVICE_METHOD void put_slot(u32 address, const Sums& sums) const {
@@ -493,37 +501,38 @@ struct Gemm {
             // Tokens beyond M repeat the last one: their products are finite or not as it is, and are never stored.
             x_rows[t] = (u32)smaller(t * 8 + s.lane % 8, p.m - 1) * x_pitch + (u32)(s.lane / 8) * 16;
         }
-        Sums sums, part;
-        clear(sums);
+        Sums part;
         clear(part);
+        int flat = s.begin;
         int in_pair = s.begin % s.stages;
         int pair = s.pair0 + s.begin / s.stages;
-        int segment_start = in_pair;
         int slot = 0;
         u32 parity = 0;
-        for (int flat = s.begin; flat < s.end; ++flat) {
-            if (kBulk) {
-                barrier_wait(barrier(slot), parity);
-            } else {
-                copy_async_wait<kStages - 2>();
+        while (flat < s.end) {
+            const int from = in_pair;
+            const int to = smaller(s.stages, in_pair + s.end - flat);
+            Sums sums;
+            clear(sums);
+            for (; in_pair < to; ++in_pair, ++flat) {
+                if (kBulk) {
+                    barrier_wait(barrier(slot), parity);
+                } else {
+                    copy_async_wait<kStages - 2>();
+                }
+                // Every lane sees the stage's scales, and is done with the stage before, whose slot is refilled now.
+                warp_sync();
+                if (next.flat < s.end) fetch_next(next, slot == 0 ? kStages - 1 : slot - 1);
+                if (!kBulk) copy_async_commit();
+                consume(flat, in_pair, slot, x_rows, part, sums);
+                if (++slot == kStages) {
+                    slot = 0;
+                    parity ^= 1;
+                }
             }
-            // Every lane sees the stage's scales, and is done with the stage before, whose slot is refilled now.
-            warp_sync();
-            if (next.flat < s.end) fetch_next(next, slot == 0 ? kStages - 1 : slot - 1);
-            if (!kBulk) copy_async_commit();
-            consume(flat, in_pair, slot, x_rows, part, sums);
-            if (++slot == kStages) {
-                slot = 0;
-                parity ^= 1;
-            }
-            ++in_pair;
-            if (in_pair == s.stages || flat == s.end - 1) {
-                end_segment(pair, segment_start, in_pair, sums);
-                clear(sums);
-                in_pair = 0;
-                segment_start = 0;
-                ++pair;
-            }
+            to_units(sums);
+            end_segment(pair, from, to, sums);
+            in_pair = 0;
+            ++pair;
         }
     }
 
@@ -557,7 +566,7 @@ struct Gemm {
 
     // Adds slices [first, first + kAhead) of a pair, in order. All are loaded before the first is added: one after the
     // other, each would wait for the L2. Beyond the last slice the last is loaded again and not added.
-    static constexpr int kAhead = kMt == 1 ? 8 : 4;
+    static constexpr int kAhead = kMt == 1 ? 8 : kMt == 2 ? 6 : 4;
 
     LQ_DEVICE_METHOD void add_slices(int first, int pair, Sums& sums) const {
         Vec4 v[kAhead][2][kMt];

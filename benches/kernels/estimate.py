@@ -1,9 +1,10 @@
 """What the kernel's cuts can reach on paper: the table of docs/kernels.md. No GPU, no measurement.
 
-usage: python benches/kernels/estimate.py
+usage: python benches/kernels/estimate.py [slots]
 
 Registers are read from cubins that NVRTC makes (tests/kernels/kernel_nvrtc.py); the rest is the planner's own model
-(python/loopq/kernels/plan.py) with a launch and the memory's latency added.
+(python/loopq/kernels/plan.py) with a launch and the memory's latency added. `slots` counts what a warp issues for one
+stage in the machine code instead (tests/kernels/kernel_sass.py; needs nvdisasm).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("python", "tests/kernels")]
 
 import kernel_nvrtc  # noqa: E402 (found by the line above)
+import kernel_sass  # noqa: E402
 
 from loopq.kernels import plan as planner  # noqa: E402
 from loopq.kernels.shapes import HUGINN, Projection  # noqa: E402
@@ -36,10 +38,7 @@ def row(layer: Projection, tokens: int) -> tuple[str, ...]:
     shape = planner.GemmShape(layer.out_features, 0, layer.in_features, 128, tiles)
     plan = planner.make_plan(shape, planner.H200)
     variant = planner.Variant("bf16", tiles, plan.fold, plan.stages, plan.bulk, "bf16")
-    cubin = kernel_nvrtc.compile_cubin(
-        translation_unit("w4a16_gemm.cu"), "w4a16_gemm.cu", ["-arch=sm_90", "-std=c++17", *variant.defines]
-    )
-    registers = kernel_nvrtc.resources(cubin, "loopq_w4a16_gemm").registers
+    registers = kernel_nvrtc.resources(_cubin(variant), "loopq_w4a16_gemm").registers
     in_flight = (plan.stages - 1) * plan.warps * 2048
     cells = [
         layer.name, str(tokens), f"{plan.blocks} x {plan.slices}", f"{plan.warps} x {plan.stages}", str(registers),
@@ -50,6 +49,29 @@ def row(layer: Projection, tokens: int) -> tuple[str, ...]:
     return tuple(cells)
 
 
+def _cubin(variant: planner.Variant) -> bytes:
+    source = translation_unit("w4a16_gemm.cu")
+    return kernel_nvrtc.compile_cubin(
+        source, "w4a16_gemm.cu", ["-arch=sm_90", "-std=c++17", *variant.defines]
+    )
+
+
+def slots() -> None:
+    """Instructions per stage and warp, by group size and tokens."""
+    print("| groups | tokens | copies | all | LOP3 | SHF | HFMA2 | HMMA | loads | the rest |")
+    print(f"|{'---|' * 10}")
+    for fold, group in ((0, "32"), (1, "64"), (3, "128"), (2, "256, per channel")):
+        for tiles, depth in ((1, 6), (2, 4), (4, 4)):
+            for bulk in (False, True):
+                variant = planner.Variant("bf16", tiles, fold, depth, bulk, "bf16")
+                found = kernel_sass.stage_slots(kernel_sass.disassemble(_cubin(variant)))
+                parts = [found[op] for op in ("LOP3", "SHF", "HFMA2", "HMMA")] + [
+                    found["LDS"] + found["LDSM"]
+                ]
+                cells = [group, f"to {8 * tiles}", "bulk" if bulk else "16 B", found.total()]
+                print(f"| {' | '.join(map(str, [*cells, *parts, found.total() - sum(parts)]))} |")
+
+
 def _time(
     layer: Projection, shape: planner.GemmShape, plan: planner.Plan, tokens: int, copy: float
 ) -> tuple[str, str]:
@@ -57,7 +79,7 @@ def _time(
     rate = copy / planner.H200.multiprocessors / GHZ / 1e9
     stream = (2048 + 32 * SCALE_BYTES) / rate
     slots = planner._SLOTS_PER_CLOCK * min(1.0, plan.warps / planner._BUSY_WARPS)
-    issue = planner._STAGE_SLOTS[shape.token_tiles] / slots
+    issue = planner._STAGE_SLOTS[plan.fold][shape.token_tiles] / slots
     pairs, stages = -(-shape.pairs // plan.blocks), -(-plan.slice_tiles // 2)
     x = tokens * plan.slice_tiles * 128 / planner._L2_BYTES_PER_CLOCK
     ring = (plan.stages - 1) * plan.warps * 2048 / rate
@@ -68,6 +90,9 @@ def _time(
 
 
 def main() -> None:
+    if sys.argv[1:] == ["slots"]:
+        slots()
+        return
     head = ["layer", "tokens", "blocks x slices", "warps x ring", "registers", "shared KB", "in flight KB"]
     for chip in CHIPS:
         head += [f"{chip}: needed KB", "issue / stream", "of copy speed"]

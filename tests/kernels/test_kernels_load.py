@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -125,6 +126,31 @@ def test_a_kernel_is_compiled_once_and_launched_on_torchs_stream(gpu: SimpleName
     assert gpu.cupy.function.calls == [
         ((7, 2, 1), (512, 1, 1), arguments, 99_000, ("stream", handle)) for handle in (5, 6)
     ]
+
+
+def test_a_kernel_is_proven_once_and_not_kept_if_wrong(gpu: SimpleNamespace) -> None:
+    seen: list[str] = []
+
+    def prove(backend: load.Backend) -> None:
+        seen.append("proof")
+        backend.launch(tried, (1, 1), 32, 0, ())  # the kernel that is being tried out
+
+    tried = dataclasses.replace(KERNEL, prove=prove)
+    backend = load.CudaBackend(0)
+    for _ in range(2):
+        backend.launch(tried, (1, 1), 32, 0, ())
+    assert seen == ["proof"]
+    assert len(gpu.cupy.function.calls) == 3
+    assert len(gpu.cupy.modules) == 1
+
+    def refuse(backend: load.Backend) -> None:
+        raise KernelError("wrong on this device")
+
+    wrong = load.Kernel("fused_ops.cu", "loopq_swiglu", (), refuse)
+    for _ in range(2):
+        with pytest.raises(KernelError, match="wrong on this device"):
+            backend.launch(wrong, (1, 1), 32, 0, ())
+    assert len(gpu.cupy.function.calls) == 3
 
 
 def test_loading_during_capture_is_refused(gpu: SimpleNamespace) -> None:

@@ -24,8 +24,8 @@ MUTANTS = {
         "in-flight",
     ),
     "no warp barrier before scales": (
-        "            warp_sync();\n            if (next.flat < s.end) fetch_next",
-        "            if (next.flat < s.end) fetch_next",
+        "warp_sync();\n                if (next.flat < s.end) fetch_next",
+        "if (next.flat < s.end) fetch_next",
         "with no barrier between",
     ),
     "refill of the stage in use": (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import kernel_nvrtc
+import kernel_sass
 import pytest
 
+from loopq.kernels import plan
 from loopq.kernels.plan import Variant
 from loopq.kernels.sources import kernel_sources, translation_unit
 
@@ -44,6 +46,21 @@ def test_gemm_compiles_without_spills(architecture: str) -> None:
         assert used.registers <= LIMIT[variant.threads], (
             f"{variant} for {architecture} needs {used.registers}"
         )
+
+
+@pytest.mark.skipif(
+    kernel_sass.disassembler() is None, reason="no nvdisasm: install it, or triton, to count instructions"
+)
+@pytest.mark.parametrize("fold", plan._STAGE_SLOTS)
+def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
+    """Other compilers may do a little better or worse; a main loop that grew by a tenth is a change of the kernel."""
+    for token_tiles, planned in plan._STAGE_SLOTS[fold].items():
+        variant = Variant("bf16", token_tiles, fold, 6 if token_tiles == 1 else 4, False, "bf16")
+        options = ["-arch=sm_90", "-std=c++17", *variant.defines]
+        cubin = kernel_nvrtc.compile_cubin(translation_unit("w4a16_gemm.cu"), "w4a16_gemm.cu", options)
+        counted = kernel_sass.stage_slots(kernel_sass.disassemble(cubin))
+        assert counted["HMMA"] == 16 * token_tiles, "the loop that was counted is not the main loop"
+        assert counted.total() == pytest.approx(planned, rel=0.1), f"{variant}: {counted}"
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,10 @@ from kernel_backend import EmulatedBackend
 from kernel_emulation import compiler
 
 from loopq.errors import ConfigError, KernelError, LoopqError
-from loopq.kernels import w4a16
+from loopq.kernels import launch, w4a16
 from loopq.kernels.layout import pack_w4
 from loopq.kernels.modules import QuantLinear, fits_kernel
-from loopq.kernels.plan import A100, GemmShape, make_plan
+from loopq.kernels.plan import A100, GemmShape, Variant, make_plan
 
 needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="NO C++ COMPILER: launches are NOT emulated here; install g++ or set CXX"
@@ -159,7 +161,7 @@ def at_odd_address(tensor: torch.Tensor) -> torch.Tensor:
 def test_constants_at_an_odd_address_are_refused(name: str) -> None:
     given = operands()
     product = w4a16.Product(**{**given, name: at_odd_address(given[name])})  # type: ignore[arg-type]
-    workspace = w4a16.Workspace.allocate(1, 64, torch.device("cpu"))
+    workspace = launch.Workspace.allocate(1, 64, torch.device("cpu"))
     with pytest.raises(KernelError, match=f"{name} starts at an address that is not a multiple of 16"):
         w4a16.run_linear(NoDevice(), product.checked(), workspace)
 
@@ -179,14 +181,14 @@ def test_constants_at_an_odd_address_are_refused(name: str) -> None:
 def test_what_only_the_kernel_refuses(x: torch.Tensor, message: str) -> None:
     product = w4a16.Product(**{**operands(), "x": x})  # type: ignore[arg-type]
 
-    workspace = w4a16.Workspace.allocate(1, 64, torch.device("cpu"))
+    workspace = launch.Workspace.allocate(1, 64, torch.device("cpu"))
     with pytest.raises(KernelError, match=message):
         w4a16.run_linear(NoDevice(), product.checked(), workspace)
 
 
 def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **more: object) -> torch.Tensor:
     product = dataclasses.replace(layer.product(x), **more)  # type: ignore[arg-type]
-    workspace = w4a16.workspace_for(backend, [product.layer], x.numel() // x.shape[-1], x.device)
+    workspace = launch.workspace_for(backend, [product.layer], x.numel() // x.shape[-1], x.device)
     return w4a16.run_linear(backend, product.checked(), workspace)
 
 
@@ -225,7 +227,7 @@ def test_dequantize_kernel_rounds_once(group_size: int, dtype: torch.dtype) -> N
     codes, scales = layer_parts(out_features=32, in_features=224, group_size=group_size)
     layer = QuantLinear.from_codes(codes, scales, group_size, 4)
     out = torch.full((32, 224), torch.nan, dtype=dtype)
-    w4a16.launch_dequantize(EmulatedBackend(), layer.qweight, layer.scales, out, group_size)
+    launch.launch_dequantize(EmulatedBackend(), layer.qweight, layer.scales, out, group_size)
     assert torch.equal(out, layer.dequantize().to(dtype))
 
 
@@ -317,3 +319,39 @@ def test_from_marlin_is_the_same_layer() -> None:
         QuantLinear.from_marlin(
             words, stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(63)
         )
+
+
+class LyingBackend(EmulatedBackend):
+    """A device on which one output of every product is off by one bit of its smallest digit."""
+
+    def launch(self, kernel: Any, grid: Any, threads: int, shared_bytes: int, args: Any) -> None:
+        super().launch(kernel, grid, threads, shared_bytes, args)
+        ctypes.c_uint32.from_address(args[3]).value ^= 1
+
+
+# Those that the emulation is built with.
+PROVEN = [
+    Variant("bf16", tiles, fold, 4, bulk)
+    for tiles in (1, 2, 4)
+    for fold in (0, 1, 2, 3)
+    for bulk in (False, True)
+] + [
+    Variant(activation, 1, fold, 4, bulk, scales)
+    for activation, scales in (("bf16", "bf16"), ("bf16", "fp16"), ("fp16", "f32"), ("fp16", "bf16"))
+    for fold in (0, 3)
+    for bulk in (False, True)
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", PROVEN, ids=str)
+def test_a_good_kernel_is_proven_exactly(variant: Variant) -> None:
+    backend = EmulatedBackend()
+    launch.prove(variant, backend)
+    assert backend.launches.total() == 1
+
+
+@needs_compiler
+def test_a_kernel_that_is_wrong_on_a_device_is_refused() -> None:
+    with pytest.raises(KernelError, match=r"wrong on cpu, in 1 of 384 outputs.*It is not used"):
+        launch.prove(PROVEN[0], LyingBackend())

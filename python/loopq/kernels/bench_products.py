@@ -23,10 +23,10 @@ from loopq.kernels.bench import (
     paired_trials,
     record,
 )
+from loopq.kernels.launch import Workspace, launch_dequantize, workspace_for
 from loopq.kernels.load import Backend
 from loopq.kernels.plan import GemmShape, Plan, make_plan, token_tiles_for
 from loopq.kernels.shapes import Projection
-from loopq.kernels.w4a16 import Workspace, launch_dequantize, workspace_for
 
 __all__ = ["compare_products", "find_threshold", "sweep_cuts"]
 

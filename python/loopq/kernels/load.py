@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any, Protocol
@@ -40,11 +40,12 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's file, entry point and compile-time definitions."""
+    """A kernel's file, entry point, compile-time definitions, and what tries it out once it is loaded (or None)."""
 
     file: str
     entry: str
     defines: tuple[str, ...]
+    prove: Callable[[Backend], None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -216,12 +217,13 @@ class CudaBackend:
         self._driver: ctypes.CDLL | None = ctypes.CDLL("libcuda.so.1") if self.overlap else None
 
     def prepare(self, kernel: Kernel) -> Any:
-        """Compile and load a kernel, so that a later launch may be captured in a graph.
+        """Compile, load and prove a kernel, so that a later launch may be captured in a graph.
 
         Raises
         ------
         KernelError
-            If it is not loaded yet and the current stream is being captured, or it does not compile.
+            If it is not loaded yet and the current stream is being captured, it does not compile, or its proof
+            fails; then it is not kept.
         """
         found = self._functions.get(kernel)
         if found is not None:
@@ -234,6 +236,12 @@ class CudaBackend:
         with self._cupy.cuda.Device(self.index):
             function = self._load(kernel)
         self._functions[kernel] = function
+        if kernel.prove is not None:
+            try:
+                kernel.prove(self)  # launches the kernel, which is found by now
+            except BaseException:
+                del self._functions[kernel]
+                raise
         return function
 
     def _load(self, kernel: Kernel) -> Any:

@@ -24,15 +24,21 @@ _DRAM_BYTES_PER_CLOCK = 19.0
 _L2_BYTES_PER_CLOCK = 24.0  # where all read at once
 _L2_BYTES_PER_CLOCK_ALONE = 64.0
 _L2_CLOCKS = 700.0  # one round trip
-# Issue slots of one stage and warp by token tiles (counted in the machine code), and what 4 schedulers can issue.
-_STAGE_SLOTS = {1: 319.0, 2: 361.0, 4: 435.0}
+# Instructions that a warp issues for one stage, by fold and token tiles: counted in the machine code for compute
+# capability 9.0 (tests/kernels/test_kernels_nvrtc.py counts again). Then what 4 schedulers can issue.
+_STAGE_SLOTS = {
+    0: {1: 288, 2: 338, 4: 450},
+    1: {1: 257, 2: 294, 4: 369},
+    2: {1: 250, 2: 270, 4: 316},
+    3: {1: 242, 2: 276, 4: 331},
+}
 _SLOTS_PER_CLOCK = 4 * 0.75
 # Weights on their way that hide the memory's latency, with room to spare, and warps that keep up with them.
 _QUEUE_BYTES = 24 * 1024
 _QUEUE_BYTES_HOPPER = 48 * 1024
 _BUSY_WARPS = 12
 _MAX_SLICES = 32
-_SLICES_AHEAD = 4  # kAhead of the kernel
+_SLICES_AHEAD = {1: 8, 2: 6, 4: 4}  # kAhead of the kernel, by token tiles
 _DEPTHS = (6, 5, 4, 3, 2)
 
 
@@ -175,7 +181,7 @@ def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits
     wanted = _QUEUE_BYTES_HOPPER if device.capability >= (9, 0) else _QUEUE_BYTES
     dram_rate = _DRAM_BYTES_PER_CLOCK * min(1.0, queue / wanted)
     issue_rate = _SLOTS_PER_CLOCK * min(1.0, plan.warps / _BUSY_WARPS)
-    stage = max(_stage_bytes(plan.fold) / dram_rate, _STAGE_SLOTS[token_tiles] / issue_rate)
+    stage = max(_stage_bytes(plan.fold) / dram_rate, _STAGE_SLOTS[plan.fold][token_tiles] / issue_rate)
     stream = -(-pairs * stages // plan.warps) * plan.warps * stage
     # While x arrives, the rings fill; the rest of its time nothing else does.
     x = token_tiles * 8 * plan.slice_tiles * _TILE_ROWS * 2 / _L2_BYTES_PER_CLOCK
@@ -188,7 +194,7 @@ def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
     if plan.slices == 1:
         return 0.0
     # Partial sums out, a counter, then one block of `slices` reads all of them, a few slices at a time.
-    trips = 2 + -(-plan.slices // _SLICES_AHEAD) * -(-pairs // plan.warps)
+    trips = 2 + -(-plan.slices // _SLICES_AHEAD[token_tiles]) * -(-pairs // plan.warps)
     rate = min(_L2_BYTES_PER_CLOCK_ALONE, _L2_BYTES_PER_CLOCK * plan.slices)
     return trips * _L2_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / rate
 

@@ -23,9 +23,10 @@ from loopq.kernels.fused import (
     swiglu,
     swiglu_ref,
 )
+from loopq.kernels.launch import Workspace, launch_gemm, workspace_for
 from loopq.kernels.load import Backend, Captured
 from loopq.kernels.modules import QuantLinear
-from loopq.kernels.w4a16 import Workspace, launch_gemm, w4a16_linear_ref, workspace_for
+from loopq.kernels.w4a16 import w4a16_linear_ref
 
 __all__ = ["TOKEN_BUCKETS", "BlockParts", "LoopParts", "RolloutRunner", "reference_rollout"]
 

@@ -588,7 +588,6 @@ LQ_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
         return host::half_bits((double)host::half_to_float(x) * host::half_to_float(y) + host::half_to_float(z));
     });
 }
-LQ_DEVICE u32 in_register(u32 v) { return v; }
 LQ_DEVICE float bits_to_float(u32 v) {
     float f;
     memcpy(&f, &v, 4);

@@ -1,0 +1,236 @@
+"""Launches of the int4 kernels: workspace, cuts, arguments, and the proof that a loaded kernel multiplies.
+
+Importing this module needs torch; which device runs a launch is the backend's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from loopq.errors import KernelError
+from loopq.kernels.layout import N_STEP, TILE_K, WORDS_PER_TILE, pack_w4
+from loopq.kernels.load import Backend, Kernel
+from loopq.kernels.plan import (
+    TOKENS_PER_LAUNCH,
+    GemmShape,
+    Plan,
+    Variant,
+    make_plan,
+    token_tiles_for,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "SCALES",
+    "Workspace",
+    "launch_dequantize",
+    "launch_gemm",
+    "prove",
+    "workspace_for",
+    "workspace_size",
+]
+
+ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SCALES = {torch.float32: "f32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_OUT_FLOAT32, _EVICT_FIRST = 1, 2
+# Weights that fit in the L2 beside everything else are asked to stay; longer streams make room first.
+_STAYS_IN_L2_BYTES = 24 * 1024 * 1024
+
+
+@dataclass
+class Workspace:
+    """Scratch memory of split-K products: float32 partial sums, and counters that are zero between launches.
+
+    One workspace serves one stream (or one captured graph) at a time: two launches that run at once would mix
+    their partial sums.
+    """
+
+    partials: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def allocate(cls, n_floats: int, n_counters: int, device: torch.device) -> Workspace:
+        return cls(
+            torch.empty(max(n_floats, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(n_counters, 1), dtype=torch.int32, device=device),
+        )
+
+
+def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
+    if x.shape[0] > 1 and x.stride(0) % 8:
+        raise KernelError(
+            f"w4a16_linear: x has a row stride of {x.stride(0)} elements; the kernel needs a multiple of 8"
+        )
+    for name, tensor in named.items():
+        if tensor.data_ptr() % 16:
+            raise KernelError(
+                f"w4a16_linear: {name} starts at an address that is not a multiple of 16: .clone() it"
+            )
+
+
+def _shape(qweight: torch.Tensor, group_size: int, k_begin: int, k_end: int, rows: int) -> GemmShape:
+    return GemmShape(qweight.shape[0] * N_STEP, k_begin, k_end, group_size, token_tiles_for(rows))
+
+
+def workspace_size(
+    backend: Backend, layer: tuple[int, int, int, int], rows: int, bulk: bool = False
+) -> tuple[int, int]:
+    """Partial sums and counters for (out_features, k_begin, k_end, group_size) at any 1..`rows` tokens."""
+    floats = pairs = 0
+    for tiles in (1, 2, 4):
+        shape = GemmShape(*layer, tiles)
+        plan = make_plan(shape, backend.limits, bulk, backend.ring_stages)
+        pairs = shape.pairs
+        if plan.slices > 1:
+            floats = max(floats, plan.slices * pairs * 256 * tiles)
+        if tiles >= token_tiles_for(min(rows, TOKENS_PER_LAUNCH)):
+            break
+    return floats, pairs
+
+
+def workspace_for(
+    backend: Backend,
+    layers: list[tuple[int, int, int, int]],
+    rows: int,
+    device: torch.device,
+    bulk: bool = False,
+) -> Workspace:
+    """One workspace for layers (out_features, k_begin, k_end, group_size), at up to `rows` tokens."""
+    sizes = [workspace_size(backend, layer, rows, bulk) for layer in layers]
+    return Workspace.allocate(max(size[0] for size in sizes), max(size[1] for size in sizes), device)
+
+
+def launch_gemm(
+    backend: Backend,
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    in_features: int,
+    group_size: int,
+    k_begin: int = 0,
+    bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    workspace: Workspace,
+    plan: Plan | None = None,
+    bulk: bool = False,
+) -> None:
+    """Launch the product for x (rows, width) into out (rows, out_features), 32 rows at a time.
+
+    The caller has checked types and shapes (`Product.checked`, or the rollout runner when it was made); this adds
+    what only a kernel needs.
+
+    Raises
+    ------
+    KernelError
+        If a pointer or a row stride is not aligned.
+    """
+    _check_alignment(x, {"x": x, "qweight": qweight, "scales": scales})
+    k_end = k_begin + x.shape[1]
+    flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
+    flags |= _EVICT_FIRST if qweight.numel() * 4 > _STAYS_IN_L2_BYTES else 0
+    for start in range(0, x.shape[0], TOKENS_PER_LAUNCH):
+        part = x[start : start + TOKENS_PER_LAUNCH]
+        rows = part.shape[0]
+        shape = _shape(qweight, group_size, k_begin, k_end, rows)
+        cut = plan or make_plan(shape, backend.limits, bulk, backend.ring_stages)
+        variant = Variant(
+            ACTIVATIONS[x.dtype], shape.token_tiles, cut.fold, cut.stages, cut.bulk, SCALES[scales.dtype]
+        )
+        rows_out = out[start : start + rows]
+        rows_addend = None if addend is None else addend[start : start + rows]
+        numbers = (
+            *(
+                rows,
+                shape.out_features,
+                -(-in_features // TILE_K),
+                k_begin,
+                k_end,
+                part.stride(0),
+                rows_out.stride(0),
+            ),
+            *(0 if rows_addend is None else rows_addend.stride(0), cut.group_shift, scales.shape[0], flags),
+        )
+        backend.launch(
+            Kernel("w4a16_gemm.cu", "loopq_w4a16_gemm", variant.defines, partial(prove, variant)),
+            (cut.blocks, cut.slices),
+            cut.warps * 32,
+            cut.shared_bytes(rows, shape.token_tiles),
+            (
+                *(t.data_ptr() for t in (part, qweight, scales, rows_out)),
+                *(0 if t is None else t.data_ptr() for t in (bias, rows_addend)),
+                *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
+                *(np.int32(v) for v in numbers),
+            ),
+        )
+
+
+def launch_dequantize(
+    backend: Backend, qweight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group_size: int
+) -> None:
+    """Write s * q, rounded once to out's type (bfloat16 or float16), into out (out_features, in_features)."""
+    out_features, in_features = out.shape
+    tiles = qweight.numel() // WORDS_PER_TILE
+    kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[scales.dtype]
+    group = in_features if group_size == -1 else group_size
+    numbers = (out_features, in_features, -(-in_features // TILE_K), group, scales.shape[0], kind)
+    half = "true" if out.dtype == torch.float16 else "false"
+    backend.launch(
+        Kernel("w4_dequantize.cu", "loopq_w4_dequantize", (f"-DLQ_FLOAT16={half}",)),
+        (min(-(-tiles // 8), 16 * backend.limits.multiprocessors), 1),
+        256,
+        0,
+        (qweight.data_ptr(), scales.data_ptr(), out.data_ptr(), *(np.int32(v) for v in numbers)),
+    )
+
+
+_GROUP_OF_FOLD = {0: 32, 1: 64, 2: 256, 3: 128}
+
+
+def prove(variant: Variant, backend: Backend) -> None:
+    """Multiply a small layer with a freshly loaded kernel: every sum is of small integers, so the result is exact.
+
+    The layer has every code, a short last group and a half empty pair of strips; it is cut into two slices. A device
+    or a compiler that does not do what the kernel relies on (subnormal 16-bit operands, for one) is thus an error at
+    the first call, not a wrong answer.
+
+    Raises
+    ------
+    KernelError
+        If the product is wrong.
+    """
+    k, n, group = 416, 48, _GROUP_OF_FOLD[variant.fold]
+    rng = np.random.default_rng(0)
+    codes = rng.permutation(np.arange(n * k) % 16 - 8).reshape(n, k).astype(np.int8)
+    scales = torch.from_numpy(rng.integers(1, 5, (-(-k // group), n)).astype(np.float32))
+    x = torch.from_numpy(rng.integers(-8, 9, (8 * variant.token_tiles, k)).astype(np.float32))
+    weight = torch.from_numpy(codes).double() * scales.double().repeat_interleave(group, dim=0)[:k].t()
+    expected = x.double() @ weight.t()
+    shape = GemmShape(n, 0, k, group, variant.token_tiles)
+    plan = make_plan(shape, backend.limits, variant.bulk, variant.stages, slices=2)
+    out = torch.full((len(x), n), torch.nan, device=backend.device)
+    launch_gemm(
+        backend,
+        x.to(backend.device, {name: dtype for dtype, name in ACTIVATIONS.items()}[variant.activation]),
+        torch.from_numpy(pack_w4(codes)).to(backend.device),
+        scales.to(backend.device, {name: dtype for dtype, name in SCALES.items()}[variant.scales]),
+        out,
+        in_features=k,
+        group_size=group,
+        workspace=Workspace.allocate(
+            plan.slices * shape.pairs * 256 * variant.token_tiles, shape.pairs, backend.device
+        ),
+        plan=plan,
+    )
+    wrong = int((out.cpu().double() != expected).sum())
+    if wrong:
+        raise KernelError(
+            f"w4a16_linear: the int4 kernel for {variant} is wrong on {backend.device}, in {wrong} of {out.numel()} "
+            f"outputs of a known layer. It is not used. Move the layer to the CPU for the reference path, and report "
+            f"this with the name of the GPU and the versions of its driver and of CuPy"
+        )

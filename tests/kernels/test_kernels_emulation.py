@@ -29,7 +29,6 @@ def test_huginn_widths_at_full_length(case: Case) -> None:
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16])
 @pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")

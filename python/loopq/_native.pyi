@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 __all__ = [
     "BLOCK_ROWS",
     "Factor",
+    "FullSettings",
     "HessianAccumulator",
     "Prepared",
     "__version__",
@@ -484,30 +485,12 @@ class Prepared:
     def conditional(self) -> NDArray[np.float64]:
         """``1 / [S^-1]_jj``: what a unit error in a column costs when all others make up for it."""
 
-def full(
-    w: NDArray[np.float32],
-    prepared: Prepared,
-    *,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    signed: bool,
-    scale_dtype: _ScaleType,
-    cost: Literal["conditional", "diagonal", "even", "largest"],
-    sweeps: int,
-    rounds: int,
-    refit: bool,
-    threads: int = 0,
-    progress: _Progress | None = None,
-) -> dict[str, Any]:
-    """Quantize a weight by the full solver: fitted static scales, ordered sweep, descent, refit, and again.
+@final
+class FullSettings:
+    """What the full solver is asked: a grid, how its scales are found, and the stages after the first sweep.
 
     Parameters
     ----------
-    w : ndarray of float32, shape (m, dim)
-        Rows are outputs.
-    prepared : Prepared
-        The damped Hessian.
     bits, group_size, symmetric, scale_dtype
         As in `rtn`.
     signed : bool
@@ -520,6 +503,45 @@ def full(
         Most rounds of descent, refit and new sweep.
     refit : bool
         Fit the scales to the codes in closed form.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        A value that is not allowed.
+    """
+
+    def __new__(
+        cls,
+        *,
+        bits: int,
+        group_size: int,
+        symmetric: bool,
+        signed: bool,
+        scale_dtype: _ScaleType,
+        cost: Literal["conditional", "diagonal", "even", "largest"],
+        sweeps: int,
+        rounds: int,
+        refit: bool,
+    ) -> FullSettings: ...
+
+def full(
+    w: NDArray[np.float32],
+    prepared: Prepared,
+    settings: FullSettings,
+    *,
+    threads: int = 0,
+    progress: _Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize a weight by the full solver: fitted static scales, ordered sweep, descent, refit, and again.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    prepared : Prepared
+        The damped Hessian.
+    settings : FullSettings
+        Grid and stages.
     threads : int
         Number of threads; 0 for all.
     progress : callable, optional
@@ -535,23 +557,15 @@ def full(
     Raises
     ------
     loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
-        As in `rtn`.
+        Shapes; NaN or infinity in `w`; a group for which the scale type holds no scale.
     """
 
 def coupled(
     w: NDArray[np.float32],
     prepared: Prepared,
     left: Sequence[Prepared],
+    settings: FullSettings,
     *,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    signed: bool,
-    scale_dtype: _ScaleType,
-    cost: Literal["conditional", "diagonal", "even", "largest"],
-    sweeps: int,
-    rounds: int,
-    refit: bool,
     passes: int = 1,
     threads: int = 0,
     progress: _Progress | None = None,
@@ -567,8 +581,8 @@ def coupled(
     left : sequence of Prepared
         ``A`` as consecutive blocks whose sizes add up to m; rows of different blocks are not coupled. The order
         of each is the order in which its rows are solved.
-    bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit
-        As in `full`, for each row.
+    settings : FullSettings
+        Grid and stages, for each row.
     passes : int
         Most times that every row is solved again with all others fixed, and taken where the loss falls.
     threads : int
@@ -609,6 +623,8 @@ def pack_dense(
 ) -> NDArray[np.int32]:
     """Pack codes along the last axis: code ``j`` plus `zero_offset` takes bits ``[j*b, (j+1)*b)``, low bit first.
 
+    Codes of uint8 are biased already and take no offset.
+
     Returns
     -------
     ndarray of int32, shape (m, ceil(dim * bits / 32))
@@ -616,7 +632,7 @@ def pack_dense(
     Raises
     ------
     loopq.errors.ConfigError
-        Bits that do not exist, or a code that does not fit.
+        Bits that do not exist, a code that does not fit, or an offset for uint8 codes.
     """
 
 def unpack_dense(

@@ -150,6 +150,27 @@ fn tiles_have_the_bits_of_the_portable_chain() {
 }
 
 #[test]
+fn tiles_refuse_operands_outside_their_slices() {
+    let (a, b) = ([1.0_f32; 64], [1.0_f32; 512]);
+    for isa in Isa::available() {
+        let refused = |k: usize, lda: usize, ldb: usize| {
+            let run = || f32::tile(isa, k, &a, lda, &b, ldb, &mut [0.0; 8 * 48], 48);
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err()
+        };
+        assert!(!refused(2, 8, 48), "{}", isa.name());
+        assert!(refused(9, 8, 48) && refused(2, 8, 500), "{}", isa.name());
+        // Strides whose products wrap round to something small.
+        if isa != Isa::PORTABLE {
+            assert!(
+                refused((1 << 32) + 1, 1 << 32, 1 << 32) && refused(3, usize::MAX / 2 + 1, 48),
+                "{}",
+                isa.name()
+            );
+        }
+    }
+}
+
+#[test]
 fn pair_tiles_agree_with_exact_products() {
     let Some(isa) = Isa::available().into_iter().find(|isa| isa.has_pairs()) else {
         eprintln!("skipped: this machine has no bf16 products");
@@ -362,20 +383,21 @@ fn sum_over_steps_is_the_sum() {
 }
 
 #[test]
-fn factor_rebuilds_the_damped_hessian_across_panels() {
+fn pivots_are_those_of_a_plain_factorisation_across_panels() {
     for dim in [1, 7, 191, 192, 193, 400] {
         let h = hessian(dim, 500, 3);
         let f = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.02, false, 2, &Watch::new()).unwrap();
-        // With every row a unit vector and codes far away, e A reads A; the pivots follow from R R^T = H'.
-        let product: f64 = f.pivots().iter().map(|p| p.ln()).sum();
-        let mut m = h.clone();
+        // With its columns turned round, H' = R R^T is an ordinary Cholesky factorisation.
+        let mut m: Vec<f64> = h.iter().rev().copied().collect();
         (0..dim).for_each(|i| m[i * dim + i] += f.damping_abs);
         let u = upper_cholesky(&m, dim);
-        let expected: f64 = (0..dim).map(|i| 2.0 * u[i * dim + i].ln()).sum();
-        assert!(
-            (product - expected).abs() <= 1e-9 * (1.0 + expected.abs()),
-            "dim {dim}: {product} and {expected}"
-        );
+        for (j, &pivot) in f.pivots().iter().enumerate() {
+            let expected = u[(dim - 1 - j) * (dim + 1)].powi(2);
+            assert!(
+                (pivot - expected).abs() <= 1e-9 * expected,
+                "dim {dim}, column {j}: {pivot} and {expected}"
+            );
+        }
         let one = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.02, false, 1, &Watch::new()).unwrap();
         assert_eq!(one.pivots(), f.pivots());
     }

@@ -65,6 +65,35 @@ fn sums_beyond_the_grid() {
 }
 
 #[test]
+fn rows_that_wait_count_towards_the_range() {
+    // 8192 rows wait at most; the rest of the call that fills them waits in turn, and no sum holds it yet.
+    let each = 2_f32.powi(25);
+    let rows = vec![each; 8192];
+    let mut a = accumulator(1, &[0], true);
+    a.update(0, Rows::from_f32(&rows[..100], 100, 1).unwrap(), &Watch::new()).unwrap();
+    a.update(0, Rows::from_f32(&rows, 8192, 1).unwrap(), &Watch::new()).unwrap();
+    let more = a.update(0, Rows::from_f32(&rows, 8192, 1).unwrap(), &Watch::new());
+    refused(more, Kind::Solve, &["range", "8292 rows"]);
+}
+
+#[test]
+fn a_bound_is_not_an_end() {
+    // One loud row in each call: by rows and largest magnitude alone the range would be passed; the sum is far from it.
+    let mut rows = vec![1.0_f32; 8192];
+    rows[17] = 2_f32.powi(24);
+    let mut a = accumulator(1, &[0], true);
+    for _ in 0..20 {
+        a.update(0, Rows::from_f32(&rows, 8192, 1).unwrap(), &Watch::new()).unwrap();
+    }
+    let one = [2_f64.powi(62)];
+    let mut b = accumulator(1, &[0], true);
+    for _ in 0..4 {
+        b.add_products(&[(0, 1)], &one).unwrap();
+    }
+    refused(b.add_products(&[(0, 1)], &one), Kind::Solve, &["range"]);
+}
+
+#[test]
 fn settings_of_an_accumulator() {
     let make = |dim, steps: &[usize]| {
         Accumulator::new(Settings {
@@ -136,6 +165,12 @@ fn saved_states() {
     refuse(&|s| s.matrices.clear(), "0");
     refuse(&|s| s.matrices[0].lo[1] = -1, "low limb 1");
     refuse(&|s| s.matrices[0].hi.truncate(1), "3 entries");
+    refuse(&|s| s.matrices[0].hi[2] = i64::MIN, "high limb 2");
+    refuse(&|s| s.steps = vec![], "found");
+    refuse(&|s| s.steps = vec![1, 1], "row counts");
+    refuse(&|s| s.dim = 0, "dim");
+    // A width that no memory has is refused before memory is asked for.
+    refuse(&|s| s.dim = 1 << 31, "entries needed");
 }
 
 #[test]

@@ -184,6 +184,8 @@ def test_arrays_that_do_not_fit_are_type_errors() -> None:
         made.update(0, np.zeros((2, 4)))
     with pytest.raises((TypeError, ValueError)):
         made.update(0, np.zeros((4, 8), np.float32)[:, ::2])
+    with pytest.raises(errors.ConfigError, match=r"zero_offset = 8 .* uint8"):
+        _native.pack_dense(np.zeros((1, 4), np.uint8), 4, 8)
     with pytest.raises(TypeError, match="two-dimensional"):
         _native.pack_dense(np.zeros(4, np.int64), 4)  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="square"):

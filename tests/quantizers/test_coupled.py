@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import loopq._native as native
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, SolveError
 from tests.quantizers.test_full import values_of
 from tests.quantizers.test_gptq import correlated
 
 GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
 REST = {"cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
+SETTINGS = native.FullSettings(**GRID, **REST)
 
 
 def made(rows, d, seed=0):
@@ -43,7 +44,7 @@ def twin(weight, s, a, right, passes):
     error, values = np.zeros((rows, d)), np.zeros((rows, d), np.float32)
 
     def solved(targets):
-        found = native.full(targets.astype(np.float32), right, **GRID, **REST, threads=1)
+        found = native.full(targets.astype(np.float32), right, SETTINGS, threads=1)
         return values_of(found, 16, d)
 
     for b in range(0, rows, 8):
@@ -74,7 +75,7 @@ def twin(weight, s, a, right, passes):
 @pytest.mark.parametrize(("rows", "d", "passes"), [(24, 32, 0), (24, 32, 2), (19, 40, 1), (5, 33, 1)])
 def test_equals_the_twin_and_reports_the_true_loss(rows, d, passes):
     weight, s, a, right = made(rows, d, seed=rows)
-    found = native.coupled(weight, right, [left_of(a)], **GRID, **REST, passes=passes, threads=1)
+    found = native.coupled(weight, right, [left_of(a)], SETTINGS, passes=passes, threads=1)
     values = values_of(found, 16, d)
     np.testing.assert_array_equal(values, twin(weight, s, a, right, passes))
     assert found["coupled_settled"] == pytest.approx(loss(weight, values, a, s), rel=1e-9)
@@ -85,16 +86,16 @@ def test_equals_the_twin_and_reports_the_true_loss(rows, d, passes):
 def test_is_better_than_rows_that_do_not_know_each_other():
     for seed in range(3):
         weight, s, a, right = made(32, 48, seed)
-        alone = values_of(native.full(weight, right, **GRID, **REST, threads=1), 16, 48)
-        together = native.coupled(weight, right, [left_of(a)], **GRID, **REST, threads=1)
+        alone = values_of(native.full(weight, right, SETTINGS, threads=1), 16, 48)
+        together = native.coupled(weight, right, [left_of(a)], SETTINGS, threads=1)
         assert loss(weight, values_of(together, 16, 48), a, s) < 0.9 * loss(weight, alone, a, s)
 
 
 def test_without_coupling_it_is_the_full_solver():
     weight, _, _, right = made(20, 32)
-    plain = native.full(weight, right, **GRID, **REST, threads=1)
+    plain = native.full(weight, right, SETTINGS, threads=1)
     for diagonal in (np.ones(20), np.linspace(1, 9, 20)):
-        found = native.coupled(weight, right, [left_of(np.diag(diagonal))], **GRID, **REST, threads=1)
+        found = native.coupled(weight, right, [left_of(np.diag(diagonal))], SETTINGS, threads=1)
         np.testing.assert_array_equal(found["codes"], plain["codes"])
         np.testing.assert_array_equal(found["scales"], plain["scales"])
 
@@ -107,10 +108,8 @@ def test_near_the_optimum_of_all_codes():
         weight = rng.normal(size=(2, 3)).astype(np.float32)
         s, a = correlated(rng, 3), np.array([[1.0, 0.8], [0.8, 1.0]])
         right = native.Prepared(s, np.zeros(3), threads=1)
-        grid = GRID | {"bits": 2, "group_size": 3, "signed": False}
-        found = native.coupled(
-            weight, right, [left_of(a)], **grid, **(REST | {"refit": False}), passes=4, threads=1
-        )
+        grid = GRID | REST | {"bits": 2, "group_size": 3, "signed": False, "refit": False}
+        found = native.coupled(weight, right, [left_of(a)], native.FullSettings(**grid), passes=4, threads=1)
         values = values_of(found, 3, 3)
         best = min(
             loss(weight, np.array(c).reshape(2, 3) * found["scales"], a, s)
@@ -125,19 +124,44 @@ def test_blocks_are_solved_apart_and_threads_change_nothing():
     weight, _, a, right = made(40, 32)
     blocks = [a[:16, :16], a[16:, 16:]]
     lefts = [left_of(np.ascontiguousarray(b)) for b in blocks]
-    one = native.coupled(weight, right, lefts, **GRID, **REST, threads=1)
-    two = native.coupled(weight, right, lefts, **GRID, **REST, threads=2)
+    one = native.coupled(weight, right, lefts, SETTINGS, threads=1)
+    two = native.coupled(weight, right, lefts, SETTINGS, threads=2)
     np.testing.assert_array_equal(one["codes"], two["codes"])
     np.testing.assert_array_equal(one["scales"], two["scales"])
     for rows, left in ((slice(0, 16), lefts[0]), (slice(16, 40), lefts[1])):
-        part = native.coupled(np.ascontiguousarray(weight[rows]), right, [left], **GRID, **REST, threads=1)
+        part = native.coupled(np.ascontiguousarray(weight[rows]), right, [left], SETTINGS, threads=1)
         np.testing.assert_array_equal(part["codes"], one["codes"][rows])
 
 
 def test_refuses_blocks_that_do_not_add_up():
     weight, _, a, right = made(16, 32)
     with pytest.raises(ConfigError, match="A"):
-        native.coupled(weight[:12], right, [left_of(a)], **GRID, **REST, threads=1)
+        native.coupled(weight[:12], right, [left_of(a)], SETTINGS, threads=1)
+
+
+def test_a_scale_that_cannot_be_stored_is_named_by_its_row_of_the_weight():
+    weight, _, a, right = made(40, 32)
+    lefts = [left_of(np.ascontiguousarray(b)) for b in (a[:16, :16], a[16:, 16:])]
+    # Rows are solved tile by tile in an order of their own: neither must be seen in the message.
+    for row in (3, 29, 39):
+        large = weight.copy()
+        large[row] = 1e9
+        with pytest.raises(SolveError, match=rf"of row {row}, group 0 is infinite in float16"):
+            native.coupled(large, right, lefts, SETTINGS, passes=0, threads=1)
+
+
+def test_progress_is_told_and_can_stop_the_work():
+    weight, _, a, right = made(512, 256)
+    told = []
+
+    def stop(share):
+        told.append(share)
+        if share > 0:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        native.coupled(weight, right, [left_of(a)], SETTINGS, passes=50, threads=1, progress=stop)
+    assert 0 < told[-1] < 1
 
 
 def test_scaling_either_side_changes_no_code():
@@ -147,8 +171,7 @@ def test_scaling_either_side_changes_no_code():
             weight,
             native.Prepared(s * k, np.zeros(32), threads=1),
             [left_of(a * k * k)],
-            **GRID,
-            **REST,
+            SETTINGS,
             threads=1,
         )["codes"]
         for k in (1.0, 4.0, 0.25)

@@ -31,7 +31,8 @@ def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings
         "rounds": 4,
         "refit": True,
     } | settings
-    return native.full(weight, prepared, threads=threads, **options), hessian + np.diag(mu), prepared
+    found = native.full(weight, prepared, native.FullSettings(**options), threads=threads)
+    return found, hessian + np.diag(mu), prepared
 
 
 def values_of(result, group_size, dim):
@@ -221,6 +222,9 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
     ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             LayerConfig(method="full", **bad)
+    for bad in ({"bits": 5}, {"group_size": -5}, {"scale_dtype": "int8"}, {"cost": "x"}):
+        with pytest.raises(ConfigError, match="scale_cost" if "cost" in bad else next(iter(bad))):
+            full(weight, correlated(rng, 20), **bad)
     with pytest.raises(SolveError, match="all zeros"):
         native.Prepared(np.zeros((3, 3)), np.zeros(3))
     with pytest.raises(SolveError, match="column"):

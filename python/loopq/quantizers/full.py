@@ -42,20 +42,19 @@ class Full:
 
     def _solve(self, problem: Problem) -> dict[str, Any]:
         config, metric = problem.config, problem.metric
-        options: dict[str, Any] = {
-            "bits": config.bits,
-            "group_size": core_group_size(config),
-            "symmetric": config.symmetric,
-            "signed": config.signed_scales and config.symmetric,
-            "scale_dtype": core_scale_dtype(config),
-            "cost": config.scale_cost,
-            "sweeps": config.descent,
-            "rounds": config.rounds,
-            "refit": config.refit,
-            "threads": problem.threads,
-        }
+        settings = native.FullSettings(
+            bits=config.bits,
+            group_size=core_group_size(config),
+            symmetric=config.symmetric,
+            signed=config.signed_scales and config.symmetric,
+            scale_dtype=core_scale_dtype(config),
+            cost=config.scale_cost,
+            sweeps=config.descent,
+            rounds=config.rounds,
+            refit=config.refit,
+        )
         if config.metric == "inputs":
-            return native.full(problem.target, self._prepared(problem), **options)
+            return native.full(problem.target, self._prepared(problem), settings, threads=problem.threads)
         if metric is None:
             raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
         assert problem.hessian is not None
@@ -63,7 +62,9 @@ class Full:
         mu = damping_vector(combined, config.damping_kind, config.damping, problem.threads)
         prepared = native.Prepared(combined, mu, order=config.order, threads=problem.threads)
         left = metric.prepared(problem.target, combined, problem.threads)
-        found = native.coupled(problem.target, prepared, left, passes=config.passes, **options)
+        found = native.coupled(
+            problem.target, prepared, left, settings, passes=config.passes, threads=problem.threads
+        )
         return found | {"metric": "loop", "metric_gradients": metric.n_gradients}
 
     def _prepared(self, problem: Problem) -> native.Prepared:

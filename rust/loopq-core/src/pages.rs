@@ -116,7 +116,10 @@ impl<T: Pod> Deref for Pages<T> {
     fn deref(&self) -> &[T] {
         match &self.memory {
             Memory::Heap(values) => values,
-            Memory::Mapped(map) => map.as_ref().map_or(&[], |map| &bytemuck::cast_slice(map)[..self.len]),
+            // Cut first: a map that another type has left need not be a whole number of values long.
+            Memory::Mapped(map) => {
+                map.as_ref().map_or(&[], |map| bytemuck::cast_slice(&map[..self.len * size_of::<T>()]))
+            }
         }
     }
 }
@@ -125,9 +128,9 @@ impl<T: Pod> DerefMut for Pages<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match &mut self.memory {
             Memory::Heap(values) => values,
-            Memory::Mapped(map) => {
-                map.as_mut().map_or(&mut [], |map| &mut bytemuck::cast_slice_mut(map)[..self.len])
-            }
+            Memory::Mapped(map) => map
+                .as_mut()
+                .map_or(&mut [], |map| bytemuck::cast_slice_mut(&mut map[..self.len * size_of::<T>()])),
         }
     }
 }
@@ -156,5 +159,8 @@ mod tests {
             assert_eq!(first.clone()[N - 1], u32::MAX);
         }
         assert_eq!(Pages::<u32>::room(N).len(), N);
+        // What was 4 N bytes, no whole number of 8, serves as well for doubles.
+        let doubles = Pages::<f64>::zeroed(N / 2);
+        assert!(doubles.len() == N / 2 && doubles.iter().all(|&v| v == 0.0));
     }
 }

@@ -1,15 +1,13 @@
 //! The full solver.
 
-use loopq_core::grid::{Grid, ScaleType, Search};
-use loopq_core::solve::{self, Cost, FullSettings, Order};
-use loopq_core::Error;
+use loopq_core::solve::{self, Cost, Order};
 use numpy::{PyArray1, PyArray2, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::door::{raise, run};
 use crate::hessian::matrix;
-use crate::solving::{result, HArray};
+use crate::solving::{grid_of, result, HArray};
 
 /// A damped Hessian in its order, factored, to be shared by layers with the same input.
 #[pyclass(frozen, module = "loopq._native")]
@@ -68,31 +66,50 @@ impl Prepared {
     }
 }
 
+/// What the full solver is asked, for one layer or many.
+#[pyclass(frozen, module = "loopq._native")]
+pub(crate) struct FullSettings {
+    inner: solve::FullSettings,
+}
+
+#[pymethods]
+impl FullSettings {
+    #[new]
+    #[pyo3(signature = (*, bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit))]
+    fn new(
+        py: Python<'_>,
+        bits: u32,
+        group_size: i64,
+        symmetric: bool,
+        signed: bool,
+        scale_dtype: &str,
+        cost: &str,
+        sweeps: usize,
+        rounds: usize,
+        refit: bool,
+    ) -> PyResult<Self> {
+        // The solver takes its search from `cost`.
+        let grid = grid_of(py, bits, group_size, symmetric, scale_dtype, "mse")?;
+        let cost = Cost::parse(cost).map_err(|e| raise(py, &e))?;
+        Ok(Self { inner: solve::FullSettings { grid, signed, cost, sweeps, rounds, refit } })
+    }
+}
+
 #[pyfunction]
-#[pyo3(signature = (w, prepared, *, bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit,
-                    threads = 0, progress = None))]
+#[pyo3(signature = (w, prepared, settings, *, threads = 0, progress = None))]
 pub(crate) fn full<'py>(
     py: Python<'py>,
     w: PyReadonlyArray2<'py, f32>,
     prepared: &Bound<'py, Prepared>,
-    bits: u32,
-    group_size: i64,
-    symmetric: bool,
-    signed: bool,
-    scale_dtype: &str,
-    cost: &str,
-    sweeps: usize,
-    rounds: usize,
-    refit: bool,
+    settings: &Bound<'py, FullSettings>,
     threads: usize,
     progress: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let settings = settings(bits, group_size, symmetric, signed, scale_dtype, cost, (sweeps, rounds, refit))
-        .map_err(|e| raise(py, &e))?;
+    let settings = &settings.get().inner;
     let (rows, values) = (w.shape()[0], w.as_slice()?);
     let shared = &prepared.get().inner;
     let (out, report) =
-        run(py, progress, |watch| solve::full(values, rows, shared, &settings, threads, watch))?;
+        run(py, progress, |watch| solve::full(values, rows, shared, settings, threads, watch))?;
     let dict = result(py, out, &settings.grid, rows, shared.dim())?;
     dict.set_item("proxy_swept", report.swept)?;
     dict.set_item("proxy_descended", report.descended)?;
@@ -109,62 +126,26 @@ fn lefts<'a>(left: &'a [PyRef<'_, Prepared>]) -> Vec<&'a solve::Prepared> {
 }
 
 #[pyfunction]
-#[pyo3(signature = (w, prepared, left, *, bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit,
-                    passes = 1, threads = 0, progress = None))]
+#[pyo3(signature = (w, prepared, left, settings, *, passes = 1, threads = 0, progress = None))]
 pub(crate) fn coupled<'py>(
     py: Python<'py>,
     w: PyReadonlyArray2<'py, f32>,
     prepared: &Bound<'py, Prepared>,
     left: Vec<PyRef<'py, Prepared>>,
-    bits: u32,
-    group_size: i64,
-    symmetric: bool,
-    signed: bool,
-    scale_dtype: &str,
-    cost: &str,
-    sweeps: usize,
-    rounds: usize,
-    refit: bool,
+    settings: &Bound<'py, FullSettings>,
     passes: usize,
     threads: usize,
     progress: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let settings = settings(bits, group_size, symmetric, signed, scale_dtype, cost, (sweeps, rounds, refit))
-        .map_err(|e| raise(py, &e))?;
+    let settings = &settings.get().inner;
     let (rows, values) = (w.shape()[0], w.as_slice()?);
     let (shared, left) = (&prepared.get().inner, lefts(&left));
     let (out, report) = run(py, progress, |watch| {
-        solve::coupled(values, rows, shared, &left, &settings, passes, threads, watch)
+        solve::coupled(values, rows, shared, &left, settings, passes, threads, watch)
     })?;
     let dict = result(py, out, &settings.grid, rows, shared.dim())?;
     dict.set_item("coupled_swept", report.swept)?;
     dict.set_item("coupled_settled", report.settled)?;
     dict.set_item("n_replaced", report.replaced)?;
     Ok(dict)
-}
-
-/// Reads what both solvers are asked; `(sweeps, rounds, refit)` are the stages after the sweep.
-fn settings(
-    bits: u32,
-    group_size: i64,
-    symmetric: bool,
-    signed: bool,
-    scale_dtype: &str,
-    cost: &str,
-    (sweeps, rounds, refit): (usize, usize, bool),
-) -> Result<FullSettings, Error> {
-    Ok(FullSettings {
-        grid: Grid {
-            bits,
-            group_size: usize::try_from(group_size.max(0)).unwrap_or(0),
-            symmetric,
-            scale_type: ScaleType::parse(scale_dtype)?,
-            search: Search::Mse,
-        },
-        signed,
-        cost: Cost::parse(cost)?,
-        sweeps,
-        rounds,
-        refit,
-    })
 }

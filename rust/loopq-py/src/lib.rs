@@ -26,6 +26,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<hessian::HessianAccumulator>()?;
     m.add_class::<solving::Factor>()?;
     m.add_class::<full::Prepared>()?;
+    m.add_class::<full::FullSettings>()?;
     m.add_function(wrap_pyfunction!(full::full, m)?)?;
     m.add_function(wrap_pyfunction!(full::coupled, m)?)?;
     m.add_function(wrap_pyfunction!(solving::rtn, m)?)?;

@@ -36,6 +36,13 @@ pub(crate) fn pack_dense<'py>(
     zero_offset: i64,
 ) -> PyResult<Bound<'py, PyArray2<i32>>> {
     let codes = Codes::take(codes)?;
+    if matches!(codes, Codes::Biased(_)) && zero_offset != 0 {
+        let allowed = "0 for uint8 codes, which are biased already".to_string();
+        return Err(raise(
+            py,
+            &Error::Setting { name: "zero_offset", got: zero_offset.to_string(), allowed },
+        ));
+    }
     let [rows, dim] = codes.shape();
     let n_words = dense::words(dim, bits).map_err(|e| raise(py, &e))?;
     let flat = biased(&codes, bits, zero_offset)?;

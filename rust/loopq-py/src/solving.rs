@@ -45,7 +45,8 @@ impl<'py> HArray<'py> {
     }
 }
 
-fn grid_of(
+/// Reads and checks a grid; -1 and 0 both mean one scale per row.
+pub(crate) fn grid_of(
     py: Python<'_>,
     bits: u32,
     group_size: i64,

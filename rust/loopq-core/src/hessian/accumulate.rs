@@ -35,6 +35,20 @@ pub struct Settings {
     pub isa: Isa,
 }
 
+impl Settings {
+    /// Refuses a width of zero and steps that are not ascending.
+    pub(super) fn check(&self) -> Result<()> {
+        if self.dim == 0 {
+            return Err(Error::setting("dim", 0, "1 or more"));
+        }
+        if self.steps.is_empty() || self.steps.windows(2).any(|w| w[0] >= w[1]) {
+            let got = format!("{:?}", self.steps);
+            return Err(Error::setting("steps", got, "one or more, ascending, each once"));
+        }
+        Ok(())
+    }
+}
+
 /// Rows of one step that wait for their block to fill.
 #[derive(Clone, Debug, Default)]
 struct Waiting {
@@ -42,8 +56,21 @@ struct Waiting {
     n_rows: u64,
     /// An upper bound on what the step's worked-off rows have added to any entry.
     bound: f64,
-    /// The same for the rows that wait.
+    /// The same for the rows in `bytes`, which no sum holds yet.
     bound_waiting: f64,
+}
+
+impl Waiting {
+    /// Counts rows of at most `top` in magnitude that the sums now hold.
+    fn worked_off(&mut self, n_rows: usize, top: f64) {
+        self.bound += n_rows as f64 * top * top;
+    }
+
+    /// Keeps rows of at most `top` in magnitude for later.
+    fn keep(&mut self, rows: Rows<'_>, top: f64) {
+        self.bytes.extend_from_slice(rows.bytes());
+        self.bound_waiting += rows.n_rows() as f64 * top * top;
+    }
 }
 
 /// Streaming `X^T X` per step.
@@ -61,16 +88,7 @@ pub struct Accumulator {
 impl Accumulator {
     /// An empty accumulator.
     pub fn new(settings: Settings) -> Result<Self> {
-        if settings.dim == 0 {
-            return Err(Error::setting("dim", 0, "1 or more"));
-        }
-        if settings.steps.is_empty() || settings.steps.windows(2).any(|w| w[0] >= w[1]) {
-            return Err(Error::setting(
-                "steps",
-                format!("{:?}", settings.steps),
-                "one or more, ascending, each once",
-            ));
-        }
+        settings.check()?;
         let n_matrices = if settings.per_step { settings.steps.len() } else { 1 };
         let zeros = || (0..n_matrices).map(|_| ExactMatrix::zeros(settings.dim)).collect::<Result<_>>();
         let matrices = pool(settings.threads)?.install(zeros)?;
@@ -110,9 +128,9 @@ impl Accumulator {
     /// Adds rows to a step. A refused call changes nothing.
     pub fn update(&mut self, step: usize, rows: Rows<'_>, watch: &Watch) -> Result<()> {
         let at = self.index_of(step)?;
-        self.admit(at, rows)?;
+        let top = self.admit(at, rows)?;
         watch.plan(self.work(rows.n_rows()));
-        self.take(at, rows, watch)
+        self.take(at, rows, top, watch)
     }
 
     /// Adds rows of a file, `offset` bytes into it.
@@ -154,10 +172,7 @@ impl Accumulator {
             return Err(Error::NonFiniteMatrix { what: "the products", row, column, value });
         }
         let top = products.iter().fold(0.0, |top: f64, v| top.max(v.abs()));
-        if self.bound() + top > SUM_LIMIT {
-            let (step, rows) = n_rows[0];
-            return Err(Error::SumTooLarge { step, rows, limit: SUM_LIMIT });
-        }
+        self.reserve(top, at[0])?;
         self.waiting[at[0]].bound += top;
         for (&at, &(_, count)) in at.iter().zip(n_rows) {
             self.waiting[at].n_rows += count;
@@ -169,8 +184,8 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Refuses what cannot be added, before anything is changed.
-    fn admit(&mut self, at: usize, rows: Rows<'_>) -> Result<()> {
+    /// Refuses what cannot be added, before anything is changed; returns the rows' largest magnitude.
+    fn admit(&mut self, at: usize, rows: Rows<'_>) -> Result<f64> {
         self.check_whole()?;
         if self.finished {
             return Err(Error::Finished);
@@ -183,15 +198,20 @@ impl Accumulator {
         }
         let step = self.settings.steps[at];
         let top = self.check_parallel(rows, step, self.waiting[at].n_rows)?;
-        let grown = rows.n_rows() as f64 * top * top;
+        self.reserve(rows.n_rows() as f64 * top * top, at)?;
+        self.dtype = Some(rows.dtype());
+        Ok(top)
+    }
+
+    /// Refuses what could make any entry leave the grid by growing by `grown`.
+    fn reserve(&mut self, grown: f64, at: usize) -> Result<()> {
         if self.bound() + grown > SUM_LIMIT {
             self.tighten();
             if self.bound() + grown > SUM_LIMIT {
-                return Err(Error::SumTooLarge { step, rows: self.waiting[at].n_rows, limit: SUM_LIMIT });
+                let (step, rows) = (self.settings.steps[at], self.waiting[at].n_rows);
+                return Err(Error::SumTooLarge { step, rows, limit: SUM_LIMIT });
             }
         }
-        self.waiting[at].bound_waiting += grown;
-        self.dtype = Some(rows.dtype());
         Ok(())
     }
 
@@ -215,14 +235,13 @@ impl Accumulator {
         self.waiting.iter().map(|w| w.bound + w.bound_waiting).sum()
     }
 
-    /// Replaces the running bounds by what the diagonals really hold: no entry of a Gram matrix is larger than its
-    /// largest diagonal entry.
+    /// Replaces the bounds of rows that were worked off by the largest entry that the sums really hold.
     fn tighten(&mut self) {
         let per_step = self.settings.per_step;
         for (i, waiting) in self.waiting.iter_mut().enumerate() {
             let matrix =
                 if per_step { self.matrices.get(i) } else { self.matrices.first().filter(|_| i == 0) };
-            waiting.bound = matrix.map_or(0.0, |m| m.diagonal().into_iter().fold(0.0, f64::max));
+            waiting.bound = matrix.map_or(0.0, ExactMatrix::top);
         }
     }
 
@@ -236,7 +255,7 @@ impl Accumulator {
         each.clamp(1, PASS_BLOCKS) * BLOCK_ROWS
     }
 
-    fn take(&mut self, at: usize, mut rows: Rows<'_>, watch: &Watch) -> Result<()> {
+    fn take(&mut self, at: usize, mut rows: Rows<'_>, top: f64, watch: &Watch) -> Result<()> {
         let limit = self.waiting_rows(rows.row_bytes());
         self.waiting[at].n_rows += rows.n_rows() as u64;
         while rows.n_rows() > 0 {
@@ -244,11 +263,12 @@ impl Accumulator {
             if held == 0 && rows.n_rows() >= limit {
                 let whole = rows.n_rows() / BLOCK_ROWS * BLOCK_ROWS;
                 self.work_off(at, rows.slice(0, whole), watch)?;
+                self.waiting[at].worked_off(whole, top);
                 rows = rows.slice(whole, rows.n_rows() - whole);
                 continue;
             }
             let n = rows.n_rows().min(limit - held);
-            self.waiting[at].bytes.extend_from_slice(rows.slice(0, n).bytes());
+            self.waiting[at].keep(rows.slice(0, n), top);
             rows = rows.slice(n, rows.n_rows() - n);
             if held + n == limit {
                 self.flush(at, watch)?;
@@ -436,7 +456,7 @@ impl Accumulator {
         }
         if self.bound() + other.bound() > SUM_LIMIT {
             self.tighten();
-            let theirs: f64 = other.diagonal(None)?.into_iter().fold(0.0, f64::max);
+            let theirs: f64 = other.matrices.iter().map(ExactMatrix::top).sum();
             if self.bound() + theirs > SUM_LIMIT {
                 return Err(Error::SumTooLarge {
                     step: a.steps[0],
@@ -455,16 +475,12 @@ impl Accumulator {
         Ok(())
     }
 
-    /// Rebuilds a finished accumulator from its parts.
-    pub(super) fn restore(settings: Settings, matrices: Vec<ExactMatrix>, n_rows: &[u64]) -> Result<Self> {
-        let mut made = Self::new(Settings { dim: settings.dim, ..settings })?;
-        made.matrices = matrices;
-        for (waiting, &n) in made.waiting.iter_mut().zip(n_rows) {
-            waiting.n_rows = n;
-        }
-        made.finished = true;
+    /// Rebuilds a finished accumulator from its parts, which have been checked.
+    pub(super) fn restore(settings: Settings, matrices: Vec<ExactMatrix>, n_rows: &[u64]) -> Self {
+        let waiting = n_rows.iter().map(|&n_rows| Waiting { n_rows, ..Waiting::default() }).collect();
+        let mut made = Self { settings, matrices, waiting, dtype: None, finished: true, broken: false };
         made.tighten();
-        Ok(made)
+        made
     }
 }
 

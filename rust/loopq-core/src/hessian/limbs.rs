@@ -6,6 +6,9 @@ pub const LIMB_BITS: u32 = 62;
 /// Exponent of the grid.
 pub const UNIT_EXPONENT: i32 = -60;
 
+/// Largest high limb of a sum within `SUM_LIMIT` = 2^64, float32 rounding of its last block included.
+pub(crate) const HI_LIMIT: i64 = (1 << LIMB_BITS) + (1 << (LIMB_BITS - 10));
+
 const MASK: i64 = (1 << LIMB_BITS) - 1;
 pub(crate) const HI_PER_ONE: f32 = 0.25;
 pub(crate) const ONE_PER_HI: f32 = 4.0;

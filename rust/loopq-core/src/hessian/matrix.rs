@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::hessian::limbs;
+use crate::hessian::limbs::{self, ONE_PER_HI};
 use crate::hessian::rows::{Lanes, PackedBlock};
 use crate::hessian::{PANEL, SIDE};
 use crate::pages::Pages;
@@ -160,19 +160,29 @@ impl ExactMatrix {
         diagonal
     }
 
+    /// A bound on the magnitude of every entry, within the low limb's range of the largest one.
+    pub(crate) fn top(&self) -> f64 {
+        let hi = self.hi.iter().fold(0_u64, |top, hi| top.max(hi.unsigned_abs()));
+        // A negative entry's high limb is rounded down, a positive one's low limb adds less than one unit.
+        if hi == 0 && self.lo.iter().all(|&lo| lo == 0) {
+            return 0.0;
+        }
+        (hi as f64 + 1.0) * f64::from(ONE_PER_HI)
+    }
+
     /// Bytes that the limbs take.
     pub(crate) fn n_bytes(&self) -> usize {
         self.hi.len() * 16
     }
 
-    /// Sets the entries from packed upper triangles.
+    /// Sets the entries from packed upper triangles of the right length.
     pub(crate) fn load(&mut self, hi: &[i64], lo: &[i64]) -> Result<()> {
-        let n = dims::n_upper(self.dim)?;
-        if hi.len() != n || lo.len() != n {
-            return Err(Error::BadState(format!("{n} entries needed, {} and {} given", hi.len(), lo.len())));
-        }
         if let Some(bad) = lo.iter().position(|&l| !limbs::is_canonical(l)) {
             return Err(Error::BadState(format!("low limb {bad} is {}, outside 0..2^62", lo[bad])));
+        }
+        // No sum that was ever accepted lies beyond; merging relies on it.
+        if let Some(bad) = hi.iter().position(|&h| !(-limbs::HI_LIMIT..=limbs::HI_LIMIT).contains(&h)) {
+            return Err(Error::BadState(format!("high limb {bad} is {}, beyond a sum of 2^64", hi[bad])));
         }
         let dim = self.dim;
         self.for_each_mut(|i, j, h, l| {

@@ -75,12 +75,19 @@ impl Accumulator {
             threads,
             isa: crate::simd::Isa::best(),
         };
+        settings.check().map_err(|e| Error::BadState(e.to_string()))?;
+        // Before memory is taken for what the file says its width is.
+        let n = dims::n_upper(state.dim)?;
+        if let Some(bad) = state.matrices.iter().find(|m| m.hi.len() != n || m.lo.len() != n) {
+            let given = format!("{} and {} given", bad.hi.len(), bad.lo.len());
+            return Err(Error::BadState(format!("{n} entries needed, {given}")));
+        }
         let mut matrices = Vec::with_capacity(expected);
         for saved in &state.matrices {
             let mut matrix = ExactMatrix::zeros(state.dim)?;
             matrix.load(&saved.hi, &saved.lo)?;
             matrices.push(matrix);
         }
-        Self::restore(settings, matrices, &state.n_rows)
+        Ok(Self::restore(settings, matrices, &state.n_rows))
     }
 }

@@ -74,7 +74,7 @@ macro_rules! real {
             ) {
                 match isa.level() {
                     #[cfg(target_arch = "x86_64")]
-                    // SAFETY: `Isa` values other than `Portable` are made by `Isa::available`, which asked the machine.
+                    // SAFETY: `Isa` values above `PORTABLE` are made by `Isa::available`, which asked the machine.
                     2 => unsafe { super::x86::$avx2(k, a, lda, b, ldb, c, ldc) },
                     #[cfg(target_arch = "x86_64")]
                     // SAFETY: as above.
@@ -111,7 +111,7 @@ fn chain<T: Real, const N: usize>(
 }
 
 /// `c[i][j] = sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
-/// instruction orders and rounds them, onto a chain that starts at zero. Only for `Isa::Avx512Bf16`.
+/// instruction orders and rounds them, onto a chain that starts at zero.
 ///
 /// # Panics
 /// On another instruction set; callers ask [`Isa::has_pairs`] first.

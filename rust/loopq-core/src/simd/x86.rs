@@ -17,8 +17,16 @@ use crate::hessian::{HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
 /// Checks that strided operands lie inside their slices.
 #[inline(always)]
 fn check<A, B, C>(k: usize, a: &[A], lda: usize, b: &[B], ldb: usize, c: &[C], ldc: usize, nr: usize) {
-    assert!(k == 0 || (a.len() >= (k - 1) * lda + MR && b.len() >= (k - 1) * ldb + nr));
-    assert!(c.len() >= (MR - 1) * ldc + nr && lda >= MR && ldb >= nr && ldc >= nr);
+    assert!(holds(a.len(), k, lda, MR) && holds(b.len(), k, ldb, nr) && holds(c.len(), MR, ldc, nr));
+    assert!(lda >= MR && ldb >= nr && ldc >= nr);
+}
+
+/// Whether a slice holds `rows` rows of `width`, `stride` apart. No product may wrap: whoever calls a tile chooses all of
+/// these.
+#[inline(always)]
+fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
+    let last = rows.checked_sub(1).map(|last| last.checked_mul(stride).and_then(|at| at.checked_add(width)));
+    last.is_none_or(|end| end.is_some_and(|end| end <= len))
 }
 
 macro_rules! tile512 {

@@ -8,9 +8,9 @@ use rayon::prelude::*;
 
 use crate::grid::Quantized;
 use crate::pool::pool;
-use crate::solve::check_weight;
 use crate::solve::descent::{add_product, Field, Lane, LANES};
 use crate::solve::full::{collect, solve_tile, FullSettings, Prepared, Solved};
+use crate::solve::{check_weight, located};
 use crate::{Error, Result, Watch};
 
 /// How the loss fell.
@@ -69,7 +69,8 @@ pub fn coupled(
             .par_iter()
             .map(|&(from, l)| {
                 let w = &w[from * dim..(from + l.dim()) * dim];
-                Block::new(w, &field, settings, &cost, l).run(passes, watch)
+                let block = Block::new(w, &field, settings, &cost, l);
+                block.run(passes, watch).map_err(|e| moved(e, |row| from + row))
             })
             .collect()
     });
@@ -112,17 +113,18 @@ impl<'a> Block<'a> {
 
     fn run(mut self, passes: usize, watch: &Watch) -> Result<(Quantized, CoupledReport)> {
         let rows = self.left.dim();
+        watch.plan((rows.div_ceil(LANES) as u64).saturating_mul(1 + passes as u64));
         for first in (0..rows).step_by(LANES) {
-            watch.check()?;
             self.sweep(first, LANES.min(rows - first), watch)?;
+            watch.advance(1)?;
         }
         let swept = self.loss();
         let mut replaced = 0;
         for _ in 0..passes {
             let before = replaced;
             for first in (0..rows).step_by(LANES) {
-                watch.check()?;
                 replaced += self.again(first, LANES.min(rows - first), watch)?;
+                watch.advance(1)?;
             }
             if replaced == before {
                 break;
@@ -214,7 +216,9 @@ impl<'a> Block<'a> {
         let dim = self.field.dim;
         let from = &self.goal[first * dim..(first + n) * dim];
         let w: Vec<f32> = from.iter().zip(shift).map(|(g, s)| (g - s) as f32).collect();
-        let solved: Solved = solve_tile(self.field, self.settings, &w, n, 0, self.cost, watch)?;
+        // A tile counts its rows from 0 and in the order of their solution.
+        let solved: Solved = solve_tile(self.field, self.settings, &w, n, 0, self.cost, watch)
+            .map_err(|e| moved(e, |row| self.left.order()[first + row]))?;
         let values = solved.choice.values.clone();
         let (part, _) = collect(vec![Ok(solved)], self.field, n)?;
         Ok((part, values))
@@ -263,6 +267,14 @@ impl<'a> Block<'a> {
             }
         }
         total
+    }
+}
+
+/// A scale's error with its row where the weight has it.
+fn moved(error: Error, place: impl Fn(usize) -> usize) -> Error {
+    match error {
+        Error::ScaleRange { row, group, .. } => located(error, place(row), group),
+        other => other,
     }
 }
 

@@ -36,7 +36,7 @@ impl Cost {
     }
 }
 
-/// Fits one group. The scale from the largest magnitude must be storable; shrunken ones that are not are left out.
+/// Fits one group. Scales that the stored type cannot hold are left out; that it can hold none is an error.
 pub(crate) fn fit(grid: &Grid, signed: bool, values: &[f64], cost: &[f64]) -> Result<Level> {
     let low = values.iter().copied().fold(0.0, f64::min);
     let high = values.iter().copied().fold(0.0, f64::max);

@@ -273,12 +273,16 @@ pub fn full(
     check_weight("W", w, rows, prepared.dim)?;
     let cost = prepared.cost(settings.cost);
     let field = prepared.field(settings);
+    let n_tiles = rows.div_ceil(LANES);
+    watch.plan(n_tiles as u64);
     let tiles: Vec<Result<Solved>> = pool(threads)?.install(|| {
-        (0..rows.div_ceil(LANES))
+        (0..n_tiles)
             .into_par_iter()
             .map(|tile| {
                 watch.check()?;
-                solve_tile(&field, settings, w, rows, tile * LANES, &cost, watch)
+                let solved = solve_tile(&field, settings, w, rows, tile * LANES, &cost, watch)?;
+                watch.advance(1)?;
+                Ok(solved)
             })
             .collect()
     });

@@ -45,6 +45,17 @@ def test_kinds_of_file(tmp_path):
     )
 
 
+def test_bytes_of_prompts_are_those_of_the_tokens_that_are_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": "abcdefgh"}), json.dumps({"text": "äöü"})]
+    path.write_text("\n".join(lines))
+    assert read_tokens(path, encode_bytes, 4, None).n_bytes == 4 + 4
+    assert read_tokens(path, encode_bytes, 100, None).n_bytes == 8 + 6
+    path.write_text("\n".join([*lines, json.dumps({"input_ids": [7, 8]})]))
+    assert read_tokens(path, encode_bytes, 4, None).n_bytes is None
+    assert read_tokens(path, encode_bytes, 4, 2).n_bytes == 8
+
+
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [

@@ -168,9 +168,14 @@ def prompts_from_jsonl(
         Longer prompts are cut to this many tokens.
     n_prompts : int or None
         Lines to take from the start.
+
+    Notes
+    -----
+    The bytes that the tokens stand for are known where every line taken has the text; a prompt that is cut counts
+    with its share of them.
     """
     sequences: list[NDArray[np.int64]] = []
-    n_bytes = 0
+    n_bytes: int | None = 0
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if n_prompts is not None and len(sequences) >= n_prompts:
             break
@@ -183,9 +188,14 @@ def prompts_from_jsonl(
         if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
             raise CalibrationError(f"{path}, line {number}: no field {field!r} and no 'input_ids'")
         ids = record["input_ids"] if "input_ids" in record else encode(record[field])
-        sequences.append(np.asarray(ids, dtype=np.int64)[:seq_len])
-        n_bytes += len(str(record.get(field, "")).encode())
-    return TokenSet(tuple(sequences), str(path.name), "prompts", n_bytes or None)
+        whole = np.asarray(ids, dtype=np.int64)
+        sequences.append(whole[:seq_len])
+        if field not in record:
+            n_bytes = None
+        elif n_bytes is not None and whole.size:
+            # Of a prompt that is cut, as much of the text counts as of the tokens.
+            n_bytes += round(len(str(record[field]).encode()) * sequences[-1].size / whole.size)
+    return TokenSet(tuple(sequences), str(path.name), "prompts", n_bytes)
 
 
 def read_text(path: Path) -> str:

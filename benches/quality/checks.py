@@ -17,7 +17,6 @@ from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.allocate import Choice, allocate
 from loopq.quantizers.arms import LOOP
 from loopq.quantizers.base import Problem
-from loopq.quantizers.sequential import in_model_orientation
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
 from loopq.reproduce.quality import Workshop
 from loopq.tune.scores import loop_fisher, measured, spearman
@@ -56,7 +55,7 @@ class Bench:
         )
 
     def measure(self, variants: dict[str, Any]) -> dict[str, Any]:
-        weights = {k: {n: in_model_orientation(x) for n, x in v.items()} for k, v in variants.items()}
+        weights = {k: {n: x.in_model_orientation() for n, x in v.items()} for k, v in variants.items()}
         found = compare(
             self.member.loaded.system, weights, self.member.evaluation, scored_from=self.member.scored_from
         )
@@ -101,7 +100,7 @@ def exposure(cache: Any, members: list[str], sizes: Sizes, data: Path | None, th
     def make(name: str) -> dict[str, Any]:
         bench = Bench(name, sizes, data, threads)
         layers = bench.layers({"method": "rtn", "bits": 4, "group_size": 128})
-        ways = {(n, "INT4"): in_model_orientation(x) for n, x in layers.items()}
+        ways = {(n, "INT4"): x.in_model_orientation() for n, x in layers.items()}
         system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 48)
         truth = [s.cost for s in measured(system, ways, tokens)]
         guess = [s.cost for s in loop_fisher(system, ways, tokens, n_samples=8)]
@@ -126,7 +125,7 @@ def _mixed(bench: Bench) -> dict[str, Any]:
     solved = {
         (b, g): bench.layers(FULL | {"bits": b, "group_size": g}) for b in (2, 3, 4, 8) for g in (32, 64, 128)
     }
-    ways = {(n, f"{b}:{g}"): in_model_orientation(x) for (b, g), v in solved.items() for n, x in v.items()}
+    ways = {(n, f"{b}:{g}"): x.in_model_orientation() for (b, g), v in solved.items() for n, x in v.items()}
     system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 24)
     budget = sum(x.n_bytes for x in solved[UNIFORM].values())
     costs = {

@@ -25,6 +25,7 @@ from loopq.checkpoint.convert import (
 from loopq.checkpoint.files import RawTensor, float_to_raw, read_json, read_tensors, write_json, write_tensors
 from loopq.checkpoint.form import Shelf, restore
 from loopq.errors import CheckpointError, ConfigError
+from loopq.rotation import ChannelScale, Rotation
 
 from .made import checkpoint, dequantized, layer
 
@@ -102,6 +103,18 @@ def marlin_by_formula(codes, scales):
     stored = np.zeros((scales.shape[1], n_out), np.float32)
     stored[:, place] = scales.T
     return words.astype(np.uint32).reshape(k_in // 16, 2 * n_out), stored
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("rows", "columns", "group"), [(5, 50, 16), (33, 7, -1), (8, 64, 64)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bytes_and_names_are_those_of_what_is_stored(bits, rows, columns, group, symmetric):
+    plain = layer(rows, columns, bits, group, symmetric)
+    scaled = plain.with_transform(ChannelScale(np.ones(columns, np.float32)))
+    for made in (plain, scaled, plain.with_transform(Rotation(columns, "random", 4))):
+        stored = made.tensors()
+        assert made.n_bytes == sum(t.data.size for n, t in stored.items() if not n.endswith("weight_shape"))
+        assert set(made.tensor_names()) == set(stored)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.base import Problem
 from loopq.quantizers.metric import FLOOR, LoopMetric, inverse, ridged
-from loopq.quantizers.sequential import in_model_orientation
 from loopq.quantizers.solve import tasks_of
 from loopq.rotation import parse_rotation
 from loopq.tune import metric as module
@@ -92,7 +91,7 @@ def test_lowers_the_divergence(tiny, tokens):
     variants = {}
     for label, extra, given in (("inputs", {"metric": "inputs"}, None), ("loop", {}, metrics)):
         layers = solve_arm(sums, selection, tiny.system, asked(bits=2, **extra), 1, given)
-        variants[label] = {n: in_model_orientation(x) for n, x in layers.items()}
+        variants[label] = {n: x.in_model_orientation() for n, x in layers.items()}
         if given:
             for layer in layers.values():
                 assert layer.report["metric"] == "loop"

@@ -10,7 +10,6 @@ from loopq.config import LayerConfig, QuantConfig
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.quantizers.sequential import in_model_orientation
 from loopq.tune.scores import loop_fisher, measured, spearman
 from loopq.tune.tuner import TuneConfig, tune
 from loopq.tune.unroll import divergence, linked, unroll
@@ -65,8 +64,8 @@ def test_tuning_lowers_the_divergence_and_keeps_the_format(tiny, tokens, layers,
     found = tune(tiny.system, layers, train, held_out, config)
     assert min(v for _, v in found.history) < found.history[0][1]
     assert found.history[0][0] == 0
-    weights = {n: in_model_orientation(x) for n, x in found.layers.items()}
-    start = {n: in_model_orientation(x) for n, x in layers.items()}
+    weights = {n: x.in_model_orientation() for n, x in found.layers.items()}
+    start = {n: x.in_model_orientation() for n, x in layers.items()}
     _, before, after = compare(tiny.system, {"before": start, "after": weights}, held_out)
     assert after.kl.mean() < before.kl.mean()
     for name, layer in found.layers.items():

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.files import RawTensor, float_to_raw
+from loopq.checkpoint.files import ITEM_SIZE, RawTensor, float_to_raw
 from loopq.config import BITS, SCALE_DTYPES
 from loopq.errors import CheckpointError
 from loopq.rotation import Transform, from_description
@@ -109,13 +109,32 @@ class QuantizedLayer:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of packed codes, scales and zero points."""
-        return sum(t.data.size for n, t in self.tensors().items() if not n.endswith("weight_shape"))
+        """Bytes of `tensors` without the shape, counted without packing anything."""
+        rows, columns = self.shape
+        words = rows * -(-columns * self.bits // 32)
+        if self.zeros is not None:
+            words += self.scales.shape[1] * -(-rows * self.bits // 32)
+        n_bytes = 4 * words + ITEM_SIZE[_SCALE_NAMES[self.scale_dtype]] * self.scales.size
+        if self.transform is not None:
+            n_bytes += sum(ITEM_SIZE["F16"] * a.size for a in self.transform.arrays().values())
+        return n_bytes
 
     @property
     def module(self) -> str:
         """Name of the module that holds the weight."""
         return self.name.removesuffix(".weight")
+
+    def in_model_orientation(self) -> NDArray[np.float32]:
+        """Return the dequantized weight as the model stores it, float32, C-contiguous."""
+        values = self.dequantize()
+        return np.ascontiguousarray(values.T) if self.orientation == "in_out" else values
+
+    def tensor_names(self) -> list[str]:
+        """Names of `tensors`."""
+        keys = ["weight_packed", "weight_scale", "weight_shape"]
+        keys += ["weight_zero_point"] if self.zeros is not None else []
+        keys += list(self.transform.arrays()) if self.transform is not None else []
+        return [f"{self.module}.{key}" for key in keys]
 
     def tensors(self) -> dict[str, RawTensor]:
         """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from loopq import _native
 from loopq.checkpoint.files import (
     RawTensor,
@@ -71,10 +69,7 @@ class Checkpoint:
         """Return a full state dict with dequantized weights in the types given, float32 where none is."""
         out = dict(self.dense)
         for name, layer in self.layers.items():
-            values = layer.dequantize()
-            if layer.orientation == "in_out":
-                values = np.ascontiguousarray(values.T)
-            out[name] = float_to_raw(values, weight_dtypes.get(name, "F32"))
+            out[name] = float_to_raw(layer.in_model_orientation(), weight_dtypes.get(name, "F32"))
         return out
 
 
@@ -199,7 +194,7 @@ def read(folder: Path, *, deep: bool = True) -> Checkpoint:
         layers[name] = QuantizedLayer.from_tensors(
             settings, tensors, reports.get(name, {}), str(folder / TENSORS)
         )
-        used.update(layers[name].tensors())
+        used.update(layers[name].tensor_names())
     side = {
         e["file"]: (folder / e["file"]).read_bytes()
         for e in index["files"]

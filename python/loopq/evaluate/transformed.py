@@ -101,8 +101,4 @@ def installed(system: LoopedSystem, layers: Mapping[str, QuantizedLayer]) -> Ite
 
 def folded(layers: Mapping[str, QuantizedLayer]) -> dict[str, np.ndarray]:
     """The same layers as plain weights in the model's orientation, float32."""
-    out = {}
-    for name, layer in layers.items():
-        values = layer.dequantize()
-        out[name] = np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
-    return out
+    return {name: layer.in_model_orientation() for name, layer in layers.items()}

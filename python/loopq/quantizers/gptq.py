@@ -46,6 +46,8 @@ class GPTQ:
                 scale_search=config.scale_search,
                 act_order=config.act_order,
                 block_size=config.block_size,
+                # The run's report has tr(W H W^T) of every method; here it would cost as much as the solve.
+                energy=False,
                 threads=problem.threads,
             )
         except SolveError as cause:

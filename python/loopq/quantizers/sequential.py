@@ -98,7 +98,7 @@ class Sequential:
         if leader is None:
             return {n: self._plain(t, weights[n]) for t in tasks if (n := t.parameter.name)}
         others = {name: layer for name, layer in done.items() if name not in weights}
-        current = {name: in_model_orientation(layer) for name, layer in others.items()}
+        current = {name: layer.in_model_orientation() for name, layer in others.items()}
         paired = collect_pairs(self.job, [leader], current, threads=self.threads)[leader]
         out = {}
         shared: dict[Any, Any] = {}
@@ -175,12 +175,6 @@ class Sequential:
         return layer.with_report(**report)
 
 
-def in_model_orientation(layer: QuantizedLayer) -> NDArray[np.float32]:
-    """Dequantized weight as the model stores it, float32."""
-    values = layer.dequantize()
-    return np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
-
-
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that read the same input together, in order of first call; those without one alone."""
     groups: dict[str, list[Task]] = {}
@@ -221,7 +215,7 @@ def recollected(
         if task.leader:
             steps.setdefault(task.leader, set()).update(task.steps)
     sums = HessianSet(job, {k: sorted(v) for k, v in steps.items()}, per_step=True, threads=threads)
-    with replaced(job.system, {name: in_model_orientation(layer) for name, layer in layers.items()}):
+    with replaced(job.system, {name: layer.in_model_orientation() for name, layer in layers.items()}):
         sums.run_pass(list(steps))
     solver = Solver(lambda p: tensors[ties.get(p.name, p.name)], sums, None, threads, metrics=metrics or {})
     return {n: layer.with_report(inputs="closed-loop") for n, layer in solver.run(tasks).items()}

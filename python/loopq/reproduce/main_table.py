@@ -29,7 +29,6 @@ from loopq.errors import ConfigError, LoopqError
 from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.quantizers.sequential import in_model_orientation
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
 from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.systems.base import LoopedSystem
@@ -184,7 +183,7 @@ def run_member(
         sums, selection = collect_all_steps(system, text, seed=seed, threads=threads, progress=progress)
         for name, layers in _solve(system, sums, selection, seed, threads).items():
             sizes[name] = sum(layer.n_bytes for layer in layers.values())
-            variants[name] = {n: in_model_orientation(layer) for n, layer in layers.items()}
+            variants[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
         if seed == 0:
             survey = rank_survey(sums, selection, threads)
     assert selection is not None

@@ -18,7 +18,7 @@ from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
-from loopq.quantizers.sequential import Sequential, in_model_orientation
+from loopq.quantizers.sequential import Sequential
 from loopq.quantizers.solve import Task, tasks_of
 from loopq.reproduce.members import Member
 from loopq.tune.metric import loop_metrics
@@ -87,7 +87,7 @@ def record_of(
     began = time.monotonic()
     layers = workshop.solve(arm, bits, group)
     seconds = time.monotonic() - began
-    weights = {n: in_model_orientation(layer) for n, layer in layers.items()}
+    weights = {n: layer.in_model_orientation() for n, layer in layers.items()}
     member = workshop.member
     found = compare(
         member.loaded.system,

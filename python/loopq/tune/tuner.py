@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.files import float_to_raw
@@ -275,13 +274,7 @@ def _original(system: LoopedSystem, layer: QuantizedLayer) -> Tensor:
 def _tensors(layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor]:
     import torch
 
-    out = {}
-    for name, layer in layers.items():
-        values: NDArray[np.float32] = layer.dequantize()
-        out[name] = torch.from_numpy(
-            np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
-        )
-    return out
+    return {name: torch.from_numpy(layer.in_model_orientation()) for name, layer in layers.items()}
 
 
 def _adam(groups: list[dict[str, Any]]) -> Any:

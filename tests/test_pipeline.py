@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import loopq
-from loopq.api import weights_of
+from loopq.api import evaluate, weights_of
 from loopq.calibrate.collect import Collection, HessianSet, collect_hessians, collect_rows
 from loopq.calibrate.dump import Dump, merge
 from loopq.calibrate.select import select
 from loopq.checkpoint import native as store
+from loopq.checkpoint.files import RawTensor, read_tensors, write_tensors
 from loopq.config import Override, QuantConfig
-from loopq.errors import CheckpointError, ConfigError, DumpError, NonFiniteError
+from loopq.errors import CalibrationError, CheckpointError, ConfigError, DumpError, NonFiniteError
 from loopq.evaluate.compare import compare, replaced
 from loopq.systems.load import load_model
 
@@ -99,6 +100,18 @@ def test_solve_from_a_dump_gives_the_same_bytes(loaded, tokens, tmp_path, plain)
             assert digest(out) == digest(plain)
 
 
+@pytest.mark.parametrize("weights", ["balanced", "alpha=1/4", "loss"])
+def test_a_dump_of_rows_knows_each_step_apart(loaded, tokens, tmp_path, weights):
+    settings = SETTINGS | {"step_weights": weights}
+    loopq.quantize(loaded, tokens, out=tmp_path / "plain", batch_size=3, **settings)
+    collect_rows(job_of(loaded, tokens, batch_size=3), tmp_path / "dump")
+    loopq.solve(tmp_path / "dump", out=tmp_path / "solved", threads=1, **settings)
+    assert digest(tmp_path / "solved") == digest(tmp_path / "plain")
+    collect_hessians(job_of(loaded, tokens, batch_size=3), tmp_path / "summed")
+    with pytest.raises(ConfigError, match="only their sum was collected"):
+        loopq.solve(tmp_path / "summed", **settings)
+
+
 def test_solve_from_hessians_gives_the_same_bytes(loaded, tokens, tmp_path, plain):
     for per_step in (False, True):
         dump = tmp_path / f"hessians-{per_step}"
@@ -131,6 +144,21 @@ def test_quantize_goes_on_after_a_kill(loaded, tokens, tmp_path, plain, monkeypa
     assert not list(tmp_path.glob(".killed*"))
     # The probe, and those of the four batches that no part on disk covers.
     assert len(seen) == rollouts
+
+
+def test_layers_of_another_solve_are_not_taken_for_those_of_this_one(loaded, tokens, tmp_path, plain):
+    """As a kill leaves them that falls between a layer's tensors and its journal."""
+    out = tmp_path / "killed"
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=out, batch_size=3, progress=Killer(12), **SETTINGS)
+    journal = min((tmp_path / ".killed.work").glob("layers/*/*.json"))
+    tensors = journal.with_suffix(".safetensors")
+    kept = read_tensors(tensors)
+    name = next(n for n in kept if n.endswith("weight_packed"))
+    kept[name] = RawTensor.of(np.zeros_like(kept[name].array()))
+    write_tensors(tensors, kept)
+    loopq.quantize(loaded, tokens, out=out, batch_size=3, **SETTINGS)
+    assert digest(out) == digest(plain)
 
 
 def counting(function, seen):
@@ -416,3 +444,20 @@ def test_solving_needs_no_torch(dump, tmp_path, plain):
     assert done.returncode == 0, done.stderr
     assert "transformer.adapter.weight" in done.stdout
     assert (tmp_path / "bare" / "loopq.json").is_file()
+
+
+def test_evaluation_takes_its_own_number_of_prompts(loaded, tokens, tmp_path, plain, monkeypatch):
+    monkeypatch.setattr("loopq.config.EVALUATION_PROMPTS", 3)
+    text = tmp_path / "text.txt"
+    text.write_text("What is said here is said once, and what is meant is left open. " * 8)
+    for given, n_prompts, count in (
+        (None, None, 3),
+        (text, None, 3),
+        (text, 5, 5),
+        (tokens, None, 10),
+        (tokens, 4, 4),
+    ):
+        found = evaluate(loaded, [plain], given, n_prompts=n_prompts, seq_len=24)
+        assert found[0].kl.shape == (1, count)
+    with pytest.raises(CalibrationError):
+        evaluate(loaded, [plain], text, n_prompts=0, seq_len=24)

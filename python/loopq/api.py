@@ -23,7 +23,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.config import AllocateConfig, QuantConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.jobs.run import Run, side_files
-from loopq.jobs.several import held_back, mixed, tuned, validated
+from loopq.jobs.several import held_back, mixed, refuse_short_scales, tuned, validated
 from loopq.progress import Progress, Silent
 from loopq.quantizers.solve import Solver, tasks_of
 from loopq.systems.base import LoopedSystem
@@ -135,10 +135,12 @@ def quantize(
     held: TokenSet | None = None
     if tune is not None or config.layer.step_weights == "validated":
         tokens, held = held_back(tokens, n_held_out)
-    first = dataclasses.replace(config, layer=dataclasses.replace(config.layer, step_weights="sum"))
-    run = Run.prepare(
-        loaded, tokens, first if held is not None else config, n_steps, batch_size, seed, threads
-    )
+    first = config
+    if config.layer.step_weights == "validated":
+        first = dataclasses.replace(config, layer=dataclasses.replace(config.layer, step_weights="sum"))
+    run = Run.prepare(loaded, tokens, first, n_steps, batch_size, seed, threads)
+    if tune is not None:
+        refuse_short_scales(run.tasks)
     depth = run.job.selection.n_steps
     estimate = run.estimate(memory)
     progress.note(f"{len(run.tasks)} layers, {depth} steps: {estimate}")
@@ -312,11 +314,7 @@ def load_checkpoint(
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
     """Return the dequantized weights of the quantized layers in the model's orientation, float32."""
-    out = {}
-    for name, layer in checkpoint.layers.items():
-        values = layer.dequantize()
-        out[name] = np.ascontiguousarray(values.T) if layer.orientation == "in_out" else values
-    return out
+    return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
 
 
 def calibration_tokens(
@@ -436,11 +434,14 @@ def evaluate(
     from loopq.evaluate.compare import compare
 
     loaded = _load(model)
+    length = SEQ_LEN if seq_len is None else seq_len
+    count = EVALUATION_PROMPTS if n_prompts is None else n_prompts
     if text is None and loaded.tokenizer is None:
         held_out = zoo.evaluation_text().decode()
-        count = n_prompts or EVALUATION_PROMPTS
-        text = windows(held_out, loaded.encode, seq_len or SEQ_LEN, count, "embedded evaluation text")
-    tokens = calibration_tokens(loaded, text, n_prompts=n_prompts, seq_len=seq_len)
+        text = windows(held_out, loaded.encode, length, count, "embedded evaluation text")
+    if not isinstance(text, TokenSet):
+        n_prompts = count
+    tokens = calibration_tokens(loaded, text, n_prompts=n_prompts, seq_len=length)
     opened = {str(folder): store.read(Path(folder)) for folder in checkpoints}
     for folder, checkpoint in opened.items():
         if checkpoint.settings["system"] != loaded.system.name:

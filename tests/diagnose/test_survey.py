@@ -11,7 +11,7 @@ pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip inst
 
 from loopq.config import DiagnoseConfig
 from loopq.diagnose import rank, sections, survey, verdict
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, MissingExtraError
 
 QUICK = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_directions=4, n_updates=2,
@@ -48,6 +48,21 @@ def whole():
         train=tokens(seed=3), name="toy", threads=1, progress=notes,
     )  # fmt: skip
     return found, notes
+
+
+def test_a_section_that_cannot_be_had_takes_no_other_with_it(monkeypatch):
+    def missing(context):
+        raise MissingExtraError("this needs scipy, which is not installed")
+
+    monkeypatch.setitem(sections.SECTIONS, "jacobian", missing)
+    found = survey.diagnose(
+        LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12), 5, config=QUICK,
+        only=["ranks", "jacobian"], threads=1,
+    )  # fmt: skip
+    assert list(found["sections"]) == ["ranks"]
+    assert found["unavailable"] == [
+        {"section": "jacobian", "reason": "this needs scipy, which is not installed"}
+    ]
 
 
 def test_every_section_runs_and_the_result_is_plain_json(whole):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,11 +12,10 @@ import loopq
 import loopq.api
 import loopq.checkpoint.native
 from loopq.cli import main
-from loopq.config import VALIDATED, AllocateConfig, LayerConfig, QuantConfig
+from loopq.config import VALIDATED, AllocateConfig, LayerConfig, Override, QuantConfig
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.jobs.several import held_back
-from loopq.quantizers.sequential import in_model_orientation
 from loopq.tune.tuner import TuneConfig
 
 FULL = QuantConfig(LayerConfig(method="full", bits=3, group_size=16), rank_threshold=None)
@@ -42,7 +42,7 @@ def test_validated_weights_are_the_best_on_what_was_held_back(tiny, tokens):
     kl = {}
     for spec in VALIDATED:
         one = loopq.quantize(tiny, kept, FULL, step_weights=spec, threads=1)
-        weights = {n: in_model_orientation(x) for n, x in one.layers.items()}
+        weights = {n: x.in_model_orientation() for n, x in one.layers.items()}
         kl[spec] = float(compare(tiny.system, {"q": weights}, held)[1].kl.mean())
         if spec == facts["chosen"]:
             assert all(found.layers[n].same_as(x) for n, x in one.layers.items())
@@ -72,9 +72,22 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
     loaded = loopq.load(tmp_path / "q")
     name = "transformer.adapter.weight"
     np.testing.assert_array_equal(
-        loaded.model.get_parameter(name).detach().numpy(), in_model_orientation(found.layers[name])
+        loaded.model.get_parameter(name).detach().numpy(), found.layers[name].in_model_orientation()
     )
     assert loopq.api.evaluate(tiny_folder, [tmp_path / "q"], tokens)[1].kl.mean() > 0
+
+
+def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
+    name = "transformer.adapter.weight"
+    fixed = dataclasses.replace(FULL, overrides=(Override(name, {"bits": 8, "group_size": 8}),))
+    asked = AllocateConfig(4.5, bits=(2, 3), group_sizes=(16, 32), n_prompts=2)
+    found = loopq.quantize(tiny, tokens, fixed, allocate=asked, threads=1)
+    layer = found.layers[name]
+    assert (layer.bits, layer.group_size) == (8, 8)
+    facts = found.settings["allocation"]
+    assert facts["layers"][name] == {"bits": 8, "group_size": 8}
+    assert facts["n_bytes"] == sum(x.n_bytes for x in found.layers.values())
+    assert {x.bits for n, x in found.layers.items() if n != name} <= {2, 3}
 
 
 def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens):
@@ -93,7 +106,7 @@ def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens)
             other[n], used = four[n], used + more
     assert used > sum(x.n_bytes for x in two.values())
     variants = {
-        k: {n: in_model_orientation(x) for n, x in v.items()}
+        k: {n: x.in_model_orientation() for n, x in v.items()}
         for k, v in {"scored": found.layers, "other": other}.items()
     }
     _, scored, reverse = compare(tiny.system, variants, tokens)
@@ -126,6 +139,12 @@ def test_tuning_starts_from_what_was_quantized(tiny, tokens):
     for name, layer in found.layers.items():
         np.testing.assert_array_equal(layer.codes, plain.layers[name].codes)
         assert layer.report["tier"] == "gradient, scales"
+
+
+def test_tuning_refuses_scales_of_fewer_bits(tiny, tokens):
+    some = dataclasses.replace(FULL, overrides=(Override("*adapter*", {"scale_bits": 5}),))
+    with pytest.raises(ConfigError, match=r"adapter\.weight: tuned scales have all bits .* scale_bits = 5"):
+        loopq.quantize(tiny, tokens, some, tune=TuneConfig(n_updates=1), threads=1)
 
 
 def test_command_line(tiny_folder, tmp_path, capsys):

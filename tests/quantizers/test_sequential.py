@@ -14,7 +14,7 @@ from loopq.calibrate.select import select
 from loopq.config import LayerConfig, QuantConfig
 from loopq.errors import ConfigError
 from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.quantizers.sequential import Sequential, in_model_orientation, recollected
+from loopq.quantizers.sequential import Sequential, recollected
 from loopq.quantizers.solve import tasks_of
 
 
@@ -42,6 +42,16 @@ def test_pairs_without_other_weights_are_the_plain_hessian(tiny, tokens):
     sums = HessianSet(job, {leader: [0, 1, 2]})
     sums.run_pass([leader])
     np.testing.assert_allclose(moments.reference, sums.accumulators[leader].matrix(), rtol=1e-6, atol=1e-3)
+
+
+def test_hooks_are_gone_after_an_error_that_is_kept(tiny, tokens, monkeypatch):
+    selection, job, _, _ = setup(tiny, tokens)
+    leader = selection.input_groups[0].name
+    monkeypatch.setattr("loopq.calibrate.asymmetric.np.concatenate", lambda *args, **kwargs: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as kept:
+        collect_pairs(job, [leader], {}, threads=1)
+    assert kept.tb is not None
+    assert not [m for m in tiny.model.modules() if m._forward_pre_hooks]
 
 
 def test_pairs_hold_the_two_rollouts(tiny, tokens):
@@ -83,7 +93,7 @@ def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tin
         total = 0.0
         for leader in selection.input_groups:
             moments = collect_pairs(
-                job, [leader.name], {n: in_model_orientation(x) for n, x in layers.items()}
+                job, [leader.name], {n: x.in_model_orientation() for n, x in layers.items()}
             )
             m = moments[leader.name].of([0, 1, 2])
             for t in tasks:

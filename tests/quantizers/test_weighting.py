@@ -6,7 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
+import loopq
 import loopq._native as native
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import select
@@ -173,6 +175,16 @@ def test_damping_kinds():
     assert damping_vector(loud, "mean", 0.1)[0] > 1e6 * damping_vector(hessian, "mean", 0.1)[0]
     hessian[3] = hessian[:, 3] = 0
     assert damping_vector(hessian, "diagonal", 0.1)[3] > 0
+
+
+@pytest.mark.parametrize("kind", ["mean", "median", "diagonal", "tail"])
+@pytest.mark.parametrize("method", ["gptq", "full"])
+def test_dead_channels_are_counted_under_every_damping(tiny, tokens, kind, method):
+    with torch.no_grad():
+        tiny.model.get_parameter("transformer.core_block.0.norm_3.weight")[[1, 5]] = 0
+    found = loopq.quantize(tiny, tokens, method=method, damping_kind=kind, bits=4, group_size=16, threads=1)
+    dead = {n: x.report["n_dead_columns"] for n, x in found.layers.items() if x.report["n_dead_columns"]}
+    assert dead == {"transformer.core_block.0.mlp.fc.weight": 2}
 
 
 def test_gptq_with_mean_damping_spelled_out_is_the_same():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -158,13 +159,16 @@ def collect_pairs(
             )
         sums[leader].update(step, np.concatenate([reference, to_native(rows.float())], axis=1))
 
-    own = run_rollouts(job, keep, only=leaders, label="reference")
-    other = run_rollouts(job, pair, only=leaders, progress=progress, label="paired")
-    for _ in own:
-        with replaced(job.system, weights):
-            next(other)
-    for _ in other:
-        raise CalibrationError("the two rollouts have different numbers of batches")
+    # Closed here and not by the collector: a traceback that is kept would keep their hooks on the model.
+    with (
+        contextlib.closing(run_rollouts(job, keep, only=leaders, label="reference")) as own,
+        contextlib.closing(run_rollouts(job, pair, only=leaders, progress=progress, label="paired")) as other,
+    ):
+        for _ in own:
+            with replaced(job.system, weights):
+                next(other)
+        # The last batch is done: this ends the stage.
+        next(other, None)
     for acc in sums.values():
         acc.finish()
     return {name: PairedSums(acc, parameters[name].in_features) for name, acc in sums.items()}

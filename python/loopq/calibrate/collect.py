@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def run_rollouts(
     skip: int = 0,
     progress: Progress | None = None,
     label: str = "collect",
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Run every batch and hand the rows of each input group to a sink; yield each batch's number when done.
 
     Parameters
@@ -191,8 +191,13 @@ class HessianSet:
         acc = self.accumulators[leader]
         return {step: acc.n_rows(step) for step in self.steps[leader]}
 
-    def accumulator(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
-        """Return the accumulator of a leader, which must hold just these steps (or each step apart)."""
+    def accumulator(
+        self, leader: str, steps: Sequence[int], *, per_step: bool = False, threads: int = 0
+    ) -> native.HessianAccumulator:
+        """Return the accumulator of a leader, which must hold just these steps (or each step apart).
+
+        `per_step` and `threads` are for sources that sum on demand; what is here is here.
+        """
         acc = self.accumulators[leader]
         if not self.per_step and list(steps) != self.steps[leader]:
             raise ConfigError(f"layer {leader}: summed over steps {self.steps[leader]}, not {list(steps)}")
@@ -531,7 +536,7 @@ def collect_hessians(
     rows: Rows = {}
     index = 0
     passes = sums.passes(memory)
-    held = max(sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes)
+    held = max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)
     (progress or Silent()).note(
         f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
     )

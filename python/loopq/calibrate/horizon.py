@@ -57,8 +57,10 @@ class EqualRows:
             acc.finish()
         return self
 
-    def accumulator(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
-        """Return the finished accumulator of an input group; it holds each step apart."""
+    def accumulator(
+        self, leader: str, steps: Sequence[int], *, per_step: bool = True, threads: int = 0
+    ) -> native.HessianAccumulator:
+        """Return the finished accumulator of an input group; it holds each step apart, whatever is asked."""
         return self._accumulators[leader]
 
     def _take(self, leader: str, step: int, rows: Tensor) -> None:

@@ -531,4 +531,5 @@ def _eigen_seconds(context: Context) -> float:
 
 def _hessian_bytes(context: Context) -> int:
     sums = context.sums()
-    return max(sum(sums.n_bytes(leader) for leader in leaders) for leaders in sums.passes(context.memory))
+    passes = sums.passes(context.memory)
+    return max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)

@@ -21,7 +21,7 @@ from loopq.diagnose import sections
 from loopq.diagnose.sections import COMPARING_SECTIONS, LOOP_SECTIONS, SECTIONS, Context
 from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
-from loopq.errors import ConfigError, LoopqError
+from loopq.errors import ConfigError, LoopqError, MissingExtraError, NonFiniteError, SystemContractError
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
 
@@ -99,7 +99,8 @@ def diagnose(
         began = time.monotonic()
         try:
             done[section] = _resumed(work, section, key, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
-        except ConfigError as error:
+        except (ConfigError, MissingExtraError, NonFiniteError, SystemContractError) as error:
+            # What the other sections found is not thrown away for one that cannot be had.
             unavailable.append({"section": section, "reason": str(error)})
             continue
         seconds[section] = round(time.monotonic() - began, 3)

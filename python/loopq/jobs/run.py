@@ -139,7 +139,7 @@ class Run:
         passes = sums.passes(memory)
         held = max((sum(sums.n_bytes(x) for x in p) for p in passes), default=0)
         widest = max((t.parameter.in_features for t in self.tasks), default=0)
-        rate = _core_rate()
+        rate = _core_rate(self.threads)
         tokens = self.job.tokens
         rollouts = self.probe_seconds * tokens.n_tokens / tokens.sequences[0].size * max(1, len(passes))
         dims = {p.name: p.in_features for p in self.job.selection.input_groups}
@@ -225,11 +225,16 @@ class Run:
         return {name: done[name] for name in parameters if name in done}
 
 
-def _core_rate() -> float:
+def _core_rate(threads: int) -> float:
     """Multiply-adds per second of the accumulation, measured for a few milliseconds."""
-    rows = np.ones((512, 256), dtype=np.float32)
-    acc = native.HessianAccumulator(256, [0], per_step=False)
-    acc.update(0, rows)
-    began = time.perf_counter()
-    acc.update(0, rows)
-    return float(512 * 256 * 256 / max(time.perf_counter() - began, 1e-6))
+    rows, width = 2048, 512
+    values = np.ones((rows, width), dtype=np.float32)
+    seconds = []
+    for _ in range(2):  # the first starts the threads
+        acc = native.HessianAccumulator(width, [0], per_step=False, threads=threads)
+        began = time.perf_counter()
+        acc.update(0, values)
+        # Rows wait until there are enough of them: the work is done at the latest here.
+        acc.finish()
+        seconds.append(time.perf_counter() - began)
+    return float(rows * width * width / max(seconds[-1], 1e-6))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from loopq.errors import ConfigError
 from loopq.jobs.run import Run
 from loopq.progress import Progress
 from loopq.quantizers.allocate import Allocation, Choice, allocate
-from loopq.quantizers.sequential import in_model_orientation
+from loopq.quantizers.solve import Task
 from loopq.systems.base import LoopedSystem
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def validated(
 def _cost(system: LoopedSystem, layers: Layers, tokens: TokenSet, n_steps: int, seed: int) -> float:
     from loopq.evaluate.compare import compare
 
-    weights = {"quantized": {n: in_model_orientation(layer) for n, layer in layers.items()}}
+    weights = {"quantized": {n: layer.in_model_orientation() for n, layer in layers.items()}}
     return float(compare(system, weights, tokens, n_steps=n_steps, seeds=(seed,))[1].kl.mean())
 
 
@@ -109,9 +109,10 @@ def mixed(
         for group in asked.group_sizes:
             way = dataclasses.replace(plain, bits=bits, group_size=group)
             for name, layer in run.solve_from(sums, dataclasses.replace(config, layer=way)).items():
-                key = (name, f"INT{bits} g{group}")
-                sizes[key] = (bits, group, layer.n_bytes)
-                ways[key] = in_model_orientation(layer)
+                # An override may have fixed either; then several ways are one and the same.
+                key = (name, f"INT{layer.bits} g{layer.group_size}")
+                sizes[key] = (layer.bits, layer.group_size, layer.n_bytes)
+                ways[key] = layer.in_model_orientation()
     costs = _scores(run, ways, asked, progress)
     choices = [Choice(key[0], b, n, costs[key], g) for key, (b, g, n) in sizes.items()]
     n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in run.tasks)
@@ -140,6 +141,22 @@ def _facts(found: Allocation, asked: AllocateConfig, n_weights: int) -> dict[str
         "predicted_cost": found.cost,
         "layers": {n: {"bits": b, "group_size": found.group_sizes[n]} for n, b in found.bits.items()},
     }
+
+
+def refuse_short_scales(tasks: Sequence[Task]) -> None:
+    """Refuse layers whose scales are to keep fewer bits than their type has: tuning gives them all bits.
+
+    Raises
+    ------
+    ConfigError
+        The message names the layer.
+    """
+    for task in tasks:
+        if task.config.scale_bits is not None:
+            raise ConfigError(
+                f"layer {task.parameter.name}: tuned scales have all bits of their type, so that scale_bits = "
+                f"{task.config.scale_bits} cannot be kept: leave out one of scale_bits and tune"
+            )
 
 
 def tuned(

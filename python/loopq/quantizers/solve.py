@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.files import RawTensor, read_json, read_tensors, write_json, write_tensors
+from loopq.checkpoint.files import RawTensor, read_json, read_tensors, sha256, write_json, write_tensors
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, QuantConfig, parse_step_weights, parse_steps
 from loopq.errors import ConfigError, NonFiniteError
@@ -41,8 +40,10 @@ from loopq.systems.base import SharedParameter
 class Source(Protocol):
     """Where Hessians come from: accumulators in memory, or a dump."""
 
-    def accumulator(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
-        """Return the finished accumulator of an input group over the steps chosen."""
+    def accumulator(
+        self, leader: str, steps: Sequence[int], *, per_step: bool = False, threads: int = 0
+    ) -> native.HessianAccumulator:
+        """Return the finished accumulator of an input group over the steps chosen, each apart if asked and possible."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Solver:
         done = {t.parameter.name: self._resume(t) for t in tasks}
         if any(layer is None for layer in done.values()):
             lead = tasks[0]
-            acc = self.source.accumulator(lead.leader, lead.steps) if lead.leader else None
+            acc = self._accumulator(lead) if lead.leader else None
             common = None
             shared: dict[Any, Any] = {}
             for task in tasks:
@@ -116,6 +117,10 @@ class Solver:
         else:
             self.progress.advance(len(tasks))
         return {name: layer for name, layer in done.items() if layer is not None}
+
+    def _accumulator(self, task: Task) -> native.HessianAccumulator:
+        apart = task.config.step_weights != "sum"
+        return self.source.accumulator(str(task.leader), task.steps, per_step=apart, threads=self.threads)
 
     def _seen(self, acc: native.HessianAccumulator, task: Task) -> Seen:
         """Weigh the steps of a task and add their Hessians."""
@@ -167,7 +172,10 @@ class Solver:
         return layer.with_report(**account(task, layer, weight, seen, self.threads))
 
     def _path(self, task: Task) -> Path | None:
-        return self.work / "layers" / f"{task.parameter.name}.safetensors" if self.work else None
+        # Runs of other settings share the folder, as those that step weights are chosen from.
+        return (
+            self.work / "layers" / self.key[:16] / f"{task.parameter.name}.safetensors" if self.work else None
+        )
 
     def _keep(self, task: Task, layer: QuantizedLayer) -> None:
         path = self._path(task)
@@ -187,7 +195,8 @@ class Solver:
         if path is None or not path.with_suffix(".json").is_file():
             return None
         journal = read_json(path.with_suffix(".json"))
-        if journal["key"] != self.key:
+        # A kill between the two writes leaves the journal of one solve beside the tensors of another.
+        if journal["key"] != self.key or not path.is_file() or sha256(path) != journal["sha256"]:
             return None
         return QuantizedLayer.from_tensors(
             journal["settings"], read_tensors(path), journal["report"], str(path)
@@ -355,9 +364,10 @@ def account(
     plain = QUANTIZERS.get("rtn")(
         Problem(layer.name, weight, None, config, task.parameter.orientation, threads, {})
     )
-    zero = np.zeros_like(weight)
-    total = native.proxy(weight, zero, seen.hessian, threads=threads)
+    total = native.proxy(weight, None, seen.hessian, threads=threads)
     return facts | {
+        # Of the inputs themselves: what a quantizer is given may be damped or rotated already.
+        "n_dead_columns": int((np.diag(seen.hessian) == 0).sum()),
         "proxy": native.proxy(weight, layer.dequantize(), seen.hessian, threads=threads),
         "proxy_rtn": native.proxy(weight, plain.dequantize(), seen.hessian, threads=threads),
         "proxy_total": total,
@@ -407,4 +417,4 @@ def tasks_of(
 
 
 def _as_rtn(config: LayerConfig) -> LayerConfig:
-    return LayerConfig(**{**json.loads(json.dumps(vars(config))), "method": "rtn", "metric": "inputs"})
+    return dataclasses.replace(config, method="rtn", metric="inputs")

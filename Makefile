@@ -17,7 +17,7 @@ $(VENV)/base.stamp: pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "loopq needs Python 3.11 or newer"'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade "pip>=25.1"
-	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5" "torch>=2.4"
+	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5" "torch>=2.4" "threadpoolctl>=3.5"
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp

@@ -14,7 +14,7 @@ _EXTRA = {
     "lm_eval": "eval",
     "matplotlib": "report",
     "scipy": "report",
-    "threadpoolctl": "report",
+    "threadpoolctl": "torch",
 }
 
 

@@ -7,18 +7,23 @@ import dataclasses
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
+from loopq import zoo
+from loopq.calibrate.data import windows
 from loopq.config import LayerConfig, QuantConfig
 from loopq.errors import ConfigError, SolveError, SystemContractError
 from loopq.evaluate.compare import compare
 from loopq.quantizers import QUANTIZERS
-from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.base import Problem
 from loopq.quantizers.metric import FLOOR, LoopMetric, inverse, ridged
 from loopq.quantizers.solve import tasks_of
 from loopq.rotation import parse_rotation
+from loopq.systems.load import load_model
+from loopq.threads import LARGE, OneThread
 from loopq.tune import metric as module
-from loopq.tune.metric import collect_metrics, draws
+from loopq.tune.metric import collect_metrics, draws, loop_metrics
 from loopq.tune.unroll import unroll
 
 
@@ -83,6 +88,30 @@ def test_gradients_are_of_the_likelihood_and_average_to_nothing(tiny, tokens):
     mean = np.linalg.norm(np.mean(found, axis=0))
     size = np.mean([np.linalg.norm(x) for x in found])
     assert mean < 0.35 * size
+
+
+def test_threads_of_numpy_are_one_where_products_are_small_and_change_no_bit():
+    def in_use():
+        return {p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"}
+
+    with threadpool_limits(2, user_api="blas"):
+        threads = OneThread()
+        with threads.where_small(LARGE - 1):
+            assert in_use() == {1}
+        with threads.where_small(LARGE):
+            assert in_use() == {2}
+        assert in_use() == {2}
+    loaded = load_model("huginn_small")
+    text = windows(zoo.calibration_text().decode(), loaded.encode, 64, 2, "text")
+    sums, selection = collect_all_steps(loaded.system, text, threads=1)
+    tasks, _ = tasks_of(selection.parameters, selection.leaders, QuantConfig(LayerConfig(**LOOP)))
+    found = []
+    for n in (1, 2):
+        with threadpool_limits(n, user_api="blas"):
+            found.append(loop_metrics(sums, loaded.system, text, tasks, n_draws=2))
+    for name, one in found[0].items():
+        for a, b in zip((*one.left, one.right), (*found[1][name].left, found[1][name].right), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_lowers_the_divergence(tiny, tokens):

@@ -16,6 +16,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.stats import difference_in_differences
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.threads import OneThread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -149,7 +150,7 @@ def _one_thread() -> Any:
     They are small and come between the products: with a thread for each core they and the products' threads
     wait for each other, which made the iteration eight times slower.
     """
-    return require("threadpoolctl").threadpool_limits(limits=1, user_api="blas")
+    return OneThread()()
 
 
 def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> tuple[Any, Any]:

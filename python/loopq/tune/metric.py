@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,14 @@ from loopq.progress import Progress, Silent
 from loopq.quantizers.metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
 from loopq.quantizers.solve import Source, Task
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.threads import OneThread
 from loopq.tune.unroll import linked, unroll
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Matrix = NDArray[np.float64]
+Blocks = dict[str, list[Matrix]]
 
 #: Gradients that take no more than this are kept between the two rounds instead of being computed twice.
 KEPT_BYTES = 1 << 30
@@ -127,7 +131,7 @@ def collect_metrics(
     Notes
     -----
     A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
-    precision; the same number of torch threads gives the same bits, another number may change last bits.
+    precision; the same number of threads gives the same bits, another number may change last bits.
     """
     chosen = [t for t in tasks if t.config.metric == "loop" and t.leader is not None]
     if not chosen:
@@ -136,24 +140,44 @@ def collect_metrics(
         raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = [t.parameter.name for t in chosen]
-    started = {t.parameter.name: inverse(hessian(t), DAMPING) for t in chosen}
+    threads = OneThread()
+    started = {t.parameter.name: _inverse(hessian(t), DAMPING, threads) for t in chosen}
     source = _Gradients(system, tokens, chosen, depth, seed, n_draws, progress or Silent())
-    left: dict[str, list[NDArray[np.float64]]] = {}
-    for name, g in source.each():
-        sums = [g[b] @ started[name] @ g[b].T for b in _blocks(len(g))]
-        left[name] = [x + y for x, y in zip(left[name], sums, strict=True)] if name in left else sums
+    left = _between_outputs(source, started, threads)
     missing = [n for n in names if n not in left]
     if missing:
         raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
     metrics = {n: [ridged(a, RIDGE) for a in blocks] for n, blocks in left.items()}
-    back = {n: [inverse(a, RIDGE) for a in blocks] for n, blocks in left.items()}
-    right: dict[str, NDArray[np.float64]] = {}
-    for name, g in source.each():
-        for b, a in zip(_blocks(len(g)), back[name], strict=True):
-            add = g[b].T @ a @ g[b]
-            right[name] = right[name] + add if name in right else add
+    back = {n: [_inverse(a, RIDGE, threads) for a in blocks] for n, blocks in left.items()}
+    right = _between_inputs(source, back, threads)
     source.progress.stop()
     return {n: LoopMetric(tuple(metrics[n]), right[n], source.total) for n in names}
+
+
+def _inverse(matrix: Matrix, share: float, threads: OneThread) -> Matrix:
+    with threads.where_small(len(matrix) ** 3):
+        return inverse(matrix, share)
+
+
+def _between_outputs(source: _Gradients, inverses: Mapping[str, Matrix], threads: OneThread) -> Blocks:
+    """sum_n g_n H'^-1 g_n^T of each layer, blocks of outputs apart."""
+    found: Blocks = {}
+    for name, g in source.each():
+        with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
+            sums = [g[b] @ inverses[name] @ g[b].T for b in _blocks(len(g))]
+        found[name] = [x + y for x, y in zip(found[name], sums, strict=True)] if name in found else sums
+    return found
+
+
+def _between_inputs(source: _Gradients, inverses: Blocks, threads: OneThread) -> dict[str, Matrix]:
+    """sum_n g_n^T A^-1 g_n of each layer, over all its blocks."""
+    found: dict[str, Matrix] = {}
+    for name, g in source.each():
+        for b, a in zip(_blocks(len(g)), inverses[name], strict=True):
+            with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
+                add = g[b].T @ a @ g[b]
+            found[name] = found[name] + add if name in found else add
+    return found
 
 
 def loop_metrics(

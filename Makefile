@@ -101,7 +101,8 @@ bench: setup ## Benchmarks: the core by criterion, and beside torch
 	cargo bench -p loopq-core
 	$(PY) benches/python/bench_core.py
 
-docs: setup ## Documentation of the Rust core
+docs: setup ## Pages and Python reference into target/html, the Rust core into target/doc
+	$(PY) -m sphinx -q -W --keep-going -b html docs target/html
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package loopq-core
 
 check: fmt-check lint types docs test ## All that CI runs

@@ -107,7 +107,20 @@ class TokenSet:
 
 
 def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
-    """Take sequences of token ids as they are, one prompt each."""
+    """Take sequences of token ids as they are, one prompt each.
+
+    Parameters
+    ----------
+    ids : iterable of sequences of int
+        Token ids of each prompt.
+    source : str
+        What they are, for the report.
+
+    Examples
+    --------
+    >>> from_ids([[1, 2, 3], [4, 5]]).plan(batch_size=8)
+    [[0], [1]]
+    """
     return TokenSet(tuple(np.asarray(s, dtype=np.int64).reshape(-1) for s in ids), source, "prompts")
 
 
@@ -218,8 +231,29 @@ def read_tokens(
 ) -> TokenSet:
     """Read a calibration or evaluation set by the kind of file.
 
-    A `.jsonl` file gives one prompt a line, a `.npy` file an array of token ids (n_prompts, n_tokens), a text
-    file or a folder of text files windows of `seq_len` tokens.
+    Parameters
+    ----------
+    path : Path
+        A ``.jsonl`` file with one prompt a line, a ``.npy`` file with integers (n_prompts, n_tokens), or a text file
+        or a folder of text files, which is cut in windows.
+    encode : callable
+        Text to token ids.
+    seq_len : int
+        Tokens of a window; longer prompts are cut to as many.
+    n_prompts : int or None
+        Prompts to take from the start.
+    field : str
+        Of a ``.jsonl`` file: the field that holds the text.
+
+    Returns
+    -------
+    TokenSet
+        The prompts.
+
+    Raises
+    ------
+    CalibrationError
+        The file cannot be read as what its name says, or holds no prompt; the message names file and line.
     """
     if path.suffix == ".jsonl":
         return prompts_from_jsonl(path, encode, field, seq_len, n_prompts)

@@ -63,7 +63,7 @@ class Batch:
 
         Returns
         -------
-        Tensor, float32, shape (n_prompts, *shape), on the CPU
+        Tensor, float32, shape ``(n_prompts, *shape)``, on the CPU
             The same numbers for a prompt in whatever batch it runs; the global generator is not touched.
         """
         import torch
@@ -127,6 +127,11 @@ class LoopedSystem(ABC):
 
     A subclass registers itself under its name in `loopq.systems.SYSTEMS`. It takes the model as it is, in
     whatever precision and on whatever device, and changes nothing about it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, in eval mode.
 
     Attributes
     ----------

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from loopq.calibrate.hooks import Observer
+from loopq.diagnose.feedback import intervened
+from loopq.diagnose.rollouts import trace
+from loopq.diagnose.stepmap import final_state
 from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, find_system
+from loopq.tune.unroll import unroll
 
 from .models import CASES, Case, build, prompts
 
@@ -185,6 +189,22 @@ def test_chained_steps_are_the_rollout(case: Case, n_steps: int) -> None:
             state = system.step(state, embedding, t, n_steps)
         got = system.predict(state, embedding)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@each_stepping_depth
+def test_unrolled_and_diagnosed_rollouts_are_the_rollout(case: Case, n_steps: int) -> None:
+    """Also where reading the state out is itself the last pass through the loop's weights."""
+    system = _open(case)
+    batch = prompts(case)
+    expected = system.rollout(batch, n_steps)
+    torch.testing.assert_close(unroll(system, batch, n_steps).detach(), expected, rtol=1e-5, atol=1e-5)
+    run = trace(system, batch, n_steps)
+    assert len(run.states) == system.n_updates(n_steps) + 1
+    assert list(run.outputs) == list(range(1, n_steps + 1))
+    torch.testing.assert_close(run.outputs[n_steps], expected.float(), rtol=1e-5, atol=1e-5)
+    _, state = final_state(system, batch, n_steps)
+    torch.testing.assert_close(state, run.states[-1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(intervened(system, batch, n_steps, run, 1.0), run.states[-1], rtol=0, atol=0)
 
 
 @each_stepping

@@ -120,13 +120,14 @@ def _one_batch(
 ) -> tuple[Floats, Floats]:
     torch = require("torch")
     start = trace(system, batch, n_steps, read=()).states[-1]
+    last = max(system.n_updates(n_steps) - 1, 0)
 
     def onward() -> list[Any]:
         with torch.no_grad():
             embedding = system.embed(batch)
             states = [start]
             for _ in range(more):
-                states.append(system.step(states[-1], embedding, n_steps - 1, n_steps))
+                states.append(system.step(states[-1], embedding, last, n_steps))
         return [s.double().flatten(1) for s in states[1:]]
 
     reference = onward()

@@ -194,14 +194,17 @@ def adapter_output_ratio(
     Returns
     -------
     dict of str to dict
-        For each exposed layer `per_step`: mean over prompts of ||output|| / ||s_t||; `mean` and `std` over
-        prompts and steps 1 to N-1.
+        For each exposed layer `per_step`: mean over prompts of ||output|| / ||s_t||, one for each update; `mean` and
+        `std` over prompts and all updates but the first.
     """
     if not system.has_steps:
         raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be seen")
     torch = require("torch")
+    updates = system.n_updates(n_steps)
+    if updates < 1:
+        raise ConfigError(f"system {system.name!r}: at depth {n_steps} no state is updated before it is read")
     names = {p.name: p.owners[0] for p in system.shared_parameters(n_steps) if p.exposed}
-    ratios: dict[str, list[list[Any]]] = {name: [[] for _ in range(n_steps)] for name in names}
+    ratios: dict[str, list[list[Any]]] = {name: [[] for _ in range(updates)] for name in names}
     seen: dict[str, Any] = {}
     handles = [
         system.model.get_submodule(owner).register_forward_hook(
@@ -214,7 +217,7 @@ def adapter_output_ratio(
             for batch in tokens.batches(batch_size, seed):
                 embedding = system.embed(batch)
                 state = system.initial_state(batch, embedding)
-                for t in range(n_steps):
+                for t in range(updates):
                     size = state.double().flatten(1).norm(dim=1)
                     state = system.step(state, embedding, t, n_steps)
                     for name in names:
@@ -226,7 +229,7 @@ def adapter_output_ratio(
     found = {}
     for name, steps in ratios.items():
         table = np.stack([np.concatenate(s) for s in steps])
-        late = table[1:] if n_steps > 1 else table
+        late = table[1:] if updates > 1 else table
         found[name] = {
             "per_step": table.mean(axis=1).tolist(),
             "mean": float(late.mean()),

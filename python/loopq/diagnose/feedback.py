@@ -65,7 +65,7 @@ def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trac
     with torch.no_grad():
         embedding = system.embed(batch)
         state = reference.states[0]
-        for t in range(n_steps):
+        for t in range(system.n_updates(n_steps)):
             entering = torch.lerp(reference.states[t], state, strength)
             state = system.step(entering, embedding, t, n_steps)
     return state

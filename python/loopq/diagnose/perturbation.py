@@ -143,7 +143,7 @@ def _weight_gradients(
         with torch.enable_grad():
             embedding = system.embed(batch)
             state = system.initial_state(batch, embedding)
-            for step in range(n_steps):
+            for step in range(system.n_updates(n_steps)):
                 state = system.step(state, embedding, step, n_steps)
             logits = system.predict(state, embedding).double()
             target = batch.input_ids.to(logits.device)

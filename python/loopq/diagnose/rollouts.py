@@ -32,9 +32,9 @@ class Trace:
     Parameters
     ----------
     states : list of Tensor
-        State before step 0 and after every step, N + 1 in all; empty where the system has no steps.
+        State before step 0 and after every update (`LoopedSystem.n_updates`); empty where the system has no steps.
     outputs : dict of int to Tensor, float32, shape (n_prompts, n_tokens, n_outputs)
-        Read-out after so many steps.
+        Read-out after so many steps; where that is the last step itself, from the state before it.
     """
 
     states: list[Tensor]
@@ -61,12 +61,10 @@ def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] 
             return Trace([], {n_steps: system.rollout(batch, n_steps).float()})
         embedding = system.embed(batch)
         states = [system.initial_state(batch, embedding)]
-        outputs = {}
-        wanted = set(range(1, n_steps + 1) if read is None else read)
-        for t in range(n_steps):
+        for t in range(system.n_updates(n_steps)):
             states.append(system.step(states[-1], embedding, t, n_steps))
-            if t + 1 in wanted:
-                outputs[t + 1] = system.predict(states[-1], embedding).float()
+        wanted = range(1, n_steps + 1) if read is None else sorted(set(read))
+        outputs = {n: system.predict(states[system.n_updates(n)], embedding).float() for n in wanted}
     return Trace(states, outputs)
 
 
@@ -104,8 +102,8 @@ class Comparison:
         KL(reference || other) in nats, mean over positions.
     output_error : ndarray, float64, shape (n_prompts, n_reads)
         Relative l2 error of the output.
-    state_error : ndarray, float64, shape (n_prompts, n_steps), or None
-        Relative l2 error of the state after every step; None without a step function.
+    state_error : ndarray, float64, shape (n_prompts, n_updates), or None
+        Relative l2 error of the state after every update; None without a step function.
     """
 
     steps: tuple[int, ...]
@@ -171,7 +169,7 @@ def compare(run: Trace, reference: Trace, logits: bool) -> Comparison:
         matches = np.stack([(a.argmax(-1) == b.argmax(-1)).sum(1).cpu().numpy() for a, b in pairs], axis=1)
         kl = np.stack([kl_divergence(a, b) for a, b in pairs], axis=1)
     states = None
-    if reference.states:
+    if len(reference.states) > 1:
         zipped = list(zip(run.states[1:], reference.states[1:], strict=True))
         states = np.stack([relative_error(a, b) for a, b in zipped], axis=1)
     return Comparison(

@@ -262,13 +262,13 @@ def _plain_attention() -> Iterator[None]:
 def final_state(
     system: LoopedSystem, batch: Batch, n_steps: int, bypass: Bypass | None = None
 ) -> tuple[Any, Any]:
-    """Return the embedding and the state after all steps, with or without the identity path."""
+    """Return the embedding and the state after all updates, with or without the identity path."""
     torch = require("torch")
     owner: Any = bypass or system
     with torch.no_grad():
         embedding = system.embed(batch)
         state = system.initial_state(batch, embedding)
-        for t in range(n_steps):
+        for t in range(system.n_updates(n_steps)):
             state = owner.step(state, embedding, t, n_steps)
     return embedding, state
 

@@ -61,7 +61,8 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
     n_steps : int
         Depth.
     truncate : int, optional
-        Only the last `truncate` steps carry gradients (truncated back-propagation); all when absent.
+        Only the last `truncate` steps carry gradients (truncated back-propagation), the readout among them where it
+        is a step itself; all when absent.
 
     Returns
     -------
@@ -86,7 +87,7 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
     state = system.initial_state(batch, embedding)
     first = n_steps - (truncate if truncate is not None else n_steps)
     recompute = _activation_bytes(system, batch, n_steps - max(first, 0)) > ACTIVATION_BYTES
-    for t in range(n_steps):
+    for t in range(system.n_updates(n_steps)):
         if t < first:
             with torch.no_grad():
                 state = system.step(state, embedding, t, n_steps)

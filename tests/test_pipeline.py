@@ -421,7 +421,7 @@ def test_nan_in_a_weight_is_named(loaded, tokens):
 
 
 def test_a_full_disk_leaves_nothing_behind(loaded, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr("loopq.checkpoint.files.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match="the disk has"):
         loopq.quantize(loaded, tokens, out=tmp_path / "out", **SETTINGS)
     assert not (tmp_path / "out").exists()

@@ -74,5 +74,5 @@ class Registry(Generic[T]):
         if name in self._entries:
             return self._entries[name]
         near = difflib.get_close_matches(name, self._entries, n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(f"unknown {self.kind} {name!r}{hint} Known: {', '.join(self.names())}")
+        hint = f" (did you mean {', '.join(near)}?)" if near else ""
+        raise ConfigError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self.names())}")

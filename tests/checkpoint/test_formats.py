@@ -335,7 +335,7 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
             continue
         with pytest.raises(CheckpointError, match=match):
             write_as(tmp_path / "x", whole, form)
-    with pytest.raises(ConfigError, match="unknown checkpoint format 'gtpq'; did you mean gptq"):
+    with pytest.raises(ConfigError, match=r"unknown checkpoint format 'gtpq' \(did you mean gptq\?\)"):
         write_as(tmp_path / "x", wide, "gtpq")
     with pytest.raises(ConfigError, match="no quantized layer"):
         write_as(tmp_path / "x", checkpoint(), "gptq")
@@ -368,10 +368,10 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeyp
     write_as(tmp_path / "g", whole, "gptq")
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         write_as(tmp_path / "g", whole, "compressed-tensors")
-    monkeypatch.setattr("loopq.checkpoint.hf_folder.free_bytes", lambda path: 10)
+    monkeypatch.setattr("loopq.checkpoint.files.free_bytes", lambda path: 10)
     with pytest.raises(CheckpointError, match="the disk has"):
         write_as(tmp_path / "x", whole, "gptq")
-    monkeypatch.setattr("loopq.checkpoint.hf_folder.free_bytes", lambda path: 1 << 40)
+    monkeypatch.setattr("loopq.checkpoint.files.free_bytes", lambda path: 1 << 40)
     monkeypatch.setattr("loopq.checkpoint.hf_folder.write_tensors", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_as(tmp_path / "x", whole, "gptq")

@@ -215,6 +215,7 @@ def test_spearman_with_ties_agrees_with_scipy():
     x, y = [1, 2, 2, 3, 5, 8], [2, 1, 4, 4, 9, 7]
     assert stats.spearman(x, y) == pytest.approx(scipy_stats.spearmanr(x, y).statistic)
     assert stats.spearman([1, 2, 3], [10, 100, 1000]) == pytest.approx(1.0)
+    assert stats.spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1.0)
     assert math.isnan(stats.spearman([1, 1, 1], [1, 2, 3]))
 
 

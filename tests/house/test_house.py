@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import inspect
 import os
 import re
@@ -89,6 +91,16 @@ def test_the_reference_holds_what_is_public_and_every_parameter_of_it():
     wanted = {"GL08", "SS03", "PR01", "PR02", "PR03"}
     wrong = {n: [e for e in validate(n)["errors"] if e[0] in wanted] for n in found}
     assert not {n: e for n, e in wrong.items() if e}
+
+
+def test_examples_of_docstrings_run():
+    files = [p for p in (ROOT / "python" / "loopq").rglob("*.py") if ">>> " in p.read_text("utf-8")]
+    assert files
+    for path in files:
+        name = ".".join(path.relative_to(ROOT / "python").with_suffix("").parts)
+        found = doctest.testmod(importlib.import_module(name))
+        assert found.attempted > 0, name
+        assert found.failed == 0, name
 
 
 RECIPE = """

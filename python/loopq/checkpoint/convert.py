@@ -12,7 +12,7 @@ from typing import Any
 from loopq import _native
 from loopq.checkpoint import FORMATS, hf_folder
 from loopq.checkpoint import native as store
-from loopq.checkpoint.files import RawTensor, read_json
+from loopq.checkpoint.files import RawTensor, new_folder, read_json
 from loopq.checkpoint.form import Export, Format, Ragged, Shelf, even_out, restore
 from loopq.checkpoint.layer import QuantizedLayer, check_settings
 from loopq.checkpoint.native import Checkpoint
@@ -280,7 +280,7 @@ def _write_foreign(
         RECORD: json.dumps(record, indent=1, sort_keys=True, allow_nan=False) + "\n",
         store.REPORT: store.report_lines(checkpoint.layers.values()),
     }
-    with hf_folder.new_folder(out, sum(t.data.size for t in tensors.values())) as folder:
+    with new_folder(out, sum(t.data.size for t in tensors.values())) as folder:
         hf_folder.write_files(folder, tensors, config, side, texts)
     notes = {name: fit.notes for name, fit in fitted.items() if fit.notes}
     copies = {name: modules[1:] for name, modules in owners.items() if len(modules) > 1}

@@ -260,3 +260,29 @@ def free_bytes(path: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
+    """Give a temporary folder beside `out`, renamed to it if the block ends well.
+
+    Raises
+    ------
+    CheckpointError
+        `out` exists and is not empty, or the disk is too small.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
+    free = free_bytes(out)
+    if n_bytes > free:
+        raise CheckpointError(f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}")
+    temporary = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

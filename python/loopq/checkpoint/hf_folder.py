@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from loopq.checkpoint.files import (
     RawTensor,
-    free_bytes,
     read_json,
     read_tensors,
     replacing,
@@ -102,32 +99,6 @@ def side_files(folder: Path, leave_out: frozenset[str]) -> dict[str, bytes]:
         for p in files
         if p.name not in weights and p.suffix not in (".safetensors", ".bin")
     }
-
-
-@contextlib.contextmanager
-def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
-    """Give a temporary folder beside `out`, renamed to it if the block ends well.
-
-    Raises
-    ------
-    CheckpointError
-        `out` exists and is not empty, or the disk is too small.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
-    free = free_bytes(out)
-    if n_bytes > free:
-        raise CheckpointError(f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}")
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_files(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from loopq import _native
 from loopq.checkpoint.files import (
     RawTensor,
     float_to_raw,
-    free_bytes,
+    new_folder,
     read_json,
     read_tensors,
     replacing,
@@ -105,26 +104,11 @@ def write(out: Path, checkpoint: Checkpoint) -> None:
     CheckpointError
         `out` exists and is not empty, or the disk is too small.
     """
-    if out.exists() and any(out.iterdir()):
-        raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
-    need = checkpoint.n_bytes
-    if need > free_bytes(out):
-        raise CheckpointError(
-            f"{out}: takes {need / 2**20:.1f} MiB, the disk has {free_bytes(out) / 2**20:.1f}"
-        )
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        _write_files(temporary, checkpoint)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with new_folder(out, checkpoint.n_bytes) as folder:
+        _write_files(folder, checkpoint)
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    folder.mkdir(parents=True)
     tensors = dict(checkpoint.dense)
     for layer in checkpoint.layers.values():
         tensors.update(layer.tensors())

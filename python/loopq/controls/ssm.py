@@ -181,7 +181,7 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     ]
     try:
         with torch.no_grad():
-            model(torch.as_tensor([list(ids)]), use_cache=False)
+            model(torch.as_tensor([list(ids)], device=mixer.A_log.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -201,7 +201,7 @@ def _check_scan(scan: Scan, seen: dict[str, Floats], layer: int, eps: float) -> 
     error = float(np.linalg.norm(scan.outputs() * gate - seen["out"]))
     # The feed-through D x may drown the states: their own part is what has to be right, up to the rounding
     # of the activations.
-    part = float(np.linalg.norm((scan.outputs() - scan.D * scan.x) * gate))
+    part = max(float(np.linalg.norm((scan.outputs() - scan.D * scan.x) * gate)), 1e-300)
     if not error <= 2e-2 * part + 4 * eps * float(np.linalg.norm(seen["out"])):
         raise SystemContractError(
             f"layer {layer}: the recomputed scan differs from the model's own by {error / part:.2e} of the "
@@ -296,7 +296,9 @@ def component_study(
         raise ConfigError(f"prompts need more than {late} tokens; the shortest has {min(map(len, prompts))}")
     mixers = find_mixers(model)
     errors = {
-        (layer, name): rounding_error(component_weight(mixers[layer], name).detach().double().numpy(), name)
+        (layer, name): rounding_error(
+            component_weight(mixers[layer], name).detach().double().cpu().numpy(), name
+        )
         for layer in layers
         for name in components
     }

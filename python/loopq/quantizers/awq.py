@@ -21,9 +21,9 @@ class AWQ:
     Notes
     -----
     a_j is the root mean square of channel j over the rows of the steps chosen (steps "first", "31", "all" give
-    the paper's three variants), s is scaled so that the geometric mean of its extremes is 1 and stored in
-    `scale_dtype`; inputs are divided by s at run time, or s is folded into what comes before. Power 0 is plain
-    rounding. Clipping is not searched.
+    the paper's three variants), s is scaled so that the geometric mean of its extremes is 1 and stored in float16;
+    inputs are divided by s at run time, or s is folded into what comes before. Power 0 is plain rounding. Clipping is
+    not searched.
     """
 
     needs_hessian = True

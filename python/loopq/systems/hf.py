@@ -81,9 +81,8 @@ def auto_class(config: Mapping[str, Any], trust_remote_code: bool) -> str:
         return kinds[1]
     if names:
         return kinds[2]
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return kinds[0] if config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else kinds[2]
+    causal = require("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return kinds[0] if config.get("model_type") in causal else kinds[2]
 
 
 def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
@@ -94,9 +93,8 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
     ConfigError
         The message says what would be run.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    known = config.get("model_type") in CONFIG_MAPPING_NAMES
+    names = require("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    known = config.get("model_type") in names
     if config.get("auto_map") and not known and not trust_remote_code:
         files = sorted({str(v).split(".")[0] + ".py" for v in config["auto_map"].values()})
         raise ConfigError(

@@ -156,23 +156,3 @@ def draw_labels(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.in
     uniform = np.random.default_rng(list(seed)).random(logp.shape[:-1]) * cumulative[..., -1]
     labels: NDArray[np.int64] = (cumulative < uniform[..., None]).sum(-1).clip(max=logp.shape[-1] - 1)
     return labels
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation, ties at their mean rank.
-
-    Examples
-    --------
-    >>> round(spearman([1, 2, 3], [10, 30, 20]), 6)
-    0.5
-    """
-    ranks = [_ranks(np.asarray(v, dtype=np.float64)) for v in (a, b)]
-    centred = [r - r.mean() for r in ranks]
-    scale = float(np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum()) / scale if scale > 0 else 0.0
-
-
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    below = (values[None, :] < values[:, None]).sum(1)
-    equal = (values[None, :] == values[:, None]).sum(1)
-    return np.asarray(below + (equal + 1) / 2, dtype=np.float64)

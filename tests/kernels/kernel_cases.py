@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -115,8 +116,10 @@ def make_problem(case: Case, seed: int = 1) -> Problem:
     return Problem(case, codes, scale_bits, x, bias, addend, expected)
 
 
-def run(problem: Problem, shared_bytes: int | None = None) -> np.ndarray:
-    """The emulated kernel's output as float32, gaps of `out` checked to be untouched."""
+def run(
+    problem: Problem, shared_bytes: int | None = None, gemm: Callable[..., np.ndarray] | None = None
+) -> np.ndarray:
+    """The kernel's output as float32, gaps of `out` checked to be untouched; by the host emulation or `gemm`."""
     case = problem.case
     flags = OUT_FLOAT32 * case.out_float32 | EVICT_FIRST
     stride = case.n + case.out_gap
@@ -135,7 +138,7 @@ def run(problem: Problem, shared_bytes: int | None = None) -> np.ndarray:
         problem.scale_bits.shape[0],
         flags,
     )
-    written = run_gemm(
+    written = (gemm or run_gemm)(
         case.variant,
         case.plan,
         x=problem.x,

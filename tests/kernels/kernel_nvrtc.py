@@ -42,6 +42,21 @@ def compile_cubin(source: str, name: str, options: list[str]) -> bytes:
     RuntimeError
         With the compiler's log.
     """
+    return _compile(source, name, options, "CUBIN")
+
+
+def compile_ptx(source: str, name: str, options: list[str]) -> str:
+    """The PTX, for options that name a virtual architecture (`compute_90`).
+
+    Raises
+    ------
+    RuntimeError
+        With the compiler's log.
+    """
+    return _compile(source, name, options, "PTX").rstrip(b"\0").decode()
+
+
+def _compile(source: str, name: str, options: list[str], result: str) -> bytes:
     nvrtc = library()
     assert nvrtc is not None, "ask library() first"
     program = ctypes.c_void_p()
@@ -50,18 +65,19 @@ def compile_cubin(source: str, name: str, options: list[str]) -> bytes:
     try:
         encoded = [option.encode() for option in options]
         status = nvrtc.nvrtcCompileProgram(program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded))
-        size = ctypes.c_size_t()
         if status:
-            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise RuntimeError(log.value.decode())
-        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
-        cubin = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetCUBIN(program, cubin)
-        return cubin.raw
+            raise RuntimeError(_text(nvrtc, program, "ProgramLog").decode())
+        return _text(nvrtc, program, result)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, text)
+    return text.value if what == "ProgramLog" else text.raw
 
 
 def _sections(cubin: bytes) -> dict[str, tuple[bytes, int]]:

@@ -1,0 +1,107 @@
+"""The kernels of `kernels/` through the PTX interpreter: programs by NVRTC, arrays, and a backend for the runner."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import kernel_nvrtc
+import numpy as np
+import ptx_parse
+from ptx_compile import Program
+from ptx_machine import launch
+from ptx_memory import Global, Region
+
+from loopq.kernels.load import Kernel
+from loopq.kernels.plan import Plan, Variant
+from loopq.kernels.sources import translation_unit
+
+GAP = 4096  # bytes that belong to nobody, between arrays
+GEMM = ("w4a16_gemm.cu", "loopq_w4a16_gemm")
+
+
+@cache
+def ptx_text(file: str, defines: tuple[str, ...], target: int) -> str:
+    """PTX of a kernel file with the loader's options, for compute_80 or compute_90."""
+    options = [f"-arch=compute_{target}", "-std=c++17", *defines]
+    return kernel_nvrtc.compile_ptx(translation_unit(file), file, options)
+
+
+@cache
+def program(kernel: Kernel, target: int) -> Program:
+    return programs(ptx_text(kernel.file, kernel.defines, target), target)[kernel.entry]
+
+
+def programs(text: str, target: int) -> dict[str, Program]:
+    return {name: Program(kernel, target) for name, kernel in ptx_parse.parse(text).items()}
+
+
+def gemm_program(variant: Variant, target: int) -> Program:
+    return program(Kernel(*GEMM, variant.defines), target)
+
+
+class Arrays:
+    """Copies of arrays at made-up addresses, `GAP` bytes apart."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.next = 0x7F0000000000
+
+    def place(
+        self, name: str, array: np.ndarray | None, writable: bool = False, constant: bool = False
+    ) -> tuple[int, np.ndarray]:
+        """Address and the copy that a launch works on."""
+        if array is None:
+            return 0, np.zeros(0)
+        data = np.frombuffer(bytearray(np.ascontiguousarray(array).tobytes()), np.uint8)
+        self.regions.append(Region(name, self.next, data, writable, constant))
+        address = self.next
+        self.next += -(-len(data) // 256) * 256 + GAP
+        return address, data.view(array.dtype).reshape(array.shape)
+
+
+def run_gemm(
+    variant: Variant,
+    plan: Plan,
+    *,
+    x: np.ndarray,
+    weights: np.ndarray,
+    scales: np.ndarray,
+    out: np.ndarray,
+    scalars: tuple[int, ...],
+    bias: np.ndarray | None = None,
+    addend: np.ndarray | None = None,
+    seed: int = 0,
+    shared_bytes: int | None = None,
+    target: int = 80,
+    code: Program | None = None,
+) -> np.ndarray:
+    """One launch, as `kernel_emulation.run_gemm`; `code` in place of the kernel's own PTX. Returns the output."""
+    tokens, n = scalars[:2]
+    pairs = (n // 16 + 1) // 2
+    arrays = Arrays()
+    split = plan.slices > 1
+    partials = np.full(plan.slices * pairs * 256 * variant.token_tiles, np.nan, np.float32) if split else None
+    placed = [
+        arrays.place("x", x),
+        arrays.place("weights", weights, constant=True),
+        arrays.place("scales", scales, constant=True),
+        arrays.place("out", out, writable=True),
+        arrays.place("bias", bias),
+        arrays.place("addend", addend),
+        arrays.place("partials", partials, writable=True),
+        arrays.place("counters", np.zeros(pairs, np.uint32), writable=True),
+    ]
+    if shared_bytes is None:
+        shared_bytes = plan.shared_bytes(tokens, variant.token_tiles)
+    launch(
+        code or gemm_program(variant, target),
+        (plan.blocks, plan.slices),
+        plan.warps * 32,
+        shared_bytes,
+        [*(address for address, _ in placed), *(np.int32(v) for v in scalars)],
+        Global(arrays.regions),
+        seed,
+        overlap=target >= 90,
+    )
+    assert not placed[7][1].any(), "the kernel must leave its counters at zero"
+    return placed[3][1].copy()

@@ -15,7 +15,7 @@ from loopq.kernels.load import Kernel
 from loopq.kernels.plan import Plan, Variant
 from loopq.kernels.sources import translation_unit
 
-GAP = 4096  # bytes that belong to nobody, between arrays
+GAP = 1 << 20  # bytes that belong to nobody, between arrays
 GEMM = ("w4a16_gemm.cu", "loopq_w4a16_gemm")
 
 

@@ -81,6 +81,8 @@ def _odd_f32(values: Array) -> Array:
     """float64 to float32, rounded to odd."""
     near = values.astype(np.float32)
     back = near.astype(np.float64)
+    if (back == values).all():
+        return near
     wrong = np.isfinite(near) & (back != values) & ((near.view(np.uint32) & np.uint32(1)) == 0)
     outward = np.abs(values) > np.abs(back)
     bits = near.view(np.uint32)

@@ -124,6 +124,7 @@ class _Body:
 
     def __init__(self, text: str, match: re.Match[str], end: int, symbols: dict[str, int]) -> None:
         self.text, self.at, self.end = text, match.end(), end - 1
+        self.line = text.count("\n", 0, self.at) + 1
         self.name, self.symbols = match[1], symbols
         self.parameters = []
         for part in filter(None, (p.strip() for p in match[2].split(","))):
@@ -158,13 +159,15 @@ class _Body:
 
     def _skip_space(self) -> bool:
         while self.at < self.end and self.text[self.at].isspace():
+            self.line += self.text[self.at] == "\n"
             self.at += 1
         return self.at < self.end
 
     def _statement(self) -> None:
         stop = self.text.index(";", self.at)
-        statement = " ".join(self.text[self.at : stop].split())
-        line = self.text.count("\n", 0, self.at) + 1
+        raw, line = self.text[self.at : stop], self.line
+        statement = " ".join(raw.split())
+        self.line += raw.count("\n")
         self.at = stop + 1
         if statement.startswith(".reg "):
             self._declare(statement, line)

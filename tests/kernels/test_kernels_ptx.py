@@ -72,11 +72,20 @@ def test_tokens(target: int, bulk: bool, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "bulk", "group"), [(80, False, 128), (90, False, 32), (90, True, 32)], ids=str
+    ("activation", "scales", "target", "bulk", "group"),
+    [
+        ("bf16", "bf16", 80, False, 128),
+        ("bf16", "bf16", 90, True, 32),
+        ("bf16", "fp16", 90, False, 32),
+        ("bf16", "fp16", 90, True, 128),
+        ("fp16", "f32", 80, False, 32),
+        ("fp16", "f32", 90, True, 128),
+        ("fp16", "bf16", 90, False, 128),
+        ("fp16", "fp16", 80, False, 32),
+    ],
 )
-@pytest.mark.parametrize("scales", ["f32", "bf16", "fp16"])
-@pytest.mark.parametrize("activation", ["bf16", "fp16"])
 def test_types(activation: str, scales: str, target: int, bulk: bool, group: int) -> None:
+    """Each pair of types on some way; `test_every_variant` has them all."""
     check(Case(k=352, n=48, tokens=4, activation=activation, scales=scales, bulk=bulk, group=group), target)
 
 

@@ -15,7 +15,7 @@ from ptx_numbers import LANES
 from ptx_parse import PtxError
 from ptx_warp import FULL, THREADS_PER_BLOCK, Launch, WarpMemory
 
-_QUANTUM = 48  # basic blocks that a warp runs at most before another may
+_QUANTA = (1, 2, 4, 48)  # basic blocks that a warp runs before another may
 
 
 @dataclass
@@ -137,7 +137,7 @@ class BlockRun:
             self._wake()
         elif ready:
             warp = order.choice(ready)
-            warp.run(order.randint(1, _QUANTUM))
+            warp.run(order.choice(_QUANTA))
             if not warp.waiting:
                 self._wake()
         elif len(live) == len(self.warps) and all(warp.at_barrier for warp in live):

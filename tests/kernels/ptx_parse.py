@@ -48,7 +48,7 @@ class Block:
     branch: Instruction | None = None
     target: int = -1  # of the branch
     next: int = -1  # falls through to; -1: nowhere
-    pause: bool = False  # ends with an instruction at which the warp stops (a block barrier)
+    pause: bool = False  # ends with a block barrier, at which the warp stops
 
     @property
     def successors(self) -> list[int]:
@@ -79,6 +79,7 @@ _PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+([\w$]+)$")
 _SHARED = re.compile(r"\.extern\s+\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[\]\s*;")
 _ENDS = {"bra", "ret", "exit"}
 _PAUSES = {"bar", "barrier"}  # bar.warp is no pause: the warp runs on
+_YIELDS = {"atom", "fence"}  # other blocks may come in between
 
 
 def parse(text: str) -> dict[str, Kernel]:
@@ -233,8 +234,9 @@ class _Body:
                 last.next = len(blocks) - 1 if statement.guard else -1
                 continue
             last.instructions.append(statement)
-            if base in _PAUSES and statement.words[1] != "warp":
-                last.pause = True
+            pauses = base in _PAUSES and statement.words[1] != "warp"
+            if pauses or base in _YIELDS:
+                last.pause = pauses
                 blocks.append(Block())
                 last.next = len(blocks) - 1
         for block in blocks:

@@ -74,6 +74,7 @@ def run_gemm(
     shared_bytes: int | None = None,
     target: int = 80,
     code: Program | None = None,
+    limit: int = 5_000_000,
 ) -> np.ndarray:
     """One launch, as `kernel_emulation.run_gemm`; `code` in place of the kernel's own PTX. Returns the output."""
     tokens, n = scalars[:2]
@@ -102,6 +103,7 @@ def run_gemm(
         Global(arrays.regions),
         seed,
         overlap=target >= 90,
+        limit=limit,
     )
     assert not placed[7][1].any(), "the kernel must leave its counters at zero"
     return placed[3][1].copy()

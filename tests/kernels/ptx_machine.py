@@ -57,6 +57,7 @@ class Warp(WarpMemory):
     def run(self, blocks: int) -> None:
         """Runs up to `blocks` basic blocks, or to a block barrier, a failed wait or the end."""
         program = self.launch.program
+        self.launch.blocks_left -= blocks
         for _ in range(blocks):
             path = self.paths[-1]
             if path.block == path.meet:
@@ -171,6 +172,7 @@ def launch(
     memory: Global,
     seed: int = 0,
     overlap: bool = False,
+    limit: int = 5_000_000,
 ) -> None:
     """Runs one launch to its end.
 
@@ -187,6 +189,8 @@ def launch(
         Of the order of blocks, warps, diverged lanes and bulk copies.
     overlap : bool
         Refuse whatever touches an array that is not `constant` before griddepcontrol.wait.
+    limit : int
+        Basic blocks after which the launch counts as one without end.
 
     Raises
     ------
@@ -198,7 +202,7 @@ def launch(
         raise PtxError(f"{kernel.name}: {threads} threads; it is compiled for {kernel.max_threads}")
     parameters = program.bind(arguments)
     order = random.Random(seed)
-    run = Launch(program, grid, threads, shared_bytes, parameters, memory, order, overlap)
+    run = Launch(program, grid, threads, shared_bytes, parameters, memory, order, overlap, limit)
     coming = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
     order.shuffle(coming)
     at_once = order.randint(1, 6)
@@ -211,3 +215,5 @@ def launch(
             block.step()
             if block.done:
                 resident.remove(block)
+            if run.blocks_left < 0:
+                raise PtxError(f"{kernel.name}: no end after {limit} basic blocks")

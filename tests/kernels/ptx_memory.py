@@ -41,6 +41,10 @@ class Clock:
         self.stamp = self.floor | (self.warp_epoch << _WARP)
         self.stamps = self.stamp | self.threads
 
+    def several(self, lanes: Array) -> int:
+        """One stamp for what these lanes do now."""
+        return int(self.stamps[lanes[0]]) if len(lanes) == 1 else self.stamp | _ANY_LANE | self.warp
+
 
 def comes_first(stamps: Array, clock: Clock, lanes: Array) -> Array:
     """Whether accesses with these stamps (lane, word) are ordered before what `lanes` do now."""

@@ -49,6 +49,7 @@ def execute(
     seed: int = 0,
     target: int = 90,
     overlap: bool = False,
+    limit: int = 100_000,
 ) -> np.ndarray:
     """Output words, uint32 (threads of the grid, 8); 0xEEEEEEEE where nothing was stored.
 
@@ -64,7 +65,7 @@ def execute(
     to, out = arrays.place("out", np.full((total, WORDS), 0xEEEEEEEE, np.uint32), writable=True)
     kernel = ptx_parse.parse(f"{_HEAD}{body}\n    ret;\n}}\n")["snippet"]
     code = Program(kernel, target)
-    launch(code, (blocks, 1), threads, shared, [source, to], Global(arrays.regions), seed, overlap)
+    launch(code, (blocks, 1), threads, shared, [source, to], Global(arrays.regions), seed, overlap, limit)
     return out
 
 

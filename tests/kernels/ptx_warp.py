@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -43,8 +44,12 @@ class Launch:
     memory: Global
     order: random.Random
     waits_for_earlier: bool  # launched so that it may overlap the kernel before it
+    blocks_left: int  # basic blocks that may still run: what loops without end is stopped
     time: int = 0
-    fences: dict[int, int] = field(default_factory=dict)  # thread of the grid: time of its last fence
+    fences: dict[int, list[int]] = field(default_factory=dict)  # thread of the grid: times of its fences
+    counted: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # block, address: time of its last atomic
 
 
 class WarpMemory:
@@ -56,6 +61,9 @@ class WarpMemory:
         self.waiting = self.waited = False
         self.committed = np.zeros(32, np.int64)
         self.copies: list[AsyncCopy] = []
+        self.atomic = -1  # stamp of this warp's last atomic
+        self.counters: set[int] = set()  # addresses of its atomics
+        self.acquired = np.full(32, -1, np.int64)  # time of each lane's last fence behind an atomic
         self.thread = block * THREADS_PER_BLOCK + number * 32 + LANES
         self.parameters = launch.parameters
 
@@ -90,9 +98,14 @@ class WarpMemory:
         self.clock.tick()
 
     def fence(self, mask: Array | None) -> None:
+        """fence.gpu: publishes what these threads wrote, and takes in what atomics before it have seen."""
         self.launch.time += 1
-        for thread in self.thread[_lanes(mask)].tolist():
-            self.launch.fences[thread] = self.launch.time
+        lanes = _lanes(mask)
+        for thread in self.thread[lanes].tolist():
+            self.launch.fences.setdefault(thread, []).append(self.launch.time)
+        if self.atomic >= 0:
+            behind = comes_first(np.full((len(lanes), 1), self.atomic), self.clock, lanes)[:, 0]
+            self.acquired[lanes[behind]] = self.launch.time
 
     def earlier_kernel_done(self) -> None:
         self.waited = True
@@ -154,6 +167,11 @@ class WarpMemory:
     def atomic_add(self, mask: Array | None, addresses: Array, values: Array) -> Array:
         """atom.global.add.u32, lane after lane: the value before."""
         lanes = _lanes(mask)
+        self.launch.time += 1
+        for address in addresses[lanes].tolist():
+            self.launch.counted[self.block_number, address] = self.launch.time
+            self.counters.add(address)
+        self.atomic = self.clock.several(lanes)
         old = np.zeros(32, np.uint32)
         for region, places, offsets in self.launch.memory.find(addresses[lanes], 4, lanes, writes=True):
             self._allowed(region)
@@ -191,13 +209,30 @@ class WarpMemory:
             raise PtxError(
                 f"{region.name}: another block wrote this; L1 may hold what was before (use ld.global.cg)"
             )
-        when, fences = region.when[pieces], self.launch.fences
-        written = np.array([fences.get(t, -1) for t in writer[away].tolist()])
-        read = np.broadcast_to(
-            np.array([fences.get(t, -1) for t in self.thread[lanes].tolist()])[:, None], when.shape
-        )
-        if (written <= when[away]).any() or (read[away] <= when[away]).any():
-            raise PtxError(f"{region.name}: another block wrote this, with no fence between")
+        self._check_published(region, pieces, away, lanes)
+
+    def _check_published(self, region: Region, pieces: Array, away: Array, lanes: Array) -> None:
+        """Of another block's write: write, fence, atomic there; then atomic at the same address, fence, read here.
+
+        Atomics of other warps of this block do not count, even behind a block barrier.
+        """
+        latest = np.zeros(len(lanes), np.int64)
+        for lane, piece in np.argwhere(away):
+            at = pieces[lane, piece]
+            writer = int(region.writer[at])
+            fences = self.launch.fences.get(writer, [])
+            first = bisect_right(fences, int(region.when[at]))
+            block, counted = writer // THREADS_PER_BLOCK, self.launch.counted
+            published = max((counted.get((block, address), -1) for address in self.counters), default=-1)
+            if first == len(fences) or published < fences[first]:
+                raise PtxError(
+                    f"{region.name}: another block wrote this, with no fence between that and an atomic"
+                )
+            latest[lane] = max(latest[lane], fences[first])
+        if (self.acquired[lanes] < latest).any():
+            raise PtxError(
+                f"{region.name}: another block wrote this, with no fence between an atomic and here"
+            )
 
     # ---- copies -------------------------------------------------------------------------------------------------
 

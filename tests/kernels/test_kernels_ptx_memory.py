@@ -282,8 +282,9 @@ def test_blocks_meet_at_a_counter() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (PUBLISH + COUNT + GPU + COLLECT, "another block wrote this, with no fence between"),
-        (PUBLISH + GPU + COUNT + COLLECT, "another block wrote this, with no fence between"),
+        (PUBLISH + COUNT + GPU + COLLECT, "no fence between that and an atomic"),
+        (PUBLISH + GPU + COUNT + COLLECT, "no fence between an atomic and here"),
+        (PUBLISH + GPU + GPU + COLLECT, "with no fence between that and an atomic"),
         (
             PUBLISH + GPU + COUNT + GPU + COLLECT.replace("ld.global.cg", "ld.global"),
             "L1 may hold what was before",
@@ -293,6 +294,23 @@ def test_blocks_meet_at_a_counter() -> None:
 )
 def test_what_blocks_must_not_do(body: str, message: str) -> None:
     refused(body, message, blocks=2)
+
+
+def test_a_lane_takes_in_what_another_lane_counted_behind_a_barrier_only() -> None:
+    """Lane 0 counts, all lanes fence and read: the fence of lane 1 may come first unless a barrier keeps it back."""
+    body = (
+        "add.s32 %r1, %r61, 50; st.global.u32 [%d4], %r1;" + GPU + WARP_BARRIER + "setp.eq.s32 %p1, %r60, 0;"
+    )
+    body += "mov.u32 %r2, 0; @%p1 atom.global.add.u32 %r2, [%d2+8], 1; {barrier}" + GPU
+    body += "shfl.sync.idx.b32 %r2, %r2, 0, 31, 0xffffffff; setp.eq.u32 %p2, %r2, 0xEEEEEEEE; @%p2 ret;"
+    body += "xor.b32 %r3, %r62, 32; mul.wide.u32 %d6, %r3, 32; add.s64 %d6, %d6, %d2; ld.global.cg.u32 %r4, [%d6];"
+    execute(body.format(barrier=WARP_BARRIER), blocks=2)
+    refused(body.format(barrier=""), "no fence between an atomic and here", blocks=2)
+
+
+def test_a_loop_without_end_is_stopped() -> None:
+    with pytest.raises(PtxError, match="no end after 5000 basic blocks"):
+        execute("again: bra again;", limit=5000)
 
 
 def test_threads_of_a_block_share_global_memory_over_barriers() -> None:

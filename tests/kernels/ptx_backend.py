@@ -141,4 +141,4 @@ class PtxBackend:
 
 
 def _bytes_at(address: int, n_bytes: int) -> np.ndarray:
-    return np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))

@@ -52,7 +52,6 @@ class Program:
     def __init__(self, kernel: Kernel, target: int) -> None:
         self.kernel, self.target = kernel, target
         self.slots: dict[str, int] = {}
-        self.specials: dict[str, int] = {}
         self.constants: dict[tuple[int, str], str] = {}
         self._functions: dict[tuple[int, bool], Callable[..., Any]] = {}
         self._lines: dict[str, list[Instruction]] = {}
@@ -70,25 +69,31 @@ class Program:
             "join": _join,
             "checked": _checked,
         }
-        # Everything is translated once, so that an unknown instruction is found even where no test runs.
-        for register in kernel.registers:
+        for register in (*kernel.registers, *_SPECIALS):
             self.slots[register] = len(self.slots)
-        self.sources = {
-            (index, full): _BlockWriter(self, full).source(block)
-            for index, block in enumerate(kernel.blocks)
-            for full in (True, False)
-        }
 
     def function(self, index: int, full: bool) -> Callable[..., Any]:
         found = self._functions.get((index, full))
         if found is None:
-            source, lines = self.sources[index, full]
+            source, lines = _BlockWriter(self, full).source(self.kernel.blocks[index])
             file = f"<ptx {self.kernel.name} {index} {full}>"
             self._lines[file] = lines
             scope: dict[str, Any] = {}
             exec(compile(source, file, "exec"), self.names, scope)
             found = self._functions[index, full] = scope["block"]
         return found
+
+    def understand(self) -> None:
+        """Translates every block, also those that no run comes to.
+
+        Raises
+        ------
+        PtxError
+            That names an instruction, modifier or operand that is not known.
+        """
+        for index in range(len(self.kernel.blocks)):
+            self.function(index, True)
+            self.function(index, False)
 
     def describe(self, file: str, line: int) -> str:
         """The PTX instruction behind a line of generated code."""
@@ -106,11 +111,6 @@ class Program:
             array.flags.writeable = False
             self.names[name] = array
         return self.constants[key]
-
-    def special(self, name: str) -> int:
-        if name not in self.specials:
-            self.specials[name] = self.slots[name] = len(self.slots)
-        return self.specials[name]
 
     def bind(self, arguments: Sequence[Any]) -> dict[str, Array]:
         """Parameters by name from launch arguments.
@@ -196,7 +196,7 @@ class _BlockWriter:
         """Expression of an operand as the type that the instruction names."""
         declared = self.kind_of(operand)
         if declared is not None:
-            slot = self.program.special(operand) if operand in _SPECIALS else self.program.slots[operand]
+            slot = self.program.slots[operand]
             have, want = storage(declared), DTYPES[kind]
             if have != want and (have == "bool" or want == "bool" or have[1:] != want[1:]):
                 raise self.fail(f"{operand} of type .{declared} where .{kind} is needed")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import kernel_nvrtc
 import numpy as np
 import ptx_parse
+from kernel_emulation import ROOT
 from ptx_compile import Program
 from ptx_machine import launch
 from ptx_memory import Global, Region
@@ -21,9 +25,18 @@ GEMM = ("w4a16_gemm.cu", "loopq_w4a16_gemm")
 
 @cache
 def ptx_text(file: str, defines: tuple[str, ...], target: int) -> str:
-    """PTX of a kernel file with the loader's options, for compute_80 or compute_90."""
+    """PTX of a kernel file with the loader's options, for compute_80 or compute_90; kept per state of the source."""
+    source = translation_unit(file)
     options = [f"-arch=compute_{target}", "-std=c++17", *defines]
-    return kernel_nvrtc.compile_ptx(translation_unit(file), file, options)
+    nvrtc = Path(str(getattr(kernel_nvrtc.library(), "_name", "")))
+    key = "\0".join((source, *options, str(nvrtc), str(nvrtc.stat().st_mtime_ns)))
+    kept = ROOT / ".cache" / "kernel-ptx" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.ptx"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, suffix=".ptx", delete=False) as scratch:
+            scratch.write(kernel_nvrtc.compile_ptx(source, file, options))
+        Path(scratch.name).replace(kept)
+    return kept.read_text()
 
 
 @cache

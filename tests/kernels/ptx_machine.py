@@ -44,8 +44,8 @@ class Warp(WarpMemory):
         values |= {"%ctaid.x": self.block.x, "%ctaid.y": self.block.y, "%ctaid.z": 0}
         values |= {"%nctaid.x": launch.grid[0], "%nctaid.y": launch.grid[1], "%nctaid.z": 1}
         registers: list[Any] = [UNWRITTEN_REGISTER] * len(launch.program.slots)
-        for name, slot in launch.program.specials.items():
-            registers[slot] = np.full(32, values[name], np.uint32)
+        for name, value in values.items():
+            registers[launch.program.slots[name]] = np.full(32, value, np.uint32)
         return registers
 
     @property

@@ -109,12 +109,14 @@ def ex2(a: Array, flush: bool) -> Array:
     """ex2.approx: the ISA allows 2 units in the last place; this is the correctly rounded value."""
     with np.errstate(all="ignore"):
         result = np.exp2(a.astype(np.float64)).astype(np.float32)
-    return np.where(np.abs(result) < 2.0**-126, np.float32(0), result) if flush else result
+    flushed: Array = np.where(np.abs(result) < 2.0**-126, np.float32(0), result)
+    return flushed if flush else result
 
 
 def saturate(a: Array) -> Array:
     """The modifier .sat of float32: into [0, 1], NaN to 0."""
-    return np.where(np.isnan(a), np.float32(0), np.clip(a, np.float32(0), np.float32(1)))
+    result: Array = np.where(np.isnan(a), np.float32(0), np.clip(a, np.float32(0), np.float32(1)))
+    return result
 
 
 # ---- integers -------------------------------------------------------------------------------------------------
@@ -123,22 +125,26 @@ def saturate(a: Array) -> Array:
 def divide(a: Array, b: Array) -> Array:
     """div of integers, towards zero. Division by zero has no defined result: 0 here, refused where it is active."""
     safe = np.where(b == 0, b.dtype.type(1), b)
+    quotient: Array = a // safe
     if a.dtype.kind == "u":
-        return a // safe
-    quotient = a // safe
-    return quotient + ((quotient * safe != a) & ((a < 0) != (safe < 0))).astype(a.dtype)
+        return quotient
+    rounded_down = (quotient * safe != a) & ((a < 0) != (safe < 0))
+    result: Array = quotient + rounded_down.astype(a.dtype)
+    return result
 
 
 def remainder(a: Array, b: Array) -> Array:
     """rem: the sign of the dividend."""
-    return a - divide(a, b) * b
+    result: Array = a - divide(a, b) * b
+    return result
 
 
 def shift_left(a: Array, count: Array) -> Array:
     """shl: counts beyond the width give zero."""
     width = a.dtype.itemsize * 8
     limited = np.minimum(count, np.uint32(width - 1)).astype(a.dtype)
-    return np.where(count >= width, a.dtype.type(0), a << limited)
+    result: Array = np.where(count >= width, a.dtype.type(0), a << limited)
+    return result
 
 
 def shift_right(a: Array, count: Array) -> Array:
@@ -146,7 +152,8 @@ def shift_right(a: Array, count: Array) -> Array:
     width = a.dtype.itemsize * 8
     limited = np.minimum(count, np.uint32(width - 1)).astype(a.dtype)
     shifted = a >> limited
-    return shifted if a.dtype.kind == "i" else np.where(count >= width, a.dtype.type(0), shifted)
+    result: Array = shifted if a.dtype.kind == "i" else np.where(count >= width, a.dtype.type(0), shifted)
+    return result
 
 
 def multiply_high(a: Array, b: Array) -> Array:

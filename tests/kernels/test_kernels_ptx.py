@@ -6,6 +6,7 @@ The interpreter is written from the PTX ISA and knows nothing of `kernels/` or i
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -29,10 +30,12 @@ from test_kernels_rollout import (
 )
 
 from loopq.kernels import fused
+from loopq.kernels.launch import launch_dequantize, prove
 from loopq.kernels.layout import pack_w4
 from loopq.kernels.plan import Variant
 from loopq.kernels.rollout import LoopParts, RolloutRunner, reference_rollout
-from loopq.kernels.w4a16 import dequantize_packed, launch_dequantize
+from loopq.kernels.sources import kernel_sources
+from loopq.kernels.w4a16 import dequantize_packed
 
 pytestmark = pytest.mark.skipif(
     kernel_nvrtc.library() is None,
@@ -263,6 +266,18 @@ def test_dequantize(target: int, dtype: torch.dtype, scale_dtype: torch.dtype) -
         assert torch.equal(out, dequantize_packed(packed, scales, 224, group).to(dtype))
 
 
+@pytest.mark.parametrize(
+    ("variant", "target"),
+    [
+        (Variant("bf16", 1, 3, 4, False), 80),
+        (Variant("fp16", 1, 0, 4, False), 80),
+        (Variant("bf16", 1, 0, 4, True), 90),
+    ],
+)
+def test_the_proof_at_the_first_call_holds(variant: Variant, target: int) -> None:
+    prove(variant, PtxBackend(target))
+
+
 # ---- whole steps ------------------------------------------------------------------------------------------------
 
 
@@ -294,13 +309,16 @@ def test_rollouts(target: int, sequences: int, tokens: int, hoist: bool) -> None
 
 @by_target
 def test_every_kernel_is_understood(target: int) -> None:
-    """Translation fails on an unknown instruction, also in code that no test above runs."""
+    """Also code that no test above runs: an unknown instruction, modifier or operand is an error."""
     defines = {
-        "w4a16_gemm.cu": Variant("fp16", 4, 2, 3, target == 90, "bf16").defines,
+        "w4a16_gemm.cu": Variant("fp16", 4, 2, 4, target == 90, "bf16").defines,
         "fused_ops.cu": ("-DLQ_IO=Bf16Io",),
         "w4_dequantize.cu": ("-DLQ_FLOAT16=true",),
     }
-    entries = [
-        set(ptx_kernels.programs(ptx_kernels.ptx_text(f, d, target), target)) for f, d in defines.items()
-    ]
-    assert sum(map(len, entries)) == 5
+    understood = set()
+    for file, given in defines.items():
+        for name, code in ptx_kernels.programs(ptx_kernels.ptx_text(file, given, target), target).items():
+            code.understand()
+            understood.add(name)
+    entries = {name for text in kernel_sources().values() for name in re.findall(r"\b(loopq_\w+)\(\n", text)}
+    assert understood == entries

@@ -108,6 +108,10 @@ def test_halves_are_packed_low_first() -> None:
         # A product rounded before the sum would give 0x3F82.
         ("bf16x2", 0x3F81, 0x3F81, 0x3B80, 0x3F83),
         ("bf16x2", 0x4307, 0x3F80, 0xC308, 0xBF80),  # 135 - 136: a code of 7 is -1
+        ("bf16x2", 0x000F, 0x7F00, 0x0000, 0x3E70),  # subnormal: 15 * 2^-133 * 2^127
+        ("bf16x2", 0x0001, 0x3F00, 0x0000, 0x0000),  # half of the smallest: a tie, to even
+        ("bf16x2", 0x0003, 0x3F00, 0x0000, 0x0002),
+        ("f16x2", 0x000F, 0x7800, 0x0000, 0x2780),
         ("f16x2", 0x3C20, 0x3C10, 0x0001, 0x3C31),
         ("f16x2", 0x3C20, 0x3C10, 0x0000, 0x3C30),
         ("f16x2", 0x64F0, 0x2C00, 0xD480, 0x4700),  # (1024 + 16 * 15) / 16 - 72 = 7

@@ -111,9 +111,10 @@ MUTANTS: dict[str, tuple[str, str | Callable[[re.Match[str]], str], list[tuple[i
         BOTH_WAYS,
         "wrong result",
     ),
-    "and for or": (
-        rf"or\.b32(\s+{REGISTER}, {REGISTER}, 1124090624;)",
-        r"and.b32\1",
+    # ptxas makes one LOP3 of such an AND and what follows it.
+    "a narrower mask": (
+        rf"and\.b32(\s+{REGISTER}, {REGISTER}, )983055;",
+        r"and.b32\g<1>458759;",
         BOTH_WAYS,
         "wrong result",
     ),

@@ -124,7 +124,7 @@ def test_ranges_of_k(target: int, bulk: bool, k_begin: int, k_end: int) -> None:
 
 @by_way
 def test_any_order_and_any_batch_give_the_same_bits(target: int, bulk: bool) -> None:
-    case = Case(k=832, n=112, tokens=7, blocks=2, slices=3, warps=3, bulk=bulk)
+    case = Case(k=608, n=112, tokens=7, blocks=2, slices=3, warps=3, bulk=bulk)
     first = check(case, target)
     for seed in (1, 2, 3):
         np.testing.assert_array_equal(interpret(make_problem(replace(case, seed=seed)), target), first)
@@ -147,7 +147,7 @@ def test_weights_are_exact(target: int, activation: str) -> None:
 @pytest.mark.parametrize(("group", "tokens"), [(32, 7), (64, 3), (128, 16), (128, 32), (-1, 5)])
 def test_same_bits_as_the_host_emulation(target: int, bulk: bool, group: int, tokens: int) -> None:
     """Both add a fragment's products in float64 and round once, so only a defect of one of them can differ."""
-    case = Case(k=992, n=80, tokens=tokens, group=group, bulk=bulk, blocks=2, slices=2, warps=3)
+    case = Case(k=608, n=80, tokens=tokens, group=group, bulk=bulk, blocks=2, slices=2, warps=3)
     problem = make_problem(case)
     np.testing.assert_array_equal(interpret(problem, target), run(problem))
 
@@ -158,15 +158,13 @@ def test_huginn_width_at_full_length() -> None:
 
 @pytest.mark.slow
 @by_way
-def test_every_variant(target: int, bulk: bool) -> None:
-    for activation in ("bf16", "fp16"):
-        for scales in ("f32", "bf16", "fp16"):
-            for group in (32, 64, 128, 256, -1):
-                for tokens in (1, 8, 16, 32):
-                    case = Case(
-                        k=736, n=80, tokens=tokens, group=group, bulk=bulk, blocks=2, slices=2, warps=3
-                    )
-                    check(replace(case, activation=activation, scales=scales, seed=group + tokens), target)
+@pytest.mark.parametrize("scales", ["f32", "bf16", "fp16"])
+@pytest.mark.parametrize("activation", ["bf16", "fp16"])
+def test_every_variant(target: int, bulk: bool, activation: str, scales: str) -> None:
+    for group in (32, 64, 128, 256, -1):
+        for tokens in (1, 8, 16, 32):
+            case = Case(k=736, n=80, tokens=tokens, group=group, bulk=bulk, blocks=2, slices=2, warps=3)
+            check(replace(case, activation=activation, scales=scales, seed=group + tokens), target)
 
 
 @pytest.mark.slow
@@ -224,7 +222,7 @@ def test_add_norm_in_place() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("sequences", "tokens", "heads", "head", "biased"),
-    [(1, 1, 1, 8, False), (2, 7, 2, 96, True), (1, 5, 1, 128, True), (1, 37, 1, 8, False)],
+    [(1, 1, 1, 8, False), (2, 7, 2, 96, True), (1, 5, 1, 128, True), (1, 33, 1, 8, False)],
 )
 def test_rope_attention(
     target: int, dtype: torch.dtype, sequences: int, tokens: int, heads: int, head: int, biased: bool

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from loopq.calibrate.data import TokenSet, from_ids, read_tokens, windows
+from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
 from loopq.errors import CalibrationError, ConfigError
 from loopq.systems.load import encode_bytes
 
@@ -66,6 +66,9 @@ def test_bytes_of_prompts_are_those_of_the_tokens_that_are_kept(tmp_path):
         ("e.jsonl", b"", "no token sequences"),
         ("f.jsonl", b'{"text": ""}', "prompt 0 is empty"),
         ("g.npy", b"nonsense", "cannot be read as an array"),
+        ("h.jsonl", b'{"text": 5}', "line 1: field 'text' must be text; got 5"),
+        ("i.jsonl", b'{"input_ids": [1, "a"]}', "line 1: 'input_ids' must be a list of whole numbers"),
+        ("j.jsonl", b'{"input_ids": [[1], [2, 3]]}', "line 1: 'input_ids' must be a list of whole numbers"),
     ],
 )
 def test_bad_files_are_refused(tmp_path, name, content, match):
@@ -92,3 +95,17 @@ def test_settings_are_checked():
 def test_digest_tells_sequences_apart():
     assert from_ids([[1, 2], [3]]).digest() != from_ids([[1], [2, 3]]).digest()
     assert from_ids([[1, 2]]).digest() == from_ids([np.array([1, 2])]).digest()
+
+
+def test_ids_that_the_model_does_not_have_are_named_with_their_place():
+    made = from_ids([[1, 2], [3, 256]], "ids.npy")
+    check_vocabulary(made, 257)
+    with pytest.raises(CalibrationError, match=r"ids.npy: prompt 1, position 1: token id 256; .* 0 to 255"):
+        check_vocabulary(made, 256)
+    with pytest.raises(CalibrationError, match="token id -1"):
+        check_vocabulary(from_ids([[-1]]), 256)
+
+
+def test_no_prompts_are_not_too_little_text():
+    with pytest.raises(ConfigError, match="n_prompts must be at least 1; got 0"):
+        windows("abcdefgh", encode_bytes, 4, 0, "letters")

@@ -22,12 +22,21 @@ from loopq.calibrate.dump import (
 )
 from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.select import Selection
-from loopq.checkpoint.files import RawTensor, free_bytes, read_json, read_tensors, write_json, write_tensors
+from loopq.checkpoint.files import (
+    RawTensor,
+    check_new,
+    free_bytes,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+)
 from loopq.checkpoint.model_files import model_tensors, to_torch, write_model
 from loopq.config import SNAPSHOT_SECONDS
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.table import size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,8 +220,8 @@ class HessianSet:
             need = self.n_bytes(leader)
             if memory is not None and need > memory:
                 raise ConfigError(
-                    f"layer {leader}: its Hessian alone takes {need / 2**30:.2f} GiB, above the limit of "
-                    f"{memory / 2**30:.2f} GiB"
+                    f"layer {leader}: its Hessian alone takes {need / 2**20:.2f} MiB, above the limit of "
+                    f"{memory / 2**20:.2f} MiB: raise --memory"
                 )
             if not runs or (memory is not None and used + need > memory):
                 runs.append([])
@@ -394,12 +403,16 @@ def collect_rows(
     if shard_batches < 1:
         raise ConfigError(f"shard_batches must be at least 1; got {shard_batches}")
     key = job.fingerprint(kind, shard_batches)
-    _claim(out, key)
-    need = _rows_bytes(job, kind)
-    if need > free_bytes(out):
+    begun = _claimed(out, key)
+    written = sum(path.stat().st_size for path in (out / "shards").glob("*.safetensors"))
+    need, free = _rows_bytes(job, kind), free_bytes(out)
+    if need - written > free:
         raise DumpError(
-            f"{out}: the rows take {need / 2**30:.2f} GiB, the disk has {free_bytes(out) / 2**30:.2f}"
+            f"{out}: the rows take {size(need)}, {size(written)} of them are there, the disk has {size(free)}; free "
+            "some space, take fewer prompts, or keep Hessians instead (--hessian)"
         )
+    if not begun:
+        _claim(out, key)
     (progress or Silent()).note(f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens")
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
@@ -421,7 +434,8 @@ def _rows_bytes(job: Collection, kind: str) -> int:
     return job.tokens.n_tokens * width * (4 if kind == "float32" else 2)
 
 
-def _claim(out: Path, key: str) -> None:
+def _claimed(out: Path, key: str) -> bool:
+    """Whether the folder holds the beginnings of this very collection; anything else in it is an error."""
     pointer = out / "collecting.json"
     if (out / "manifest.json").exists():
         raise DumpError(f"{out}: holds a finished dump; choose a new folder")
@@ -430,10 +444,13 @@ def _claim(out: Path, key: str) -> None:
             raise DumpError(
                 f"{out}: holds the beginnings of another collection; choose a new folder or remove it"
             )
-        return
-    if out.exists() and any(out.iterdir()):
-        raise DumpError(f"{out}: exists and is not empty; choose a new folder")
-    write_json(pointer, {"key": key})
+        return True
+    check_new(out, DumpError)
+    return False
+
+
+def _claim(out: Path, key: str) -> None:
+    write_json(out / "collecting.json", {"key": key})
 
 
 def _finished_shards(out: Path) -> int:
@@ -531,7 +548,9 @@ def collect_hessians(
         for p in job.selection.input_groups
     }
     sums = HessianSet(job, wanted, per_step=per_step, threads=threads)
-    _claim(out, job.fingerprint(wanted, per_step))
+    key = job.fingerprint(wanted, per_step)
+    if not _claimed(out, key):
+        _claim(out, key)
     files: list[dict[str, Any]] = []
     rows: Rows = {}
     index = 0

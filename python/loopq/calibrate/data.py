@@ -151,6 +151,7 @@ def windows(
     """
     if seq_len < 2:
         raise ConfigError(f"seq_len must be at least 2; got {seq_len}")
+    check_count(n_prompts)
     ids = np.asarray(encode(text), dtype=np.int64)
     count = ids.size // seq_len
     if n_prompts is not None:
@@ -200,8 +201,7 @@ def prompts_from_jsonl(
             raise CalibrationError(f"{path}, line {number}: not JSON ({cause})") from cause
         if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
             raise CalibrationError(f"{path}, line {number}: no field {field!r} and no 'input_ids'")
-        ids = record["input_ids"] if "input_ids" in record else encode(record[field])
-        whole = np.asarray(ids, dtype=np.int64)
+        whole = _ids_of(record, encode, field, f"{path}, line {number}")
         sequences.append(whole[:seq_len])
         if field not in record:
             n_bytes = None
@@ -209,6 +209,44 @@ def prompts_from_jsonl(
             # Of a prompt that is cut, as much of the text counts as of the tokens.
             n_bytes += round(len(str(record[field]).encode()) * sequences[-1].size / whole.size)
     return TokenSet(tuple(sequences), str(path.name), "prompts", n_bytes)
+
+
+def _ids_of(record: dict[str, Any], encode: Encode, field: str, place: str) -> NDArray[np.int64]:
+    """Token ids of one record: its `input_ids`, or its text encoded."""
+    if "input_ids" not in record:
+        if not isinstance(record[field], str):
+            raise CalibrationError(f"{place}: field {field!r} must be text; got {record[field]!r}")
+        return np.asarray(encode(record[field]), dtype=np.int64)
+    try:
+        ids = np.asarray(record["input_ids"])
+    except ValueError:
+        ids = np.asarray(None)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise CalibrationError(f"{place}: 'input_ids' must be a list of whole numbers")
+    return ids.astype(np.int64)
+
+
+def check_count(n_prompts: int | None) -> None:
+    """Refuse a number of prompts that is not one."""
+    if n_prompts is not None and n_prompts < 1:
+        raise ConfigError(f"n_prompts must be at least 1; got {n_prompts}")
+
+
+def check_vocabulary(tokens: TokenSet, n_tokens: int) -> None:
+    """Refuse token ids that a model of that many tokens does not have.
+
+    Raises
+    ------
+    CalibrationError
+        An id below 0 or not below `n_tokens`; the message names the prompt and its place in it.
+    """
+    for number, sequence in enumerate(tokens.sequences):
+        bad = np.flatnonzero((sequence < 0) | (sequence >= n_tokens))
+        if bad.size:
+            raise CalibrationError(
+                f"{tokens.source}: prompt {number}, position {bad[0]}: token id {sequence[bad[0]]}; the model's ids "
+                f"are 0 to {n_tokens - 1}: encode the text with this model's own tokenizer"
+            )
 
 
 def read_text(path: Path) -> str:
@@ -255,6 +293,7 @@ def read_tokens(
     CalibrationError
         The file cannot be read as what its name says, or holds no prompt; the message names file and line.
     """
+    check_count(n_prompts)
     if path.suffix == ".jsonl":
         return prompts_from_jsonl(path, encode, field, seq_len, n_prompts)
     if path.suffix == ".npy":

@@ -15,6 +15,8 @@ import loopq._native as native
 from loopq.checkpoint.files import (
     RawTensor,
     Stored,
+    check_folder,
+    check_new,
     read_header,
     read_json,
     read_tensor,
@@ -83,6 +85,7 @@ class Manifest:
         """Read and check `manifest.json`."""
         path = folder / "manifest.json"
         if not path.is_file():
+            check_folder(folder, DumpError)
             raise DumpError(
                 f"{folder}: not a dump: it has no manifest.json (was its collection interrupted?)"
             )
@@ -269,8 +272,7 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
 
     if len(parts) < 2:
         raise ConfigError("merge needs at least two parts")
-    if out.exists() and any(out.iterdir()):
-        raise DumpError(f"{out}: exists already; choose a new folder")
+    check_new(out, DumpError)
     ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / "manifest.json"))
     _check_parts(ordered)
     first = ordered[0].manifest

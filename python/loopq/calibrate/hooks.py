@@ -134,9 +134,16 @@ class Observer:
         prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]
         raise NonFiniteError(
             f"layer {parameter.name}, step {step}, row {row} (prompt {prompt}, position {row % per_prompt}), "
-            f"column {column}: {float(rows[row, column])}; the model overflows here: run it in bfloat16 or "
-            "float32, or leave this prompt out"
+            f"column {column}: {float(rows[row, column])}; {self._cause()}"
         )
+
+    def _cause(self) -> str:
+        import torch
+
+        for name, tensor in self._system.model.named_parameters():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                return f"the model's own {name} holds NaN or infinity: its file is damaged; copy or convert it again"
+        return "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
 
 
 def input_key(value: Tensor) -> InputKey:

@@ -12,7 +12,7 @@ from typing import Any
 from loopq import _native
 from loopq.checkpoint import FORMATS, hf_folder
 from loopq.checkpoint import native as store
-from loopq.checkpoint.files import RawTensor, new_folder, read_json
+from loopq.checkpoint.files import RawTensor, check_folder, new_folder, read_json
 from loopq.checkpoint.form import Export, Format, Ragged, Shelf, even_out, restore
 from loopq.checkpoint.layer import QuantizedLayer, check_settings
 from loopq.checkpoint.native import Checkpoint
@@ -80,6 +80,7 @@ def format_of(folder: Path) -> str:
     if (folder / store.INDEX).is_file():
         return NATIVE
     if not (folder / hf_folder.CONFIG).is_file():
+        check_folder(folder)
         raise CheckpointError(
             f"{folder}: no checkpoint: neither {store.INDEX} nor {hf_folder.CONFIG} is there"
         )

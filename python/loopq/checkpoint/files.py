@@ -186,9 +186,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Readers see the old file or the new one, never a part; an error leaves nothing behind.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         # The rename may reach the disk before the data does unless the data is forced out first.
         with temporary.open("rb") as file:
@@ -197,7 +197,83 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as cause:
         raise LoopqError(f"{path}: cannot be written ({cause.strerror or cause})") from cause
     finally:
-        temporary.unlink(missing_ok=True)
+        # Where nothing can be written there is nothing to remove, and the reason is what has to be told.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse an output folder that could not be made, before anything is computed for it.
+
+    Parameters
+    ----------
+    out : Path
+        Folder that is to be written; it may exist if it is empty.
+    error : type
+        Class of the error.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: something is in the folder, a file stands in its place or above it, or the place cannot
+        be written.
+    """
+    if out.is_dir():
+        if any(out.iterdir()):
+            raise error(f"{out}: exists and is not empty; choose a new folder")
+    elif out.exists() or out.is_symlink():
+        raise error(f"{out}: a file stands there; name a new folder")
+    for place in (_nearest(out.parent), _nearest(out)):
+        if not place.is_dir():
+            raise error(f"{out}: {place} is a file, so that no folder can be made in it")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise error(
+                f"{out}: {place} cannot be written to (read-only, or another owner's); name another folder"
+            )
+
+
+def check_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse what is to be read and is no folder."""
+    if not folder.is_dir():
+        raise error(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
+    """Give a temporary folder beside `out`, renamed to it if the block ends well.
+
+    Raises
+    ------
+    CheckpointError
+        `out` cannot be made (`check_new`), or the disk is too small.
+    """
+    check_new(out)
+    free = free_bytes(out)
+    if n_bytes > free:
+        raise CheckpointError(
+            f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}; free some space and give the "
+            "same command again"
+        )
+    temporary = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        if out.exists():
+            out.rmdir()
+        temporary.rename(out)
+    except OSError as cause:
+        raise CheckpointError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or what is nearest above it, that exists."""
+    place = path.resolve()
+    while not place.exists():
+        place = place.parent
+    return place
 
 
 def write_tensors(
@@ -256,33 +332,4 @@ def sha256(path: Path) -> str:
 
 def free_bytes(path: Path) -> int:
     """Free space on the disk that holds `path` or will."""
-    folder = path.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-@contextlib.contextmanager
-def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
-    """Give a temporary folder beside `out`, renamed to it if the block ends well.
-
-    Raises
-    ------
-    CheckpointError
-        `out` exists and is not empty, or the disk is too small.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
-    free = free_bytes(out)
-    if n_bytes > free:
-        raise CheckpointError(f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}")
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    return shutil.disk_usage(_nearest(path)).free

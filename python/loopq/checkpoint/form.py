@@ -194,9 +194,10 @@ def choose(layer: QuantizedLayer, ragged: Ragged | None, form: Format) -> Ragged
 def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
     size = math.gcd(layer.shape[1], layer.group_size)
     texts = {
-        "keep": "ragged='keep' stores it as it is",
-        "split": f"ragged='split' stores each scale {layer.group_size // size} times, for groups of {size}",
-        "pad": "ragged='pad' fills it up with zero codes",
+        "keep": "--ragged keep (ragged='keep') stores it as it is",
+        "split": f"--ragged split (ragged='split') stores each scale {layer.group_size // size} times, for groups of "
+        f"{size}",
+        "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
     }
     return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"
 

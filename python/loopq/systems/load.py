@@ -264,6 +264,8 @@ def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> 
         return place
     if folder.is_dir():
         raise ConfigError(f"{folder}: no config.json in it; it is not a model's folder")
+    if folder.is_file():
+        raise ConfigError(f"{folder}: a file; name the folder with the model's config.json")
     if hf.HUB_ID.match(str(spec)):
         return hf.fetch(str(spec), revision, allow_pickle)
     raise ConfigError(

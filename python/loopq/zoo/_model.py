@@ -276,7 +276,8 @@ class ZooModel(nn.Module):
             tensors = load_file(folder / WEIGHTS_NAME)
         except (OSError, ValueError, SafetensorError) as exc:
             raise CheckpointError(
-                f"{folder}: not a readable zoo model ({exc}); load or train it again"
+                f"{folder}: not a readable zoo model ({exc}); its files are {CONFIG_NAME} and "
+                f"{WEIGHTS_NAME}: copy or train it again"
             ) from exc
         model = cls.from_config(config)
         own = model.own_state()

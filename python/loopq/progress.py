@@ -41,12 +41,12 @@ class Silent:
 
 
 class Line:
-    """Progress for a person: a bar on a terminal, a line at the start and end of a stage elsewhere."""
+    """Progress for a person: a bar on a terminal; in a log a line now and then and one at the end of each stage."""
 
-    def __init__(self, stream: TextIO | None = None, every: float = 0.1) -> None:
+    def __init__(self, stream: TextIO | None = None, every: float = 0.1, log_every: float = 60.0) -> None:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty()
-        self._every = every
+        self._every = every if self._live else log_every
         self._label = ""
         self._unit = ""
         self._total = self._done = 0
@@ -55,15 +55,17 @@ class Line:
     def start(self, label: str, total: int, unit: str) -> None:
         """Begin a stage and draw its bar."""
         self._label, self._total, self._unit, self._done = label, total, unit, 0
-        self._began, self._shown = time.monotonic(), 0.0
+        self._began = self._shown = time.monotonic()
         if self._live:
             self._draw()
 
     def advance(self, n: int = 1) -> None:
-        """Count units and redraw, at most ten times a second."""
+        """Count units and show them, at most ten times a second; in a log, once a minute."""
         self._done += n
-        if self._live and time.monotonic() - self._shown > self._every:
+        if time.monotonic() - self._shown > self._every and self._done < self._total:
             self._draw()
+            if not self._live:
+                self._stream.write("\n")
 
     def stop(self) -> None:
         """Draw the end of the stage and go to a new line."""

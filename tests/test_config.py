@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from loopq.config import LayerConfig, Override, QuantConfig, parse_steps
+from loopq.config import PRESETS, LayerConfig, Override, QuantConfig, parse_steps, preset
 from loopq.errors import ConfigError
 
 
@@ -73,3 +73,12 @@ def test_overrides_apply_in_order_and_survive_json():
 def test_override_refuses_unknown_setting():
     with pytest.raises(ConfigError, match="colour"):
         Override("*", {"colour": 3})
+
+
+def test_a_preset_sets_its_fields_and_leaves_the_others():
+    base = QuantConfig(LayerConfig(bits=3, damping=0.02), steps="1:")
+    found = preset("best", base)
+    assert {k: getattr(found.layer, k) for k in PRESETS["best"]} == PRESETS["best"]
+    assert (found.layer.bits, found.layer.damping, found.steps) == (3, 0.02, "1:")
+    with pytest.raises(ConfigError, match="preset must be one of best; got 'good'"):
+        preset("good")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -20,9 +21,10 @@ from loopq.calibrate.dump import Dump, merge
 from loopq.calibrate.select import select
 from loopq.checkpoint import native as store
 from loopq.checkpoint.files import RawTensor, read_tensors, write_tensors
-from loopq.config import Override, QuantConfig
+from loopq.config import Override, QuantConfig, preset
 from loopq.errors import CalibrationError, CheckpointError, ConfigError, DumpError, NonFiniteError
 from loopq.evaluate.compare import compare, replaced
+from loopq.jobs.run import Run
 from loopq.systems.load import load_model
 
 SETTINGS = {"bits": 3, "group_size": 20}
@@ -461,3 +463,80 @@ def test_evaluation_takes_its_own_number_of_prompts(loaded, tokens, tmp_path, pl
         assert found[0].kl.shape == (1, count)
     with pytest.raises(CalibrationError):
         evaluate(loaded, [plain], text, n_prompts=0, seq_len=24)
+
+
+def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_path):
+    few = tokens.take(0, 3)
+    loopq.quantize(loaded, few, out=tmp_path / "preset", preset="best", **SETTINGS)
+    loopq.quantize(
+        loaded,
+        few,
+        out=tmp_path / "fields",
+        method="full",
+        metric="loop",
+        damping_kind="diagonal",
+        **SETTINGS,
+    )
+    assert digest(tmp_path / "preset") == digest(tmp_path / "fields")
+    plain = loopq.quantize(loaded, few, preset="best", metric="inputs", **SETTINGS)
+    layer = plain.settings["quantization"]["layer"]
+    assert (layer["method"], layer["metric"], layer["damping_kind"]) == ("full", "inputs", "diagonal")
+
+
+def test_the_estimate_counts_gradients_and_the_runs_of_the_text(loaded, tokens):
+    def estimate(**changes):
+        config = dataclasses.replace(QuantConfig(), **changes)
+        return Run.prepare(loaded, tokens, config, None, 8, 0, 1).estimate(None)
+
+    plain, best = estimate(), estimate(layer=preset("best").layer)
+    assert (plain.metric.n_gradients, plain.metric_seconds) == (0, 0.0)
+    assert "gradients" not in str(plain)
+    assert best.metric.n_gradients == 4 * len(tokens.sequences)
+    assert best.seconds > best.metric_seconds > 0
+    assert "40 gradients for the loop metric" in str(best)
+    groups = len(Run.prepare(loaded, tokens, QuantConfig(), None, 8, 0, 1).job.selection.input_groups)
+    assert estimate(inputs="asymmetric", sweeps=2).n_passes == 4 * groups
+    assert estimate(inputs="closed-loop").n_passes == 2
+
+
+def test_settings_are_refused_before_the_model_is_looked_for(tmp_path):
+    for settings, match in [
+        ({"bitz": 3}, "unknown setting bitz; known: act_order"),
+        ({"method": "gptk"}, "did you mean gptq"),
+        ({"threads": -1}, "threads must be 0"),
+        ({"preset": "good"}, "preset must be one of best"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            loopq.quantize(tmp_path / "nowhere", **settings)
+
+
+def test_a_dump_says_that_it_holds_no_gradients(dump):
+    with pytest.raises(
+        ConfigError, match=r"layer transformer\.adapter\.weight: metric 'loop' needs gradients"
+    ):
+        loopq.solve(dump, method="full", metric="loop")
+
+
+def test_the_weight_that_is_not_finite_is_named_where_activations_show_it(loaded, tokens):
+    with torch.no_grad():
+        loaded.model.get_parameter("transformer.core_block.0.mlp.fc.weight")[0, 0] = float("nan")
+    with pytest.raises(
+        NonFiniteError,
+        match=r"core_block\.0\.mlp\.proj.*own transformer\.core_block\.0\.mlp\.fc\.weight holds NaN",
+    ):
+        loopq.quantize(loaded, tokens)
+
+
+def test_a_dump_that_was_begun_needs_only_the_room_that_is_left(loaded, tokens, tmp_path, monkeypatch):
+    job, out = job_of(loaded, tokens, batch_size=2), tmp_path / "dump"
+    monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: 1000)
+    with pytest.raises(DumpError, match="keep Hessians instead"):
+        collect_rows(job, out, shard_batches=1)
+    assert not out.exists()
+    monkeypatch.undo()
+    with pytest.raises(Kill):
+        collect_rows(job, out, shard_batches=1, progress=Killer(8))
+    done = sum(p.stat().st_size for p in (out / "shards").glob("*.safetensors"))
+    need = done * 10 // 8
+    monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: need - done + 8192)
+    assert collect_rows(job, out, shard_batches=1).kind == "rows"

@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.data import TokenSet
+from loopq.calibrate.data import TokenSet, check_count, check_vocabulary
 from loopq.calibrate.dump import Dump, fingerprint
 from loopq.calibrate.select import treat
 from loopq.checkpoint import native as store
 from loopq.checkpoint.convert import read_any
-from loopq.checkpoint.files import RawTensor
+from loopq.checkpoint.files import RawTensor, check_new
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
-from loopq.config import AllocateConfig, QuantConfig
+from loopq.config import AllocateConfig, LayerConfig, QuantConfig, check_threads
+from loopq.config import preset as named
 from loopq.errors import CheckpointError, ConfigError
 from loopq.jobs.run import Run, side_files
 from loopq.jobs.several import held_back, mixed, refuse_short_scales, tuned, validated
 from loopq.progress import Progress, Silent
+from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.solve import Solver, tasks_of
 from loopq.systems.base import LoopedSystem
 
@@ -64,6 +66,7 @@ def quantize(
     allocate: AllocateConfig | None = None,
     tune: TuneConfig | None = None,
     n_held_out: int | None = None,
+    preset: str | None = None,
     **layer: Any,
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
@@ -100,8 +103,11 @@ def quantize(
     n_held_out : int, optional
         Calibration prompts that are held back for early stopping of `tune` and for `step_weights="validated"`,
         where either is asked for; a quarter when absent.
+    preset : str, optional
+        A name of `loopq.config.PRESETS`, whose settings replace those of `config`: "best" is the full solver in the
+        loop metric, closest to full precision at the same bytes, for a backward pass more for each prompt and draw.
     **layer
-        Fields of `LayerConfig` and `QuantConfig` ("bits", "steps", ...) that replace those of `config`.
+        Fields of `LayerConfig` and `QuantConfig` ("bits", "steps", ...) that replace those of `config` and `preset`.
 
     Returns
     -------
@@ -126,12 +132,13 @@ def quantize(
     True
     """
     progress = progress or Silent()
-    config = _config(config, layer)
+    check_threads(threads)
+    config = _config(named(preset, config) if preset is not None else config, layer)
+    folder = Path(out) if out is not None else None
+    if folder is not None:
+        check_new(folder)
     loaded = _load(model)
     tokens = calibration_tokens(loaded, calibration, n_prompts=n_prompts, seq_len=seq_len)
-    folder = Path(out) if out is not None else None
-    if folder is not None and folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: exists and is not empty; choose a new folder")
     held: TokenSet | None = None
     if tune is not None or config.layer.step_weights == "validated":
         tokens, held = held_back(tokens, n_held_out)
@@ -210,19 +217,26 @@ def solve(
         The dump is truncated or altered, or lacks a step that is asked for.
     """
     progress = progress or Silent()
+    check_threads(threads)
     config = _config(config, layer)
     if config.inputs != "open":
         raise ConfigError(
             f"inputs {config.inputs!r} run the model between layers, which a dump cannot: use `quantize`"
         )
+    folder = Path(out) if out is not None else None
+    if folder is not None:
+        check_new(folder)
     source = Dump(Path(dump))
     manifest = source.manifest
-    folder = Path(out) if out is not None else None
-    if folder is not None and folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: exists and is not empty; choose a new folder")
     # What a dump was told to leave out it did not observe; include cannot bring it back.
     parameters = treat(manifest.parameters, (), config.exclude)
     tasks, _ = tasks_of(parameters, manifest.leaders, config)
+    for task in tasks:
+        if task.config.metric == "loop":
+            raise ConfigError(
+                f"layer {task.parameter.name}: metric 'loop' needs gradients through the loop, and a dump holds "
+                "activations alone: use `quantize` on the model, or metric 'inputs' here"
+            )
     work = folder.with_name(f".{folder.name}.work") if folder is not None else None
     solver = Solver(
         weight=source.weight,
@@ -325,18 +339,36 @@ def calibration_tokens(
     seq_len: int | None = None,
 ) -> TokenSet:
     """Read calibration prompts in whatever way they were given; see `quantize`."""
+    tokens = _tokens(loaded, calibration, n_prompts, seq_len)
+    settings = getattr(loaded.model, "config", None)
+    known = loaded.config.get("vocab_size", getattr(settings, "vocab_size", None))
+    if isinstance(known, int):
+        check_vocabulary(tokens, known)
+    return tokens
+
+
+def _tokens(
+    loaded: LoadedModel,
+    calibration: TokenSet | Sequence[Sequence[int]] | str | Path | None,
+    n_prompts: int | None,
+    seq_len: int | None,
+) -> TokenSet:
     from loopq.calibrate.data import from_ids, read_tokens, windows
     from loopq.config import CALIBRATION_PROMPTS, SEQ_LEN
 
     length = seq_len if seq_len is not None else SEQ_LEN
     count = n_prompts if n_prompts is not None else CALIBRATION_PROMPTS
     if isinstance(calibration, TokenSet):
+        check_count(n_prompts)
         return calibration.take(0, n_prompts) if n_prompts is not None else calibration
     if calibration is None:
         from loopq import zoo
 
         if loaded.tokenizer is not None:
-            raise ConfigError("this model has a tokenizer of its own: give it a calibration text")
+            raise ConfigError(
+                "this model has a tokenizer of its own, and the text that ships with loopq is for models that read "
+                "bytes: give it a text (--calibration FILE, --text FILE)"
+            )
         return windows(
             zoo.calibration_text().decode(), loaded.encode, length, count, "embedded calibration text"
         )
@@ -348,11 +380,17 @@ def calibration_tokens(
 def _config(config: QuantConfig | None, changes: dict[str, Any]) -> QuantConfig:
     base = config or QuantConfig()
     names = {f.name for f in dataclasses.fields(QuantConfig)} - {"layer"}
-    run = {k: changes.pop(k) for k in list(changes) if k in names}
-    try:
-        return dataclasses.replace(base, layer=dataclasses.replace(base.layer, **changes), **run)
-    except TypeError as cause:
-        raise ConfigError(f"unknown setting: {cause}") from cause
+    known = {f.name for f in dataclasses.fields(LayerConfig)}
+    unknown = sorted(set(changes) - names - known)
+    if unknown:
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(names | known))}")
+    run = {k: v for k, v in changes.items() if k in names}
+    layer = {k: v for k, v in changes.items() if k not in names}
+    found = dataclasses.replace(base, layer=dataclasses.replace(base.layer, **layer), **run)
+    for method in (found.layer.method, *(o.changes.get("method", "dense") for o in found.overrides)):
+        if method != "dense":
+            QUANTIZERS.get(method)
+    return found
 
 
 def _load(model: str | Path | LoadedModel | LoopedSystem) -> LoadedModel:
@@ -413,11 +451,11 @@ def evaluate(
     model : str, Path, LoadedModel or LoopedSystem
         Full-precision model.
     checkpoints : sequence of paths
-        Native checkpoints of that model.
+        Checkpoints of that model, native or of any format in `loopq.checkpoint.FORMATS`.
     text : TokenSet, path, or None
         Held-out prompts; None takes the evaluation text that ships with the zoo.
     n_steps, n_prompts, seq_len, batch_size : int, optional
-        As of `quantize`.
+        As of `quantize`, but for the number of prompts (`loopq.config.EVALUATION_PROMPTS`).
     seeds : sequence of int
         Seeds of the initial states; each prompt starts from the same state in every set of weights.
     progress : Progress, optional
@@ -426,31 +464,27 @@ def evaluate(
     Returns
     -------
     list of Measurement
-        Full precision first, then the checkpoints in order.
+        Full precision first, then the checkpoints in order, with their bytes.
+
+    Raises
+    ------
+    CheckpointError
+        A checkpoint is damaged, or of another system.
     """
-    from loopq import zoo
-    from loopq.calibrate.data import windows
-    from loopq.config import EVALUATION_PROMPTS, SEQ_LEN
     from loopq.evaluate.compare import compare
 
+    opened = {str(folder): read_any(folder) for folder in checkpoints}
     loaded = _load(model)
-    length = SEQ_LEN if seq_len is None else seq_len
-    count = EVALUATION_PROMPTS if n_prompts is None else n_prompts
-    if text is None and loaded.tokenizer is None:
-        held_out = zoo.evaluation_text().decode()
-        text = windows(held_out, loaded.encode, length, count, "embedded evaluation text")
-    if not isinstance(text, TokenSet):
-        n_prompts = count
-    tokens = calibration_tokens(loaded, text, n_prompts=n_prompts, seq_len=length)
-    opened = {str(folder): store.read(Path(folder)) for folder in checkpoints}
+    tokens = evaluation_tokens(loaded, text, n_prompts=n_prompts, seq_len=seq_len)
     for folder, checkpoint in opened.items():
-        if checkpoint.settings["system"] != loaded.system.name:
+        # A file that another tool wrote does not say; its names and shapes are compared with the model's.
+        if checkpoint.settings["system"] not in (None, loaded.system.name):
             raise CheckpointError(
                 f"{folder}: a checkpoint of system {checkpoint.settings['system']!r}; "
                 f"the model is {loaded.system.name!r}"
             )
     variants = {folder: weights_of(checkpoint) for folder, checkpoint in opened.items()}
-    return compare(
+    measured = compare(
         loaded.system,
         variants,
         tokens,
@@ -459,3 +493,28 @@ def evaluate(
         batch_size=batch_size,
         progress=progress,
     )
+    dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())
+    sizes = [dense, *(checkpoint.n_bytes for checkpoint in opened.values())]
+    return [dataclasses.replace(m, n_bytes=n) for m, n in zip(measured, sizes, strict=True)]
+
+
+def evaluation_tokens(
+    loaded: LoadedModel,
+    text: TokenSet | str | Path | None,
+    *,
+    n_prompts: int | None = None,
+    seq_len: int | None = None,
+) -> TokenSet:
+    """Read held-out prompts; None takes the text that ships with the zoo, for models that read bytes."""
+    from loopq import zoo
+    from loopq.calibrate.data import windows
+    from loopq.config import EVALUATION_PROMPTS, SEQ_LEN
+
+    length = SEQ_LEN if seq_len is None else seq_len
+    count = EVALUATION_PROMPTS if n_prompts is None else n_prompts
+    if text is None and loaded.tokenizer is None:
+        held_out = zoo.evaluation_text().decode()
+        text = windows(held_out, loaded.encode, length, count, "embedded evaluation text")
+    if not isinstance(text, TokenSet):
+        n_prompts = count
+    return calibration_tokens(loaded, text, n_prompts=n_prompts, seq_len=length)

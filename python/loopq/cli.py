@@ -6,24 +6,57 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import loopq
-from loopq.commands import COMMANDS
+from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the whole usage of a command fills a screen and hides what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is; exit with code 2."""
+        self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists the options)\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
-    top = argparse.ArgumentParser(
-        prog="loopq", description="Quantizer for looped (recurrent-depth) transformers."
-    )
+    top = _Parser(prog="loopq", description="Quantizer for looped (recurrent-depth) transformers.")
     top.add_argument("--version", action="version", version=f"loopq {loopq.__version__}")
     subs = top.add_subparsers(required=True, metavar="COMMAND")
     for name, command in sorted(COMMANDS, key=lambda entry: entry[1].order):
-        sub = subs.add_parser(name, help=command.help, description=command.help)
+        sub = subs.add_parser(
+            name,
+            help=command.help,
+            description=command.help,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add(sub)
-        sub.set_defaults(run=command.run)
+        sub.usage = _usage(sub)
+        sub.set_defaults(run=command.run, command=command)
     return top
+
+
+def _usage(sub: argparse.ArgumentParser) -> str:
+    """What a command cannot do without; the list of options below says the rest."""
+    parts = [sub.prog]
+    optional = False
+    for action in sub._actions:
+        name = action.metavar or (
+            f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper()
+        )
+        if not action.option_strings:
+            more = f" [{name} ...]" if action.nargs == "+" else ""
+            parts.append(f"[{name} ...]" if action.nargs == "*" else f"{name}{more}")
+        elif action.required:
+            parts.append(f"{action.option_strings[0]} {name}")
+        else:
+            optional = optional or action.dest != "help"
+    # A percent sign would be read as a field to fill in.
+    return " ".join([*map(str, parts), *(["[options]"] if optional else [])]).replace("%", "%%")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LoopqError as error:
         print(f"loopq: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        # Files that loopq reads and writes have messages of their own; this is for what is left.
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"loopq: error: {place}{error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("loopq: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print(f"loopq: interrupted; {_left_behind(args)}", file=sys.stderr)
         return 130
+
+
+def _left_behind(args: argparse.Namespace) -> str:
+    """What an interrupted command has kept."""
+    command: Command = args.command
+    place = command.keeps(args)
+    if place is not None and place.exists():
+        return f"what is done is kept in {place}: the same command goes on from there"
+    return "nothing is kept: the same command starts anew"
 
 
 if __name__ == "__main__":

@@ -49,11 +49,22 @@ VALIDATED = ("sum", "alpha=0", "balanced", "loss")
 #: Share of the calibration prompts that is held back where something is chosen by them.
 HELD_OUT_SHARE = 0.25
 ScaleType = Literal["float32", "float16", "bfloat16"]
+#: Fields of `LayerConfig` under one name. "best": the closest to full precision of all closed forms here, at the same
+#: bytes and in the same files; it costs gradients (docs/quantizers.md).
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "best": {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
+}
 
 
 def _choice(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+
+
+def check_threads(threads: int) -> None:
+    """Refuse a number of threads below 0; 0 takes all cores."""
+    if threads < 0:
+        raise ConfigError(f"threads must be 0 (all cores) or more; got {threads!r}")
 
 
 @dataclass(frozen=True)
@@ -322,6 +333,31 @@ class QuantConfig:
         for key in ("include", "exclude"):
             rest[key] = tuple(rest[key])
         return cls(layer=layer, overrides=overrides, **rest)
+
+
+def preset(name: str, base: QuantConfig | None = None) -> QuantConfig:
+    """Return the settings that a name stands for.
+
+    Parameters
+    ----------
+    name : str
+        Key of `PRESETS`.
+    base : QuantConfig, optional
+        Settings for everything that the preset says nothing of; the defaults when absent.
+
+    Raises
+    ------
+    ConfigError
+        No such preset.
+
+    Examples
+    --------
+    >>> preset("best").layer.metric, preset("best").layer.bits
+    ('loop', 4)
+    """
+    _choice("preset", name, tuple(PRESETS))
+    base = base or QuantConfig()
+    return dataclasses.replace(base, layer=dataclasses.replace(base.layer, **PRESETS[name]))
 
 
 def parse_step_weights(spec: str) -> Fraction | str:

@@ -13,11 +13,13 @@ from loopq.api import load_checkpoint
 from loopq.calibrate.select import treat
 from loopq.checkpoint import FORMATS
 from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_transformed, write_as
+from loopq.checkpoint.files import check_new
 from loopq.checkpoint.form import Ragged
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.config import QuantConfig
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
+from loopq.lazy import require
 from loopq.quantizers.solve import Task, tasks_of
 from loopq.systems.base import LoopedSystem
 
@@ -88,6 +90,7 @@ def export(
     CheckpointError
         The format cannot hold the checkpoint, or what was read back differs from what was solved.
     """
+    check_new(Path(out))
     checkpoint = read_any(source)
     written = write_as(out, checkpoint, form, ragged=ragged)
     try:
@@ -153,7 +156,7 @@ def _stand_in(task: Task) -> QuantizedLayer:
 
 
 def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:
-    import torch
+    torch = require("torch")
 
     from loopq.systems.base import Batch
 

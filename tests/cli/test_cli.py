@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,7 +14,8 @@ import pytest
 
 from loopq.cli import main, parser
 from loopq.commands import COMMANDS, Command
-from loopq.commands.output import spans
+from loopq.commands.output import measurement_table, spans
+from loopq.progress import Line
 
 TINY = ["--n-prompts", "6", "--seq-len", "24", "--batch-size", "2"]
 
@@ -116,8 +118,52 @@ def test_collect_solve_merge(model, tmp_path, capsys):
         (["quantize", "{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], 1, "cannot be read"),
         (["solve", "{tmp}", "--out", "{tmp}/o"], 1, "not a dump"),
         (["inspect", "{tmp}"], 1, "neither a checkpoint"),
-        (["evaluate", "{model}", "{tmp}"], 1, "not a loopq checkpoint"),
+        (["evaluate", "{model}", "{tmp}"], 1, "no checkpoint: neither loopq.json nor config.json"),
         (["merge", "{tmp}", "--out", "{tmp}/o"], 2, "at least two parts"),
+        (["evaluate", "{model}", "{tmp}/none"], 1, "none: no such folder"),
+        (["inspect", "{empty}"], 1, "a file, not a folder"),
+        (["solve", "{tmp}/none", "--out", "{tmp}/o"], 1, "none: no such folder"),
+        (["quantize", "{empty}", "--out", "{tmp}/o"], 2, "a file; name the folder"),
+        # Refused before the model is looked for.
+        (["quantize", "nowhere", "--out", "{empty}"], 1, "a file stands there"),
+        (["quantize", "nowhere", "--out", "{empty}/o"], 1, "is a file, so that no folder can be made in it"),
+        (["quantize", "nowhere", "--out", "{tmp}/o", "--bits", "5"], 2, "bits must be one of"),
+        (
+            ["quantize", "nowhere", "--out", "{tmp}/o", "--method", "gptk"],
+            2,
+            "did you mean gptq?; known: awq",
+        ),
+        (["diagnose", "nowhere", "--html", "{tmp}"], 2, "is a folder; name a file"),
+        (["diagnose", "nowhere", "--json", "{empty}/o"], 2, "no folder that can be written to"),
+        # Options that nothing would read.
+        (
+            ["quantize", "nowhere", "--out", "{tmp}/o", "--preset", "best", "--act-order"],
+            2,
+            "goes with --method gptq",
+        ),
+        (
+            ["quantize", "nowhere", "--out", "{tmp}/o", "--method", "rtn", "--precision", "float32"],
+            2,
+            "goes with",
+        ),
+        (["quantize", "nowhere", "--out", "{tmp}/o", "--sweeps", "2"], 2, "go with --inputs asymmetric"),
+        (["quantize", "nowhere", "--out", "{tmp}/o", "--widths", "3,4"], 2, "go with --allocate"),
+        (
+            ["quantize", "nowhere", "--out", "{tmp}/o", "--held-out", "3"],
+            2,
+            "goes with --tune or --step-weights",
+        ),
+        (
+            ["quantize", "{model}", "--out", "{tmp}/o", "--n-prompts", "0"],
+            2,
+            "n_prompts must be at least 1; got 0",
+        ),
+        (
+            ["quantize", "{model}", "--out", "{tmp}/o", "--memory", "1K"],
+            2,
+            "above the limit of 0.00 MiB: raise --memory",
+        ),
+        (["evaluate", "{model}", "{tmp}/none", "--n-seeds", "0"], 2, "--n-seeds must be at least 1"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(model, tmp_path, capsys, args, code, match):
@@ -161,7 +207,75 @@ def test_interrupt_has_its_own_code(monkeypatch, capsys):
     found = COMMANDS.get("inspect")
     monkeypatch.setitem(COMMANDS._entries, "inspect", Command(found.help, found.add, stop, found.order))
     assert main(["inspect", "x"]) == 130
-    assert "goes on where it stopped" in capsys.readouterr().err
+    assert "nothing is kept" in capsys.readouterr().err
+
+
+def test_interrupt_says_where_what_is_done_is_kept(model, tmp_path, capsys, monkeypatch):
+    def stop(self, tasks, total=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loopq.quantizers.solve.Solver.run", stop)
+    code, _, err = run(capsys, "quantize", model, "--out", tmp_path / "q", *TINY)
+    assert code == 130
+    place = tmp_path / ".q.work"
+    assert f"kept in {place}: the same command goes on from there" in err
+    assert place.is_dir()
+    monkeypatch.undo()
+    assert run(capsys, "quantize", model, "--out", tmp_path / "q", *TINY)[0] == 0
+    assert not place.exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["quantize", "nowhere", "--out"], ["merge", "a", "b", "--out"], ["diagnose", "nowhere", "--html"]],
+)
+def test_a_place_that_cannot_be_written_is_said_before_any_work(args, tmp_path, capsys, monkeypatch):
+    """As on a read-only file system; whoever runs the tests may be allowed to write everywhere."""
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    code, _, err = run(capsys, *args, tmp_path / "new" / "o")
+    assert code in (1, 2)
+    assert str(tmp_path) in err
+    assert "name another" in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_error_of_the_system_is_one_line_too(capsys, monkeypatch):
+    def fail(args):
+        raise PermissionError(13, "Permission denied", "/some/file")
+
+    found = COMMANDS.get("inspect")
+    monkeypatch.setitem(COMMANDS._entries, "inspect", Command(found.help, found.add, fail, found.order))
+    assert run(capsys, "inspect", "x") == (1, "", "loopq: error: /some/file: Permission denied\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--threads", "-1"],
+        ["--allocate", "many"],
+        ["--widths", "3,x"],
+        ["--layer", "bits=8"],
+        ["--bits", "x"],
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_option(args, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["quantize", "m", "--out", "o", *args])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert err.count("\n") == 1
+    assert f"argument {args[0]}" in err
+    assert "`loopq quantize --help` lists the options" in err
+
+
+def test_the_usage_of_every_command_is_what_it_cannot_do_without():
+    subs = parser()._subparsers._group_actions[0].choices
+    usages = {name: " ".join(sub.format_usage().split()) for name, sub in subs.items()}
+    assert usages["quantize"] == "usage: loopq quantize MODEL --out DIR [options]"
+    assert usages["evaluate"] == "usage: loopq evaluate MODEL DIR [DIR ...] [options]"
+    assert usages["reproduce"] == "usage: loopq reproduce {main-table} [MODEL ...] [options]"
+    assert usages["systems"] == "usage: loopq systems"
+    assert list(usages).index("merge") == list(usages).index("collect") + 1
 
 
 def test_memory_and_overrides_are_read():
@@ -304,3 +418,99 @@ def test_diagnose_a_model_and_a_dump(model, tmp_path, capsys):
     assert "not available: arms" in text
     assert run(capsys, "diagnose", dump, "--quick")[0] == 2
     assert run(capsys, "diagnose", model, "--only", "pictures")[0] == 2
+
+
+def test_the_best_preset_and_the_hint_that_leads_to_it(model, tmp_path, capsys):
+    code, _, err = run(capsys, "quantize", model, "--out", tmp_path / "plain", *TINY)
+    assert code == 0
+    assert "hint: --preset best" in err
+    code, text, err = run(capsys, "quantize", model, "--out", tmp_path / "best", "--preset", "best", *TINY)
+    assert code == 0
+    assert "of this 24 gradients for the loop metric" in err
+    assert "hint" not in err
+    layer = json.loads(run(capsys, "inspect", tmp_path / "best", "--json")[1])["settings"]["quantization"][
+        "layer"
+    ]
+    assert (layer["method"], layer["metric"], layer["damping_kind"]) == ("full", "loop", "diagonal")
+    said = run(capsys, "inspect", tmp_path / "best")[1]
+    assert "metric loop" in said
+    assert "6 prompts, 144 tokens of embedded calibration text" in said
+    out = tmp_path / "less"
+    code, text, _ = run(
+        capsys, "quantize", model, "--out", out, "--preset", "best", "--metric", "inputs", "--layer",
+        "*adapter*=>method=gptq", "--precision", "float32", *TINY,
+    )  # fmt: skip
+    assert code == 0
+    assert "gptq" in text
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_evaluate_measures_what_export_wrote_and_says_on_what(model, tmp_path, capsys, form):
+    args = ("--bits", "4", "--group-size", "16", *TINY)
+    assert run(capsys, "quantize", model, "--out", tmp_path / "q", *args)[0] == 0
+    assert run(capsys, "export", tmp_path / "q", "--out", tmp_path / "e", "--format", form)[0] == 0
+    measure = ("evaluate", model, tmp_path / "q", tmp_path / "e", "--n-prompts", "4", "--seq-len", "24")
+    code, text, _ = run(capsys, *measure)
+    assert code == 0
+    assert text.startswith(
+        "4 prompts, 96 tokens of embedded evaluation text, 3 steps, 1 initial states of each"
+    )
+    full, native, foreign = json.loads(run(capsys, *measure, "--json")[1])
+    assert native["kl"] == foreign["kl"] > 0
+    assert native["kl_95"][0] <= native["kl"] <= native["kl_95"][1]
+    assert native["n_bytes"] < full["n_bytes"] == 4 * sum(p.numel() for p in _parameters(model))
+    assert f"[{native['kl_95'][0]:.5f}" in text or f"[{native['kl_95'][0]:.2e}" in text
+
+
+def _parameters(model):
+    from loopq.systems.load import load_model
+
+    return load_model(model).model.parameters()
+
+
+def test_small_divergences_are_not_shown_as_none():
+    rows = [{"name": n, "output": "logits", "kl": kl, "agreement": 1.0, "perplexity": 2.0, "bits_per_byte": None}
+            for n, kl in (("full precision", 0.0), ("small", 1.234e-6), ("usual", 0.01234))]  # fmt: skip
+    lines = measurement_table(rows).splitlines()[2:]
+    assert [line.split()[-5 if "full" not in line else 2] for line in lines] == [
+        "0.00000",
+        "1.23e-06",
+        "0.01234",
+    ]
+
+
+def test_export_without_torch_checks_the_numbers_and_says_what_it_did_not(model, tmp_path, capsys):
+    assert run(capsys, "quantize", model, "--out", tmp_path / "q", "--group-size", "16", *TINY)[0] == 0
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from loopq.cli import main\n"
+        f"sys.exit(main(['export', {str(tmp_path / 'q')!r}, '--out', {str(tmp_path / 'e')!r}, '--format', 'gptq']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "9 layers equal, number by number" in done.stdout
+    assert "logits not compared: this needs torch" in done.stdout
+
+
+def test_progress_in_a_log_shows_itself_now_and_then():
+    log = io.StringIO()
+    line = Line(log, log_every=0.0)
+    line.start("collect", 3, "prompts")
+    for _ in range(3):
+        line.advance()
+    line.stop()
+    shown = log.getvalue().splitlines()
+    assert [part.split("] ")[1].split(",")[0] for part in shown] == [
+        "1/3 prompts",
+        "2/3 prompts",
+        "3/3 prompts",
+    ]
+    log = io.StringIO()
+    line = Line(log)
+    line.start("collect", 3, "prompts")
+    line.advance(3)
+    line.stop()
+    assert len(log.getvalue().splitlines()) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from loopq.registry import Registry
 
@@ -23,12 +24,18 @@ class Command:
         Does the work; returns the exit code.
     order : int
         Place in the list of commands.
+    epilog : str
+        Examples, printed below the options.
+    keeps : callable
+        Where an interrupted run of these options keeps what is done, or None where it keeps nothing.
     """
 
     help: str
     add: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
     order: int
+    epilog: str = ""
+    keeps: Callable[[argparse.Namespace], Path | None] = lambda args: None
 
 
 COMMANDS: Registry[Command] = Registry("command", "loopq.commands")

@@ -23,17 +23,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="PATTERN", help="do not observe these layers"
     )
-    parser.add_argument("--hessian", action="store_true", help="keep exact Hessian sums instead of rows")
+    parser.add_argument(
+        "--hessian",
+        action="store_true",
+        help="keep exact Hessian sums instead of rows: smaller, can be merged, and enough for every method",
+    )
     parser.add_argument("--steps", default="all", help="with --hessian: steps to sum (default %(default)s)")
     parser.add_argument("--per-step", action="store_true", help="with --hessian: keep each step apart")
-    parser.add_argument("--memory", type=memory, help="with --hessian: limit for accumulators, as in 8G")
+    parser.add_argument(
+        "--memory", type=memory, metavar="SIZE", help="with --hessian: limit for accumulators, as in 8G"
+    )
     parser.add_argument(
         "--rows-dtype",
         choices=("float32", "float16", "bfloat16"),
         help="storage of the rows (default: the model's own)",
     )
     parser.add_argument(
-        "--shard-batches", type=int, default=8, help="batches of one file (default %(default)s)"
+        "--shard-batches", type=int, default=8, metavar="N", help="batches of one file (default %(default)s)"
     )
 
 
@@ -77,4 +83,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS.register("collect")(Command("run the rollouts and keep what the shared layers see", add, run, 30))
+COMMANDS.register("collect")(
+    Command(
+        "run the rollouts and keep what the shared layers see",
+        add,
+        run,
+        30,
+        keeps=lambda args: Path(args.out),
+    )
+)

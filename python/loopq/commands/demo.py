@@ -8,14 +8,17 @@ import os
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
+from loopq.commands.options import add_threads
 from loopq.commands.output import layer_table, measurement_table
 from loopq.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--threads", type=int, default=0, help="threads; 0 takes all cores")
-    parser.add_argument("--n-seeds", type=int, default=3, help="paired initial states (default %(default)s)")
+    add_threads(parser)
+    parser.add_argument(
+        "--n-seeds", type=int, default=3, metavar="N", help="paired initial states (default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--html",

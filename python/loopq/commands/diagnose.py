@@ -8,7 +8,7 @@ from typing import Any
 
 from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_model, add_text, load, memory
+from loopq.commands.options import add_model, add_text, check_place, load, memory
 from loopq.config import DiagnoseConfig
 from loopq.errors import ConfigError
 from loopq.progress import Line
@@ -19,7 +19,7 @@ QUICK = ("ranks", "overlap", "ablation", "arms")
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     config = DiagnoseConfig()
-    add_model(parser)
+    add_model(parser, "zoo name, folder or hub id; or a dump of `loopq collect`, without torch")
     add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write the same as data")
@@ -28,12 +28,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}: a minute, not many")
     parser.add_argument("--work", metavar="DIR", help="keep finished sections here and go on with them")
-    parser.add_argument("--memory", type=memory, help="limit for Hessians, as in 8G")
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="limit for Hessians, as in 8G")
     parser.add_argument(
-        "--bits", type=int, default=config.bits, help="rounding measured (default %(default)s)"
+        "--bits",
+        type=int,
+        default=config.bits,
+        metavar="N",
+        help="bits of the rounding that is measured (default %(default)s)",
     )
     parser.add_argument(
-        "--group-size", type=int, default=config.group_size, help="group size (default %(default)s)"
+        "--group-size",
+        type=int,
+        default=config.group_size,
+        metavar="N",
+        help="its group size; -1: one scale per output row (default %(default)s)",
     )
 
 
@@ -43,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
         from loopq.lazy import require
 
         require("matplotlib")
+    for file in filter(None, (args.html, args.json)):
+        check_place(file)
     with Line() as progress:
         found = (
             _dump(args, progress)
@@ -128,5 +138,11 @@ def _radius(found: dict[str, Any]) -> str:
 
 
 COMMANDS.register("diagnose")(
-    Command("show what the loop does to its own error, as numbers and as a page", add, run, 22)
+    Command(
+        "show what the loop does to its own error, as numbers and as a page",
+        add,
+        run,
+        22,
+        keeps=lambda args: Path(args.work) if args.work else None,
+    )
 )

@@ -4,44 +4,74 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from loopq import config as defaults
+from loopq.checkpoint.convert import format_of
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_model, add_text, load
 from loopq.commands.output import measurement_table
+from loopq.errors import ConfigError
 from loopq.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_model(parser)
-    parser.add_argument("checkpoints", nargs="+", metavar="DIR")
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        metavar="DIR",
+        help="checkpoints of that model, of any format that loopq reads",
+    )
     add_text(parser, "text", defaults.EVALUATION_PROMPTS)
     parser.add_argument(
-        "--n-seeds", type=int, default=1, help="paired initial states of each prompt (default %(default)s)"
+        "--n-seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="paired initial states of each prompt (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
-    from loopq.api import evaluate
+    from loopq.api import evaluate, evaluation_tokens
 
+    if args.n_seeds < 1:
+        raise ConfigError(f"--n-seeds must be at least 1; got {args.n_seeds}")
+    for folder in args.checkpoints:
+        format_of(Path(folder))
     loaded = load(args)
+    tokens = evaluation_tokens(loaded, args.text, n_prompts=args.n_prompts, seq_len=args.seq_len)
     with Line() as progress:
         measured = evaluate(
             loaded,
             args.checkpoints,
-            args.text,
+            tokens,
             n_steps=args.n_steps,
-            n_prompts=args.n_prompts,
-            seq_len=args.seq_len,
             batch_size=args.batch_size,
             seeds=range(args.seed, args.seed + args.n_seeds),
             progress=progress,
         )
     summaries = [m.summary() for m in measured]
-    print(json.dumps(summaries, indent=1) if args.json else measurement_table(summaries))
+    for summary, measurement in zip(summaries[1:], measured[1:], strict=True):
+        interval = measurement.kl_interval()
+        summary["kl_95"] = None if interval is None else [interval.low, interval.high]
+    if args.json:
+        print(json.dumps(summaries, indent=1))
+        return 0
+    said = tokens.describe()
+    depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
+    print(
+        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {depth} steps, {args.n_seeds} "
+        "initial states of each; every row starts from the same ones"
+    )
+    print(measurement_table(summaries))
+    print(
+        "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
+    )
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loopq.checkpoint.files import check_folder
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.errors import CheckpointError
@@ -15,7 +16,11 @@ from loopq.table import render, size
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("folder", metavar="DIR|DUMP")
+    parser.add_argument(
+        "folder",
+        metavar="DIR|DUMP",
+        help="checkpoint of any format that loopq reads, or a dump of `loopq collect`",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -32,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
             return 0
         print_checkpoint(checkpoint, None)
-        print(json.dumps(checkpoint.settings, indent=1))
+        print(_settings(checkpoint.settings))
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)
@@ -43,10 +48,26 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if (folder / "config.json").is_file():
         return _foreign(folder, args.json)
+    check_folder(folder)
     raise CheckpointError(
         f"{folder}: neither a checkpoint (loopq.json or config.json) nor a dump (manifest.json); an interrupted "
         "collection is finished by giving its command again"
     )
+
+
+def _settings(settings: dict[str, Any]) -> str:
+    """What was asked, one line a group; `--json` has all of it."""
+    asked = dict(settings["quantization"])
+    layer = asked.pop("layer")
+    calibration = settings["calibration"]
+    lines = [
+        f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
+        f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}",
+        "layer settings: " + ", ".join(f"{k} {v}" for k, v in sorted(layer.items())),
+    ]
+    asked["overrides"] = [f"{o['pattern']}=>{o['changes']}" for o in asked["overrides"]]
+    lines.append("run settings: " + ", ".join(f"{k} {v}" for k, v in sorted(asked.items())))
+    return "\n".join(lines)
 
 
 def _foreign(folder: Path, as_json: bool) -> int:

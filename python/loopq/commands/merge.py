@@ -11,7 +11,9 @@ from loopq.commands.output import print_dump
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("parts", nargs="+", metavar="DUMP")
+    parser.add_argument(
+        "parts", nargs="+", metavar="DUMP", help="dumps of `loopq collect --hessian`, two or more"
+    )
     parser.add_argument("--out", required=True, metavar="DUMP", help="folder for the sum")
 
 

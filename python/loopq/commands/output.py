@@ -53,22 +53,35 @@ def spans(steps: Sequence[int]) -> str:
 
 
 def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
-    """Return the table of an evaluation: one line for each set of weights."""
-    if summaries[0]["output"] == "hidden":
-        rows = [(s["name"], short(s["kl"]), f"{s['agreement']:.5f}") for s in summaries]
-        return render(("weights", "squared relative error", "cosine"), rows)
-    rows_ = [
-        (
-            s["name"],
-            f"{s['kl']:.5f}",
-            f"{100 * s['agreement']:.2f} %",
-            f"{s['perplexity']:.4f}",
-            None if s["bits_per_byte"] is None else f"{s['bits_per_byte']:.4f}",
-            size(s["n_bytes"]) if "n_bytes" in s else None,
-        )
-        for s in summaries
+    """Return the table of an evaluation: one line for each set of weights; intervals where the summaries have them."""
+    hidden = summaries[0]["output"] == "hidden"
+    columns: list[tuple[str, list[str | None]]] = [
+        ("weights", [s["name"] for s in summaries]),
+        ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
     ]
-    return render(("weights", "KL (nats)", "agreement", "perplexity", "bits/byte", "bytes"), rows_)
+    if any(s.get("kl_95") for s in summaries):
+        columns.append(("95 %", [_ends(s.get("kl_95")) for s in summaries]))
+    if hidden:
+        columns.append(("cosine", [f"{s['agreement']:.5f}" for s in summaries]))
+    else:
+        per_byte = [s["bits_per_byte"] for s in summaries]
+        columns += [
+            ("agreement", [f"{100 * s['agreement']:.2f} %" for s in summaries]),
+            ("perplexity", [f"{s['perplexity']:.4f}" for s in summaries]),
+            ("bits/byte", [None if b is None else f"{b:.4f}" for b in per_byte]),
+        ]
+    if any("n_bytes" in s for s in summaries):
+        columns.append(("bytes", [size(s["n_bytes"]) if "n_bytes" in s else None for s in summaries]))
+    return render([head for head, _ in columns], list(zip(*(cells for _, cells in columns), strict=True)))
+
+
+def _divergence(value: float) -> str:
+    """Five digits after the point, or three significant ones where that would show nothing."""
+    return f"{value:.5f}" if value == 0.0 or value >= 5e-4 else f"{value:.2e}"
+
+
+def _ends(interval: Sequence[float] | None) -> str | None:
+    return None if interval is None else f"[{_divergence(interval[0])}, {_divergence(interval[1])}]"
 
 
 def print_checkpoint(checkpoint: Any, out: str | None) -> None:

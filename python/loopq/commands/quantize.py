@@ -11,6 +11,7 @@ import loopq
 from loopq import config as defaults
 from loopq.api import calibration_tokens
 from loopq.calibrate.data import TokenSet
+from loopq.checkpoint.files import check_new
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
@@ -21,17 +22,29 @@ from loopq.commands.options import (
     add_quantizer,
     add_text,
     allocate_config,
+    check_place,
     load,
     memory,
     quant_config,
     tune_config,
+    work_folder,
 )
 from loopq.commands.output import print_checkpoint
-from loopq.config import DiagnoseConfig
-from loopq.errors import CheckpointError, LoopqError
+from loopq.config import DiagnoseConfig, LayerConfig
+from loopq.errors import LoopqError
 from loopq.lazy import require
 from loopq.progress import Line
 from loopq.systems.load import LoadedModel
+
+_HINT = (
+    "hint: --preset best comes closer to full precision at the same bytes, for some gradients more (--help)"
+)
+_EXAMPLES = """examples:
+  loopq quantize MODEL --out DIR                  GPTQ over the trajectory, INT4 g128: the paper's method
+  loopq quantize MODEL --out DIR --preset best    the full solver in the loop metric: closest to full precision
+  loopq quantize MODEL --out DIR --preset best --bits 3 --group-size 32 --calibration text.txt
+  loopq quantize MODEL --out DIR --allocate 3.25  bits and group size of each layer under a budget
+then `loopq evaluate MODEL DIR` says how far it is from the original; docs/quantizers.md has measured comparisons"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
     add_format(parser, default="native")
     add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
-    add_quantizer(parser)
+    add_quantizer(parser, presets=True)
     add_beyond(parser)
     parser.add_argument(
         "--include",
@@ -50,7 +63,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="calibrate these layers too: those that would stay as they are, and those that would be rounded",
     )
     parser.add_argument(
-        "--memory", type=memory, help="limit for Hessians, as in 8G: more passes over the text"
+        "--memory",
+        type=memory,
+        metavar="SIZE",
+        help="limit for Hessians, as in 8G: more passes over the text",
     )
     parser.add_argument(
         "--html",
@@ -61,20 +77,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
-    loaded = load(args)
+    # What can be refused is refused before the model is loaded, which takes minutes for a large one.
     out = Path(args.out)
     native = args.format == "native"
+    check_new(out)
+    config, allocate, tune = quant_config(args), allocate_config(args), tune_config(args)
     if args.html:
         require("matplotlib")
-    if not native and out.exists() and any(out.iterdir()):
-        raise CheckpointError(f"{out}: exists and is not empty; choose a new folder")
-    config = quant_config(args)
+        check_place(args.html)
+    loaded = load(args)
     if not native:
         from loopq.export import refuse_early
 
         refuse_early(loaded.system, config, args.format, args.ragged, args.n_steps)
-    # Another format is written from the native checkpoint, which stays until the export has been checked.
-    solved = out if native else out.with_name(f"{out.name}.native")
+    solved = _solved(args)
     tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
     with Line() as progress:
         result = loopq.quantize(
@@ -88,16 +104,24 @@ def run(args: argparse.Namespace) -> int:
             memory=args.memory,
             threads=args.threads,
             progress=progress,
-            allocate=allocate_config(args),
-            tune=tune_config(args),
+            allocate=allocate,
+            tune=tune,
             n_held_out=args.held_out,
         )
-    print_checkpoint(result, str(solved))
+    print_checkpoint(result, str(out) if native else None)
     if not native:
         _export(args, solved, out)
     if args.html:
         _page(args, loaded, tokens, result)
+    if config.layer == LayerConfig(bits=args.bits, group_size=args.group_size) and not (allocate or tune):
+        print(_HINT, file=sys.stderr)
     return 0
+
+
+def _solved(args: argparse.Namespace) -> Path:
+    """Folder of the native checkpoint; another format is written from it, and it stays until that was checked."""
+    out = Path(args.out)
+    return out if args.format == "native" else out.with_name(f"{out.name}.native")
 
 
 def _export(args: argparse.Namespace, solved: Path, out: Path) -> None:
@@ -140,4 +164,13 @@ def _page(args: argparse.Namespace, loaded: LoadedModel, tokens: TokenSet, resul
     print(f"page: {args.html}")
 
 
-COMMANDS.register("quantize")(Command("quantize a looped model over its trajectory", add, run, 10))
+COMMANDS.register("quantize")(
+    Command(
+        "quantize a looped model over its trajectory",
+        add,
+        run,
+        10,
+        epilog=_EXAMPLES,
+        keeps=lambda args: work_folder(_solved(args)),
+    )
+)

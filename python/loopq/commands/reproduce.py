@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.commands import COMMANDS, Command
+from loopq.commands.options import add_threads
 from loopq.errors import ConfigError
 from loopq.progress import Line
 
@@ -46,24 +47,32 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--n-calibration",
         type=int,
+        metavar="N",
         default=default.n_calibration,
         help="prompts of one calibration set (default %(default)s)",
     )
     parser.add_argument(
         "--n-evaluation",
         type=int,
+        metavar="N",
         default=default.n_evaluation,
         help="held-out prompts (default %(default)s)",
     )
     parser.add_argument(
-        "--seq-len", type=int, default=default.seq_len, help="tokens of a prompt (default %(default)s)"
+        "--seq-len",
+        type=int,
+        metavar="N",
+        default=default.seq_len,
+        help="tokens of a prompt (default %(default)s)",
     )
     parser.add_argument(
-        "--n-seeds", type=int, default=default.n_seeds, help="calibration seeds (default %(default)s)"
+        "--n-seeds",
+        type=int,
+        metavar="N",
+        default=default.n_seeds,
+        help="calibration seeds (default %(default)s)",
     )
-    parser.add_argument(
-        "--threads", type=int, default=0, help="threads; 0 takes all cores; changes no result"
-    )
+    add_threads(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,4 +133,6 @@ def _write(out: Path, record: dict[str, Any], lines: list[str], tables: list[Any
     print(f"written: {path.with_suffix('.md')} and {path.name}")
 
 
-COMMANDS.register("reproduce")(Command("print a table of the paper, measured on the zoo", add, run, 30))
+COMMANDS.register("reproduce")(
+    Command("print a table of the paper, measured on the zoo", add, run, 50, keeps=lambda args: args.work)
+)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
+from loopq.evaluate.stats import Interval, mean_interval
 from loopq.progress import Progress, Silent
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.replace import Weights as Weights
@@ -40,6 +41,8 @@ class Measurement:
         UTF-8 bytes of a token on average; None where they are not known.
     output : {"logits", "hidden"}
         What the system's rollout returns.
+    n_bytes : int, optional
+        Bytes of all weights, quantized or not, where they are known.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Measurement:
     nll: NDArray[np.float64]
     bytes_per_token: float | None
     output: str
+    n_bytes: int | None = None
 
     @property
     def perplexity(self) -> float:
@@ -75,7 +79,14 @@ class Measurement:
         }
         if self.output == "logits":
             data |= {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+        if self.n_bytes is not None:
+            data["n_bytes"] = self.n_bytes
         return data
+
+    def kl_interval(self) -> Interval | None:
+        """95 % of the mean KL, prompts resampled whole; None for fewer than two prompts."""
+        per_prompt = self.kl.mean(axis=0)
+        return mean_interval(per_prompt) if per_prompt.size > 1 else None
 
 
 def compare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, recollected
 from loopq.quantizers.solve import Solver, Source, Task, tasks_of
 from loopq.systems.base import SharedParameter
+from loopq.tune.metric import MetricCost, metric_cost
 
 if TYPE_CHECKING:
     from loopq.systems.load import LoadedModel
@@ -37,22 +38,35 @@ class Estimate:
     memory : int
         Bytes of Hessian accumulators held at once, and of the largest layer's solve on top.
     seconds : float
-        Rollouts, accumulation and solve together, from rates measured on this machine a moment ago.
+        Everything together, from rates measured on this machine a moment ago.
     n_passes : int
-        Times the calibration set is run: more than one where a memory limit asks for it.
+        Times the calibration set is run: more than one where a memory limit or the kind of inputs asks for it.
+    metric : MetricCost
+        What the loop metric takes; all zero where no layer has one.
+    metric_seconds : float
+        Its share of `seconds`.
     """
 
     memory: int
     seconds: float
     n_passes: int
+    metric: MetricCost
+    metric_seconds: float
 
     def __str__(self) -> str:
         """One line for a person."""
         passes = f", {self.n_passes} passes over the calibration set" if self.n_passes > 1 else ""
-        return f"about {self.memory / 2**20:.0f} MiB for Hessians and {_duration(self.seconds)}{passes}"
+        text = f"about {self.memory / 2**20:.0f} MiB for Hessians and {duration(self.seconds)}{passes}"
+        if not self.metric.n_gradients:
+            return text
+        return (
+            f"{text}; of this {self.metric.n_gradients} gradients for the loop metric: "
+            f"{self.metric.memory / 2**20:.0f} MiB more and {duration(self.metric_seconds)}"
+        )
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time for a person."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -141,12 +155,31 @@ class Run:
         widest = max((t.parameter.in_features for t in self.tasks), default=0)
         rate = _core_rate(self.threads)
         tokens = self.job.tokens
-        rollouts = self.probe_seconds * tokens.n_tokens / tokens.sequences[0].size * max(1, len(passes))
+        once = self.probe_seconds * tokens.n_tokens / tokens.sequences[0].size
+        runs = self._runs(len(passes))
+        metric = metric_cost(self.tasks, len(tokens.sequences), self.config.metric_draws)
+        # Forward with a graph once for a prompt, backward, twice as long, for each of its draws.
+        rounds = metric.n_gradients / (len(tokens.sequences) * self.config.metric_draws)
+        gradients = once * rounds * (1 + 2 * self.config.metric_draws)
+        metric_seconds = gradients + metric.multiply_adds / _double_rate() if metric.n_gradients else 0.0
         dims = {p.name: p.in_features for p in self.job.selection.input_groups}
         accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
         factor = sum(10 * dims[g] ** 3 for g in sums.steps)
         sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in self.tasks)
-        return Estimate(held + 24 * widest**2, rollouts + (accumulate + factor + sweep) / rate, len(passes))
+        seconds = once * runs + metric_seconds + (accumulate + factor + sweep) / rate
+        return Estimate(held + 24 * widest**2, seconds, runs, metric, metric_seconds)
+
+    def _runs(self, n_passes: int) -> int:
+        """Times the calibration set is run: asymmetric calibration runs it in pairs, for each input group."""
+        groups = len({t.leader for t in self.tasks if t.leader})
+        ahead = any(t.config.metric == "loop" for t in self.tasks)
+        asked = {
+            "open": max(1, n_passes),
+            "closed-loop": max(1, n_passes) + 1,
+            "asymmetric": 2 * groups * self.config.sweeps + ahead,
+            "equal-rows": 1,
+        }
+        return asked[self.config.inputs]
 
     def solve(self, memory: int | None, work: Path | None, progress: Progress) -> dict[str, QuantizedLayer]:
         """Collect and solve, pass by pass; layer by layer where calibration is asymmetric."""
@@ -229,12 +262,27 @@ def _core_rate(threads: int) -> float:
     """Multiply-adds per second of the accumulation, measured for a few milliseconds."""
     rows, width = 2048, 512
     values = np.ones((rows, width), dtype=np.float32)
-    seconds = []
-    for _ in range(2):  # the first starts the threads
+
+    def work() -> None:
         acc = native.HessianAccumulator(width, [0], per_step=False, threads=threads)
-        began = time.perf_counter()
         acc.update(0, values)
         # Rows wait until there are enough of them: the work is done at the latest here.
         acc.finish()
-        seconds.append(time.perf_counter() - began)
-    return float(rows * width * width / max(seconds[-1], 1e-6))
+
+    return rows * width * width / _fastest(work)
+
+
+def _double_rate() -> float:
+    """Multiply-adds per second of numpy's product of double-precision matrices, measured for a few milliseconds."""
+    left, right = np.ones((256, 512)), np.ones((512, 512))
+    return 256 * 512 * 512 / _fastest(lambda: left @ right)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Least seconds of three runs; the first is never the fastest, and others may run beside."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return max(min(times), 1e-6)

@@ -10,14 +10,14 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
-from loopq.config import BATCH_SIZE, QuantConfig
+from loopq.config import BATCH_SIZE, PRESETS, QuantConfig
 from loopq.progress import Progress
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.solve import Solver, Source, tasks_of
 from loopq.systems.base import LoopedSystem
 
 #: Fields of `LayerConfig` for the best closed form there is: no knob to turn, the same bytes and file format.
-LOOP: dict[str, Any] = {"method": "full", "metric": "loop", "damping_kind": "diagonal"}
+LOOP: dict[str, Any] = dict(PRESETS["best"])
 
 
 def solve_arm(

@@ -30,6 +30,53 @@ KEPT_BYTES = 1 << 30
 BLOCK = 512
 
 
+@dataclass(frozen=True)
+class MetricCost:
+    """What the collection of loop metrics takes.
+
+    Parameters
+    ----------
+    n_gradients : int
+        Backward passes, those of the second round included.
+    multiply_adds : float
+        Double-precision products of all gradients with the matrices beside them.
+    memory : int
+        Bytes of those matrices, and of the gradients that are kept.
+    """
+
+    n_gradients: int
+    multiply_adds: float
+    memory: int
+
+
+def metric_cost(tasks: Sequence[Task], n_prompts: int, n_draws: int) -> MetricCost:
+    """Say what `collect_metrics` will take; all zero where no layer asks for a loop metric.
+
+    Parameters
+    ----------
+    tasks : sequence of Task
+        Layers of the run.
+    n_prompts : int
+        Calibration prompts.
+    n_draws : int
+        Draws for each prompt.
+    """
+    shapes = [(t.parameter.out_features, t.parameter.in_features) for t in tasks if wanted(t)]
+    if not shapes:
+        return MetricCost(0, 0.0, 0)
+    total = n_prompts * n_draws
+    kept = 4 * sum(rows * columns for rows, columns in shapes) * total
+    products = sum(2.0 * rows * columns * (columns + min(BLOCK, rows)) for rows, columns in shapes)
+    held = sum(8 * (2 * columns**2 + 2 * rows * min(BLOCK, rows)) for rows, columns in shapes)
+    rounds = 1 if kept <= KEPT_BYTES else 2
+    return MetricCost(rounds * total, products * total, held + (kept if rounds == 1 else 0))
+
+
+def wanted(task: Task) -> bool:
+    """Whether a layer asks for a loop metric and is observed."""
+    return task.config.metric == "loop" and task.leader is not None
+
+
 def draws(
     system: LoopedSystem, tokens: TokenSet, names: Sequence[str], n_steps: int, seed: int, n_draws: int
 ) -> Iterator[dict[str, Tensor]]:
@@ -133,7 +180,7 @@ def collect_metrics(
     A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
     precision; the same number of threads gives the same bits, another number may change last bits.
     """
-    chosen = [t for t in tasks if t.config.metric == "loop" and t.leader is not None]
+    chosen = [t for t in tasks if wanted(t)]
     if not chosen:
         return {}
     if n_draws < 1:

@@ -25,7 +25,9 @@ from loopq.config import Override, QuantConfig, preset
 from loopq.errors import CalibrationError, CheckpointError, ConfigError, DumpError, NonFiniteError
 from loopq.evaluate.compare import compare, replaced
 from loopq.jobs.run import Run
+from loopq.quantizers import sequential
 from loopq.systems.load import load_model
+from loopq.tune import metric as module
 
 SETTINGS = {"bits": 3, "group_size": 20}
 
@@ -161,6 +163,49 @@ def test_layers_of_another_solve_are_not_taken_for_those_of_this_one(loaded, tok
     write_tensors(tensors, kept)
     loopq.quantize(loaded, tokens, out=out, batch_size=3, **SETTINGS)
     assert digest(out) == digest(plain)
+
+
+BEST = {"preset": "best", "bits": 3, "group_size": 16, "batch_size": 3, "threads": 1}
+
+
+# Ten prompts collected, two rounds of forty gradients, nine layers; kept in memory, one round.
+@pytest.mark.parametrize(
+    ("kept", "at", "prompts"),
+    [(0, 9, 20), (0, 26, 16), (0, 49, 10), (0, 75, 4), (0, 91, 0), (1 << 30, 30, 10), (1 << 30, 51, 0)],
+)
+def test_gradients_of_the_loop_metric_go_on_after_a_kill(
+    loaded, tokens, tmp_path, monkeypatch, kept, at, prompts
+):
+    for function in (HessianSet.run_pass, module.collect_metrics):
+        monkeypatch.setattr(function, "__kwdefaults__", {**function.__kwdefaults__, "every": 0.0})
+    monkeypatch.setattr(module, "KEPT_BYTES", kept)
+    loopq.quantize(loaded, tokens, out=tmp_path / "whole", **BEST)
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=tmp_path / "killed", progress=Killer(at), **BEST)
+    seen = []
+    monkeypatch.setattr(module, "unroll", counting(module.unroll, seen))
+    loopq.quantize(loaded, tokens, out=tmp_path / "killed", **BEST)
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    assert len(seen) == prompts
+    assert not list(tmp_path.glob(".killed*"))
+
+
+def test_asymmetric_calibration_goes_on_after_a_kill(loaded, tokens, tmp_path, monkeypatch):
+    asked = {"inputs": "asymmetric", "sweeps": 2, "batch_size": 3, "threads": 1, **SETTINGS}
+    loopq.quantize(loaded, tokens, out=tmp_path / "whole", **asked)
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=tmp_path / "killed", progress=Killer(11), **asked)
+    seen = []
+    monkeypatch.setattr(sequential, "collect_pairs", counting(sequential.collect_pairs, seen))
+    loopq.quantize(loaded, tokens, out=tmp_path / "killed", **asked)
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    # Nine input groups, twice; twelve layers were solved when the kill came.
+    assert len(seen) == 6
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=tmp_path / "other", progress=Killer(11), **asked)
+    seen.clear()
+    loopq.quantize(loaded, tokens, out=tmp_path / "other", **(asked | {"alpha": 0.5}))
+    assert len(seen) == 18
 
 
 def counting(function, seen):

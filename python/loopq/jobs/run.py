@@ -21,7 +21,7 @@ from loopq.errors import ConfigError
 from loopq.progress import Progress
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential, recollected
-from loopq.quantizers.solve import Solver, Source, Task, tasks_of
+from loopq.quantizers.solve import LayerStore, Solver, Source, Task, tasks_of
 from loopq.systems.base import SharedParameter
 from loopq.tune.metric import MetricCost, metric_cost
 
@@ -185,9 +185,10 @@ class Run:
         """Collect and solve, pass by pass; layer by layer where calibration is asymmetric."""
         config = self.config
         if config.inputs == "asymmetric":
-            metrics = self._metrics_ahead(progress)
+            metrics = self._metrics_ahead(work, progress)
+            store = LayerStore(work, self._key())
             return Sequential(
-                self.job, config.alpha, config.sweeps, self.threads, progress, metrics=metrics
+                self.job, config.alpha, config.sweeps, self.threads, progress, metrics=metrics, store=store
             ).run(self.tasks)
         if config.inputs == "equal-rows":
             from loopq.calibrate.horizon import EqualRows
@@ -201,7 +202,7 @@ class Run:
             return recollected(self.job, self.tasks, layers, self.threads, self._metrics)
         return layers
 
-    def _metrics_ahead(self, progress: Progress) -> dict[str, LoopMetric]:
+    def _metrics_ahead(self, work: Path | None, progress: Progress) -> dict[str, LoopMetric]:
         """Loop metrics for layers that are solved one after the other: their Hessians come from a pass of their own."""
         chosen = [t for t in self.tasks if t.leader and t.config.metric == "loop"]
         if not chosen:
@@ -209,11 +210,11 @@ class Run:
         leaders = sorted({str(t.leader) for t in chosen})
         steps = {k: v for k, v in self.steps().items() if k in leaders}
         sums = HessianSet(self.job, steps, per_step=True, threads=self.threads)
-        sums.run_pass(leaders, progress=progress)
-        return self._collect_metrics(sums, chosen, progress)
+        sums.run_pass(leaders, work=work / "ahead" if work else None, progress=progress)
+        return self._collect_metrics(sums, chosen, progress, work / "metric" if work else None)
 
     def _collect_metrics(
-        self, sums: HessianSet, tasks: Sequence[Task], progress: Progress
+        self, sums: HessianSet, tasks: Sequence[Task], progress: Progress, work: Path | None
     ) -> dict[str, LoopMetric]:
         from loopq.tune.metric import loop_metrics
 
@@ -226,7 +227,13 @@ class Run:
             seed=self.job.seed,
             n_draws=self.config.metric_draws,
             progress=progress,
+            work=work,
+            key=self._key(),
         )
+
+    def _key(self) -> str:
+        """Everything that fixes a result of this run."""
+        return self.job.fingerprint(self.config.to_json())
 
     def _open_loop(
         self, memory: int | None, work: Path | None, progress: Progress
@@ -240,7 +247,7 @@ class Run:
             rank_threshold=self.config.rank_threshold,
             threads=self.threads,
             work=work,
-            key=self.job.fingerprint(self.config.to_json()),
+            key=self._key(),
             progress=progress,
             metrics=self._metrics,
         )
@@ -251,7 +258,8 @@ class Run:
                 folder = work / f"pass-{number}" if work else None
                 sums.run_pass(leaders, work=folder, progress=progress)
             chosen = [t for t in self.tasks if t.leader in leaders] + (unobserved if number == 0 else [])
-            self._metrics.update(self._collect_metrics(sums, chosen, progress))
+            beside = work / f"metric-{number}" if work else None
+            self._metrics.update(self._collect_metrics(sums, chosen, progress, beside))
             done.update(solver.run(chosen))
             for leader in leaders:
                 sums.drop(leader)

@@ -22,7 +22,7 @@ from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.base import Problem
 from loopq.quantizers.damping import damping_vector
 from loopq.quantizers.metric import LoopMetric
-from loopq.quantizers.solve import Seen, Task, account, oriented, solve_rotated, step_weighting
+from loopq.quantizers.solve import LayerStore, Seen, Task, account, oriented, solve_rotated, step_weighting
 from loopq.quantizers.weighting import needs_weight, relative
 
 
@@ -46,6 +46,8 @@ class Sequential:
         Told of layers.
     metrics : mapping of str to LoopMetric
         Loop metrics of the layers that ask for one.
+    store : LayerStore
+        Where solved layers are kept, so that a killed run goes on.
 
     Notes
     -----
@@ -65,6 +67,7 @@ class Sequential:
     threads: int = 0
     progress: Progress = field(default_factory=Silent)
     metrics: Mapping[str, LoopMetric] = field(default_factory=dict)
+    store: LayerStore = field(default_factory=lambda: LayerStore(None, ""))
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.alpha <= 1.0:
@@ -81,7 +84,14 @@ class Sequential:
         self.progress.start("solve", self.sweeps * len(tasks), "layers")
         for sweep in range(self.sweeps):
             for group in groups:
-                done.update(self._group(group, stored, done, sweep))
+                part = f"-sweep-{sweep}"
+                kept = {t.parameter.name: self.store.find(t.parameter.name, part) for t in group}
+                solved = {name: layer for name, layer in kept.items() if layer is not None}
+                if len(solved) < len(group):
+                    solved = self._group(group, stored, done, sweep)
+                    for name, layer in solved.items():
+                        self.store.keep(name, layer, part)
+                done.update(solved)
                 self.progress.advance(len(group))
         self.progress.stop()
         return {t.parameter.name: done[t.parameter.name] for t in tasks}

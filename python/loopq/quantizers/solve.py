@@ -56,6 +56,53 @@ class Task:
     leader: str | None
 
 
+@dataclass(frozen=True)
+class LayerStore:
+    """Solved layers on disk, until the checkpoint is written: a killed run takes over those of the same key.
+
+    Parameters
+    ----------
+    work : Path or None
+        Folder; None keeps nothing.
+    key : str
+        Identity of the work: everything that fixes a layer.
+    """
+
+    work: Path | None
+    key: str
+
+    def keep(self, name: str, layer: QuantizedLayer, part: str = "") -> None:
+        """Write a layer; `part` tells several of one name apart."""
+        path = self._path(name, part)
+        if path is None:
+            return
+        digest = write_tensors(path, layer.tensors())
+        journal = {
+            "key": self.key,
+            "sha256": digest,
+            "settings": layer.settings(),
+            "report": dict(layer.report),
+        }
+        write_json(path.with_suffix(".json"), journal)
+
+    def find(self, name: str, part: str = "") -> QuantizedLayer | None:
+        """Read a layer back; None where there is none of this work."""
+        path = self._path(name, part)
+        if path is None or not path.with_suffix(".json").is_file():
+            return None
+        journal = read_json(path.with_suffix(".json"))
+        # A kill between the two writes leaves the journal of one solve beside the tensors of another.
+        if journal["key"] != self.key or not path.is_file() or sha256(path) != journal["sha256"]:
+            return None
+        return QuantizedLayer.from_tensors(
+            journal["settings"], read_tensors(path), journal["report"], str(path)
+        )
+
+    def _path(self, name: str, part: str) -> Path | None:
+        # Runs of other settings share the folder, as those that step weights are chosen from.
+        return self.work / f"layers{part}" / self.key[:16] / f"{name}.safetensors" if self.work else None
+
+
 @dataclass
 class Solver:
     """Solves the tasks of a run.
@@ -100,7 +147,8 @@ class Solver:
         return {t.parameter.name: solved[t.parameter.name] for t in tasks}
 
     def _group(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
-        done = {t.parameter.name: self._resume(t) for t in tasks}
+        kept = LayerStore(self.work, self.key)
+        done = {t.parameter.name: kept.find(t.parameter.name) for t in tasks}
         if any(layer is None for layer in done.values()):
             lead = tasks[0]
             acc = self._accumulator(lead) if lead.leader else None
@@ -111,7 +159,7 @@ class Solver:
                     if acc is not None and (common is None or needs_weight(task.config.step_weights)):
                         common, shared = self._seen(acc, task), {}
                     layer = self._solve(task, common, shared).with_report(**self._spectrum(common, shared))
-                    self._keep(task, layer)
+                    kept.keep(task.parameter.name, layer)
                     done[task.parameter.name] = layer
                 self.progress.advance()
         else:
@@ -170,37 +218,6 @@ class Solver:
         )
         layer = solve_rotated(problem)
         return layer.with_report(**account(task, layer, weight, seen, self.threads))
-
-    def _path(self, task: Task) -> Path | None:
-        # Runs of other settings share the folder, as those that step weights are chosen from.
-        return (
-            self.work / "layers" / self.key[:16] / f"{task.parameter.name}.safetensors" if self.work else None
-        )
-
-    def _keep(self, task: Task, layer: QuantizedLayer) -> None:
-        path = self._path(task)
-        if path is None:
-            return
-        digest = write_tensors(path, layer.tensors())
-        journal = {
-            "key": self.key,
-            "sha256": digest,
-            "settings": layer.settings(),
-            "report": dict(layer.report),
-        }
-        write_json(path.with_suffix(".json"), journal)
-
-    def _resume(self, task: Task) -> QuantizedLayer | None:
-        path = self._path(task)
-        if path is None or not path.with_suffix(".json").is_file():
-            return None
-        journal = read_json(path.with_suffix(".json"))
-        # A kill between the two writes leaves the journal of one solve beside the tensors of another.
-        if journal["key"] != self.key or not path.is_file() or sha256(path) != journal["sha256"]:
-            return None
-        return QuantizedLayer.from_tensors(
-            journal["settings"], read_tensors(path), journal["report"], str(path)
-        )
 
     def clear(self) -> None:
         """Remove the work folder."""

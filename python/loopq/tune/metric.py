@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
+from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.config import SNAPSHOT_SECONDS
 from loopq.errors import ConfigError, NonFiniteError, SystemContractError
 from loopq.progress import Progress, Silent
 from loopq.quantizers.metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
@@ -78,7 +83,13 @@ def wanted(task: Task) -> bool:
 
 
 def draws(
-    system: LoopedSystem, tokens: TokenSet, names: Sequence[str], n_steps: int, seed: int, n_draws: int
+    system: LoopedSystem,
+    tokens: TokenSet,
+    names: Sequence[str],
+    n_steps: int,
+    seed: int,
+    n_draws: int,
+    skip: int = 0,
 ) -> Iterator[dict[str, Tensor]]:
     """Yield gradients with respect to shared weights, one for each prompt and draw.
 
@@ -96,6 +107,8 @@ def draws(
         Seed of initial states and draws.
     n_draws : int
         Draws for each prompt.
+    skip : int
+        Prompts at the start that are left out.
 
     Notes
     -----
@@ -104,7 +117,7 @@ def draws(
     """
     import torch
 
-    for batch in tokens.batches(1, seed):
+    for batch in islice(tokens.batches(1, seed), skip, None):
         leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
         with linked(system, leaves):
             out = unroll(system, batch, n_steps).float()
@@ -143,6 +156,9 @@ def collect_metrics(
     seed: int = 0,
     n_draws: int = 4,
     progress: Progress | None = None,
+    work: Path | None = None,
+    key: str = "",
+    every: float = SNAPSHOT_SECONDS,
 ) -> dict[str, LoopMetric]:
     """Collect the loop metric of every layer that asks for one.
 
@@ -164,6 +180,12 @@ def collect_metrics(
         Draws for each prompt.
     progress : Progress, optional
         Told of draws.
+    work : Path, optional
+        Folder for snapshots of the sums; one of the same work found there is gone on with.
+    key : str
+        Identity of the work: everything that fixes a sum.
+    every : float
+        Seconds between snapshots: what a kill can lose. Gradients that are kept in memory are lost whole.
 
     Returns
     -------
@@ -188,43 +210,102 @@ def collect_metrics(
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = [t.parameter.name for t in chosen]
     threads = OneThread()
-    started = {t.parameter.name: _inverse(hessian(t), DAMPING, threads) for t in chosen}
     source = _Gradients(system, tokens, chosen, depth, seed, n_draws, progress or Silent())
-    left = _between_outputs(source, started, threads)
-    missing = [n for n in names if n not in left]
-    if missing:
-        raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
-    metrics = {n: [ridged(a, RIDGE) for a in blocks] for n, blocks in left.items()}
-    back = {n: [_inverse(a, RIDGE, threads) for a in blocks] for n, blocks in left.items()}
-    right = _between_inputs(source, back, threads)
+    sums = _Sums(None if work is None else work / "sums.safetensors", key, every)
+    sums.resume()
+    source.start(sums.round * source.total + sums.done)
+    if sums.round == 0:
+        started = {t.parameter.name: _inverse(hessian(t), DAMPING, threads) for t in chosen}
+        for number, found in source.each(sums.done):
+            for name, g in found:
+                with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
+                    blocks = [g[b] @ started[name] @ g[b].T for b in _blocks(len(g))]
+                sums.add_left(name, blocks)
+            source.snapshot(sums, number)
+        missing = [n for n in names if n not in sums.left]
+        if missing:
+            raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
+        sums.begin_round(1)
+    if sums.round == 1:
+        back = {n: [_inverse(a, RIDGE, threads) for a in blocks] for n, blocks in sums.left.items()}
+        for number, found in source.each(sums.done):
+            for name, g in found:
+                for b, a in zip(_blocks(len(g)), back[name], strict=True):
+                    with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
+                        add = g[b].T @ a @ g[b]
+                    sums.add_right(name, add)
+            source.snapshot(sums, number)
+        sums.begin_round(2)
+        sums.save()
     source.progress.stop()
-    return {n: LoopMetric(tuple(metrics[n]), right[n], source.total) for n in names}
+    left = {n: tuple(ridged(a, RIDGE) for a in sums.left[n]) for n in names}
+    return {n: LoopMetric(left[n], sums.right[n], source.total) for n in names}
+
+
+@dataclass
+class _Sums:
+    """Sums of gradients on either side of each weight, kept on disk so that a killed run can go on.
+
+    Double-precision sums are stored as they are and prompts are added in one order: going on gives the same bits.
+    """
+
+    path: Path | None
+    key: str
+    every: float
+
+    def __post_init__(self) -> None:
+        self.left: dict[str, list[NDArray[np.float64]]] = {}
+        self.right: dict[str, NDArray[np.float64]] = {}
+        self.round = self.done = 0
+        self._saved = time.monotonic()
+
+    def add_left(self, name: str, blocks: list[NDArray[np.float64]]) -> None:
+        """Add to the blocks between outputs."""
+        old = self.left.get(name)
+        self.left[name] = blocks if old is None else [x + y for x, y in zip(old, blocks, strict=True)]
+
+    def add_right(self, name: str, matrix: NDArray[np.float64]) -> None:
+        """Add to the matrix between inputs."""
+        self.right[name] = self.right[name] + matrix if name in self.right else matrix
+
+    def begin_round(self, number: int) -> None:
+        """Go on to the next round, with no gradient of it done."""
+        self.round, self.done = number, 0
+
+    def due(self) -> bool:
+        """Whether it is time for another snapshot."""
+        return self.path is not None and time.monotonic() - self._saved >= self.every
+
+    def save(self) -> None:
+        """Write a snapshot, whole."""
+        if self.path is None:
+            return
+        tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
+        tensors |= {f"right/{n}": a for n, a in self.right.items()}
+        facts = {"key": self.key, "round": str(self.round), "done": str(self.done)}
+        write_tensors(self.path, {n: RawTensor.of(a) for n, a in tensors.items()}, facts)
+        self._saved = time.monotonic()
+
+    def resume(self) -> None:
+        """Take over a snapshot of the same work, if there is one."""
+        if self.path is None or not self.path.is_file():
+            return
+        _, facts = read_header(self.path)
+        if facts.get("key") != self.key:
+            return
+        self.round, self.done = int(facts["round"]), int(facts["done"])
+        for name, tensor in sorted(read_tensors(self.path).items()):
+            side, _, rest = name.partition("/")
+            values = np.asarray(tensor.array(), dtype=np.float64)
+            if side == "right":
+                self.right[rest] = values
+            else:
+                self.left.setdefault(rest.rpartition("/")[0], []).append(values)
 
 
 def _inverse(matrix: Matrix, share: float, threads: OneThread) -> Matrix:
     with threads.where_small(len(matrix) ** 3):
         return inverse(matrix, share)
-
-
-def _between_outputs(source: _Gradients, inverses: Mapping[str, Matrix], threads: OneThread) -> Blocks:
-    """sum_n g_n H'^-1 g_n^T of each layer, blocks of outputs apart."""
-    found: Blocks = {}
-    for name, g in source.each():
-        with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
-            sums = [g[b] @ inverses[name] @ g[b].T for b in _blocks(len(g))]
-        found[name] = [x + y for x, y in zip(found[name], sums, strict=True)] if name in found else sums
-    return found
-
-
-def _between_inputs(source: _Gradients, inverses: Blocks, threads: OneThread) -> dict[str, Matrix]:
-    """sum_n g_n^T A^-1 g_n of each layer, over all its blocks."""
-    found: dict[str, Matrix] = {}
-    for name, g in source.each():
-        for b, a in zip(_blocks(len(g)), inverses[name], strict=True):
-            with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
-                add = g[b].T @ a @ g[b]
-            found[name] = found[name] + add if name in found else add
-    return found
 
 
 def loop_metrics(
@@ -260,22 +341,39 @@ class _Gradients:
         weights = sum(t.parameter.in_features * t.parameter.out_features for t in self.tasks)
         self._keep = 4 * weights * self.total <= KEPT_BYTES
         self._kept: list[dict[str, Tensor]] = []
-        self.progress.start("metric", self.total * (1 if self._keep else 2), "gradients")
 
-    def each(self) -> Iterator[tuple[str, NDArray[np.float64]]]:
-        """Yield (parameter name, gradient with outputs first)."""
+    def start(self, done: int) -> None:
+        """Begin the stage; `done` gradients of both rounds were summed before."""
+        total = self.total * (1 if self._keep else 2)
+        self.progress.start("metric", total, "gradients")
+        if done:
+            self.progress.note(f"going on after {min(done, total)} gradients")
+            self.progress.advance(min(done, total))
+
+    def snapshot(self, sums: _Sums, number: int) -> None:
+        """Keep the sums after `number` gradients of this round, now and then and after whole prompts."""
+        if not self._keep and number % self.n_draws == 0 and sums.due():
+            sums.done = number
+            sums.save()
+
+    def each(self, done: int) -> Iterator[tuple[int, list[tuple[str, NDArray[np.float64]]]]]:
+        """Yield gradients after the first `done`, outputs first, each with how many there were by then."""
         flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in self.tasks}
-        for found in list(self._kept) or self._fresh(list(flip)):
-            for name, grad in found.items():
-                values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
-                yield name, np.ascontiguousarray(values.T) if flip[name] else values
+        fresh = list(self._kept) or self._fresh(list(flip), done // self.n_draws)
+        for number, found in enumerate(fresh, start=done + 1):
+            yield number, [(name, _outputs_first(grad, flip[name])) for name, grad in found.items()]
 
-    def _fresh(self, names: list[str]) -> Iterator[dict[str, Tensor]]:
-        for found in draws(self.system, self.tokens, names, self.depth, self.seed, self.n_draws):
+    def _fresh(self, names: list[str], skip: int) -> Iterator[dict[str, Tensor]]:
+        for found in draws(self.system, self.tokens, names, self.depth, self.seed, self.n_draws, skip):
             if self._keep:
                 self._kept.append(found)
             yield found
             self.progress.advance()
+
+
+def _outputs_first(grad: Tensor, turned: bool) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
+    return np.ascontiguousarray(values.T) if turned else values
 
 
 def _blocks(rows: int) -> list[slice]:

@@ -24,7 +24,7 @@ from loopq.config import AllocateConfig, LayerConfig, QuantConfig, check_threads
 from loopq.config import preset as named
 from loopq.errors import CheckpointError, ConfigError
 from loopq.jobs.run import Run, side_files
-from loopq.jobs.several import held_back, mixed, refuse_short_scales, tuned, validated
+from loopq.jobs.several import held_back, mixed, on_top, refuse_short_scales, tuned, validated
 from loopq.progress import Progress, Silent
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.solve import Solver, tasks_of
@@ -150,7 +150,7 @@ def quantize(
         refuse_short_scales(run.tasks)
     depth = run.job.selection.n_steps
     estimate = run.estimate(memory)
-    progress.note(f"{len(run.tasks)} layers, {depth} steps: {estimate}")
+    progress.note(f"{len(run.tasks)} layers, {depth} steps: {estimate}{on_top(run, allocate, tune)}")
     work = folder.with_name(f".{folder.name}.work") if folder is not None else None
     extra: dict[str, Any] = {}
     if allocate is not None:

@@ -453,7 +453,7 @@ def test_evaluate_measures_what_export_wrote_and_says_on_what(model, tmp_path, c
     code, text, _ = run(capsys, *measure)
     assert code == 0
     assert text.startswith(
-        "4 prompts, 96 tokens of embedded evaluation text, 3 steps, 1 initial states of each"
+        "4 prompts, 96 tokens of embedded evaluation text, 3 steps, initial states of each: 1"
     )
     full, native, foreign = json.loads(run(capsys, *measure, "--json")[1])
     assert native["kl"] == foreign["kl"] > 0

@@ -15,7 +15,8 @@ from loopq.cli import main
 from loopq.config import VALIDATED, AllocateConfig, LayerConfig, Override, QuantConfig
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
-from loopq.jobs.several import held_back
+from loopq.jobs.run import Run
+from loopq.jobs.several import held_back, on_top
 from loopq.tune.tuner import TuneConfig
 
 FULL = QuantConfig(LayerConfig(method="full", bits=3, group_size=16), rank_threshold=None)
@@ -169,3 +170,16 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     assert (report["step_weighting"], report["damping_kind"]) == ("balanced", "diagonal")
     assert main([*base, "--tune-updates", "3", "--out", str(tmp_path / "r")]) == 2
     assert "go with --tune" in capsys.readouterr().err
+
+
+def test_what_choosing_bits_and_tuning_take_is_said_before(tiny, tokens):
+    run = Run.prepare(tiny, tokens, QuantConfig(), None, 8, 0, 1)
+    run.probe_seconds = 0.5
+    layers = len(run.tasks)
+    assert on_top(run, None, None) == ""
+    measured = on_top(run, AllocateConfig(3.25, bits=(3, 4), group_sizes=(16,), n_prompts=4), None)
+    assert measured == f"; on top, about: bits by ablation {4 * 2 * layers * 0.5:.0f} s"
+    both = on_top(
+        run, AllocateConfig(3.25, "fisher", n_prompts=4), TuneConfig("scales", n_updates=3, batch_size=2)
+    )
+    assert both == "; on top, about: bits by fisher 6 s, tuning at most 12 s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from pathlib import Path
@@ -18,6 +19,7 @@ from loopq.calibrate.data import TokenSet, from_ids  # noqa: E402
 from loopq.cli import main  # noqa: E402
 from loopq.errors import ConfigError  # noqa: E402
 from loopq.evaluate.compare import compare  # noqa: E402
+from loopq.progress import Line  # noqa: E402
 from loopq.reproduce import main_table, main_text  # noqa: E402
 from loopq.reproduce.main_table import ALL, ARMS, GRIDS, ONE, RTN, Settings, layer_class  # noqa: E402
 from loopq.reproduce.members import Member, Sizes, load_member  # noqa: E402
@@ -119,6 +121,9 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(main_table, "run_member", refuse)
     assert measure(folder, work=work) == first
+    log = io.StringIO()
+    main_table.run([folder], SMALL, work=work, progress=Line(log))
+    assert log.getvalue().splitlines() == ["all 1 models were measured before", "1/1 tiny: measured before"]
     with pytest.raises(AssertionError, match="measured again"):
         main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
     model = zoo.load(folder)
@@ -130,6 +135,19 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(main_table, "run_member", plain)
     (work / "tiny.json").write_text("{")
     assert measure(folder, work=work)["key"] != first["key"]
+
+
+def test_how_long_it_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    member = main_table.load_member(str(folder), main_table._sizes(SMALL), None)
+    clock = iter([0.0, 6.0, 10.0, 16.0])
+    monkeypatch.setattr(main_table.time, "monotonic", lambda: next(clock))
+    # Three seconds a prompt: calibration of each seed, then full precision, RTN, and two arms of each seed, per grid.
+    n_rollouts = SMALL.n_seeds * SMALL.n_calibration + SMALL.n_evaluation * (1 + 2 * (1 + 2 * SMALL.n_seeds))
+    assert main_table.expected_seconds(member, SMALL) == 3 * n_rollouts
+    said = main_table._estimate([(member, SMALL)], 4)
+    assert said.startswith("1 of 4 models to measure: about ")
+    assert "of it tiny" in said
 
 
 def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +361,8 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     ):
         assert title in text
     assert "of 1 looped models" in text
+    assert "no logits" not in text
+    assert "letter task" not in text
     data = next((tmp_path / "o").glob("main-table-*.json"))
     record = json.loads(data.read_text())
     assert record["members"][0]["member"] == "tiny"

@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     said = tokens.describe()
     depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
     print(
-        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {depth} steps, {args.n_seeds} "
-        "initial states of each; every row starts from the same ones"
+        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {depth} steps, initial states of "
+        f"each: {args.n_seeds}, the same in every row"
     )
     print(measurement_table(summaries))
     print(

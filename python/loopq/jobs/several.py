@@ -13,7 +13,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import HELD_OUT_SHARE, VALIDATED, AllocateConfig, QuantConfig
 from loopq.errors import ConfigError
-from loopq.jobs.run import Run
+from loopq.jobs.run import Run, duration
 from loopq.progress import Progress
 from loopq.quantizers.allocate import Allocation, Choice, allocate
 from loopq.quantizers.solve import Task
@@ -23,6 +23,23 @@ if TYPE_CHECKING:
     from loopq.tune.tuner import TuneConfig
 
 Layers = dict[str, QuantizedLayer]
+
+
+def on_top(run: Run, allocate: AllocateConfig | None, tune: TuneConfig | None) -> str:
+    """Say what choosing bits and tuning take besides the quantization, by the rollout that `run` timed; or nothing."""
+    parts = []
+    n_prompts = len(run.job.tokens.sequences)
+    if allocate is not None:
+        prompts = min(allocate.n_prompts, n_prompts)
+        ways = len(allocate.bits) * len(allocate.group_sizes) * len(run.tasks)
+        # One rollout of each way for a measured score; forward and backward once for a predicted one.
+        rollouts = prompts * (ways if allocate.score == "ablation" else 3)
+        parts.append(f"bits by {allocate.score} {duration(run.probe_seconds * rollouts)}")
+    if tune is not None:
+        # The full-precision rollout, and one with its backward pass.
+        rollouts = 4 * tune.n_updates * min(tune.batch_size, n_prompts)
+        parts.append(f"tuning at most {duration(run.probe_seconds * rollouts)}")
+    return f"; on top, about: {', '.join(parts)}" if parts else ""
 
 
 def held_back(tokens: TokenSet, n_held_out: int | None) -> tuple[TokenSet, TokenSet]:

@@ -27,6 +27,7 @@ from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.diagnose.rank import FOCAL, layer_ranks
 from loopq.errors import ConfigError, LoopqError
 from loopq.evaluate.compare import Measurement, compare
+from loopq.jobs.run import duration
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
@@ -116,10 +117,15 @@ def run(
     found = []
     # All are loaded before any is measured: a name that is wrong shows at once.
     members = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
-    for number, (member, own) in enumerate(members, start=1):
-        key = _key(member, own)
-        path = work / f"{member.name}.json" if work else None
-        kept = _kept(path, key)
+    paths = [work / f"{member.name}.json" if work else None for member, _ in members]
+    keys = [_key(member, own) for member, own in members]
+    before = [_kept(path, key) for path, key in zip(paths, keys, strict=True)]
+    progress.note(
+        _estimate([m for m, kept in zip(members, before, strict=True) if kept is None], len(members))
+    )
+    for number, ((member, own), path, key, kept) in enumerate(
+        zip(members, paths, keys, before, strict=True), start=1
+    ):
         progress.note(f"{number}/{len(names)} {member.name}" + ": measured before" * (kept is not None))
         if kept is None:
             kept = run_member(member, own, threads=threads, progress=progress) | {"key": key}
@@ -127,6 +133,32 @@ def run(
                 write_json(path, kept)
         found.append(kept)
     return found
+
+
+def _estimate(left: Sequence[tuple[Member, Settings]], total: int) -> str:
+    """How long the members that are left will take, told before it starts."""
+    if not left:
+        return f"all {total} models were measured before"
+    seconds = {member.name: expected_seconds(member, own) for member, own in left}
+    longest = max(seconds, key=lambda name: seconds[name])
+    return (
+        f"{len(left)} of {total} models to measure: about {duration(sum(seconds.values()))}, of it {longest} "
+        f"{duration(seconds[longest])}"
+    )
+
+
+def expected_seconds(member: Member, settings: Settings) -> float:
+    """Seconds that `run_member` spends in rollouts, from one short rollout that is timed now."""
+    system = member.loaded.system
+    batch = next(member.evaluation.take(0, 2).batches(2))
+    began = time.monotonic()
+    system.rollout(batch, system.n_steps)
+    each = (time.monotonic() - began) / len(batch.prompts)
+    arms = len(GRIDS) * (1 + (len(ARMS) - 1) * settings.n_seeds)
+    n_rollouts = settings.n_seeds * settings.n_calibration + settings.n_evaluation * (1 + arms)
+    if system.output == "hidden" and system.has_steps:
+        n_rollouts += settings.n_probe + settings.n_evaluation * (1 + len(GRIDS) * len(ARMS))
+    return each * n_rollouts
 
 
 def _sizes(settings: Settings) -> Sizes:

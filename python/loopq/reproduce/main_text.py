@@ -286,13 +286,20 @@ def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
                 )
             )  # fmt: skip
     bits, group = GRIDS[number]
+    # What differs for some models is said where one of them is in the table.
+    hidden = [m["member"] for m in members if "bits_per_byte" not in m]
+    asked = [m["member"] for m in members if m.get("task") == "chains"]
     return Table(
         f"INT{bits}, group size {group}",
         "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and what was lost of them on "
         "held-out prompts; gap closed = 1 - KL / KL of RTN. Brackets: 95 %, bootstrap over prompts; last column: gap "
-        "closed over calibration seeds, 95 % Student. * smallest KL. plbert has no logits: squared relative error of "
-        "the final hidden state in place of KL, its cosine in place of agreement. coconut_small: the answers of its "
-        "letter task in place of text.",
+        "closed over calibration seeds, 95 % Student. * smallest KL."
+        + "".join(
+            f" {name} has no logits: squared relative error of the final hidden state in place of KL, its cosine in "
+            "place of agreement."
+            for name in hidden
+        )
+        + "".join(f" {name}: the answers of its letter task in place of text." for name in asked),
         (
             "model",
             "N",

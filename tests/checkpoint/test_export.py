@@ -14,6 +14,7 @@ from loopq.checkpoint.convert import RECORD, read_any
 from loopq.checkpoint.files import read_tensors, write_tensors
 from loopq.errors import CheckpointError
 from loopq.export import export
+from loopq.systems.base import Batch
 from loopq.systems.quantized import install
 
 
@@ -90,6 +91,25 @@ def test_quantized_modules_hold_codes_and_give_the_same_logits(solved):
         a, b = dense.model(ids, seed=1), packed.model(ids, seed=1)
     assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
     assert not any(n.endswith("adapter.weight") for n in packed.model.state_dict())
+    # The adapter of the system works on such a model too: none of it may ask a module for its weight.
+    batch = Batch(ids, prompts=(0, 1))
+    assert torch.allclose(
+        dense.system.rollout(batch, 3), packed.system.rollout(batch, 3), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["huginn", "loopformer", "mamba", "nanbeige", "ouro", "parcae", "ponder", "rllama"]
+)
+def test_systems_roll_out_models_that_hold_codes(name, tmp_path):
+    out = tmp_path / "q"
+    loopq.quantize(f"{name}_small", out=out, method="rtn", n_prompts=2, seq_len=16, group_size=32)
+    dense, packed = loopq.load(out), loopq.load(out, quantized=True)
+    batch = Batch(torch.arange(20).reshape(2, 10), prompts=(0, 1))
+    n_steps = min(2, dense.system.n_steps)
+    with torch.no_grad():
+        a, b = dense.system.rollout(batch, n_steps), packed.system.rollout(batch, n_steps)
+    assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{"symmetric": False}, {"symmetric": False, "bits": 3, "group_size": -1},

@@ -62,7 +62,7 @@ class Raven(StepwiseSystem):
 
     def noise(self, batch: Batch) -> Tensor:
         """Truncated normal noise, cut at three standard deviations, (n_prompts, n_tokens, width)."""
-        width = int(self.model.transformer.adapter.weight.shape[0])
+        width = int(self.model.transformer.adapter.out_features)
         noise = batch.noise(batch.input_ids.shape[1], width, std=self.state_std(), cut=3.0)
         return self.to_device(noise, dtype=True)
 

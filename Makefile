@@ -21,7 +21,7 @@ $(VENV)/base.stamp: pyproject.toml
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp
-	$(PY) -m pip install -q --group dev "transformers>=4.57,<6" "matplotlib>=3.9"
+	$(PY) -m pip install -q --group development "transformers>=4.57,<6" "matplotlib>=3.9"
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml

@@ -514,3 +514,23 @@ def test_progress_in_a_log_shows_itself_now_and_then():
     line.advance(3)
     line.stop()
     assert len(log.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("set_to", "seen"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_without_spinning_unless_the_user_says_otherwise(set_to, seen):
+    """What torch's threads do while they wait is read from the environment when torch is loaded, so not before."""
+    code = (
+        "import os, sys\n"
+        "from loopq.cli import main\n"
+        "assert 'torch' not in sys.modules\n"
+        "main(['systems'])\n"
+        "print(os.environ['OMP_WAIT_POLICY'])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    if set_to:
+        environment["OMP_WAIT_POLICY"] = set_to
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == seen

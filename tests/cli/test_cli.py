@@ -135,6 +135,14 @@ def test_collect_solve_merge(model, tmp_path, capsys):
         ),
         (["diagnose", "nowhere", "--html", "{tmp}"], 2, "is a folder; name a file"),
         (["diagnose", "nowhere", "--json", "{empty}/o"], 2, "no folder that can be written to"),
+        (["diagnose", "nowhere", "--work", "{empty}/o"], 2, "no folder that can be written to"),
+        (
+            ["reproduce", "main-table", "nowhere", "--work", "{empty}/o"],
+            2,
+            "no folder that can be written to",
+        ),
+        (["reproduce", "main-table", "nowhere", "--out", "{empty}"], 2, "no folder that can be written to"),
+        (["demo", "--html", "{empty}/o"], 2, "no folder that can be written to"),
         # Options that nothing would read.
         (
             ["quantize", "nowhere", "--out", "{tmp}/o", "--preset", "best", "--act-order"],

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_threads
+from loopq.commands.options import add_threads, check_place
 from loopq.commands.output import layer_table, measurement_table
 from loopq.progress import Line
 
@@ -62,6 +62,7 @@ def _pages(args: argparse.Namespace) -> int:
     from loopq.lazy import require
 
     require("matplotlib")
+    check_place(Path(args.html) / "page.html")
     data = Path(args.data or os.environ.get("LOOPQ_DATA") or "../shared/data")
     with Line() as progress:
         written, left = demo.pages(Path(args.html), data=data, threads=args.threads, progress=progress)

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         from loopq.lazy import require
 
         require("matplotlib")
-    for file in filter(None, (args.html, args.json)):
+    kept = Path(args.work) / "section.json" if args.work else None
+    for file in filter(None, (args.html, args.json, kept)):
         check_place(file)
     with Line() as progress:
         found = (

@@ -475,7 +475,7 @@ def add_text(parser: argparse.ArgumentParser, what: str, n_prompts: int) -> None
     )
 
 
-def check_place(file: str) -> None:
+def check_place(file: str | Path) -> None:
     """Refuse a file that could not be written, before anything is computed for it."""
     path = Path(file)
     if path.is_dir():

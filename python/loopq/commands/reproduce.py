@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_threads
+from loopq.commands.options import add_threads, check_place
 from loopq.errors import ConfigError
 from loopq.progress import Line
 
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     from loopq.reproduce import main_table, main_text
     from loopq.reproduce.members import PLBERT, data_folder
 
+    for folder in filter(None, (args.work, args.out)):
+        check_place(folder / "main-table.json")
     data = args.data or data_folder()
     names = args.members or [*zoo.available(), *([PLBERT] if data else [])]
     settings = main_table.Settings(

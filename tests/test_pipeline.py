@@ -22,7 +22,7 @@ from loopq.calibrate.select import select
 from loopq.checkpoint import native as store
 from loopq.checkpoint.files import RawTensor, read_tensors, write_tensors
 from loopq.config import Override, QuantConfig, preset
-from loopq.errors import CalibrationError, CheckpointError, ConfigError, DumpError, NonFiniteError
+from loopq.errors import CheckpointError, ConfigError, DumpError, NonFiniteError
 from loopq.evaluate.compare import compare, replaced
 from loopq.jobs.run import Run
 from loopq.quantizers import sequential
@@ -506,7 +506,7 @@ def test_evaluation_takes_its_own_number_of_prompts(loaded, tokens, tmp_path, pl
     ):
         found = evaluate(loaded, [plain], given, n_prompts=n_prompts, seq_len=24)
         assert found[0].kl.shape == (1, count)
-    with pytest.raises(CalibrationError):
+    with pytest.raises(ConfigError, match="n_prompts must be at least 1; got 0"):
         evaluate(loaded, [plain], text, n_prompts=0, seq_len=24)
 
 

@@ -131,7 +131,7 @@ def test_collect_solve_merge(model, tmp_path, capsys):
         (
             ["quantize", "nowhere", "--out", "{tmp}/o", "--method", "gptk"],
             2,
-            "did you mean gptq?; known: awq",
+            "(did you mean gptq?); known: awq",
         ),
         (["diagnose", "nowhere", "--html", "{tmp}"], 2, "is a folder; name a file"),
         (["diagnose", "nowhere", "--json", "{empty}/o"], 2, "no folder that can be written to"),

@@ -32,6 +32,7 @@ class TransformedLinear(nn.Module):  # type: ignore[misc]  # torch is not follow
     def __init__(self, layer: QuantizedLayer, bias: Tensor | None, like: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.from_numpy(layer.stored_values()).to(like), requires_grad=False)
+        self.out_features, self.in_features = self.weight.shape
         self.bias = bias
         self._blocks: list[Tensor] = []
         self._sizes: list[int] = []

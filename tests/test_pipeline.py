@@ -572,6 +572,18 @@ def test_the_weight_that_is_not_finite_is_named_where_activations_show_it(loaded
         loopq.quantize(loaded, tokens)
 
 
+def test_a_merge_that_the_disk_cannot_hold_leaves_nothing(loaded, tokens, tmp_path, monkeypatch):
+    parts = [tmp_path / "a", tmp_path / "b"]
+    for seed, part in enumerate(parts):
+        collect_hessians(job_of(loaded, tokens, seed=seed), part)
+    monkeypatch.setattr("loopq.checkpoint.files.free_bytes", lambda path: 1000)
+    with pytest.raises(DumpError, match=r"sum: takes .* MiB, the disk has 0\.0"):
+        merge(parts, tmp_path / "sum")
+    assert not list(tmp_path.glob("*sum*"))
+    monkeypatch.undo()
+    assert merge(parts, tmp_path / "sum").kind == "hessian"
+
+
 def test_a_dump_that_was_begun_needs_only_the_room_that_is_left(loaded, tokens, tmp_path, monkeypatch):
     job, out = job_of(loaded, tokens, batch_size=2), tmp_path / "dump"
     monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: 1000)

@@ -86,11 +86,17 @@ def _time(
     clocks = pairs * stages * max(stream, issue) + max(0.0, x - ring)
     clocks += planner.join_clocks(pairs, plan, shape.token_tiles)
     seconds = clocks / GHZ / 1e9 + (LAUNCH_US + RAMP_US) * 1e-6
-    return f"{issue / stream:.2f}", f"{layer.int4_bytes(128, SCALE_BYTES) / seconds / copy:.0%}"
+    return f"{issue / stream:.2f}", f"{layer.int4_bytes(128, SCALE_BYTES) / seconds / copy:.1%}"
 
 
 def main() -> None:
-    if sys.argv[1:] == ["slots"]:
+    if sys.argv[1:] not in ([], ["slots"]):
+        sys.exit("usage: python benches/kernels/estimate.py [slots]")
+    if kernel_nvrtc.library() is None:
+        sys.exit("no NVRTC: install the extra cuda12 or cuda13")
+    if sys.argv[1:]:
+        if kernel_sass.disassembler() is None:
+            sys.exit("no nvdisasm: put CUDA's on the PATH, or install triton, whose wheel carries one")
         slots()
         return
     head = ["layer", "tokens", "blocks x slices", "warps x ring", "registers", "shared KB", "in flight KB"]

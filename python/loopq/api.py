@@ -26,7 +26,7 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.jobs.run import Run, side_files
 from loopq.jobs.several import held_back, mixed, on_top, refuse_short_scales, tuned, validated
 from loopq.progress import Progress, Silent
-from loopq.quantizers import QUANTIZERS
+from loopq.quantizers import check_methods
 from loopq.quantizers.solve import Solver, tasks_of
 from loopq.systems.base import LoopedSystem
 
@@ -387,9 +387,7 @@ def _config(config: QuantConfig | None, changes: dict[str, Any]) -> QuantConfig:
     run = {k: v for k, v in changes.items() if k in names}
     layer = {k: v for k, v in changes.items() if k not in names}
     found = dataclasses.replace(base, layer=dataclasses.replace(base.layer, **layer), **run)
-    for method in (found.layer.method, *(o.changes.get("method", "dense") for o in found.overrides)):
-        if method != "dense":
-            QUANTIZERS.get(method)
+    check_methods(found)
     return found
 
 

@@ -23,7 +23,21 @@ ENTRIES = {
 }
 
 
-class EmulatedBackend:
+class HostBackend:
+    """What every stand-in for a GPU does alike: nothing is recorded, and time is the host's."""
+
+    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
+        """The work itself, run at each replay."""
+        (warm_up or work)()
+        return Captured(work)
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return (time.perf_counter() - started) * 1e6
+
+
+class EmulatedBackend(HostBackend):
     """A small device with `multiprocessors` of them; counts what was launched."""
 
     def __init__(self, multiprocessors: int = 6, shared_bytes: int = 200_000) -> None:
@@ -66,13 +80,3 @@ class EmulatedBackend:
             status = getattr(self.lib, name)(int(half), shape, seed, packed_pointers, packed_integers, number)
         if status:
             raise EmulationError(self.lib.emulator_error().decode())
-
-    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
-        """The work itself, run at each replay."""
-        (warm_up or work)()
-        return Captured(work)
-
-    def microseconds(self, work: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        work()
-        return (time.perf_counter() - started) * 1e6

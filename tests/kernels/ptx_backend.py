@@ -7,18 +7,18 @@ A launch has only pointers. How far each of them may be used follows from the co
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from kernel_backend import HostBackend
 from ptx_kernels import program
 from ptx_machine import launch
 from ptx_memory import Global, Region
 
-from loopq.kernels.load import Captured, Kernel
+from loopq.kernels.load import Kernel
 from loopq.kernels.plan import DeviceLimits
 
 
@@ -102,7 +102,7 @@ _CONTRACTS: dict[str, Callable[[Kernel, tuple[int, int], Sequence[int]], list[Ex
 }
 
 
-class PtxBackend:
+class PtxBackend(HostBackend):
     """A small device of compute capability 8.0 or 9.0; counts what was launched."""
 
     def __init__(self, target: int, multiprocessors: int = 4) -> None:
@@ -128,16 +128,6 @@ class PtxBackend:
         seed = self.launches.total()
         code = program(kernel, self.target)
         launch(code, grid, threads, shared_bytes, args, Global(regions), seed, overlap=self.target >= 90)
-
-    def capture(self, work: Callable[[], None], warm_up: Callable[[], None] | None = None) -> Captured:
-        """The work itself, run at each replay."""
-        (warm_up or work)()
-        return Captured(work)
-
-    def microseconds(self, work: Callable[[], object]) -> float:
-        started = time.perf_counter()
-        work()
-        return (time.perf_counter() - started) * 1e6
 
 
 def _bytes_at(address: int, n_bytes: int) -> np.ndarray:

@@ -167,8 +167,9 @@ def collect_pairs(
         for _ in own:
             with replaced(job.system, weights):
                 next(other)
-        # The last batch is done: this ends the stage.
-        next(other, None)
+        # The last batch is done: asking once more ends the stage.
+        for _ in other:
+            raise CalibrationError("the two rollouts have different numbers of batches")
     for acc in sums.values():
         acc.finish()
     return {name: PairedSums(acc, parameters[name].in_features) for name, acc in sums.items()}

@@ -17,6 +17,7 @@ from loopq.checkpoint.files import (
     Stored,
     check_folder,
     check_new,
+    new_folder,
     read_header,
     read_json,
     read_tensor,
@@ -285,20 +286,13 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
         "n_prompts": sum(int(d.manifest.calibration["n_prompts"]) for d in ordered),
         "n_tokens": sum(int(d.manifest.calibration["n_tokens"]) for d in ordered),
     }
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        files = [_sum_of(entry, ordered, temporary) for entry in first.files]
-        shutil.copytree(ordered[0].folder / "model", temporary / "model")
+    model = ordered[0].folder / "model"
+    n_bytes = sum(int(e["n_bytes"]) for e in first.files) + sum(f.stat().st_size for f in model.rglob("*"))
+    with new_folder(out, n_bytes, DumpError) as folder:
+        files = [_sum_of(entry, ordered, folder) for entry in first.files]
+        shutil.copytree(model, folder / "model")
         merged = dataclasses.replace(first, rows=rows, files=tuple(files), calibration=calibration)
-        merged.write(temporary)
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as cause:
-        raise DumpError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        merged.write(folder)
     return merged
 
 

@@ -223,7 +223,7 @@ def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
             raise error(f"{out}: exists and is not empty; choose a new folder")
     elif out.exists() or out.is_symlink():
         raise error(f"{out}: a file stands there; name a new folder")
-    for place in (_nearest(out.parent), _nearest(out)):
+    for place in (nearest(out.parent), nearest(out)):
         if not place.is_dir():
             raise error(f"{out}: {place} is a file, so that no folder can be made in it")
         if not os.access(place, os.W_OK | os.X_OK):
@@ -239,18 +239,27 @@ def check_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Non
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
+def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
     """Give a temporary folder beside `out`, renamed to it if the block ends well.
+
+    Parameters
+    ----------
+    out : Path
+        Folder that is to be written; it may exist if it is empty.
+    n_bytes : int
+        What will be written.
+    error : type
+        Class of the error.
 
     Raises
     ------
-    CheckpointError
-        `out` cannot be made (`check_new`), or the disk is too small.
+    LoopqError
+        Of the class given: `out` cannot be made (`check_new`), or the disk is too small.
     """
-    check_new(out)
+    check_new(out, error)
     free = free_bytes(out)
     if n_bytes > free:
-        raise CheckpointError(
+        raise error(
             f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}; free some space and give the "
             "same command again"
         )
@@ -263,12 +272,12 @@ def new_folder(out: Path, n_bytes: int) -> Iterator[Path]:
             out.rmdir()
         temporary.rename(out)
     except OSError as cause:
-        raise CheckpointError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
+        raise error(f"{out}: cannot be written ({cause.strerror or cause})") from cause
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """The path, or what is nearest above it, that exists."""
     place = path.resolve()
     while not place.exists():
@@ -332,4 +341,4 @@ def sha256(path: Path) -> str:
 
 def free_bytes(path: Path) -> int:
     """Free space on the disk that holds `path` or will."""
-    return shutil.disk_usage(_nearest(path)).free
+    return shutil.disk_usage(nearest(path)).free

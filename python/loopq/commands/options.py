@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from loopq import config as defaults
+from loopq.checkpoint.files import nearest
 from loopq.config import AllocateConfig, LayerConfig, Override, QuantConfig
 from loopq.errors import ConfigError
-from loopq.quantizers import QUANTIZERS
+from loopq.quantizers import QUANTIZERS, check_methods
 
 _LAYER = LayerConfig()
 
@@ -262,18 +263,7 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         rotation=args.rotation,
         **given,
     )
-    used = {layer.method, *(o.changes.get("method", layer.method) for o in args.layer)}
-    for method in used - {"dense"}:
-        QUANTIZERS.get(method)
-    for name, readers in _READ_BY.items():
-        if name in given and not used & set(readers):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} goes with --method {' or '.join(readers)}; --method {layer.method} would "
-                "not read it"
-            )
-    if args.inputs != "asymmetric" and (args.alpha is not None or args.sweeps is not None):
-        raise ConfigError("--alpha and --sweeps go with --inputs asymmetric")
-    return dataclasses.replace(
+    config = dataclasses.replace(
         base,
         layer=layer,
         steps=args.steps,
@@ -285,6 +275,17 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         alpha=args.alpha if args.alpha is not None else base.alpha,
         sweeps=args.sweeps if args.sweeps is not None else base.sweeps,
     )
+    check_methods(config)
+    used = {layer.method, *(o.changes.get("method", layer.method) for o in args.layer)}
+    for name, readers in _READ_BY.items():
+        if name in given and not used & set(readers):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} goes with --method {' or '.join(readers)}; --method {layer.method} would "
+                "not read it"
+            )
+    if args.inputs != "asymmetric" and (args.alpha is not None or args.sweeps is not None):
+        raise ConfigError("--alpha and --sweeps go with --inputs asymmetric")
+    return config
 
 
 def add_beyond(parser: argparse.ArgumentParser) -> None:
@@ -480,9 +481,7 @@ def check_place(file: str | Path) -> None:
     path = Path(file)
     if path.is_dir():
         raise ConfigError(f"{file}: is a folder; name a file")
-    place = path.resolve().parent
-    while not place.exists():
-        place = place.parent
+    place = nearest(path.parent)
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")
 

@@ -19,6 +19,7 @@ from loopq.kernels.plan import (
     GemmShape,
     Plan,
     Variant,
+    fold_of,
     make_plan,
     token_tiles_for,
 )
@@ -189,7 +190,7 @@ def launch_dequantize(
     )
 
 
-_GROUP_OF_FOLD = {0: 32, 1: 64, 2: 256, 3: 128}
+_GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
 
 
 def prove(variant: Variant, backend: Backend) -> None:

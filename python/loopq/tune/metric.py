@@ -70,11 +70,16 @@ def metric_cost(tasks: Sequence[Task], n_prompts: int, n_draws: int) -> MetricCo
     if not shapes:
         return MetricCost(0, 0.0, 0)
     total = n_prompts * n_draws
-    kept = 4 * sum(rows * columns for rows, columns in shapes) * total
+    kept = _gradient_bytes(tasks, total)
     products = sum(2.0 * rows * columns * (columns + min(BLOCK, rows)) for rows, columns in shapes)
     held = sum(8 * (2 * columns**2 + 2 * rows * min(BLOCK, rows)) for rows, columns in shapes)
     rounds = 1 if kept <= KEPT_BYTES else 2
     return MetricCost(rounds * total, products * total, held + (kept if rounds == 1 else 0))
+
+
+def _gradient_bytes(tasks: Sequence[Task], total: int) -> int:
+    """What all gradients of the layers that ask for a loop metric take, in float32."""
+    return 4 * total * sum(t.parameter.in_features * t.parameter.out_features for t in tasks if wanted(t))
 
 
 def wanted(task: Task) -> bool:
@@ -338,8 +343,7 @@ class _Gradients:
 
     def __post_init__(self) -> None:
         self.total = len(self.tokens.sequences) * self.n_draws
-        weights = sum(t.parameter.in_features * t.parameter.out_features for t in self.tasks)
-        self._keep = 4 * weights * self.total <= KEPT_BYTES
+        self._keep = _gradient_bytes(self.tasks, self.total) <= KEPT_BYTES
         self._kept: list[dict[str, Tensor]] = []
 
     def start(self, done: int) -> None:

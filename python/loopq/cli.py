@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import loopq
 from loopq.commands import COMMANDS, Command
@@ -15,11 +15,28 @@ from loopq.errors import ConfigError, LoopqError
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: the whole usage of a command fills a screen and hides what was wrong."""
+    """A parser with errors of one line, and help that shows the common options first, all with ``--help-all``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, add_help=False)
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and exit")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where help is; exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists the options)\n")
+
+
+class _Help(argparse.Action):
+    """Print help, without the options marked as rare unless it was asked for by ``--help-all``."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+        rare = [] if option == "--help-all" else [a for a in parser._actions if getattr(a, "rare", False)]
+        for action in rare:
+            action.help = argparse.SUPPRESS
+        if rare:
+            parser.epilog = f"{parser.epilog or ''}\n\n`{parser.prog} --help-all` lists {len(rare)} more options".strip()
+        parser.print_help()
+        parser.exit()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add(sub)
         sub.usage = _usage(sub)
+        if any(getattr(action, "rare", False) for action in sub._actions):
+            sub.add_argument("--help-all", action=_Help, nargs=0, help="show every option and exit")
         sub.set_defaults(run=command.run, command=command)
     return top
 
@@ -86,12 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _left_behind(args: argparse.Namespace) -> str:
-    """What an interrupted command has kept."""
+    """What an interrupted command has saved."""
     command: Command = args.command
     place = command.keeps(args)
     if place is not None and place.exists():
-        return f"what is done is kept in {place}: the same command goes on from there"
-    return "nothing is kept: the same command starts anew"
+        return f"progress is saved in {place}: the same command resumes from there"
+    return "nothing is saved: the same command starts anew"
 
 
 if __name__ == "__main__":

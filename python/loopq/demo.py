@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from loopq.api import weights_of
-from loopq.calibrate.data import windows
-from loopq.checkpoint.model_files import model_tensors
+from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.native import Checkpoint
-from loopq.config import BATCH_SIZE, DiagnoseConfig, LayerConfig, QuantConfig
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.evaluate.compare import Measurement, compare
+from loopq.execution import Execution
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
-from loopq.quantizers.solve import tasks_of
 from loopq.reproduce.members import PLBERT, Sizes, load_member
+from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.engine import Run
+from loopq.systems.load import load_model
 
-ARMS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("RTN", {"method": "rtn"}, "all"),
-    ("GPTQ, one step", {"method": "gptq"}, "first"),
-    ("GPTQ, trajectory", {"method": "gptq"}, "all"),
-    ("full solver, loop metric", LOOP, "all"),
+ARMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("RTN", {"method": "rtn"}),
+    ("GPTQ, one step", {"method": "gptq", "steps": "first"}),
+    ("GPTQ, trajectory", {"method": "gptq"}),
+    ("full solver, loop metric", dict(PRESETS["best"])),
 )
 GRIDS = ((4, 32), (3, 32))
 # Few prompts, so that both pages take about as long as the comparison; every page states its own counts.
@@ -57,42 +58,36 @@ def run(
         "reference": full precision's measurement; "grids": for each grid its arms' measurements with bytes;
         "layers": the report of the last arm on the first grid; and the settings.
     """
-    from loopq import zoo
-    from loopq.systems.load import load_model
-    from loopq.tune.metric import loop_metrics
-
     progress = progress or Silent()
     loaded = load_model(model)
-    system = loaded.system
-    calibration = windows(
-        zoo.calibration_text().decode(), loaded.encode, seq_len, n_calibration, "embedded calibration text"
-    )
-    held_out = windows(
-        zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text"
-    )
-    sums, selection = collect_all_steps(system, calibration, threads=threads, progress=progress)
-    tasks, _ = tasks_of(selection.parameters, selection.leaders, QuantConfig(LayerConfig(**LOOP)))
-    metrics = loop_metrics(sums, system, calibration, tasks, progress=progress)
+    calibration = calibration_tokens(loaded, None, Take(n_calibration, seq_len))
+    held_out = evaluation_tokens(loaded, None, Take(n_evaluation, seq_len))
+    execution = Execution(threads=threads, progress=progress)
+    run = Run.prepare(loaded.system, calibration, execution=execution)
+    sums = run.all_steps()
     variants = {}
     sizes: dict[str, int] = {}
     layers: list[dict[str, Any]] = []
-    tensors, ties = model_tensors(system.model)
+    tensors = run.weights.tensors
     dense_bytes = sum(t.data.size for t in tensors.values())
     for bits, group in grids:
-        for label, layer, steps in ARMS:
-            config = QuantConfig(LayerConfig(**layer, bits=bits, group_size=group), steps=steps)
-            solved = solve_arm(sums, selection, system, config, threads, metrics)
-            checkpoint = Checkpoint(solved, {k: v for k, v in tensors.items() if k not in solved}, ties, {})
+        for label, settings in ARMS:
+            config = QuantConfig.of(**settings, bits=bits, group_size=group)
+            solved = run.solve_from(sums, config)
+            dense = {k: v for k, v in tensors.items() if k not in solved}
+            checkpoint = Checkpoint(solved, dense, dict(run.weights.ties), {})
             name = f"{label} INT{bits} g{group}"
             variants[name] = weights_of(checkpoint)
             sizes[name] = checkpoint.n_bytes
             if label == ARMS[-1][0] and not layers:
                 layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
-    measured = compare(system, variants, held_out, seeds=seeds, batch_size=BATCH_SIZE, progress=progress)
+    measured = compare(
+        loaded.system, variants, held_out, seeds=seeds, batch_size=execution.batch_size, progress=progress
+    )
     by_name = {m.name: m for m in measured}
     return {
         "model": model,
-        "n_steps": system.n_steps,
+        "n_steps": loaded.system.n_steps,
         "calibration": calibration.describe(),
         "evaluation": held_out.describe(),
         "seeds": list(seeds),
@@ -103,7 +98,7 @@ def run(
                 "group_size": group,
                 "arms": [
                     _arm(label, by_name[f"{label} INT{bits} g{group}"], sizes[f"{label} INT{bits} g{group}"])
-                    for label, _, _ in ARMS
+                    for label, _ in ARMS
                 ],
             }
             for bits, group in grids

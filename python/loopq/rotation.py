@@ -6,6 +6,7 @@ spread out, and T is applied to the input at run time, or folded back into the d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import ConfigError
+from loopq.settings import Settings, setting
 
 Matrix = NDArray[np.float64]
 KINDS = ("hadamard", "random")
@@ -121,7 +123,7 @@ def random_orthogonal(n: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Block-diagonal rotation of a layer's input (paper, C1 and C2).
+    """Block-diagonal rotation of a layer's input.
 
     Parameters
     ----------
@@ -211,7 +213,7 @@ def _block(kind: str, size: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """Input channel j is divided by s_j, its weight column multiplied (AWQ; paper, A4).
+    """Input channel j is divided by s_j, its weight column multiplied (AWQ).
 
     Parameters
     ----------
@@ -259,19 +261,31 @@ def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.fl
     raise ConfigError(f"input transform of unknown type {kind!r}; this file needs a newer loopq")
 
 
-def parse_rotation(spec: str, dim: int, seed: int = 0) -> Rotation | None:
-    """Read "none", "hadamard", "hadamard:512" or "random:512" for a layer of `dim` input columns.
+@dataclass(frozen=True)
+class RotationConfig(Settings):
+    """Rotation of a layer's input.
 
-    Without a size the whole input is one block.
-
-    Raises
-    ------
-    ConfigError
-        Another spelling.
+    Parameters
+    ----------
+    kind : str
+        none | hadamard | hadamard:SIZE | random | random:SIZE: blocks of SIZE input columns, or one block as wide as the
+        layer, rotated at run time, the weight against it.
+    seed : int
+        Seed of random rotations.
     """
-    kind, _, size = spec.partition(":")
-    if spec == "none":
-        return None
-    if kind not in KINDS or (size and not size.isdigit()):
-        raise ConfigError(f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {spec!r}")
-    return Rotation(dim, kind, min(int(size), dim) if size else dim, seed)
+
+    kind: str = setting("none", metavar="KIND")
+    seed: int = setting(0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, _, size = self.kind.partition(":")
+        if self.kind != "none" and (kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))):
+            raise ConfigError(
+                f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
+            )
+
+    def of(self, dim: int) -> Rotation | None:
+        """The rotation of a layer of `dim` input columns, or None."""
+        kind, _, size = self.kind.partition(":")
+        return None if kind == "none" else Rotation(dim, kind, min(int(size or dim), dim), self.seed)

@@ -88,7 +88,7 @@ def machine():
 
 
 G = {"group_size": 16}
-FULL = {"method": "full", "damping_kind": "diagonal", **G, "bits": 3}
+FULL = {"method": "gptq-cd", "damping_kind": "diagonal", **G, "bits": 3}
 LOOP = {**FULL, "metric": "loop"}
 EXACT = {
     **{f"rtn-{b}": {"method": "rtn", "bits": b, **G} for b in (2, 3, 4, 8)},
@@ -125,7 +125,7 @@ EXACT = {
         "overrides": (
             loopq.Override("adapter.weight", {"bits": 8, "steps": "first"}),
             loopq.Override("re:^[qkv]", {"method": "rtn", "group_size": 8}),
-            loopq.Override("fc.weight", {"method": "full", "damping_kind": "diagonal"}),
+            loopq.Override("fc.weight", {"method": "gptq-cd", "damping_kind": "diagonal"}),
             loopq.Override("proj.weight", {"symmetric": False, "step_weights": "trace"}),
         ),
     },
@@ -167,18 +167,18 @@ def solved(case):
 
 def beyond():
     """Cases whose settings are objects: bits under a budget, tuning by gradient."""
-    from loopq.config import AllocateConfig
-    from loopq.tune.tuner import TuneConfig
+    from loopq.gradients.tuner import Tune
+    from loopq.run.allocate import Allocate
 
     few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4}
     return {
-        "allocate-ablation": {**G, "allocate": AllocateConfig(4.0, **few)},
-        "allocate-fisher": {**G, "allocate": AllocateConfig(3500, score="fisher", **few)},
-        "tune-scales": {"bits": 3, **G, "tune": TuneConfig("scales", n_updates=12, every=4, scale_rate=0.02)},
+        "allocate-ablation": {**G, "allocate": Allocate(4.0, **few)},
+        "allocate-fisher": {**G, "allocate": Allocate(3500, score="fisher", **few)},
+        "tune-scales": {"bits": 3, **G, "tune": Tune("scales", n_updates=12, every=4, scale_rate=0.02)},
         "tune-codes": {
             "bits": 3,
             **G,
-            "tune": TuneConfig("codes", n_updates=12, every=4, scale_rate=0.02, code_rate=0.2),
+            "tune": Tune("codes", n_updates=12, every=4, scale_rate=0.02, code_rate=0.2),
         },
     }
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +26,7 @@ from loopq.checkpoint.files import (
     write_tensors,
 )
 from loopq.checkpoint.model_files import TENSORS, check_files
+from loopq.checkpoint.weights import ModelWeights
 from loopq.errors import DumpError, LoopqError, NonFiniteError
 from loopq.systems.base import SharedParameter
 
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
 FORMAT = "loopq-dump"
 VERSION = 1
 Rows = dict[str, dict[int, int]]
-
-
-def fingerprint(*parts: Any) -> str:
-    """SHA-256 over plain data: work of another fingerprint is not gone on with."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
@@ -116,6 +111,8 @@ class Dump:
         The dump.
     deep : bool
         Compare SHA-256 sums, not only sizes; reads every byte once.
+    threads : int
+        Threads that sum rows; 0 takes all cores.
 
     Raises
     ------
@@ -123,8 +120,9 @@ class Dump:
         A file is missing, truncated or altered, or things do not add up.
     """
 
-    def __init__(self, folder: Path, *, deep: bool = True) -> None:
+    def __init__(self, folder: Path, *, deep: bool = True, threads: int = 0) -> None:
         self.folder = folder
+        self._threads = threads
         self.manifest = Manifest.read(folder)
         check_files(folder, list(self.manifest.files), DumpError, deep=deep)
         check_files(folder / "model", list(self.manifest.model), DumpError, deep=deep)
@@ -156,7 +154,7 @@ class Dump:
             raise DumpError(f"{self.folder}: the rows of its shards do not add up to those of the manifest")
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = False, threads: int = 0
+        self, leader: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
         """Sum the Hessian of one input group over the steps chosen, streaming from the files.
 
@@ -168,7 +166,7 @@ class Dump:
         if self.manifest.kind == "hessian":
             return self._stored(leader, steps)
         dim = next(p.in_features for p in self.manifest.parameters if p.name == leader)
-        acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=threads)
+        acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=self._threads)
         for step in steps:
             for entry in self.manifest.files:
                 stored = self._headers[entry["file"]].get(f"{leader}/{step}")
@@ -196,18 +194,9 @@ class Dump:
             )
         return acc
 
-    def model_tensors(self) -> dict[str, RawTensor]:
-        """Read every tensor of the model."""
-        return read_tensors(self.folder / "model" / TENSORS, DumpError)
-
-    def weight(self, parameter: SharedParameter) -> RawTensor:
-        """Read one weight as it is stored."""
-        path = self.folder / "model" / TENSORS
-        header, _ = read_header(path, DumpError)
-        name = self.manifest.ties.get(parameter.name, parameter.name)
-        if name not in header:
-            raise DumpError(f"{path}: no tensor {name!r}")
-        return read_tensor(path, header[name])
+    def weights(self) -> ModelWeights:
+        """The stored weights of the model; each is read when it is asked for."""
+        return ModelWeights(_FileTensors(self.folder / "model" / TENSORS), dict(self.manifest.ties))
 
     def side_files(self) -> dict[str, bytes]:
         """Read config and tokenizer files."""
@@ -217,11 +206,30 @@ class Dump:
         }
 
 
-def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
-    """Write the exact state of a finished accumulator; return the SHA-256 of the file.
+class _FileTensors(Mapping[str, RawTensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
 
-    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for
-    each step that is kept apart; everything else is JSON under the metadata key "loopq_hessian".
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._header, _ = read_header(path, DumpError)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        if name not in self._header:
+            raise DumpError(f"{self._path}: no tensor {name!r}")
+        return read_tensor(self._path, self._header[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._header)
+
+    def __len__(self) -> int:
+        return len(self._header)
+
+
+def accumulator_parts(acc: native.HessianAccumulator) -> tuple[dict[str, RawTensor], dict[str, Any]]:
+    """Return the exact state of a finished accumulator as arrays and plain data.
+
+    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for each step
+    that is kept apart.
     """
     state: dict[str, Any] = dict(acc.state())
     arrays = {
@@ -229,6 +237,34 @@ def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
         for limb in ("hi", "lo")
         for i, values in enumerate(state.pop(limb))
     }
+    return arrays, state
+
+
+def accumulator_from(
+    arrays: Mapping[str, RawTensor], state: Mapping[str, Any], where: str
+) -> native.HessianAccumulator:
+    """Rebuild an accumulator from `accumulator_parts`.
+
+    Raises
+    ------
+    DumpError
+        A state that cannot be.
+    """
+    limbs = {
+        limb: [t.array() for name, t in sorted(arrays.items()) if name.startswith(limb)] for limb in ("hi", "lo")
+    }
+    try:
+        return native.HessianAccumulator.from_state(cast(Any, {**state, **limbs}))
+    except (LoopqError, KeyError, TypeError, ValueError) as cause:
+        raise DumpError(f"{where}: damaged Hessian state: {cause}") from cause
+
+
+def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
+    """Write the exact state of a finished accumulator; return the SHA-256 of the file.
+
+    Everything but the arrays is JSON under the metadata key "loopq_hessian".
+    """
+    arrays, state = accumulator_parts(acc)
     return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
 
 
@@ -242,16 +278,10 @@ def read_accumulator(path: Path) -> native.HessianAccumulator:
     """
     _, metadata = read_header(path, DumpError)
     try:
-        state: dict[str, Any] = json.loads(metadata["loopq_hessian"])
-    except (KeyError, ValueError) as cause:
+        state: dict[str, Any] = dict(json.loads(metadata["loopq_hessian"]))
+    except (KeyError, ValueError, TypeError) as cause:
         raise DumpError(f"{path}: not a Hessian file of loopq") from cause
-    tensors = read_tensors(path, DumpError)
-    for limb in ("hi", "lo"):
-        state[limb] = [t.array() for name, t in sorted(tensors.items()) if name.startswith(limb)]
-    try:
-        return native.HessianAccumulator.from_state(cast(Any, state))
-    except (LoopqError, KeyError, TypeError, ValueError) as cause:
-        raise DumpError(f"{path}: damaged Hessian state: {cause}") from cause
+    return accumulator_from(read_tensors(path, DumpError), state, str(path))
 
 
 def merge(parts: Sequence[Path], out: Path) -> Manifest:

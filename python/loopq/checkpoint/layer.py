@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.checkpoint.files import ITEM_SIZE, RawTensor, float_to_raw
-from loopq.config import BITS, SCALE_DTYPES
 from loopq.errors import CheckpointError
+from loopq.grid import BITS, SCALE_DTYPES
 from loopq.rotation import Transform, from_description
 
 _SCALE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

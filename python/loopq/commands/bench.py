@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, KernelError, MissingExtraError
+from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS
 from loopq.table import render
 
 # What a comparison with float64 may show (docs/kernels.md): float32 output, and bfloat16 against the correctly rounded.
@@ -42,9 +42,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=_tokens,
-        default=list(defaults.BENCH_TOKENS),
+        default=list(BENCH_TOKENS),
         metavar="A,B",
-        help=f"numbers of tokens (default {','.join(map(str, defaults.BENCH_TOKENS))})",
+        help=f"numbers of tokens (default {','.join(map(str, BENCH_TOKENS))})",
     )
     parser.add_argument(
         "--group-size",
@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trials",
         type=int,
-        default=defaults.BENCH_TRIALS,
+        default=BENCH_TRIALS,
         help="paired trials of each comparison (default %(default)s)",
     )
     parser.add_argument(

@@ -8,14 +8,14 @@ import os
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_threads, check_place
+from loopq.commands.options import add_execution, check_place, execution
 from loopq.commands.output import layer_table, measurement_table
 from loopq.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_threads(parser)
+    add_execution(parser, only=("threads",))
     parser.add_argument(
         "--n-seeds", type=int, default=3, metavar="N", help="paired initial states (default %(default)s)"
     )
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         return _pages(args)
     with Line() as progress:
-        result = demo.run(threads=args.threads, seeds=range(args.n_seeds), progress=progress)
+        result = demo.run(threads=execution(args).threads, seeds=range(args.n_seeds), progress=progress)
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -65,7 +65,7 @@ def _pages(args: argparse.Namespace) -> int:
     check_place(Path(args.html) / "page.html")
     data = Path(args.data or os.environ.get("LOOPQ_DATA") or "../shared/data")
     with Line() as progress:
-        written, left = demo.pages(Path(args.html), data=data, threads=args.threads, progress=progress)
+        written, left = demo.pages(Path(args.html), data=data, threads=execution(args).threads, progress=progress)
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
     print("\n".join(left), end="\n" if left else "")

@@ -6,11 +6,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_model, add_text, check_place, load, memory
-from loopq.config import DiagnoseConfig
+from loopq.commands.options import (
+    add_execution,
+    add_settings,
+    add_source,
+    add_text,
+    check_place,
+    execution,
+    given,
+    load,
+    take,
+)
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError
+from loopq.execution import Execution
 from loopq.progress import Line
 
 QUICK = ("ranks", "overlap", "ablation", "arms")
@@ -18,9 +28,8 @@ QUICK = ("ranks", "overlap", "ablation", "arms")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    config = DiagnoseConfig()
-    add_model(parser, "zoo name, folder or hub id; or a dump of `loopq collect`, without torch")
-    add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
+    add_source(parser, "zoo name, folder or hub id; or a dump of `loopq collect`, without torch")
+    add_text(parser, "calibration")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write the same as data")
     parser.add_argument(
@@ -28,21 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}: a minute, not many")
     parser.add_argument("--work", metavar="DIR", help="keep finished sections here and go on with them")
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="limit for Hessians, as in 8G")
-    parser.add_argument(
-        "--bits",
-        type=int,
-        default=config.bits,
-        metavar="N",
-        help="bits of the rounding that is measured (default %(default)s)",
-    )
-    parser.add_argument(
-        "--group-size",
-        type=int,
-        default=config.group_size,
-        metavar="N",
-        help="its group size; -1: one scale per output row (default %(default)s)",
-    )
+    add_settings(parser, DiagnoseConfig)
+    add_execution(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> DiagnoseConfig:
-    return DiagnoseConfig(
-        bits=args.bits, group_size=args.group_size, batch_size=args.batch_size, seed=args.seed
-    )
+def config_of(args: argparse.Namespace) -> DiagnoseConfig:
+    """Read the settings of a diagnosis."""
+    how = execution(args)
+    return DiagnoseConfig(seed=how.seed, batch_size=how.batch_size).changed(**given(args, DiagnoseConfig))
 
 
 def _dump(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
@@ -85,30 +81,26 @@ def _dump(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
 
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")
-    return diagnose_dump(Path(args.model), config=_config(args), threads=args.threads, progress=progress)
+    return diagnose_dump(Path(args.model), config=config_of(args), threads=execution(args).threads, progress=progress)
 
 
 def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
-    from loopq.api import calibration_tokens
-    from loopq.diagnose.survey import diagnose
+    from loopq.api import diagnose
+    from loopq.calibrate.prompts import calibration_tokens
 
     if args.only and args.quick:
         raise ConfigError("--only and --quick both choose the sections: give one of them")
     loaded = load(args)
-    tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
-    only = args.only.split(",") if args.only else list(QUICK) if args.quick else None
     return diagnose(
-        loaded.system,
-        tokens,
-        args.n_steps,
-        config=_config(args),
-        only=only,
-        train=tokens,
+        loaded,
+        calibration_tokens(loaded, args.calibration, take(args)),
+        config_of(args),
+        n_steps=args.n_steps,
+        only=args.only.split(",") if args.only else QUICK if args.quick else None,
         name=str(args.model),
         work=Path(args.work) if args.work else None,
-        memory=args.memory,
-        threads=args.threads,
         progress=progress,
+        **given(args, Execution),
     )
 
 

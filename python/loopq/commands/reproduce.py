@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_threads, check_place
+from loopq.commands.options import add_execution, check_place, execution
 from loopq.errors import ConfigError
 from loopq.progress import Line
 
@@ -72,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=default.n_seeds,
         help="calibration seeds (default %(default)s)",
     )
-    add_threads(parser)
+    add_execution(parser, only=("threads",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"a model is named twice: {', '.join(names)}")
     with Line() as progress:
         found = main_table.run(
-            names, settings, data=data, work=args.work, threads=args.threads, progress=progress
+            names, settings, data=data, work=args.work, threads=execution(args).threads, progress=progress
         )
     record = main_text.summarize(found)
     tables = main_text.tables(record)

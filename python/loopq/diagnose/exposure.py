@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loopq.config import LayerConfig
+from loopq.quantizers.config import LayerConfig
 from loopq.diagnose.rollouts import Comparison, by_depth, run_arms
 from loopq.diagnose.weights import (
     Matrix,
@@ -97,7 +97,7 @@ def controlled_injection(
         the exposed layers in full precision gives back (E11).
     """
     arms = arm_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
-    runs: dict[str, Any] = {"settings": {"bits": config.bits, "group_size": config.group_size, "seed": seed}}
+    runs: dict[str, Any] = {"settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}}
     paired = run_arms(
         system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="arms"
     )

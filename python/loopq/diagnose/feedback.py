@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
+from loopq.quantizers.config import LayerConfig
 from loopq.diagnose.rollouts import Trace, relative_error, trace
 from loopq.diagnose.weights import (
     Rounder,

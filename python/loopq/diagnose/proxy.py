@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnose.hessians import StepHessians
+from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import pearson
 

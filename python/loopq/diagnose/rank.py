@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.diagnose.hessians import StepHessians
+from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError, NonFiniteError
 
 Floats = NDArray[np.float64]

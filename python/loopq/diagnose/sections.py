@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.config import PER_CHANNEL, DiagnoseConfig
+from loopq.calibrate.hessians import StepHessians
 from loopq.diagnose import overlap, proxy, rank
-from loopq.diagnose.hessians import StepHessians
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.weights import Matrix, Rounder, input_blocks, quantizable, rounded, weight_of
+from loopq.execution import Execution
+from loopq.grid import PER_CHANNEL
 from loopq.progress import Progress
 from loopq.systems.base import LoopedSystem, SharedParameter
 
@@ -76,7 +78,14 @@ class Context:
         """Collection of the per-step Hessians."""
         from loopq.calibrate.collect import Collection
 
-        return Collection(self.system, self.tokens, self.selection, self.config.batch_size, self.config.seed)
+        execution = Execution(
+            seed=self.config.seed,
+            batch_size=self.config.batch_size,
+            threads=self.threads,
+            memory=self.memory,
+            progress=self.progress,
+        )
+        return Collection(self.system, self.tokens, self.selection, execution)
 
     @cached_property
     def prompts(self) -> TokenSet:
@@ -105,7 +114,7 @@ class Context:
         from loopq.calibrate.collect import HessianSet
 
         steps = {p.name: list(range(p.invocations)) for p in self.selection.input_groups}
-        return HessianSet(self.job, steps, per_step=True, threads=self.threads)
+        return HessianSet(self.job, steps, per_step=True)
 
 
 def steps_to_count(n_steps: int, dim: int) -> list[int]:
@@ -120,11 +129,11 @@ def ranks(context: Context) -> dict[str, Any]:
     sums = context.sums()
 
     def one(leader: str) -> StepHessians:
-        return sums.accumulators.pop(leader)  # type: ignore[return-value]
+        return sums.accumulators.pop(leader)
 
     def passes() -> Iterator[Pass]:
-        for leaders in sums.passes(context.memory):
-            sums.run_pass(leaders, progress=context.progress, label="hessians")
+        for leaders in sums.passes():
+            sums.run_pass(leaders, label="hessians")
             yield leaders, one
 
     def weight(p: SharedParameter) -> Matrix:
@@ -146,17 +155,16 @@ def dump_ranks(
     dump: Dump, config: DiagnoseConfig, rounder: Rounder, threads: int, progress: Progress
 ) -> dict[str, Any]:
     """The same from a dump."""
-    from loopq.quantizers.solve import oriented
-
     m = dump.manifest
+    weights = dump.weights()
     leaders = {p.name: m.leaders[p.name] for p in m.parameters if p.name in m.leaders}
 
     def one(leader: str) -> StepHessians:
         steps = sorted(m.rows[leader])
-        return dump.accumulator(leader, steps, per_step=True, threads=threads)  # type: ignore[return-value]
+        return dump.accumulator(leader, steps, per_step=True)
 
     def weight(p: SharedParameter) -> Matrix:
-        return oriented(dump.weight(p), p)
+        return weights.oriented(p)
 
     observed = [p for p in m.parameters if p.name in leaders]
     return _ranks(observed, leaders, [(list(m.rows), one)], weight, config, rounder, threads, progress)
@@ -531,5 +539,5 @@ def _eigen_seconds(context: Context) -> float:
 
 def _hessian_bytes(context: Context) -> int:
     sums = context.sums()
-    passes = sums.passes(context.memory)
+    passes = sums.passes()
     return max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)

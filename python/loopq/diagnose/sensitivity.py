@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
+from loopq.quantizers.config import LayerConfig
 from loopq.diagnose.rollouts import Comparison, run_arms
 from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
 from loopq.errors import ConfigError

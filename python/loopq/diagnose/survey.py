@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.dump import Dump, fingerprint
-from loopq.checkpoint.files import read_json, write_json
-from loopq.config import PER_CHANNEL, DiagnoseConfig
+from loopq.calibrate.dump import Dump
 from loopq.diagnose import sections
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.sections import COMPARING_SECTIONS, LOOP_SECTIONS, SECTIONS, Context
 from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
-from loopq.errors import ConfigError, LoopqError, MissingExtraError, NonFiniteError, SystemContractError
+from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
+from loopq.grid import PER_CHANNEL
+from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
 
@@ -93,12 +94,13 @@ def diagnose(
     run, unavailable = _possible(system, context, wanted)
     estimate = sections.estimate(context, run)
     progress.note(_estimate_line(estimate))
-    key = fingerprint(context.fingerprint(), dataclasses.asdict(config), train.digest() if train else None)
+    key = fingerprint(context.fingerprint(), config.to_json(), train.digest() if train else None)
+    journal = Journal(work, key)
     done, seconds = {}, {}
     for section in run:
         began = time.monotonic()
         try:
-            done[section] = _resumed(work, section, key, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
+            done[section] = _resumed(journal, section, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
         except (ConfigError, MissingExtraError, NonFiniteError, SystemContractError) as error:
             # What the other sections found is not thrown away for one that cannot be had.
             unavailable.append({"section": section, "reason": str(error)})
@@ -138,7 +140,7 @@ def diagnose_dump(
     """
     progress = progress or Silent()
     config = config or DiagnoseConfig()
-    dump = Dump(folder)
+    dump = Dump(folder, threads=threads)
     m = dump.manifest
     began = time.monotonic()
     done = {"ranks": clean(sections.dump_ranks(dump, config, rounder, threads, progress))}
@@ -162,7 +164,7 @@ def diagnose_dump(
 
 def json_settings(config: DiagnoseConfig) -> dict[str, Any]:
     """Settings as plain data."""
-    plain: dict[str, Any] = clean(dataclasses.asdict(config))
+    plain: dict[str, Any] = clean(config.to_json())
     return plain
 
 
@@ -218,18 +220,15 @@ def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, s
 
 
 def _resumed(
-    work: Path | None, section: str, key: str, progress: Progress, compute: Callable[[], dict[str, Any]]
+    journal: Journal, section: str, progress: Progress, compute: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    path = work / f"{section}.json" if work else None
-    if path is not None and path.is_file():
-        kept = read_json(path, LoopqError)
-        if kept.get("key") == key:
-            progress.note(f"{section}: taken from {path}")
-            found: dict[str, Any] = kept["data"]
-            return found
+    saved = journal.find(section)
+    if saved is not None:
+        progress.note(f"{section}: taken from {journal.folder}")
+        found: dict[str, Any] = saved.facts["data"]
+        return found
     fresh: dict[str, Any] = clean(compute())
-    if path is not None:
-        write_json(path, {"key": key, "data": fresh})
+    journal.save(section, data=fresh)
     return fresh
 
 

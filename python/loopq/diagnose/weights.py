@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
+from loopq.quantizers.base import Problem
+from loopq.quantizers.config import LayerConfig
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.systems import replace
 
@@ -72,12 +73,7 @@ def _check(weights: Weights, shared: Mapping[str, SharedParameter]) -> None:
 
 def core_rounder(weight: Matrix, config: LayerConfig) -> Matrix:
     """Round to nearest with the native core and expand again, float32."""
-    from loopq.quantizers import QUANTIZERS
-    from loopq.quantizers.base import Problem
-
-    problem = Problem("", weight, None, config, "out_in", 0, {})
-    found: Matrix = QUANTIZERS.get("rtn")(problem).dequantize()
-    return found
+    return config.quantize(Problem("", weight, None, config.grid)).dequantize()
 
 
 def rounded(

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from loopq.config import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS
 from loopq.errors import ConfigError
 from loopq.kernels.launch import Workspace, launch_gemm, workspace_for
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend, Captured
 from loopq.kernels.plan import Plan
-from loopq.kernels.shapes import Projection
+from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
 from loopq.kernels.w4a16 import dequantize_packed, spread_scales
 
 if TYPE_CHECKING:

@@ -19,20 +19,20 @@ from numpy.typing import NDArray
 import loopq
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.dump import fingerprint
 from loopq.calibrate.select import Selection
-from loopq.checkpoint.files import read_json, write_json
 from loopq.checkpoint.model_files import model_tensors
-from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.diagnose.rank import FOCAL, layer_ranks
-from loopq.errors import ConfigError, LoopqError
+from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.jobs.run import duration
+from loopq.execution import Execution
+from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.config import Override
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
 from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
-from loopq.systems.base import LoopedSystem
+from loopq.run.config import QuantConfig
+from loopq.run.engine import Run
+from loopq.run.estimate import duration
 
 FORMAT = 1
 GRIDS = ((4, 128), (3, 32))
@@ -117,21 +117,16 @@ def run(
     found = []
     # All are loaded before any is measured: a name that is wrong shows at once.
     members = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
-    paths = [work / f"{member.name}.json" if work else None for member, _ in members]
-    keys = [_key(member, own) for member, own in members]
-    before = [_kept(path, key) for path, key in zip(paths, keys, strict=True)]
-    progress.note(
-        _estimate([m for m, kept in zip(members, before, strict=True) if kept is None], len(members))
-    )
-    for number, ((member, own), path, key, kept) in enumerate(
-        zip(members, paths, keys, before, strict=True), start=1
-    ):
+    journals = [Journal(work, _key(member, own)) for member, own in members]
+    pieces = [journal.find(member.name) for journal, (member, _) in zip(journals, members, strict=True)]
+    progress.note(_estimate([m for m, kept in zip(members, pieces, strict=True) if kept is None], len(members)))
+    for number, ((member, own), journal, kept) in enumerate(zip(members, journals, pieces, strict=True), start=1):
         progress.note(f"{number}/{len(names)} {member.name}" + ": measured before" * (kept is not None))
-        if kept is None:
-            kept = run_member(member, own, threads=threads, progress=progress) | {"key": key}
-            if path is not None:
-                write_json(path, kept)
-        found.append(kept)
+        if kept is not None:
+            found.append(kept.facts["measured"])
+            continue
+        found.append(run_member(member, own, threads=threads, progress=progress))
+        journal.save(member.name, measured=found[-1])
     return found
 
 
@@ -180,16 +175,6 @@ def _key(member: Member, settings: Settings) -> str:
     return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, ARMS)
 
 
-def _kept(path: Path | None, key: str) -> dict[str, Any] | None:
-    if path is None or not path.is_file():
-        return None
-    try:
-        found: dict[str, Any] = read_json(path)
-    except LoopqError:
-        return None
-    return found if found.get("key") == key else None
-
-
 def run_member(
     member: Member, settings: Settings, *, threads: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
@@ -212,8 +197,9 @@ def run_member(
     survey: dict[str, Any] = {}
     selection: Selection | None = None
     for seed, text in enumerate(_calibration_sets(member.calibration, settings.n_seeds)):
-        sums, selection = collect_all_steps(system, text, seed=seed, threads=threads, progress=progress)
-        for name, layers in _solve(system, sums, selection, seed, threads).items():
+        run = Run.prepare(system, text, execution=Execution(seed=seed, threads=threads, progress=progress))
+        sums, selection = run.all_steps(), run.job.selection
+        for name, layers in _solve(run, sums).items():
             sizes[name] = sum(layer.n_bytes for layer in layers.values())
             variants[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
         if seed == 0:
@@ -257,22 +243,29 @@ def _name(bits: int, group: int, arm: str, seed: int) -> str:
     return f"INT{bits} g{group}, {arm}, seed {0 if arm == RTN else seed}"
 
 
-def _solve(
-    system: LoopedSystem, sums: HessianSet, selection: Selection, seed: int, threads: int
-) -> dict[str, dict[str, Any]]:
+def _solve(run: Run, sums: HessianSet) -> dict[str, dict[str, Any]]:
     """Layers of every grid and arm from one calibration set; rounding needs none and is done once."""
     # The paper damps the feedback adapter by 10 %, everything else by 1 %.
     adapters = tuple(
-        Override(p.name, {"damping": ADAPTER_DAMPING}) for p in selection.observed if p.role == "adapter"
+        Override(p.name, {"damping": ADAPTER_DAMPING})
+        for p in run.job.selection.observed
+        if p.role == "adapter"
     )
+    seed = run.execution.seed
     solved = {}
     for bits, group in GRIDS:
         for arm, method, steps in ARMS:
             if arm == RTN and seed:
                 continue
-            layer = LayerConfig(method=method, bits=bits, group_size=group)
-            config = QuantConfig(layer, steps=steps, overrides=adapters, rank_threshold=None)
-            solved[_name(bits, group, arm, seed)] = solve_arm(sums, selection, system, config, threads)
+            config = QuantConfig.of(
+                *(adapters if method == "gptq" else ()),
+                method=method,
+                steps=steps,
+                bits=bits,
+                group_size=group,
+                rank_threshold=None,
+            )
+            solved[_name(bits, group, arm, seed)] = run.solve_from(sums, config)
     return solved
 
 

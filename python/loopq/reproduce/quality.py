@@ -10,20 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from loopq.calibrate.collect import Collection, HessianSet
-from loopq.calibrate.select import Selection
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.config import LayerConfig, Override, QuantConfig
+from loopq.calibrate.collect import HessianSet
 from loopq.evaluate.compare import compare
+from loopq.execution import Execution
+from loopq.gradients.tuner import Tune, tune
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
-from loopq.quantizers.metric import LoopMetric
-from loopq.quantizers.sequential import Sequential
-from loopq.quantizers.solve import Task, tasks_of
+from loopq.quantizers.config import Override
 from loopq.reproduce.members import Member
-from loopq.tune.metric import loop_metrics
+from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.engine import Layers, Run
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
+LOOP: dict[str, Any] = dict(PRESETS["best"])
 CLOSED, METRIC = "closed form", "closed form, loop metric"
 SCALES, CODES = "gradient: scales", "gradient: codes"
 
@@ -37,7 +35,7 @@ class Arm:
     name : str
         Its label.
     layer : dict
-        Fields of `LayerConfig` besides bits and group size.
+        Flat settings besides bits and group size.
     steps : str
         Steps that are summed.
     asymmetric : bool
@@ -53,7 +51,7 @@ class Arm:
     tier: str = CLOSED
 
 
-_FULL = {"method": "full"}
+_FULL = {"method": "gptq-cd"}
 ARMS = (
     Arm("RTN", {"method": "rtn"}),
     Arm("RTN, asymmetric grid", {"method": "rtn", "symmetric": False}),
@@ -138,72 +136,55 @@ class Workshop:
         self, member: Member, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
     ) -> None:
         self.member = member
-        self._system = member.loaded.system
-        self._threads = threads
-        self._n_updates = n_updates
-        self._progress = progress or Silent()
-        self._collected: tuple[HessianSet, Selection] | None = None
-        self._metrics: dict[str, LoopMetric] | None = None
-        self._done: dict[tuple[str, int, int], dict[str, QuantizedLayer]] = {}
-        # Layers outside the loop that the paper rounds, a head say: the full solver calibrates them, no other arm does.
-        declared = self._system.shared_parameters(self._system.n_steps)
-        self._rounded = [p.name for p in declared if p.treatment == "rtn"]
-
-    def solve(self, arm: Arm, bits: int, group: int) -> dict[str, QuantizedLayer]:
-        """Return the layers of an arm."""
-        config = QuantConfig(
-            LayerConfig(**arm.layer, bits=bits, group_size=group), steps=arm.steps, rank_threshold=None
+        system = member.loaded.system
+        # Layers outside the loop that the paper rounds, a head say: gptq-cd calibrates them, no other method does.
+        declared = system.shared_parameters(system.n_steps)
+        self._rounded = tuple(p.name for p in declared if p.treatment == "rtn")
+        self._run = Run.prepare(
+            system,
+            member.calibration,
+            QuantConfig(include=self._rounded),
+            execution=Execution(threads=threads, progress=progress or Silent()),
         )
+        self._n_updates = n_updates
+        self._sums: HessianSet | None = None
+        self._done: dict[tuple[str, int, int], Layers] = {}
+
+    def solve(self, arm: Arm, bits: int, group: int) -> Layers:
+        """Return the layers of an arm."""
+        config = QuantConfig.of(**arm.layer, bits=bits, group_size=group, steps=arm.steps, rank_threshold=None)
         key = (f"{arm.layer} {arm.steps} {arm.asymmetric}", bits, group)
         if key not in self._done:
             self._done[key] = self.closed(config, arm.asymmetric)
         layers = self._done[key]
         if arm.tier in (CLOSED, METRIC):
             return layers
-        from loopq.tune.tuner import TuneConfig, tune
-
-        tuning = TuneConfig(what="scales" if arm.tier == SCALES else "codes", n_updates=self._n_updates)
         return tune(
-            self._system,
+            self._run.job.system,
             layers,
             self.member.calibration,
             self.member.tuning_held_out,
-            tuning,
-            progress=self._progress,
+            Tune(what="scales" if arm.tier == SCALES else "codes", n_updates=self._n_updates),
+            progress=self._run.execution.progress,
         ).layers
 
-    def collected(self) -> tuple[HessianSet, Selection]:
+    def collected(self) -> tuple[Run, HessianSet]:
         """Hessians of every step, collected once."""
-        if self._collected is None:
-            self._collected = collect_all_steps(
-                self._system,
-                self.member.calibration,
-                include=self._rounded,
-                threads=self._threads,
-                progress=self._progress,
-            )
-        return self._collected
+        if self._sums is None:
+            self._sums = self._run.all_steps()
+        return self._run, self._sums
 
-    def _metric(self, tasks: Sequence[Task]) -> dict[str, LoopMetric]:
-        if all(t.config.metric == "inputs" for t in tasks):
-            return {}
-        if self._metrics is None:
-            sums, _ = self.collected()
-            self._metrics = loop_metrics(sums, self._system, self.member.calibration, tasks)
-        return self._metrics
-
-    def closed(self, config: QuantConfig, asymmetric: bool) -> dict[str, QuantizedLayer]:
+    def closed(self, config: QuantConfig, asymmetric: bool) -> Layers:
         """Layers of a closed form."""
-        sums, selection = self.collected()
-        change = {"steps": "all"} | ({} if config.layer.method == "full" else {"method": "rtn"})
+        run, sums = self.collected()
+        change = {"steps": "all"} | ({} if config.layer.method.name == "gptq-cd" else {"method": "rtn"})
         rounded = tuple(Override(name, change) for name in self._rounded)
-        config = dataclasses.replace(config, overrides=(*rounded, *config.overrides))
-        tasks, _ = tasks_of(selection.parameters, selection.leaders, config)
-        metrics = self._metric(tasks)
+        config = dataclasses.replace(config, overrides=(*rounded, *config.overrides), include=self._rounded)
         if not asymmetric:
-            return solve_arm(sums, selection, self._system, config, self._threads, metrics)
-        job = Collection(self._system, self.member.calibration, selection)
-        return Sequential(job, threads=self._threads, progress=self._progress, metrics=metrics).run(tasks)
+            return run.solve_from(sums, config)
+        other = run.with_config(config.changed(inputs="asymmetric"))
+        other.collect_metrics(sums, [t for t in other.tasks if t.name not in other.metrics])
+        return other.config.inputs.solve(other)
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

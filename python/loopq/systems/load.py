@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.files import read_json
-from loopq.config import DTYPES
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS, hf
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 Encode = Callable[[str], Sequence[int]]
+#: Floating types that a model can be cast to when it is loaded.
+DTYPES = ("float32", "bfloat16", "float16")
 ZOO_PREFIX = "loopq-zoo-"
 
 

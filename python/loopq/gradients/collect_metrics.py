@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
-from loopq.config import SNAPSHOT_SECONDS
+from loopq.calibrate.hessians import Hessians
+from loopq.checkpoint.files import RawTensor
 from loopq.errors import ConfigError, NonFiniteError, SystemContractError
-from loopq.progress import Progress, Silent
-from loopq.quantizers.metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
-from loopq.quantizers.solve import Source, Task
-from loopq.systems.base import Batch, LoopedSystem
+from loopq.execution import SNAPSHOT_SECONDS, Execution
+from loopq.gradients.scores import draw_labels
+from loopq.gradients.unroll import linked, unroll
+from loopq.journal import Journal
+from loopq.quantizers.loop_metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 from loopq.threads import OneThread
-from loopq.tune.unroll import linked, unroll
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Matrix = NDArray[np.float64]
-Blocks = dict[str, list[Matrix]]
 
 #: Gradients that take no more than this are kept between the two rounds instead of being computed twice.
 KEPT_BYTES = 1 << 30
@@ -54,37 +53,32 @@ class MetricCost:
     memory: int
 
 
-def metric_cost(tasks: Sequence[Task], n_prompts: int, n_draws: int) -> MetricCost:
-    """Say what `collect_metrics` will take; all zero where no layer asks for a loop metric.
-
-    Parameters
-    ----------
-    tasks : sequence of Task
-        Layers of the run.
-    n_prompts : int
-        Calibration prompts.
-    n_draws : int
-        Draws for each prompt.
-    """
-    shapes = [(t.parameter.out_features, t.parameter.in_features) for t in tasks if wanted(t)]
-    if not shapes:
+def metric_cost(tasks: Sequence[Task], n_prompts: int) -> MetricCost:
+    """Say what `collect_metrics` will take for that many prompts; all zero where no layer asks for a loop metric."""
+    n_draws, chosen = _chosen(tasks)
+    if not chosen:
         return MetricCost(0, 0.0, 0)
+    shapes = [(t.parameter.out_features, t.parameter.in_features) for t in chosen]
     total = n_prompts * n_draws
-    kept = _gradient_bytes(tasks, total)
+    kept = _gradient_bytes(chosen, total)
     products = sum(2.0 * rows * columns * (columns + min(BLOCK, rows)) for rows, columns in shapes)
     held = sum(8 * (2 * columns**2 + 2 * rows * min(BLOCK, rows)) for rows, columns in shapes)
     rounds = 1 if kept <= KEPT_BYTES else 2
     return MetricCost(rounds * total, products * total, held + (kept if rounds == 1 else 0))
 
 
+def _chosen(tasks: Sequence[Task]) -> tuple[int, list[Task]]:
+    """Layers that ask for a loop metric, and the draws for each prompt, which must be the same for all."""
+    chosen = [t for t in tasks if t.gradient_draws]
+    draws = sorted({t.gradient_draws for t in chosen})
+    if len(draws) > 1:
+        raise ConfigError(f"metric_draws must be the same for all layers; got {', '.join(map(str, draws))}")
+    return (draws[0] if draws else 0), chosen
+
+
 def _gradient_bytes(tasks: Sequence[Task], total: int) -> int:
-    """What all gradients of the layers that ask for a loop metric take, in float32."""
-    return 4 * total * sum(t.parameter.in_features * t.parameter.out_features for t in tasks if wanted(t))
-
-
-def wanted(task: Task) -> bool:
-    """Whether a layer asks for a loop metric and is observed."""
-    return task.config.metric == "loop" and task.leader is not None
+    """Bytes of all gradients of some layers, in float32."""
+    return 4 * total * sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
 
 
 def draws(
@@ -141,8 +135,6 @@ def draws(
 def _target(system: LoopedSystem, out: Tensor, batch: Batch, seed: list[int]) -> Tensor:
     import torch
 
-    from loopq.tune.scores import draw_labels
-
     if system.output == "logits":
         logp = out.log_softmax(-1)
         labels = draw_labels(logp.detach().cpu().numpy(), seed)
@@ -152,45 +144,33 @@ def _target(system: LoopedSystem, out: Tensor, batch: Batch, seed: list[int]) ->
 
 
 def collect_metrics(
+    hessians: Hessians,
     system: LoopedSystem,
     tokens: TokenSet,
     tasks: Sequence[Task],
-    hessian: Callable[[Task], NDArray[np.float64]],
-    *,
-    n_steps: int | None = None,
-    seed: int = 0,
-    n_draws: int = 4,
-    progress: Progress | None = None,
-    work: Path | None = None,
-    key: str = "",
-    every: float = SNAPSHOT_SECONDS,
+    n_steps: int,
+    execution: Execution,
+    journal: Journal,
 ) -> dict[str, LoopMetric]:
     """Collect the loop metric of every layer that asks for one.
 
     Parameters
     ----------
+    hessians : Hessians
+        Hessians of the layers' inputs.
     system : LoopedSystem
         Full-precision model.
     tokens : TokenSet
         Calibration prompts.
     tasks : sequence of Task
-        Layers; those whose settings say `metric = "loop"` and that are observed are taken.
-    hessian : callable
-        Task to its H.
-    n_steps : int, optional
-        Depth; the model's own when absent.
-    seed : int
-        Seed of initial states and draws.
-    n_draws : int
-        Draws for each prompt.
-    progress : Progress, optional
-        Told of draws.
-    work : Path, optional
-        Folder for snapshots of the sums; one of the same work found there is gone on with.
-    key : str
-        Identity of the work: everything that fixes a sum.
-    every : float
-        Seconds between snapshots: what a kill can lose. Gradients that are kept in memory are lost whole.
+        Layers of the run.
+    n_steps : int
+        Depth.
+    execution : Execution
+        Seed of initial states and draws; progress.
+    journal : Journal
+        Where the sums are saved now and then, so that a killed run can be resumed. Gradients that are kept in memory are
+        lost whole.
 
     Returns
     -------
@@ -207,24 +187,21 @@ def collect_metrics(
     A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
     precision; the same number of threads gives the same bits, another number may change last bits.
     """
-    chosen = [t for t in tasks if wanted(t)]
+    n_draws, chosen = _chosen(tasks)
     if not chosen:
         return {}
-    if n_draws < 1:
-        raise ConfigError(f"metric_draws must be at least 1; got {n_draws!r}")
-    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    names = [t.parameter.name for t in chosen]
+    names = [t.name for t in chosen]
     threads = OneThread()
-    source = _Gradients(system, tokens, chosen, depth, seed, n_draws, progress or Silent())
-    sums = _Sums(None if work is None else work / "sums.safetensors", key, every)
+    source = _Gradients(system, tokens, chosen, n_steps, n_draws, execution)
+    sums = _Sums(journal)
     sums.resume()
     source.start(sums.round * source.total + sums.done)
     if sums.round == 0:
-        started = {t.parameter.name: _inverse(hessian(t), DAMPING, threads) for t in chosen}
+        inverses = {t.name: _inverse(_summed(hessians, t), DAMPING, threads) for t in chosen}
         for number, found in source.each(sums.done):
             for name, g in found:
                 with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
-                    blocks = [g[b] @ started[name] @ g[b].T for b in _blocks(len(g))]
+                    blocks = [g[b] @ inverses[name] @ g[b].T for b in _blocks(len(g))]
                 sums.add_left(name, blocks)
             source.snapshot(sums, number)
         missing = [n for n in names if n not in sums.left]
@@ -242,34 +219,36 @@ def collect_metrics(
             source.snapshot(sums, number)
         sums.begin_round(2)
         sums.save()
-    source.progress.stop()
+    execution.progress.stop()
     left = {n: tuple(ridged(a, RIDGE) for a in sums.left[n]) for n in names}
     return {n: LoopMetric(left[n], sums.right[n], source.total) for n in names}
 
 
+def _summed(hessians: Hessians, task: Task) -> Matrix:
+    found = hessians.accumulator(str(task.leader), task.steps)
+    return np.asarray(found.matrix(list(task.steps)), dtype=np.float64)
+
+
 @dataclass
 class _Sums:
-    """Sums of gradients on either side of each weight, kept on disk so that a killed run can go on.
+    """Sums of gradients on either side of each weight, saved so that a killed run can be resumed.
 
-    Double-precision sums are stored as they are and prompts are added in one order: going on gives the same bits.
+    Double-precision sums are stored as they are and prompts are added in one order: a resumed run has the same bits.
     """
 
-    path: Path | None
-    key: str
-    every: float
+    journal: Journal
+    left: dict[str, list[Matrix]] = field(default_factory=dict)
+    right: dict[str, Matrix] = field(default_factory=dict)
+    round: int = 0
+    done: int = 0
+    saved: float = field(default_factory=time.monotonic)
 
-    def __post_init__(self) -> None:
-        self.left: dict[str, list[NDArray[np.float64]]] = {}
-        self.right: dict[str, NDArray[np.float64]] = {}
-        self.round = self.done = 0
-        self._saved = time.monotonic()
-
-    def add_left(self, name: str, blocks: list[NDArray[np.float64]]) -> None:
+    def add_left(self, name: str, blocks: list[Matrix]) -> None:
         """Add to the blocks between outputs."""
         old = self.left.get(name)
         self.left[name] = blocks if old is None else [x + y for x, y in zip(old, blocks, strict=True)]
 
-    def add_right(self, name: str, matrix: NDArray[np.float64]) -> None:
+    def add_right(self, name: str, matrix: Matrix) -> None:
         """Add to the matrix between inputs."""
         self.right[name] = self.right[name] + matrix if name in self.right else matrix
 
@@ -278,28 +257,25 @@ class _Sums:
         self.round, self.done = number, 0
 
     def due(self) -> bool:
-        """Whether it is time for another snapshot."""
-        return self.path is not None and time.monotonic() - self._saved >= self.every
+        """Whether it is time to save again."""
+        return self.journal.folder is not None and time.monotonic() - self.saved >= SNAPSHOT_SECONDS
 
     def save(self) -> None:
-        """Write a snapshot, whole."""
-        if self.path is None:
-            return
+        """Save the sums, whole."""
         tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
         tensors |= {f"right/{n}": a for n, a in self.right.items()}
-        facts = {"key": self.key, "round": str(self.round), "done": str(self.done)}
-        write_tensors(self.path, {n: RawTensor.of(a) for n, a in tensors.items()}, facts)
-        self._saved = time.monotonic()
+        self.journal.save(
+            "sums", {n: RawTensor.of(a) for n, a in tensors.items()}, round=self.round, done=self.done
+        )
+        self.saved = time.monotonic()
 
     def resume(self) -> None:
-        """Take over a snapshot of the same work, if there is one."""
-        if self.path is None or not self.path.is_file():
+        """Take over saved sums of the same work, if there are any."""
+        found = self.journal.find("sums")
+        if found is None:
             return
-        _, facts = read_header(self.path)
-        if facts.get("key") != self.key:
-            return
-        self.round, self.done = int(facts["round"]), int(facts["done"])
-        for name, tensor in sorted(read_tensors(self.path).items()):
+        self.round, self.done = int(found.facts["round"]), int(found.facts["done"])
+        for name, tensor in sorted(found.tensors.items()):
             side, _, rest = name.partition("/")
             values = np.asarray(tensor.array(), dtype=np.float64)
             if side == "right":
@@ -313,22 +289,6 @@ def _inverse(matrix: Matrix, share: float, threads: OneThread) -> Matrix:
         return inverse(matrix, share)
 
 
-def loop_metrics(
-    sums: Source,
-    system: LoopedSystem,
-    tokens: TokenSet,
-    tasks: Sequence[Task],
-    **options: Any,
-) -> dict[str, LoopMetric]:
-    """Collect the loop metrics that tasks ask for, from Hessians that are there; options as `collect_metrics`."""
-
-    def hessian(task: Task) -> NDArray[np.float64]:
-        accumulator = sums.accumulator(str(task.leader), task.steps)
-        return np.asarray(accumulator.matrix(list(task.steps)), dtype=np.float64)
-
-    return collect_metrics(system, tokens, tasks, hessian, **options)
-
-
 @dataclass
 class _Gradients:
     """Gradients of all draws, to be gone through twice: kept in between where they fit."""
@@ -336,10 +296,9 @@ class _Gradients:
     system: LoopedSystem
     tokens: TokenSet
     tasks: Sequence[Task]
-    depth: int
-    seed: int
+    n_steps: int
     n_draws: int
-    progress: Progress
+    execution: Execution
 
     def __post_init__(self) -> None:
         self.total = len(self.tokens.sequences) * self.n_draws
@@ -349,10 +308,10 @@ class _Gradients:
     def start(self, done: int) -> None:
         """Begin the stage; `done` gradients of both rounds were summed before."""
         total = self.total * (1 if self._keep else 2)
-        self.progress.start("metric", total, "gradients")
+        self.execution.progress.start("metric", total, "gradients")
         if done:
-            self.progress.note(f"going on after {min(done, total)} gradients")
-            self.progress.advance(min(done, total))
+            self.execution.progress.note(f"resumed after {min(done, total)} gradients")
+            self.execution.progress.advance(min(done, total))
 
     def snapshot(self, sums: _Sums, number: int) -> None:
         """Keep the sums after `number` gradients of this round, now and then and after whole prompts."""
@@ -368,11 +327,11 @@ class _Gradients:
             yield number, [(name, _outputs_first(grad, flip[name])) for name, grad in found.items()]
 
     def _fresh(self, names: list[str], skip: int) -> Iterator[dict[str, Tensor]]:
-        for found in draws(self.system, self.tokens, names, self.depth, self.seed, self.n_draws, skip):
+        for found in draws(self.system, self.tokens, names, self.n_steps, self.execution.seed, self.n_draws, skip):
             if self._keep:
                 self._kept.append(found)
             yield found
-            self.progress.advance()
+            self.execution.progress.advance()
 
 
 def _outputs_first(grad: Tensor, turned: bool) -> NDArray[np.float64]:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.api import load_checkpoint
 from loopq.calibrate.select import treat
 from loopq.checkpoint import FORMATS
 from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_transformed, write_as
@@ -17,11 +16,13 @@ from loopq.checkpoint.files import check_new
 from loopq.checkpoint.form import Ragged
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
-from loopq.config import QuantConfig
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
 from loopq.lazy import require
-from loopq.quantizers.solve import Task, tasks_of
-from loopq.systems.base import LoopedSystem
+from loopq.quantizers.task import Task
+from loopq.run.config import QuantConfig
+from loopq.run.plan import plan
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.restore import load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def refuse_early(
     target = FORMATS.get(form)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), config.include, config.exclude)
-    tasks, _ = tasks_of(parameters, {}, config)
-    turned = [t.parameter.name for t in tasks if t.config.rotation != "none" or t.config.method == "awq"]
+    tasks = plan(parameters, {}, config)
+    turned = [t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.name == "awq"]
     refuse_transformed(turned, target)
     for task in tasks:
         target.fit(_stand_in(task), ragged)
@@ -145,21 +146,18 @@ def refuse_early(
 
 def _stand_in(task: Task) -> QuantizedLayer:
     """One row of the layer that a task will give: zero codes, scales of 1."""
-    p, c = task.parameter, task.config
-    groups = 1 if c.group_size == -1 else -(-p.in_features // c.group_size)
-    codes = np.zeros((1, p.in_features), np.int8 if c.symmetric else np.uint8)
-    zeros = None if c.symmetric else np.zeros((1, groups), np.uint8)
+    p, grid = task.parameter, task.config.grid
+    groups = grid.n_groups(p.in_features)
+    codes = np.zeros((1, p.in_features), np.int8 if grid.symmetric else np.uint8)
+    zeros = None if grid.symmetric else np.zeros((1, groups), np.uint8)
     scales = np.ones((1, groups), np.float32)
     return QuantizedLayer(
-        p.name, c.bits, c.group_size, c.symmetric, codes, scales, zeros, c.scale_dtype, p.orientation
+        task.name, grid.bits, grid.group_size, grid.symmetric, codes, scales, zeros, grid.scale_dtype, p.orientation
     )
 
 
 def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:
     torch = require("torch")
-
-    from loopq.systems.base import Batch
-
     loaded = load_checkpoint(checkpoint, trust_remote_code=trust_remote_code)
     vocabulary = int(loaded.config.get("vocab_size", 256))
     generator = torch.Generator().manual_seed(0)

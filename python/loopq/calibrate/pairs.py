@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.collect import Collection, run_rollouts, to_native
 from loopq.errors import CalibrationError
-from loopq.progress import Progress
+from loopq.progress import Silent
 from loopq.systems.base import SharedParameter
 from loopq.systems.replace import Weights, replaced
 
@@ -70,6 +70,16 @@ class ReferenceSums:
 
     sums: native.HessianAccumulator
     dim: int
+    per_step: ClassVar[bool] = True
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Steps that are there."""
+        return self.sums.steps
+
+    def n_rows(self, step: int) -> int:
+        """Rows of X_t."""
+        return self.sums.n_rows(step)
 
     def trace(self, step: int | None = None) -> float:
         """tr H_t, or of the sum over all steps."""
@@ -106,14 +116,7 @@ class Moments:
     cross: NDArray[np.float64]
 
 
-def collect_pairs(
-    job: Collection,
-    leaders: Sequence[str],
-    weights: Weights,
-    *,
-    threads: int = 0,
-    progress: Progress | None = None,
-) -> dict[str, PairedSums]:
+def collect_pairs(job: Collection, leaders: Sequence[str], weights: Weights) -> dict[str, PairedSums]:
     """Run every batch twice, with the model's own weights and with others, and pair what the layers saw.
 
     Parameters
@@ -124,10 +127,6 @@ def collect_pairs(
         Input groups to observe.
     weights : mapping of str to ndarray, float32
         Weights of the second rollout that differ (`loopq.systems.replace.replaced`).
-    threads : int
-        Threads; 0 takes all cores. It changes no bit.
-    progress : Progress, optional
-        Told of every prompt of the second rollout.
 
     Notes
     -----
@@ -140,7 +139,7 @@ def collect_pairs(
             2 * parameters[name].in_features,
             range(parameters[name].invocations),
             per_step=True,
-            threads=threads,
+            threads=job.execution.threads,
         )
         for name in leaders
     }
@@ -161,8 +160,8 @@ def collect_pairs(
 
     # Closed here and not by the collector: a traceback that is kept would keep their hooks on the model.
     with (
-        contextlib.closing(run_rollouts(job, keep, only=leaders, label="reference")) as own,
-        contextlib.closing(run_rollouts(job, pair, only=leaders, progress=progress, label="paired")) as other,
+        contextlib.closing(run_rollouts(job, keep, only=leaders, progress=Silent())) as own,
+        contextlib.closing(run_rollouts(job, pair, only=leaders, progress=Silent())) as other,
     ):
         for _ in own:
             with replaced(job.system, weights):

@@ -1,4 +1,4 @@
-"""Which rows of the trajectory count: the budget of one step spread over all steps (paper, B7)."""
+"""Which rows of the trajectory count: the budget of one step spread over all steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 
 import loopq._native as native
 from loopq.calibrate.collect import Collection, run_rollouts, to_native
-from loopq.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,43 +21,32 @@ class EqualRows:
     ----------
     job : Collection
         Model, prompts, seed and selection.
-    seed : int
-        Seed of the assignment of positions to steps.
-    threads : int
-        Threads; 0 takes all cores. It changes no bit.
 
     Notes
     -----
     Every token position is used at one step only: of N successive positions each goes to another of the N steps,
-    in an order drawn from the seed. So the rows of all steps together are just as many as those of one step, they
+    in an order drawn from the run's seed. So the rows of all steps together are just as many as those of one step, they
     come from all steps alike (within one row), and no position counts twice. The result stands in for a
     `HessianSet` with each step apart.
     """
 
-    per_step = True
-
-    def __init__(self, job: Collection, *, seed: int = 0, threads: int = 0) -> None:
+    def __init__(self, job: Collection) -> None:
         self.job = job
-        self._seed = seed
         self._accumulators = {
             p.name: native.HessianAccumulator(
-                p.in_features, range(p.invocations), per_step=True, threads=threads
+                p.in_features, range(p.invocations), per_step=True, threads=job.execution.threads
             )
             for p in job.selection.input_groups
         }
         self._invocations = {p.name: p.invocations for p in job.selection.input_groups}
         self._position: dict[tuple[str, int], int] = {}
-
-    def run(self, progress: Progress | None = None) -> EqualRows:
-        """Collect; return itself."""
-        for _ in run_rollouts(self.job, self._take, progress=progress):
+        for _ in run_rollouts(job, self._take):
             pass
         for acc in self._accumulators.values():
             acc.finish()
-        return self
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = True, threads: int = 0
+        self, leader: str, steps: Sequence[int], *, per_step: bool = True
     ) -> native.HessianAccumulator:
         """Return the finished accumulator of an input group; it holds each step apart, whatever is asked."""
         return self._accumulators[leader]
@@ -74,7 +62,7 @@ class EqualRows:
         blocks = positions // n_steps
         out = np.empty(positions.shape, dtype=np.int64)
         for block in np.unique(blocks):
-            order = np.random.default_rng([self._seed, n_steps, int(block)]).permutation(n_steps)
+            order = np.random.default_rng([self.job.execution.seed, n_steps, int(block)]).permutation(n_steps)
             inside = blocks == block
             out[inside] = order[positions[inside] % n_steps]
         return out

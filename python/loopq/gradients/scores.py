@@ -1,9 +1,11 @@
-"""What the quantization of one layer alone costs the model: measured, or predicted from one backward pass."""
+"""What the quantization of one layer alone costs the model: measured, or predicted from one backward pass.
+
+A cost is KL(full precision || quantized) in nats for a position.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,45 +15,31 @@ from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem
-from loopq.tune.unroll import linked, unroll
+from loopq.gradients.unroll import linked, unroll
 
 
-@dataclass(frozen=True)
-class Score:
-    """Cost of one way to quantize one layer, all others at full precision.
-
-    Parameters
-    ----------
-    name : str
-        What is tried; for `layer_scores` (layer, way).
-    cost : float
-        KL(full precision || quantized) in nats for a position, measured or predicted.
-    """
-
-    name: tuple[str, str]
-    cost: float
-
-
-Ways = Mapping[tuple[str, str], NDArray[np.float32]]
+#: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others in full precision.
+Candidates = Mapping[tuple[str, str], NDArray[np.float32]]
+Costs = dict[tuple[str, str], float]
 
 
 def measured(
     system: LoopedSystem,
-    ways: Ways,
+    candidates: Candidates,
     tokens: TokenSet,
     *,
     n_steps: int | None = None,
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> list[Score]:
-    """Run one rollout for each way, with that one layer replaced.
+) -> Costs:
+    """Measure what each candidate costs: one rollout each, with that one layer replaced.
 
     Parameters
     ----------
     system : LoopedSystem
         Full-precision model.
-    ways : mapping of (str, str) to ndarray, float32
+    candidates : mapping of (str, str) to ndarray, float32
         (parameter name, label) to the layer's quantized weight in the model's orientation.
     tokens : TokenSet
         Prompts.
@@ -64,16 +52,16 @@ def measured(
     progress : Progress, optional
         Told of every prompt.
     """
-    variants = {f"{layer}|{label}": {layer: weight} for (layer, label), weight in ways.items()}
+    variants = {f"{layer}|{label}": {layer: weight} for (layer, label), weight in candidates.items()}
     found = compare(
         system, variants, tokens, n_steps=n_steps, seeds=(seed,), batch_size=batch_size, progress=progress
     )[1:]
-    return [Score(way, float(m.kl.mean())) for way, m in zip(ways, found, strict=True)]
+    return {key: float(m.kl.mean()) for key, m in zip(candidates, found, strict=True)}
 
 
 def loop_fisher(
     system: LoopedSystem,
-    ways: Ways,
+    candidates: Candidates,
     tokens: TokenSet,
     *,
     n_steps: int | None = None,
@@ -81,14 +69,14 @@ def loop_fisher(
     n_samples: int = 1,
     truncate: int | None = None,
     progress: Progress | None = None,
-) -> list[Score]:
-    """Predict the same from gradients: every layer and every way from one backward pass for each prompt.
+) -> Costs:
+    """Predict the same from gradients: every layer and every candidate from one backward pass for each prompt.
 
     Parameters
     ----------
     system : LoopedSystem
         Full-precision model with logits for output.
-    ways : mapping of (str, str) to ndarray, float32
+    candidates : mapping of (str, str) to ndarray, float32
         As of `measured`.
     tokens : TokenSet
         Prompts.
@@ -122,14 +110,14 @@ def loop_fisher(
         )
     progress = progress or Silent()
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    layers = sorted({layer for layer, _ in ways})
+    layers = sorted({layer for layer, _ in candidates})
     parameters = {name: system.model.get_parameter(name) for name in layers}
     errors = {
-        way: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()
-        - parameters[way[0]].detach().double()
-        for way, w in ways.items()
+        key: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()
+        - parameters[key[0]].detach().double()
+        for key, w in candidates.items()
     }
-    totals: dict[tuple[str, str], float] = dict.fromkeys(ways, 0.0)
+    totals: dict[tuple[str, str], float] = dict.fromkeys(candidates, 0.0)
     positions = 0
     progress.start("fisher", len(tokens.sequences), "prompts")
     for batch in tokens.batches(1, seed):
@@ -142,12 +130,12 @@ def loop_fisher(
                 last = sample + 1 == n_samples
                 grads = torch.autograd.grad(picked, [leaves[n] for n in layers], retain_graph=not last)
                 by_name = dict(zip(layers, grads, strict=True))
-                for way, error in errors.items():
-                    totals[way] += float((by_name[way[0]].double() * error).sum()) ** 2
+                for key, error in errors.items():
+                    totals[key] += float((by_name[key[0]].double() * error).sum()) ** 2
         positions += logp.shape[0] * logp.shape[1]
         progress.advance()
     progress.stop()
-    return [Score(way, 0.5 * total / (n_samples * positions)) for way, total in totals.items()]
+    return {key: 0.5 * total / (n_samples * positions) for key, total in totals.items()}
 
 
 def draw_labels(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:

@@ -15,8 +15,9 @@ from loopq.checkpoint.files import float_to_raw
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.progress import Progress, Silent
+from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.settings import Settings, setting
 from loopq.systems.base import LoopedSystem
-from loopq.tune.unroll import divergence, linked, unroll
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +29,13 @@ _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
-class TuneConfig:
-    """How the gradient tier runs.
+class Tune(Settings):
+    """How quantized layers are tuned by gradient.
 
     Parameters
     ----------
     what : {"scales", "codes"}
-        Tune the group scales alone, or scales and codes.
+        Tune by gradient through the unrolled loop: group scales, or scales and codes.
     n_updates : int
         Adam updates.
     scale_rate : float
@@ -44,31 +45,21 @@ class TuneConfig:
     batch_size : int
         Prompts of one update.
     every : int
-        Updates between two looks at the held-out prompts; the best place seen is what is returned.
+        Updates between two measurements on the held-out prompts; the best layers seen are returned.
     patience : int
-        Looks without a gain after which the run stops.
+        Measurements without a gain after which the run stops.
     truncate : int, optional
         Steps from the end of the rollout that carry gradients; all when absent.
-    seed : int
-        Order of the prompts, and seed of their initial states.
     """
 
-    what: Literal["scales", "codes"] = "scales"
-    n_updates: int = 250
-    scale_rate: float = 2e-3
-    code_rate: float = 1e-2
-    batch_size: int = 8
-    every: int = 25
-    patience: int = 4
-    truncate: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.what not in ("scales", "codes"):
-            raise ConfigError(f"what must be scales or codes; got {self.what!r}")
-        for name in ("n_updates", "batch_size", "every", "patience"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)!r}")
+    what: Literal["scales", "codes"] = setting("scales", common=True)
+    n_updates: int = setting(250, at_least=1)
+    scale_rate: float = setting(2e-3, at_least=0.0)
+    code_rate: float = setting(1e-2, at_least=0.0)
+    batch_size: int = setting(8, at_least=1)
+    every: int = setting(25, at_least=1)
+    patience: int = setting(4, at_least=1)
+    truncate: int | None = setting(None, at_least=1)
 
 
 @dataclass(frozen=True)
@@ -165,9 +156,10 @@ def tune(
     layers: Mapping[str, QuantizedLayer],
     tokens: TokenSet,
     held_out: TokenSet,
-    config: TuneConfig | None = None,
+    config: Tune | None = None,
     *,
     n_steps: int | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Tuned:
     """Tune quantized layers on KL(full precision || quantized) through the unrolled loop.
@@ -182,10 +174,12 @@ def tune(
         Prompts to tune on.
     held_out : TokenSet
         Prompts that decide which place is kept. They must be neither those tuned on nor those reported on.
-    config : TuneConfig, optional
+    config : Tune, optional
         Settings.
     n_steps : int, optional
         Depth; the model's own when absent.
+    seed : int
+        Order of the prompts, and seed of their initial states.
     progress : Progress, optional
         Told of updates.
 
@@ -207,13 +201,13 @@ def tune(
     number of torch threads give the same result; another number of threads may change last bits, unlike in the
     closed-form tiers.
     """
-    config = config or TuneConfig()
+    config = config or Tune()
     progress = progress or Silent()
     _refuse(layers, tokens, held_out)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     originals = {name: _original(system, layer) for name, layer in layers.items()}
     variables = _Variables(layers, originals, config.what == "codes")
-    teacher = _Teacher(system, depth, config)
+    teacher = _Teacher(system, depth, config, seed)
     start = dict(layers)
     best = (teacher.measure(_tensors(start), held_out), start)
     history = [(0, best[0])]
@@ -221,7 +215,7 @@ def tune(
     if config.what == "codes":
         groups.append({"params": list(variables.code.values()), "lr": config.code_rate})
     optimizer = _adam(groups)
-    order = np.random.default_rng(config.seed)
+    order = np.random.default_rng(seed)
     progress.start("tune", config.n_updates, "updates")
     waited = 0
     for update in range(config.n_updates):
@@ -246,7 +240,7 @@ def tune(
     flipped = changed / sum(layer.codes.size for layer in layers.values())
     facts = {
         "tier": f"gradient, {config.what}",
-        "tuned": dataclasses.asdict(config),
+        "tuned": config.to_json() | {"seed": seed},
         "tuned_updates": history[-1][0],
         "tuned_held_out_before": history[0][1],
         "tuned_held_out_after": best[0],
@@ -286,7 +280,8 @@ def _adam(groups: list[dict[str, Any]]) -> Any:
 class _Teacher:
     """Full precision's outputs, and the divergence of other weights from them."""
 
-    def __init__(self, system: LoopedSystem, depth: int, config: TuneConfig) -> None:
+    def __init__(self, system: LoopedSystem, depth: int, config: Tune, seed: int) -> None:
+        self._seed = seed
         self._system = system
         self._depth = depth
         self._config = config
@@ -298,7 +293,7 @@ class _Teacher:
         # Where the state is random every update sees the prompts from other initial states.
         part = TokenSet(tuple(tokens.sequences[i] for i in chosen), tokens.source, tokens.packing)
         optimizer.zero_grad(set_to_none=True)
-        for batch in part.batches(self._config.batch_size, self._config.seed + 1 + number):
+        for batch in part.batches(self._config.batch_size, self._seed + 1 + number):
             reference = self._system.rollout(batch, self._depth)
             with linked(self._system, self._moved(variables.weights())):
                 out = unroll(self._system, batch, self._depth, truncate=self._config.truncate)
@@ -317,7 +312,7 @@ class _Teacher:
 
         total = 0.0
         with torch.no_grad():
-            for batch in tokens.batches(self._config.batch_size, self._config.seed):
+            for batch in tokens.batches(self._config.batch_size, self._seed):
                 reference = self._system.rollout(batch, self._depth)
                 with linked(self._system, self._moved(weights)):
                     out = self._system.rollout(batch, self._depth)

@@ -1,0 +1,34 @@
+"""Patterns on parameter names."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+
+from loopq.errors import ConfigError
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a parameter's name matches a shell pattern, or a regular expression after the prefix "re:"."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse patterns that match no name.
+
+    Raises
+    ------
+    ConfigError
+        The message has the pattern and every name.
+    """
+    known = list(names)
+    for pattern in patterns:
+        try:
+            found = any(matches(name, pattern) for name in known)
+        except re.error as cause:
+            raise ConfigError(f"{what} {pattern!r} is no regular expression: {cause}") from cause
+        if not found:
+            raise ConfigError(f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(known)}")

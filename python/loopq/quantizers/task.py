@@ -1,0 +1,45 @@
+"""One layer of a run: its settings, its steps, and the input that it shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loopq.quantizers.config import LayerConfig
+from loopq.systems.base import SharedParameter
+
+
+@dataclass(frozen=True)
+class Task:
+    """One layer to quantize.
+
+    Parameters
+    ----------
+    parameter : SharedParameter
+        The weight.
+    config : LayerConfig
+        Settings of this layer.
+    steps : tuple of int
+        Steps whose Hessians are summed; empty where the layer is not observed.
+    leader : str or None
+        First parameter that reads the same input: the key of its Hessian. None where no activation is needed.
+    """
+
+    parameter: SharedParameter
+    config: LayerConfig
+    steps: tuple[int, ...]
+    leader: str | None
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter."""
+        return self.parameter.name
+
+    @property
+    def step_weights(self) -> str:
+        """How the steps are weighted."""
+        return self.config.calibration.step_weights
+
+    @property
+    def gradient_draws(self) -> int:
+        """Label draws for each prompt that this layer's method takes; 0 without gradients or activations."""
+        return self.config.method.gradient_draws if self.leader else 0

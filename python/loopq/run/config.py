@@ -1,0 +1,136 @@
+"""Settings of a run, and the names that stand for the most useful ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loopq.errors import ConfigError
+from loopq.gradients.tuner import Tune
+from loopq.quantizers.config import LayerConfig, Override
+from loopq.run import INPUTS
+from loopq.run.allocate import Allocate
+from loopq.run.inputs import Inputs
+from loopq.settings import Settings, block, choice, leaves, optional, setting
+
+#: Flat names under one name. "best": closest to full precision at the same bytes and in the same files; it takes gradients.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "best": {"method": "gptq-cd", "metric": "loop", "damping_kind": "diagonal"}
+}
+
+
+@dataclass(frozen=True)
+class QuantConfig(Settings):
+    """Settings of one quantization run.
+
+    Parameters
+    ----------
+    layer : LayerConfig
+        What holds for every layer that no override names.
+    inputs : Inputs
+        Where the inputs come from that layers are calibrated on.
+    overrides : tuple of Override
+        Settings for some layers, applied in order; later ones win.
+    include : tuple of str
+        Calibrate these layers too: those that would stay dense by default, and those that would be rounded.
+    exclude : tuple of str
+        Leave these layers dense.
+    rank_threshold : float, optional
+        Threshold of the rank in the report, relative to the largest eigenvalue of H; none leaves the rank out.
+    n_held_out : int, optional
+        Calibration prompts held out for tuning and for step weights "validated"; a quarter when absent.
+    allocate : Allocate, optional
+        Bits and group size of each layer under a budget.
+    tune : Tune, optional
+        Tuning by gradient from the closed form.
+    """
+
+    layer: LayerConfig = block(LayerConfig)
+    inputs: Inputs = choice(INPUTS, "open")
+    overrides: tuple[Override, ...] = setting((), option=False)
+    include: tuple[str, ...] = setting((), option=False)
+    exclude: tuple[str, ...] = setting((), option=False)
+    rank_threshold: float | None = setting(1e-3, at_least=0.0)
+    n_held_out: int | None = setting(None, at_least=1)
+    allocate: Allocate | None = optional(Allocate, "allocate")
+    tune: Tune | None = optional(Tune, "tune")
+
+    @classmethod
+    def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:
+        """Return the default settings, or those of a preset, with some flat names ("bits", "steps", ...) set anew."""
+        base = cls(overrides=overrides)
+        return (base if preset is None else base.preset(preset)).changed(**changes)
+
+    def preset(self, name: str) -> QuantConfig:
+        """Return the settings with those of a preset in their place.
+
+        Raises
+        ------
+        ConfigError
+            No such preset.
+
+        Examples
+        --------
+        >>> QuantConfig().preset("best").layer.method.name
+        'gptq-cd'
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+        return self.changed(**PRESETS[name])
+
+    def for_layer(self, name: str) -> LayerConfig:
+        """Settings of the layer called `name`.
+
+        Raises
+        ------
+        ConfigError
+            An override sets what the layer's method does not read.
+        """
+        found = self.layer
+        for override in self.overrides:
+            if override.matches(name):
+                try:
+                    found = found.changed(**override.changes)
+                except ConfigError as error:
+                    raise ConfigError(f"override {override.pattern!r}, layer {name}: {error}") from error
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QuantConfig:
+        """Rebuild the settings from plain data, also of version 1 of `loopq.json`, whose layer settings were flat."""
+        if isinstance(data.get("layer"), Mapping) and "method" in data["layer"] and "grid" not in data["layer"]:
+            return _version_1(dict(data))
+        return super().from_json(data)
+
+
+def _version_1(data: dict[str, Any]) -> QuantConfig:
+    layer = dict(data["layer"])
+    if layer["method"] == "full":
+        layer["method"] = "gptq-cd"
+    base = LayerConfig().changed(method=layer["method"])
+    # Version 1 wrote the settings of every method, read or not.
+    read = base.changed(**{k: v for k, v in layer.items() if k in base.flat()} | {"steps": data["steps"]})
+    if "metric" in base.flat():
+        read = read.changed(metric_draws=data.get("metric_draws", 4))
+    inputs = {k: data[k] for k in ("alpha", "sweeps") if data["inputs"] == "asymmetric"}
+    overrides = []
+    for o in data["overrides"]:
+        changes = dict(o["changes"])
+        if changes.get("method") == "full":
+            changes["method"] = "gptq-cd"
+        overrides.append(Override(str(o["pattern"]), changes))
+    config = QuantConfig(
+        layer=read,
+        overrides=tuple(overrides),
+        include=tuple(data["include"]),
+        exclude=tuple(data["exclude"]),
+        rank_threshold=data["rank_threshold"],
+    )
+    return config.changed(inputs=data["inputs"], **inputs)
+
+
+def flat_names() -> set[str]:
+    """Every flat name of a run's settings."""
+    return set(leaves(QuantConfig)) | {f.name for f in dataclasses.fields(QuantConfig)}

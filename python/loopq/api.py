@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from loopq.evaluate.compare import Measurement
     from loopq.systems.load import LoadedModel
 
-    Model = str | Path | LoadedModel | LoopedSystem | nn.Module
+    Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
 
 def quantize(
@@ -51,8 +51,8 @@ def quantize(
     Parameters
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
-        Embedded model, folder or hub id; a model that is loaded already; or any torch module that is called with token ids,
-        whose loop is then discovered by one run.
+        Embedded model, folder or hub id; a model that is loaded already; or any torch module that is called with
+        token ids, whose loop is then discovered by one run.
     calibration : TokenSet, token ids, path, or None
         Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`).
     config : QuantConfig, optional
@@ -62,8 +62,9 @@ def quantize(
     n_steps : int, optional
         Depth of the rollout; the model's own when absent.
     **options
-        Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps", ...) with
-        "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts" and "seq_len".
+        Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
+        ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts" and
+        "seq_len".
 
     Returns
     -------
@@ -77,8 +78,8 @@ def quantize(
 
     Notes
     -----
-    H = sum over the steps chosen of X_t^T X_t, X_t the rows that a layer reads at its t-th invocation in the full-precision
-    rollout; the method minimises tr(D H D^T) over the weight's error D, or what its settings say.
+    H = sum over the steps chosen of X_t^T X_t, X_t the rows that a layer reads at its t-th invocation in the
+    full-precision rollout; the method minimises tr(D H D^T) over the weight's error D, or what its settings say.
 
     Examples
     --------
@@ -165,8 +166,8 @@ def load(
     model : LoadedModel, optional
         A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
     quantized : bool
-        Hold codes and scales instead of dequantized weights (`loopq.kernels.modules.QuantLinear`). A layer whose module is no
-        `nn.Linear` keeps its dequantized weight; the report's notes say which and why.
+        Hold codes and scales instead of dequantized weights (`loopq.kernels.modules.QuantLinear`). A layer whose
+        module is no `nn.Linear` keeps its dequantized weight; the report's notes say which and why.
     trust_remote_code : bool
         Allow code that came with the model to run.
 
@@ -200,7 +201,8 @@ def evaluate(
     model : str, Path, LoadedModel, LoopedSystem or torch module
         Full-precision model.
     checkpoints : sequence of paths, or mapping of str to Checkpoint
-        Checkpoints of that model, native or of any format in `loopq.checkpoint.FORMATS`; or results of `quantize` by name.
+        Checkpoints of that model, native or of any format in `loopq.checkpoint.FORMATS`; or results of `quantize` by
+        name.
     text : TokenSet, token ids, path, or None
         Held-out prompts; None takes the evaluation text that ships with loopq.
     n_steps : int, optional
@@ -298,7 +300,9 @@ def diagnose(
         loaded.system,
         tokens,
         n_steps,
-        config=dataclasses.replace(config or DiagnoseConfig(), seed=execution.seed, batch_size=execution.batch_size),
+        config=dataclasses.replace(
+            config or DiagnoseConfig(), seed=execution.seed, batch_size=execution.batch_size
+        ),
         only=only,
         train=tokens,
         name=name or (str(model) if isinstance(model, str | Path) else ""),

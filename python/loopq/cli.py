@@ -29,12 +29,16 @@ class _Parser(argparse.ArgumentParser):
 class _Help(argparse.Action):
     """Print help, without the options marked as rare unless it was asked for by ``--help-all``."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
         rare = [] if option == "--help-all" else [a for a in parser._actions if getattr(a, "rare", False)]
         for action in rare:
             action.help = argparse.SUPPRESS
         if rare:
-            parser.epilog = f"{parser.epilog or ''}\n\n`{parser.prog} --help-all` lists {len(rare)} more options".strip()
+            parser.epilog = (
+                f"{parser.epilog or ''}\n\n`{parser.prog} --help-all` lists {len(rare)} more options".strip()
+            )
         parser.print_help()
         parser.exit()
 

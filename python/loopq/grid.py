@@ -34,8 +34,8 @@ class Grid(Settings):
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales, which are rounded to it before any code is computed.
     scale_bits : int, optional
-        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, a symmetric INT4
-        weight code * scale is exact in bfloat16 (docs/formats/scales.md).
+        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, a symmetric
+        INT4 weight code * scale is exact in bfloat16 (docs/formats/scales.md).
     """
 
     bits: Bits = setting(4, common=True)

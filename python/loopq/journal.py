@@ -47,8 +47,8 @@ class Journal:
     folder : Path or None
         Where they are saved; None saves nothing.
     key : str
-        Identity of the work (`fingerprint` of everything that fixes its result). Pieces of another key are not found, so that
-        runs of other settings can share a folder.
+        Identity of the work (`fingerprint` of everything that fixes its result). Pieces of another key are not found,
+        so that runs of other settings can share a folder.
     """
 
     folder: Path | None

@@ -31,4 +31,6 @@ def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> 
         except re.error as cause:
             raise ConfigError(f"{what} {pattern!r} is no regular expression: {cause}") from cause
         if not found:
-            raise ConfigError(f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(known)}")
+            raise ConfigError(
+                f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(known)}"
+            )

@@ -268,8 +268,8 @@ class RotationConfig(Settings):
     Parameters
     ----------
     kind : str
-        none | hadamard | hadamard:SIZE | random | random:SIZE: blocks of SIZE input columns, or one block as wide as the
-        layer, rotated at run time, the weight against it.
+        none | hadamard | hadamard:SIZE | random | random:SIZE: blocks of SIZE input columns, or one block as wide as
+        the layer, rotated at run time, the weight against it.
     seed : int
         Seed of random rotations.
     """
@@ -280,7 +280,9 @@ class RotationConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, _, size = self.kind.partition(":")
-        if self.kind != "none" and (kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))):
+        if self.kind != "none" and (
+            kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
+        ):
             raise ConfigError(
                 f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
             )

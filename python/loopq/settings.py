@@ -1,9 +1,11 @@
-"""Settings as frozen dataclasses: one declaration gives the checks, the flat names, the JSON, the options and their help.
+"""Settings as frozen dataclasses: one declaration gives the checks, the flat names, the JSON, the options and their
+help.
 
-A field is a plain value (int, float, bool, str, a Literal, a tuple of these, or None besides), a *block* (another settings
-type), an *optional block*, or a *choice* (one of several settings types of a registry, told by its name). Every plain value
-has a flat name, unique among all settings of a run, which is its keyword in Python, its option on the command line and its
-name in a layer's override: the first field of a block with a prefix is called by the prefix, the others `prefix_field`.
+A field is a plain value (int, float, bool, str, a Literal, a tuple of these, or None besides), a *block* (another
+settings type), an *optional block*, or a *choice* (one of several settings types of a registry, told by its name).
+Every plain value has a flat name, unique among all settings of a run, which is its keyword in Python, its option on
+the command line and its name in a layer's override: the first field of a block with a prefix is called by the prefix,
+the others `prefix_field`.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal, Self
 
 from loopq.errors import ConfigError
 from loopq.registry import Registry
+
+_HINTS: dict[type, dict[str, Any]] = {}
 
 
 def setting(
@@ -230,8 +233,8 @@ class Chosen(Settings):
 def leaves(kind: type[Settings]) -> dict[str, list[Leaf]]:
     """Return every plain value below a settings type by flat name.
 
-    A name has several entries where several choices have it; a choice itself is an entry too, its annotation a Literal of
-    the names that there are.
+    A name has several entries where several choices have it; a choice itself is an entry too, its annotation a
+    Literal of the names that there are.
     """
     found: dict[str, list[Leaf]] = {}
     for leaf in _leaves(kind, ()):
@@ -251,14 +254,23 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
                 field.name, at, Literal[names], field.metadata["default"], metadata, texts[field.name], kind
             )
             for name in names:
-                yield from (dataclasses.replace(leaf, choice=field.name, chosen=name) for leaf in _leaves(registry.get(name), at))
+                yield from (
+                    dataclasses.replace(leaf, choice=field.name, chosen=name)
+                    for leaf in _leaves(registry.get(name), at)
+                )
         elif "block" in field.metadata:
             names_of = _names(field)
             for leaf in _leaves(field.metadata["block"], at):
                 yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name))
         elif field.metadata.get("option", True):
             yield Leaf(
-                field.name, at, hints[field.name], field.default, field.metadata, texts.get(field.name, ""), kind
+                field.name,
+                at,
+                hints[field.name],
+                field.default,
+                field.metadata,
+                texts.get(field.name, ""),
+                kind,
             )
 
 
@@ -315,9 +327,10 @@ def parse_text(annotation: Any, text: str) -> Any:
     return annotation(text)
 
 
-@cache
 def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
 
 
 def _fields(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -334,7 +347,9 @@ def _names(field: Any) -> dict[str, str]:
     return {name: prefix if number == 0 else f"{prefix}_{name}" for number, name in enumerate(inner)}
 
 
-def _within(value: Settings, changes: dict[str, Any], names: Mapping[str, str]) -> tuple[Settings, dict[str, Any]]:
+def _within(
+    value: Settings, changes: dict[str, Any], names: Mapping[str, str]
+) -> tuple[Settings, dict[str, Any]]:
     """Change a block; an error calls its fields by their flat names."""
     try:
         return value._changed(changes)
@@ -398,7 +413,13 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _type_name(annotation: Any) -> str:
-    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "None"}
+    words = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "text",
+        type(None): "None",
+    }
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(_type_name(member) for member in typing.get_args(annotation))
     return words.get(annotation, str(annotation).removeprefix("typing."))

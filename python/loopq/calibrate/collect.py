@@ -182,7 +182,9 @@ class HessianSet:
         Keep each step's Hessian apart: as many times the memory.
     """
 
-    def __init__(self, job: Collection, steps: Mapping[str, Sequence[int]], *, per_step: bool = False) -> None:
+    def __init__(
+        self, job: Collection, steps: Mapping[str, Sequence[int]], *, per_step: bool = False
+    ) -> None:
         self.job = job
         self.per_step = per_step
         self.steps = {leader: sorted(s) for leader, s in steps.items()}
@@ -268,9 +270,9 @@ class HessianSet:
 class _Parts:
     """The accumulators of one pass, saved part by part so that a kill loses little.
 
-    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole blocks only, and
-    the rows of the block that is still open are saved beside it. Parts are integer sums: added up at the end they are the
-    bits of a run without a stop.
+    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole blocks
+    only, and the rows of the block that is still open are saved beside it. Parts are integer sums: added up at the
+    end they are the bits of a run without a stop.
     """
 
     def __init__(self, owner: HessianSet, leaders: Sequence[str], work: Path | None) -> None:
@@ -283,7 +285,9 @@ class _Parts:
         self._accs = {leader: owner.empty(leader) for leader in leaders}
         self._open: dict[tuple[str, int], Tensor] = {}
         self._device: dict[str, DeviceSums] = {}
-        self._rows: dict[str, dict[int, int]] = {leader: dict.fromkeys(owner.steps[leader], 0) for leader in leaders}
+        self._rows: dict[str, dict[int, int]] = {
+            leader: dict.fromkeys(owner.steps[leader], 0) for leader in leaders
+        }
 
     def add(self, leader: str, step: int, rows: Tensor) -> None:
         """Take the rows of one invocation."""
@@ -352,15 +356,18 @@ class _Parts:
             for number in range(self._n_parts):
                 part = self._journal.find(f"part-{number}-{i}")
                 if part is None:
-                    raise CalibrationError(f"{self._journal.folder}: part {number} was removed or altered; start anew")
+                    raise CalibrationError(
+                        f"{self._journal.folder}: part {number} was removed or altered; start anew"
+                    )
                 where = str(self._journal.folder)
                 self._accs[leader].merge(accumulator_from(part.tensors, part.facts["state"], where))
         for leader, steps in self._rows.items():
             for step, n_rows in steps.items():
                 if self._accs[leader].n_rows(step) != n_rows:
                     raise CalibrationError(
-                        f"layer {leader}, step {step}: {self._accs[leader].n_rows(step)} rows were summed, the rollouts gave "
-                        f"{n_rows}: the saved sums are of another run; remove {self._journal.folder} and start anew"
+                        f"layer {leader}, step {step}: {self._accs[leader].n_rows(step)} rows were summed, the "
+                        f"rollouts gave {n_rows}: the saved sums are of another run; remove "
+                        f"{self._journal.folder} and start anew"
                     )
         return self._accs
 

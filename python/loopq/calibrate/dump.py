@@ -228,8 +228,8 @@ class _FileTensors(Mapping[str, RawTensor]):
 def accumulator_parts(acc: native.HessianAccumulator) -> tuple[dict[str, RawTensor], dict[str, Any]]:
     """Return the exact state of a finished accumulator as arrays and plain data.
 
-    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for each step
-    that is kept apart.
+    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for each
+    step that is kept apart.
     """
     state: dict[str, Any] = dict(acc.state())
     arrays = {
@@ -251,7 +251,8 @@ def accumulator_from(
         A state that cannot be.
     """
     limbs = {
-        limb: [t.array() for name, t in sorted(arrays.items()) if name.startswith(limb)] for limb in ("hi", "lo")
+        limb: [t.array() for name, t in sorted(arrays.items()) if name.startswith(limb)]
+        for limb in ("hi", "lo")
     }
     try:
         return native.HessianAccumulator.from_state(cast(Any, {**state, **limbs}))

@@ -33,7 +33,9 @@ class StepHessians(Protocol):
     def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
         """Diagonal of the sum over steps, shape (d,)."""
 
-    def matrix(self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None) -> NDArray[Any]:
+    def matrix(
+        self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
+    ) -> NDArray[Any]:
         """Sum of w_t H_t over steps, shape (d, d)."""
 
 

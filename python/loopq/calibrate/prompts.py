@@ -46,8 +46,8 @@ def calibration_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None 
     loaded : LoadedModel
         Gives the tokenizer and the size of the vocabulary.
     prompts : TokenSet, token ids, path, or None
-        A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes the text that ships with loopq, for models
-        that read bytes.
+        A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes the text that ships with loopq,
+        for models that read bytes.
     take : Take, optional
         How much of it.
 

@@ -68,7 +68,7 @@ class ModelWeights:
         if not np.isfinite(weight).all():
             row, column = (int(i) for i in np.argwhere(~np.isfinite(weight))[0])
             raise NonFiniteError(
-                f"layer {parameter.name}: weight[{row}, {column}] is {weight[row, column]}; the stored model is damaged "
-                "or overflowed: convert it again from its source"
+                f"layer {parameter.name}: weight[{row}, {column}] is {weight[row, column]}; the stored model is "
+                "damaged or overflowed: convert it again from its source"
             )
         return weight

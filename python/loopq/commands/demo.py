@@ -65,7 +65,9 @@ def _pages(args: argparse.Namespace) -> int:
     check_place(Path(args.html) / "page.html")
     data = Path(args.data or os.environ.get("LOOPQ_DATA") or "../shared/data")
     with Line() as progress:
-        written, left = demo.pages(Path(args.html), data=data, threads=execution(args).threads, progress=progress)
+        written, left = demo.pages(
+            Path(args.html), data=data, threads=execution(args).threads, progress=progress
+        )
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
     print("\n".join(left), end="\n" if left else "")

@@ -81,7 +81,9 @@ def _dump(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
 
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")
-    return diagnose_dump(Path(args.model), config=config_of(args), threads=execution(args).threads, progress=progress)
+    return diagnose_dump(
+        Path(args.model), config=config_of(args), threads=execution(args).threads, progress=progress
+    )
 
 
 def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def add_settings(
         title = _title(entries)
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         action = _add(group, name, entries)
-        action.rare = not any(e.metadata.get("common") for e in entries)
+        action.rare = not any(e.metadata.get("common") for e in entries)  # type: ignore[attr-defined]
 
 
 def _title(entries: Sequence[Leaf]) -> str:
@@ -63,7 +63,12 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
         if leaf.default:
             inverse = f"--{off or 'no-' + name.replace('_', '-')}"
             action = group.add_argument(
-                inverse, dest=name, action="store_const", const=False, default=argparse.SUPPRESS, help=f"not: {text}"
+                inverse,
+                dest=name,
+                action="store_const",
+                const=False,
+                default=argparse.SUPPRESS,
+                help=f"not: {text}",
             )
         else:
             action = group.add_argument(
@@ -73,7 +78,7 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
         return found
     allowed = choices_of(leaf.annotation)
     shown = leaf.metadata.get("metavar") or ("|".join(map(str, allowed)) if allowed else _metavar(leaf))
-    found = group.add_argument(
+    made: argparse.Action = group.add_argument(
         flag,
         dest=name,
         type=_reader(leaf),
@@ -82,7 +87,7 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
         metavar=shown,
         help=default,
     )
-    return found
+    return made
 
 
 def _metavar(leaf: Leaf) -> str:
@@ -179,8 +184,8 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
     ConfigError
         A value that is not allowed, or an option that what was chosen would not read.
     """
-    patterns = {"include": tuple(getattr(args, "include", ())), "exclude": tuple(args.exclude)}
-    config = QuantConfig(overrides=tuple(args.layer), **patterns)
+    include = tuple(getattr(args, "include", ()))
+    config = QuantConfig(overrides=tuple(args.layer), include=include, exclude=tuple(args.exclude))
     if getattr(args, "preset", None):
         config = config.preset(args.preset)
     return config.changed(**given(args, QuantConfig))
@@ -203,7 +208,9 @@ def add_source(parser: argparse.ArgumentParser, what: str = "embedded model, fol
             "--trust-remote-code", action="store_true", help="run code that comes with the model"
         ),
         group.add_argument(
-            "--allow-pickle", action="store_true", help="read weights from pickles (*.bin), which can run code"
+            "--allow-pickle",
+            action="store_true",
+            help="read weights from pickles (*.bin), which can run code",
         ),
         group.add_argument("--revision", metavar="COMMIT", help="commit, tag or branch of a hub id"),
         group.add_argument("--dtype", choices=DTYPES, help="cast the model (default: as it is stored)"),
@@ -230,8 +237,8 @@ def add_text(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         f"--{name}",
         metavar="FILE",
-        help="prompts: text, folder of *.txt, .jsonl or .npy of token ids (default: the text that ships with loopq, for "
-        "models that read bytes)",
+        help="prompts: text, folder of *.txt, .jsonl or .npy of token ids (default: the text that ships with "
+        "loopq, for models that read bytes)",
     )
     add_settings(parser, Take)
 

@@ -24,7 +24,9 @@ def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
     config = quant_config(args)
     with Line() as progress:
-        result = loopq.solve(args.dump, config, out=args.out, threads=execution(args).threads, progress=progress)
+        result = loopq.solve(
+            args.dump, config, out=args.out, threads=execution(args).threads, progress=progress
+        )
     print_checkpoint(result, args.out)
     return 0
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loopq.quantizers.config import LayerConfig
 from loopq.diagnose.rollouts import Comparison, by_depth, run_arms
 from loopq.diagnose.weights import (
     Matrix,
@@ -23,6 +22,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.stats import mean_interval
 from loopq.lazy import require
 from loopq.progress import Progress
+from loopq.quantizers.config import LayerConfig
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -97,7 +97,9 @@ def controlled_injection(
         the exposed layers in full precision gives back (E11).
     """
     arms = arm_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
-    runs: dict[str, Any] = {"settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}}
+    runs: dict[str, Any] = {
+        "settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}
+    }
     paired = run_arms(
         system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="arms"
     )
@@ -154,13 +156,9 @@ def group_size_sweep(
     list of dict
         `group_size` (-1: per channel), and the curves of `Comparison.to_json`, paired.
     """
-    import dataclasses
 
     parameters = quantizable(system.shared_parameters(n_steps))
-    arms = {
-        str(g): rounded(system, parameters, dataclasses.replace(config, group_size=g), rounder)
-        for g in group_sizes
-    }
+    arms = {str(g): rounded(system, parameters, config.changed(group_size=g), rounder) for g in group_sizes}
     found = run_arms(
         system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="groups"
     )

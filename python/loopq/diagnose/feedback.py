@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.quantizers.config import LayerConfig
 from loopq.diagnose.rollouts import Trace, relative_error, trace
 from loopq.diagnose.weights import (
     Rounder,
@@ -26,6 +25,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.quantizers.config import LayerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.quantizers.config import LayerConfig
 from loopq.diagnose.rollouts import run_arms
 from loopq.diagnose.weights import Matrix, Rounder, core_rounder, replaced, rounded, weight_of
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.quantizers.config import LayerConfig
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

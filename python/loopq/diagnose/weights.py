@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.errors import ConfigError, NonFiniteError
 from loopq.quantizers.base import Problem
 from loopq.quantizers.config import LayerConfig
-from loopq.errors import ConfigError, NonFiniteError
 from loopq.systems import replace
 
 if TYPE_CHECKING:

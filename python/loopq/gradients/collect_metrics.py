@@ -20,7 +20,8 @@ from loopq.gradients.scores import draw_labels
 from loopq.gradients.unroll import linked, unroll
 from loopq.journal import Journal
 from loopq.quantizers.loop_metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.quantizers.task import Task
+from loopq.systems.base import Batch, LoopedSystem
 from loopq.threads import OneThread
 
 if TYPE_CHECKING:
@@ -169,8 +170,8 @@ def collect_metrics(
     execution : Execution
         Seed of initial states and draws; progress.
     journal : Journal
-        Where the sums are saved now and then, so that a killed run can be resumed. Gradients that are kept in memory are
-        lost whole.
+        Where the sums are saved now and then, so that a killed run can be resumed. Gradients that are kept in memory
+        are lost whole.
 
     Returns
     -------
@@ -327,7 +328,9 @@ class _Gradients:
             yield number, [(name, _outputs_first(grad, flip[name])) for name, grad in found.items()]
 
     def _fresh(self, names: list[str], skip: int) -> Iterator[dict[str, Tensor]]:
-        for found in draws(self.system, self.tokens, names, self.n_steps, self.execution.seed, self.n_draws, skip):
+        for found in draws(
+            self.system, self.tokens, names, self.n_steps, self.execution.seed, self.n_draws, skip
+        ):
             if self._keep:
                 self._kept.append(found)
             yield found

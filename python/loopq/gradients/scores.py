@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
+from loopq.gradients.unroll import linked, unroll
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem
-from loopq.gradients.unroll import linked, unroll
 
-
-#: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others in full precision.
+#: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
+#: in full precision.
 Candidates = Mapping[tuple[str, str], NDArray[np.float32]]
 Costs = dict[tuple[str, str], float]
 

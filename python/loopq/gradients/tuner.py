@@ -14,8 +14,8 @@ from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.files import float_to_raw
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError, NonFiniteError
-from loopq.progress import Progress, Silent
 from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.progress import Progress, Silent
 from loopq.settings import Settings, setting
 from loopq.systems.base import LoopedSystem
 

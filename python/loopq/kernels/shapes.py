@@ -14,7 +14,6 @@ BENCH_WARM_UPS = 10
 BENCH_TRIALS = 50
 
 
-
 @dataclass(frozen=True)
 class Projection:
     """A linear layer that a step calls `calls` times, with different weights each time."""

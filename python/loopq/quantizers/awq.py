@@ -30,9 +30,9 @@ class AWQ(Method):
 
     Notes
     -----
-    a_j is the root mean square of channel j over the rows of the steps chosen, s is scaled so that the geometric mean of its
-    extremes is 1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes before. Power 0
-    is plain rounding. Clipping is not searched.
+    a_j is the root mean square of channel j over the rows of the steps chosen, s is scaled so that the geometric mean
+    of its extremes is 1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes
+    before. Power 0 is plain rounding. Clipping is not searched.
     """
 
     name: ClassVar[str] = "awq"

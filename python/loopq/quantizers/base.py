@@ -29,8 +29,8 @@ class Problem:
     name : str
         Name of the parameter.
     target : ndarray, float32, shape (out_features, in_features)
-        What the codes should stand for, outputs first whatever the model's storage: the weight, or the shifted target of
-        asymmetric calibration.
+        What the codes should stand for, outputs first whatever the model's storage: the weight, or the shifted target
+        of asymmetric calibration.
     hessian : ndarray, float64, shape (in_features, in_features), or None
         H = X^T X over the rows of the steps chosen; None where the layer is not observed.
     grid : Grid

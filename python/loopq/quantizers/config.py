@@ -114,4 +114,3 @@ class Override:
     def from_json(cls, data: Mapping[str, Any]) -> Override:
         """Rebuild from plain data."""
         return cls(str(data["pattern"]), dict(data["changes"]))
-

@@ -24,9 +24,9 @@ class Damping(Settings):
     fraction : float
         Fraction c of what `kind` names.
     kind : {"mean", "median", "diagonal", "tail"}
-        mean: of the mean of diag H, the published rule. median: of its median, blind to a few huge channels. diagonal: of
-        each entry itself, so that scaling a channel scales its damping. tail: of the mean eigenvalue without the largest
-        hundredth, blind also to a huge direction that no channel shows.
+        mean: of the mean of diag H, the published rule. median: of its median, blind to a few huge channels.
+        diagonal: of each entry itself, so that scaling a channel scales its damping. tail: of the mean eigenvalue
+        without the largest hundredth, blind also to a huge direction that no channel shows.
     """
 
     fraction: float = setting(0.01, at_least=0.0)

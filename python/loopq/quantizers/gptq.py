@@ -21,16 +21,16 @@ from loopq.settings import block, setting
 class GPTQ(Method):
     """GPTQ: minimise tr(D H D^T) column by column, D = W^ - W, with H summed over the steps chosen.
 
-    A Hessian that cannot be factored at the damping asked for is an error: damping is never raised and rounding never put in
-    its place unasked.
+    A Hessian that cannot be factored at the damping asked for is an error: damping is never raised and rounding never
+    put in its place unasked.
 
     Parameters
     ----------
     damping : Damping
         What is added to the diagonal of H.
     scales : {"group", "static"}
-        group: taken from the compensated weights when the column sweep reaches the group (the published GPTQ); static: taken
-        from the original weights before the sweep.
+        group: taken from the compensated weights when the column sweep reaches the group (the published GPTQ);
+        static: taken from the original weights before the sweep.
     scale_search : {"max", "mse"}
         Scale of the largest magnitude in the group, or of least squared error on a shrink grid.
     act_order : bool
@@ -52,7 +52,9 @@ class GPTQ(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.act_order and self.scales != "static":
-            raise ConfigError("act_order needs static scales: the groups of the file are those of the columns in order")
+            raise ConfigError(
+                "act_order needs static scales: the groups of the file are those of the columns in order"
+            )
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""

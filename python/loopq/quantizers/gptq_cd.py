@@ -20,8 +20,8 @@ class Metric(Settings):
     Parameters
     ----------
     kind : {"inputs", "loop"}
-        inputs: the squared error of the layer's output. loop: what the error does to the model's output through the rest of
-        the loop, from gradients of drawn labels.
+        inputs: the squared error of the layer's output. loop: what the error does to the model's output through the
+        rest of the loop, from gradients of drawn labels.
     draws : int
         With metric loop: draws of labels for each calibration prompt.
     """
@@ -44,8 +44,8 @@ class GPTQCD(Method):
     order : {"conditional", "diagonal", "natural"}
         Order of the sweep. No index is stored.
     scale_cost : {"conditional", "diagonal", "even", "largest"}
-        How errors count in the search for the static scales: as they cost when the other columns make up for them, when none
-        does, or all alike; largest takes the largest magnitude and searches nothing.
+        How errors count in the search for the static scales: as they cost when the other columns make up for them,
+        when none does, or all alike; largest takes the largest magnitude and searches nothing.
     signed_scales : bool
         Symmetric grids: a scale may be negative, which turns the grid's extra code to the other side.
     descent : int
@@ -59,10 +59,10 @@ class GPTQCD(Method):
 
     Notes
     -----
-    Minimises tr(D S D^T) over codes and scales, S = H + diag(mu): static scales of least weighted error; columns in the order
-    of falling conditional energy 1 / [(S_F)^-1]_jj, F the columns that remain; one greedy sweep; coordinate descent
-    c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, until no code changes; scales s = (B S B^T)^-1 B S w for the codes found;
-    and again. What a stage gives is taken row by row, only where it lowers the damped loss.
+    Minimises tr(D S D^T) over codes and scales, S = H + diag(mu): static scales of least weighted error; columns in
+    the order of falling conditional energy 1 / [(S_F)^-1]_jj, F the columns that remain; one greedy sweep; coordinate
+    descent c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, until no code changes; scales s = (B S B^T)^-1 B S w for
+    the codes found; and again. What a stage gives is taken row by row, only where it lowers the damped loss.
 
     With metric loop the loss is tr(A D S D^T) with a matrix A between outputs and gradients of the end loss in both
     (`loopq.quantizers.loop_metric`): rows are solved one after the other too, each making up for those before.
@@ -126,6 +126,11 @@ class GPTQCD(Method):
         prepared = native.Prepared(combined, mu, order=self.order, threads=problem.threads)
         left = metric.prepared(problem.target, combined, problem.threads)
         found = native.coupled(
-            problem.target, prepared, left, self._settings(problem), passes=self.passes, threads=problem.threads
+            problem.target,
+            prepared,
+            left,
+            self._settings(problem),
+            passes=self.passes,
+            threads=problem.threads,
         )
         return found | {"metric": "loop", "metric_gradients": metric.n_gradients}

@@ -119,8 +119,12 @@ def run(
     members = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
     journals = [Journal(work, _key(member, own)) for member, own in members]
     pieces = [journal.find(member.name) for journal, (member, _) in zip(journals, members, strict=True)]
-    progress.note(_estimate([m for m, kept in zip(members, pieces, strict=True) if kept is None], len(members)))
-    for number, ((member, own), journal, kept) in enumerate(zip(members, journals, pieces, strict=True), start=1):
+    progress.note(
+        _estimate([m for m, kept in zip(members, pieces, strict=True) if kept is None], len(members))
+    )
+    for number, ((member, own), journal, kept) in enumerate(
+        zip(members, journals, pieces, strict=True), start=1
+    ):
         progress.note(f"{number}/{len(names)} {member.name}" + ": measured before" * (kept is not None))
         if kept is not None:
             found.append(kept.facts["measured"])

@@ -152,7 +152,9 @@ class Workshop:
 
     def solve(self, arm: Arm, bits: int, group: int) -> Layers:
         """Return the layers of an arm."""
-        config = QuantConfig.of(**arm.layer, bits=bits, group_size=group, steps=arm.steps, rank_threshold=None)
+        config = QuantConfig.of(
+            **arm.layer, bits=bits, group_size=group, steps=arm.steps, rank_threshold=None
+        )
         key = (f"{arm.layer} {arm.steps} {arm.asymmetric}", bits, group)
         if key not in self._done:
             self._done[key] = self.closed(config, arm.asymmetric)

@@ -39,7 +39,8 @@ class Allocate(Settings):
         Choose bits and group size of each layer: bits a weight with scales and zero points, as in 3.25, or bytes of all
         quantized layers, as in 900K.
     score : {"ablation", "fisher"}
-        Cost of a candidate: the KL measured with that layer alone quantized, or the KL that gradients through the loop predict.
+        Cost of a candidate: the KL measured with that layer alone quantized, or the KL that gradients through the
+        loop predict.
     bits : tuple of int
         Bits that a layer may get.
     group_sizes : tuple of int
@@ -116,8 +117,8 @@ def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]
 
     Notes
     -----
-    Layer by layer the set of (bytes, cost) pairs that no other pair beats in both is kept; the best pair within the budget at
-    the end is the optimum. Bytes of real layers have large common divisors, so that the sets stay small.
+    Layer by layer the set of (bytes, cost) pairs that no other pair beats in both is kept; the best pair within the
+    budget at the end is the optimum. Bytes of real layers have large common divisors, so that the sets stay small.
     """
     layers: dict[str, list[Candidate]] = {}
     for candidate in candidates:
@@ -126,7 +127,9 @@ def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]
         raise ConfigError("nothing to allocate: no candidates")
     least = sum(min(c.n_bytes for c in of_layer) for of_layer in layers.values())
     if least > budget:
-        raise ConfigError(f"the budget is {budget} bytes; the smallest candidate of every layer takes {least}")
+        raise ConfigError(
+            f"the budget is {budget} bytes; the smallest candidate of every layer takes {least}"
+        )
     rest = least
     front: list[tuple[int, float, tuple[Candidate, ...]]] = [(0, 0.0, ())]
     for of_layer in layers.values():

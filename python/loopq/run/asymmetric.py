@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from loopq.run.engine import Layers, Run
 
 
-
-
 @INPUTS.register("asymmetric")
 @dataclass(frozen=True)
 class Asymmetric(Inputs):
-    """Layer by layer: inputs of a rollout in which the layers before are quantized, against the outputs of full precision.
+    """Layer by layer: inputs of a rollout in which the layers before are quantized, against the outputs of full
+    precision.
 
     Parameters
     ----------
     alpha : float
         Share of the shift: 0 takes the weight itself as target, 1 the target of least squares.
     sweeps : int
-        Sweeps through all layers. From the second on, a layer is collected with all others at the codes of the sweep before.
+        Sweeps through all layers. From the second on, a layer is collected with all others at the codes of the sweep
+        before.
 
     Notes
     -----
@@ -44,9 +44,9 @@ class Asymmetric(Inputs):
         sum_t ||W X_t^T - W^ X^_t^T||^2 = const + tr((W^ - W*) S^ (W^ - W*)^T),
         S^ = sum_t X^_t^T X^_t,  W* = W (I + alpha C (S^ + diag(mu))^-1),  C = sum_t (X_t - X^_t)^T X^_t,
 
-    so any solver does, given W* for W and S^ for H; step weights multiply both sums, and are taken from the full-precision
-    rollout. The layer that is being solved is at full precision while its inputs are collected; what it will do to its own
-    input through the loop is not seen.
+    so any solver does, given W* for W and S^ for H; step weights multiply both sums, and are taken from the
+    full-precision rollout. The layer that is being solved is at full precision while its inputs are collected; what
+    it will do to its own input through the loop is not seen.
     """
 
     name: ClassVar[str] = "asymmetric"
@@ -119,7 +119,9 @@ class _Group:
         layer = task.config.method.quantize(
             Problem(task.name, weight, None, task.config.grid, task.parameter.orientation, threads)
         )
-        return layer.with_report(**account(task, layer, weight, None, threads), rank=None, rank_threshold=None)
+        return layer.with_report(
+            **account(task, layer, weight, None, threads), rank=None, rank_threshold=None
+        )
 
     def _solve(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> QuantizedLayer:
         threads = self.run.execution.threads

@@ -15,7 +15,8 @@ from loopq.run.allocate import Allocate
 from loopq.run.inputs import Inputs
 from loopq.settings import Settings, block, choice, leaves, optional, setting
 
-#: Flat names under one name. "best": closest to full precision at the same bytes and in the same files; it takes gradients.
+#: Flat names under one name. "best": closest to full precision at the same bytes and in the same files; it
+#: takes gradients.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "best": {"method": "gptq-cd", "metric": "loop", "damping_kind": "diagonal"}
 }
@@ -100,7 +101,11 @@ class QuantConfig(Settings):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantConfig:
         """Rebuild the settings from plain data, also of version 1 of `loopq.json`, whose layer settings were flat."""
-        if isinstance(data.get("layer"), Mapping) and "method" in data["layer"] and "grid" not in data["layer"]:
+        if (
+            isinstance(data.get("layer"), Mapping)
+            and "method" in data["layer"]
+            and "grid" not in data["layer"]
+        ):
             return _version_1(dict(data))
         return super().from_json(data)
 

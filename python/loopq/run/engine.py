@@ -73,7 +73,12 @@ class Run:
         config, execution = config or QuantConfig(), execution or Execution()
         began = time.monotonic()
         selection = select(
-            system, tokens, n_steps=n_steps, include=config.include, exclude=config.exclude, seed=execution.seed
+            system,
+            tokens,
+            n_steps=n_steps,
+            include=config.include,
+            exclude=config.exclude,
+            seed=execution.seed,
         )
         seconds = time.monotonic() - began
         return cls(Collection(system, tokens, selection, execution, files or {}), config, seconds)
@@ -107,7 +112,7 @@ class Run:
         return Journal(folder, self.key() if folder else "")
 
     def sums(self, *, per_step: bool | None = None) -> HessianSet:
-        """Empty accumulators: one sum for each input, or each step apart where layers choose or weigh them differently."""
+        """Empty accumulators: one sum for each input, or each step apart where layers choose or weigh differently."""
         steps = steps_by_input(self.tasks)
         if per_step is None:
             per_step = any(
@@ -127,14 +132,20 @@ class Run:
         """
         sums = self.sums(per_step=True)
         sums.run_pass(
-            list(sums.steps) if leaders is None else leaders, work=self.execution.folder(name) if name else None
+            list(sums.steps) if leaders is None else leaders,
+            work=self.execution.folder(name) if name else None,
         )
         return sums
 
     def solver(self, hessians: Hessians, journal: Journal | None = None) -> Solver:
         """What solves layers of this run from Hessians."""
         return Solver(
-            self.weights, hessians, self.execution, self.config.rank_threshold, self.metrics, journal or Journal(None)
+            self.weights,
+            hessians,
+            self.execution,
+            self.config.rank_threshold,
+            self.metrics,
+            journal or Journal(None),
         )
 
     def solve_from(self, hessians: Hessians, config: QuantConfig | None = None) -> Layers:

@@ -152,7 +152,15 @@ def _stand_in(task: Task) -> QuantizedLayer:
     zeros = None if grid.symmetric else np.zeros((1, groups), np.uint8)
     scales = np.ones((1, groups), np.float32)
     return QuantizedLayer(
-        task.name, grid.bits, grid.group_size, grid.symmetric, codes, scales, zeros, grid.scale_dtype, p.orientation
+        task.name,
+        grid.bits,
+        grid.group_size,
+        grid.symmetric,
+        codes,
+        scales,
+        zeros,
+        grid.scale_dtype,
+        p.orientation,
     )
 
 

@@ -71,5 +71,7 @@ class EqualBudget(Inputs):
     def solve(self, run: Run) -> Layers:
         """Collect and solve."""
         if any(t.gradient_draws for t in run.tasks):
-            raise ConfigError("inputs 'equal-rows' are a control for the paper's method: they go with metric 'inputs'")
+            raise ConfigError(
+                "inputs 'equal-rows' are a control for the paper's method: they go with metric 'inputs'"
+            )
         return run.solver(EqualRows(run.job)).run(run.tasks)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from loopq.run.config import QuantConfig
 
 
-def plan(parameters: Sequence[SharedParameter], leaders: Mapping[str, str], config: QuantConfig) -> list[Task]:
+def plan(
+    parameters: Sequence[SharedParameter], leaders: Mapping[str, str], config: QuantConfig
+) -> list[Task]:
     """Return the layers to quantize with the settings that hold for each; layers that stay dense are left out.
 
     Parameters

@@ -55,8 +55,8 @@ def solve_dump(folder: Path, config: QuantConfig, execution: Execution) -> Check
     for task in tasks:
         if task.gradient_draws:
             raise ConfigError(
-                f"layer {task.name}: metric 'loop' needs gradients through the loop, and a dump holds activations alone: "
-                "use `quantize` on the model, or metric 'inputs' here"
+                f"layer {task.name}: metric 'loop' needs gradients through the loop, and a dump holds activations "
+                "alone: use `quantize` on the model, or metric 'inputs' here"
             )
     key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files)
     weights = dump.weights()

@@ -94,8 +94,8 @@ def step_weights(
         return balanced_weights(hessians, task.steps)
     if spec == "validated":
         raise ConfigError(
-            f"layer {task.name}: step_weights 'validated' are chosen for a whole run by `quantize`, which holds prompts "
-            "out; they cannot stand in an override or go with a dump"
+            f"layer {task.name}: step_weights 'validated' are chosen for a whole run by `quantize`, which holds "
+            "prompts out; they cannot stand in an override or go with a dump"
         )
     problem = Problem(task.name, weight(), None, task.config.grid, threads=threads, metric=metric)
     rounded = rounding_like(task.config).quantize(problem).dequantize()
@@ -244,4 +244,3 @@ def relative(
         return chosen, None
     largest = max(w for _, w in kept)
     return chosen, [float(w / largest) for _, w in kept]
-

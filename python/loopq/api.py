@@ -19,6 +19,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.execution import Execution
+from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
@@ -104,6 +105,7 @@ def quantize(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=side_files(loaded)
     )
     refuse_short_scales(run)
+    run = choose_metric(run)
     execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
     run, layers, facts = solve_run(run, held)
     checkpoint = checkpoint_of(run, layers, facts)

@@ -63,9 +63,10 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def block(kind: type[Settings], prefix: str = "") -> Any:
-    """Declare settings within settings; without a prefix they keep their own names."""
-    return dataclasses.field(default_factory=kind, metadata={"block": kind, "prefix": prefix})
+def block(kind: type[Settings], prefix: str = "", /, **values: Any) -> Any:
+    """Declare settings within settings, with other defaults if asked; without a prefix they keep their own names."""
+    metadata = {"block": kind, "prefix": prefix, "values": values}
+    return dataclasses.field(default_factory=lambda: kind(**values), metadata=metadata)
 
 
 def optional(kind: type[Settings], prefix: str) -> Any:
@@ -141,7 +142,7 @@ class Settings:
     def changed(self, **changes: Any) -> Self:
         """Return the settings with some flat names set anew.
 
-        Where a choice is changed, values that the old and the new one both have are kept.
+        Where a choice is changed, values that were set and that the new one has too are kept.
 
         Raises
         ------
@@ -260,8 +261,10 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
                 )
         elif "block" in field.metadata:
             names_of = _names(field)
+            values = field.metadata.get("values", {})
             for leaf in _leaves(field.metadata["block"], at):
-                yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name))
+                default = values.get(leaf.name, leaf.default)
+                yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name), default=default)
         elif field.metadata.get("option", True):
             yield Leaf(
                 field.name,
@@ -362,7 +365,8 @@ def _chosen(field: Any, value: Any, rest: dict[str, Any]) -> tuple[Any, dict[str
     if field.name in rest:
         asked = rest.pop(field.name)
         if asked != value.name:
-            kept = value.flat()
+            unset = type(value)().flat()
+            kept = {k: v for k, v in value.flat().items() if v != unset[k]}
             value = field.metadata["choice"].get(asked)()
             value, _ = value._changed(kept)
     found, left = value._changed(dict(rest))

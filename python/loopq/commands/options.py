@@ -149,9 +149,9 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
         group.add_argument(
             "--preset",
             choices=tuple(PRESETS),
-            help="best: closest to full precision at the same bytes and in the same files; needs gradients, and says "
-            "beforehand how long they take. The same as "
-            + " ".join(f"--{key.replace('_', '-')} {value}" for key, value in PRESETS["best"].items()),
+            help="best: closest to full precision, with gradients on all prompts; fast: without gradients; paper: "
+            "GPTQ over the trajectory as published (default: as best with gradients on fewer prompts where they are "
+            "cheap, else as fast)",
         )
         group.add_argument(
             "--include",

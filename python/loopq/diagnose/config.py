@@ -69,4 +69,4 @@ class DiagnoseConfig(Settings):
 
     def layer(self, group_size: int) -> LayerConfig:
         """Rounding of this diagnosis at a group size."""
-        return LayerConfig.of(method="rtn", bits=self.bits, group_size=group_size)
+        return LayerConfig.of(method="rtn", scale_search="max", bits=self.bits, group_size=group_size)

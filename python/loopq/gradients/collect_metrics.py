@@ -43,6 +43,8 @@ class MetricCost:
     ----------
     n_gradients : int
         Backward passes, those of the second round included.
+    n_draws : int
+        Of these, of one prompt and round.
     multiply_adds : float
         Double-precision products of all gradients with the matrices beside them.
     memory : int
@@ -50,31 +52,35 @@ class MetricCost:
     """
 
     n_gradients: int
+    n_draws: int
     multiply_adds: float
     memory: int
 
 
 def metric_cost(tasks: Sequence[Task], n_prompts: int) -> MetricCost:
-    """Say what `collect_metrics` will take for that many prompts; all zero where no layer asks for a loop metric."""
-    n_draws, chosen = _chosen(tasks)
+    """Say what `collect_metrics` will take of that many prompts; all zero where no layer asks for a loop metric."""
+    (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
-        return MetricCost(0, 0.0, 0)
+        return MetricCost(0, 1, 0.0, 0)
+    n_prompts = min(n_prompts, most)
     shapes = [(t.parameter.out_features, t.parameter.in_features) for t in chosen]
     total = n_prompts * n_draws
     kept = _gradient_bytes(chosen, total)
     products = sum(2.0 * rows * columns * (columns + min(BLOCK, rows)) for rows, columns in shapes)
     held = sum(8 * (2 * columns**2 + 2 * rows * min(BLOCK, rows)) for rows, columns in shapes)
     rounds = 1 if kept <= KEPT_BYTES else 2
-    return MetricCost(rounds * total, products * total, held + (kept if rounds == 1 else 0))
+    return MetricCost(rounds * total, n_draws, products * total, held + (kept if rounds == 1 else 0))
 
 
-def _chosen(tasks: Sequence[Task]) -> tuple[int, list[Task]]:
-    """Layers that ask for a loop metric, and the draws for each prompt, which must be the same for all."""
-    chosen = [t for t in tasks if t.gradient_draws]
-    draws = sorted({t.gradient_draws for t in chosen})
-    if len(draws) > 1:
-        raise ConfigError(f"metric_draws must be the same for all layers; got {', '.join(map(str, draws))}")
-    return (draws[0] if draws else 0), chosen
+def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int, int], list[Task]]:
+    """Layers that ask for a loop metric; most prompts and draws for each, which must be the same for all."""
+    chosen = [t for t in tasks if t.gradients]
+    asked = {t.gradients for t in chosen if t.gradients}
+    if len(asked) > 1:
+        raise ConfigError(
+            "metric_prompts and metric_draws must be the same for all layers that have a loop metric"
+        )
+    return next(iter(asked), (0, 0)), chosen
 
 
 def _gradient_bytes(tasks: Sequence[Task], total: int) -> int:
@@ -188,9 +194,10 @@ def collect_metrics(
     A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
     precision; the same number of threads gives the same bits, another number may change last bits.
     """
-    n_draws, chosen = _chosen(tasks)
+    (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return {}
+    tokens = tokens.take(0, most)
     names = [t.name for t in chosen]
     threads = OneThread()
     source = _Gradients(system, tokens, chosen, n_steps, n_draws, execution)

@@ -36,7 +36,7 @@ class AWQ(Method):
     """
 
     name: ClassVar[str] = "awq"
-    scale_search: ScaleSearch = setting("max")
+    scale_search: ScaleSearch = setting("mse")
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""

@@ -103,9 +103,9 @@ class Method(Chosen):
     needs_hessian: ClassVar[bool] = True
 
     @property
-    def gradient_draws(self) -> int:
-        """Label draws for each prompt that the loop metric takes; 0 where the method needs no gradients."""
-        return 0
+    def gradients(self) -> tuple[int, int] | None:
+        """Most prompts, and label draws for each, that the loop metric takes; None where none is needed."""
+        return None
 
     @property
     def shift_damping(self) -> Damping:

@@ -36,7 +36,7 @@ class LayerConfig(Settings):
     grid: Grid = block(Grid)
     calibration: Calibration = block(Calibration)
     rotation: RotationConfig = block(RotationConfig, "rotation")
-    method: Method = choice(QUANTIZERS, "gptq")
+    method: Method = choice(QUANTIZERS, "gptq-cd")
 
     @classmethod
     def of(cls, **changes: Any) -> LayerConfig:

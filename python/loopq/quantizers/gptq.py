@@ -44,7 +44,7 @@ class GPTQ(Method):
     name: ClassVar[str] = "gptq"
     damping: Damping = block(Damping, "damping")
     scales: Literal["group", "static"] = setting("group")
-    scale_search: ScaleSearch = setting("max")
+    scale_search: ScaleSearch = setting("mse")
     act_order: bool = setting(False)
     precision: Literal["float64", "float32"] = setting("float64")
     block_size: int = setting(128, at_least=1)

@@ -19,15 +19,19 @@ class Metric(Settings):
 
     Parameters
     ----------
-    kind : {"inputs", "loop"}
+    kind : {"auto", "inputs", "loop"}
         inputs: the squared error of the layer's output. loop: what the error does to the model's output through the
-        rest of the loop, from gradients of drawn labels.
+        rest of the loop, from gradients of drawn labels. auto: loop where gradients can be had for at most a few
+        times the cost of the rollouts, else inputs; the choice is reported.
     draws : int
-        With metric loop: draws of labels for each calibration prompt.
+        With metric loop: draws of labels for each prompt.
+    prompts : int
+        With metric loop: most calibration prompts that gradients are taken on.
     """
 
-    kind: Literal["inputs", "loop"] = setting("inputs", common=True)
+    kind: Literal["auto", "inputs", "loop"] = setting("auto", common=True)
     draws: int = setting(4, at_least=1)
+    prompts: int = setting(32, at_least=1)
 
 
 @QUANTIZERS.register("gptq-cd")
@@ -70,7 +74,7 @@ class GPTQCD(Method):
 
     name: ClassVar[str] = "gptq-cd"
     metric: Metric = block(Metric, "metric")
-    damping: Damping = block(Damping, "damping")
+    damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")
     scale_cost: Literal["conditional", "diagonal", "even", "largest"] = setting("conditional")
     signed_scales: bool = setting(True, off="unsigned-scales")
@@ -80,15 +84,15 @@ class GPTQCD(Method):
     passes: int = setting(1, at_least=0)
 
     @property
-    def gradient_draws(self) -> int:
-        """Label draws for each prompt, with metric loop."""
-        return self.metric.draws if self.metric.kind == "loop" else 0
+    def gradients(self) -> tuple[int, int] | None:
+        """Most prompts, and label draws for each, with metric loop."""
+        return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         problem.observed  # noqa: B018  # refuses a layer without activations
         try:
-            result = self._coupled(problem) if self.gradient_draws else self._plain(problem)
+            result = self._coupled(problem) if self.metric.kind == "loop" else self._plain(problem)
         except SolveError as cause:
             raise SolveError(f"layer {problem.name}: {cause}") from cause
         return problem.layer(result, self.name)

@@ -29,7 +29,7 @@ class RTN(Method):
 
     name: ClassVar[str] = "rtn"
     needs_hessian: ClassVar[bool] = False
-    scale_search: ScaleSearch = setting("max")
+    scale_search: ScaleSearch = setting("mse")
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""

@@ -40,6 +40,6 @@ class Task:
         return self.config.calibration.step_weights
 
     @property
-    def gradient_draws(self) -> int:
-        """Label draws for each prompt that this layer's method takes; 0 without gradients or activations."""
-        return self.config.method.gradient_draws if self.leader else 0
+    def gradients(self) -> tuple[int, int] | None:
+        """Most prompts, and label draws for each, that this layer's loop metric takes; None where it has none."""
+        return self.config.method.gradients if self.leader else None

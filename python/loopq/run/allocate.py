@@ -169,7 +169,7 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
     sums = run.all_steps()
     config = dataclasses.replace(run.config, allocate=None)
     plain = config.layer.changed(step_weights=Calibration().step_weights)
-    if plain.method.gradient_draws:
+    if plain.method.gradients:
         plain = plain.changed(metric="inputs")
     sizes: dict[tuple[str, str], tuple[int, int, int]] = {}
     weights: dict[tuple[str, str], NDArray[np.float32]] = {}

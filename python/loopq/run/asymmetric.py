@@ -80,7 +80,7 @@ class Asymmetric(Inputs):
 
 def _collect_metrics(run: Run) -> None:
     """Loop metrics of layers that are solved one after the other: their Hessians come from a pass of their own."""
-    chosen = [t for t in run.tasks if t.gradient_draws and t.name not in run.metrics]
+    chosen = [t for t in run.tasks if t.gradients and t.name not in run.metrics]
     if chosen:
         sums = run.all_steps("ahead", sorted({str(t.leader) for t in chosen}))
         run.collect_metrics(sums, chosen)

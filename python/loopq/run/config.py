@@ -15,10 +15,11 @@ from loopq.run.allocate import Allocate
 from loopq.run.inputs import Inputs
 from loopq.settings import Settings, block, choice, leaves, optional, setting
 
-#: Flat names under one name. "best": closest to full precision at the same bytes and in the same files; it
-#: takes gradients.
+#: Settings under one name: closest to full precision, with gradients; the same without; the method of the paper.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "best": {"method": "gptq-cd", "metric": "loop", "damping_kind": "diagonal"}
+    "best": {"method": "gptq-cd", "metric": "loop", "metric_prompts": 128},
+    "fast": {"method": "gptq-cd", "metric": "inputs"},
+    "paper": {"method": "gptq", "scale_search": "max"},
 }
 
 
@@ -81,6 +82,17 @@ class QuantConfig(Settings):
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
         return self.changed(**PRESETS[name])
 
+    def with_metric(self, kind: str) -> QuantConfig:
+        """Return the settings with another metric wherever it is "auto"."""
+
+        def resolved(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+            unset = changes.get("metric", "auto") == "auto" and changes.get("method") == "gptq-cd"
+            return {**changes, "metric": kind} if unset or changes.get("metric") == "auto" else changes
+
+        layer = self.layer.changed(metric=kind) if self.layer.flat().get("metric") == "auto" else self.layer
+        overrides = tuple(Override(o.pattern, resolved(o.changes)) for o in self.overrides)
+        return dataclasses.replace(self, layer=layer, overrides=overrides)
+
     def for_layer(self, name: str) -> LayerConfig:
         """Settings of the layer called `name`.
 
@@ -118,7 +130,7 @@ def _version_1(data: dict[str, Any]) -> QuantConfig:
     # Version 1 wrote the settings of every method, read or not.
     read = base.changed(**{k: v for k, v in layer.items() if k in base.flat()} | {"steps": data["steps"]})
     if "metric" in base.flat():
-        read = read.changed(metric_draws=data.get("metric_draws", 4))
+        read = read.changed(metric_draws=data.get("metric_draws", 4), metric_prompts=1 << 31)
     inputs = {k: data[k] for k in ("alpha", "sweeps") if data["inputs"] == "asymmetric"}
     overrides = []
     for o in data["overrides"]:

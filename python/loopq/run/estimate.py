@@ -75,10 +75,7 @@ def estimate(run: Run) -> Estimate:
     metric = metric_cost(run.tasks, n_prompts)
     runs = run.config.inputs.n_runs(len(passes), len(inputs))
     runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
-    draws = max(t.gradient_draws for t in run.tasks)
-    # Forward with a graph once for a prompt; backward, twice as long, for each of its draws.
-    gradients = once * (metric.n_gradients / (n_prompts * draws) if draws else 0) * (1 + 2 * draws)
-    metric_seconds = gradients + metric.multiply_adds / _double_rate() if metric.n_gradients else 0.0
+    metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
     dims = {p.name: p.in_features for p in run.job.selection.input_groups}
     accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
     factor = sum(10 * dims[g] ** 3 for g in sums.steps)
@@ -87,6 +84,13 @@ def estimate(run: Run) -> Estimate:
     return Estimate(
         held + 24 * widest**2, once * runs + metric_seconds + core, runs, metric, metric_seconds, _extra(run)
     )
+
+
+def seconds_of(metric: MetricCost, rollout: float) -> float:
+    """Seconds that loop metrics take, by those of one prompt's rollout."""
+    # Forward with a graph once for a prompt; backward, twice as long, for each of its draws.
+    passes = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
+    return rollout * passes + metric.multiply_adds / _double_rate()
 
 
 def _extra(run: Run) -> str:

@@ -70,7 +70,7 @@ class EqualBudget(Inputs):
 
     def solve(self, run: Run) -> Layers:
         """Collect and solve."""
-        if any(t.gradient_draws for t in run.tasks):
+        if any(t.gradients for t in run.tasks):
             raise ConfigError(
                 "inputs 'equal-rows' are a control for the paper's method: they go with metric 'inputs'"
             )

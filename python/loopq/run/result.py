@@ -51,9 +51,10 @@ def solve_dump(folder: Path, config: QuantConfig, execution: Execution) -> Check
     dump = Dump(folder, threads=execution.threads)
     manifest = dump.manifest
     # What a dump was told to leave out it did not observe; include cannot bring it back.
+    config = config.with_metric("inputs")
     tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.leaders, config)
     for task in tasks:
-        if task.gradient_draws:
+        if task.gradients:
             raise ConfigError(
                 f"layer {task.name}: metric 'loop' needs gradients through the loop, and a dump holds activations "
                 "alone: use `quantize` on the model, or metric 'inputs' here"

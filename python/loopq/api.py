@@ -27,13 +27,14 @@ from loopq.run.engine import Run, side_files
 from loopq.run.estimate import estimate
 from loopq.run.result import checkpoint_of, solve_dump, work_folder, write_checked
 from loopq.systems.base import LoopedSystem
+from loopq.systems.from_python import wrap
+from loopq.systems.load import LoadedModel, load_model
 from loopq.systems.restore import load_checkpoint
 
 if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluate.compare import Measurement
-    from loopq.systems.load import LoadedModel
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -317,24 +318,9 @@ def diagnose(
 
 def open_model(model: Model) -> LoadedModel:
     """Load a model by its name, or wrap one that is there: any torch module goes through discovery."""
-    from loopq.systems.generic import Generic
-    from loopq.systems.load import LoadedModel, describe, encode_bytes, load_model
-
     if isinstance(model, LoadedModel):
         return model
-    if isinstance(model, str | Path):
-        return load_model(model)
-    system = model if isinstance(model, LoopedSystem) else Generic(model)
-    return LoadedModel(
-        model=system.model,
-        system=system,
-        encode=encode_bytes,
-        tokenizer=None,
-        config={},
-        folder=None,
-        config_files=(),
-        report=describe(system.model, type(system.model).__name__, "module"),
-    )
+    return load_model(model) if isinstance(model, str | Path) else wrap(model)
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:

@@ -15,7 +15,8 @@ from loopq.execution import Execution
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings import Leaf, Settings, choices_of, leaves, parse_text, summary
-from loopq.systems.load import DTYPES
+from loopq.systems.from_python import load_python
+from loopq.systems.load import DTYPES, load_model
 
 
 def add_settings(
@@ -193,12 +194,22 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
 
 def add_source(parser: argparse.ArgumentParser, what: str = "embedded model, folder or hub id") -> None:
     """Add what names a model and says how it is loaded and run."""
-    parser.add_argument("model", metavar="MODEL", help=what)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=what)
+    parser.add_argument(
+        "--python",
+        metavar="FILE.py:FUNCTION",
+        help="instead of MODEL: a function that returns a torch module, whose loop is discovered by one run",
+    )
     parser.add_argument(
         "--n-steps", type=int, metavar="N", help="depth of the rollout (default: the model's own)"
     )
     group = parser.add_argument_group("how the model is loaded")
     rare = [
+        group.add_argument(
+            "--depth",
+            metavar="ARGUMENT",
+            help="with --python: argument of the module's forward that sets the number of steps",
+        ),
         group.add_argument(
             "--system",
             metavar="NAME",
@@ -278,8 +289,12 @@ def check_place(file: str | Path) -> None:
 
 def load(args: argparse.Namespace) -> Any:
     """Load the model that `add_source` named."""
-    from loopq.systems.load import load_model
-
+    if args.python is not None:
+        if args.model is not None:
+            raise ConfigError("MODEL and --python both name a model: give one of them")
+        return load_python(args.python, args.depth)
+    if args.model is None:
+        raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
     return load_model(
         args.model,
         system=args.system,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import read_any
 from loopq.checkpoint.files import check_new
+from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
@@ -91,10 +93,21 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
-    if out is not None:
-        check_new(Path(out))
-        execution = dataclasses.replace(execution, work=work_folder(out))
-    loaded = open_model(model)
+    with _output(out, execution) as execution:
+        checkpoint = _quantized(open_model(model), calibration, take, config, n_steps, execution)
+        if out is not None:
+            write_checked(Path(out), checkpoint)
+    return checkpoint
+
+
+def _quantized(
+    loaded: LoadedModel,
+    calibration: Prompts,
+    take: Take,
+    config: QuantConfig,
+    n_steps: int | None,
+    execution: Execution,
+) -> Checkpoint:
     for line in loaded.system.describe_loop():
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
@@ -109,11 +122,20 @@ def quantize(
     run = choose_metric(run)
     execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
     run, layers, facts = solve_run(run, held)
-    checkpoint = checkpoint_of(run, layers, facts)
-    if out is not None:
-        write_checked(Path(out), checkpoint)
-        shutil.rmtree(work_folder(out), ignore_errors=True)
-    return checkpoint
+    return checkpoint_of(run, layers, facts)
+
+
+@contextlib.contextmanager
+def _output(out: str | Path | None, execution: Execution) -> Iterator[Execution]:
+    """Hold an output folder and its work folder for one run; the work folder is gone after a good end."""
+    if out is None:
+        yield execution
+        return
+    check_new(Path(out))
+    work = work_folder(out)
+    with locked(Path(out)):
+        yield dataclasses.replace(execution, work=work)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def solve(
@@ -143,13 +165,10 @@ def solve(
         The dump is truncated or altered, or lacks a step that is asked for.
     """
     config, execution, _ = _options(config, options)
-    if out is not None:
-        check_new(Path(out))
-        execution = dataclasses.replace(execution, work=work_folder(out))
-    checkpoint = solve_dump(Path(dump), config, execution)
-    if out is not None:
-        write_checked(Path(out), checkpoint)
-        shutil.rmtree(work_folder(out), ignore_errors=True)
+    with _output(out, execution) as execution:
+        checkpoint = solve_dump(Path(dump), config, execution)
+        if out is not None:
+            write_checked(Path(out), checkpoint)
     return checkpoint
 
 

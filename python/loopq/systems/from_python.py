@@ -50,8 +50,8 @@ def load_python(spec: str, depth: str | None = None) -> LoadedModel:
     Parameters
     ----------
     spec : str
-        "FILE.py:FUNCTION". The function takes nothing and returns a torch module, an adapter (`LoopedSystem`), or one of
-        them with a function that turns text into token ids.
+        "FILE.py:FUNCTION". The function takes nothing and returns a torch module, an adapter (`LoopedSystem`), or
+        one of them with a function that turns text into token ids.
     depth : str, optional
         As of `wrap`.
 

@@ -187,8 +187,8 @@ class Generic(LoopedSystem):
             return super().check_depth(n_steps)
         if n_steps != self.n_steps:
             raise ConfigError(
-                f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}. Name the "
-                "argument of its forward that sets the number of steps: Generic(model, depth='...')"
+                f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}. Name "
+                "the argument of its forward that sets the number of steps: Generic(model, depth='...')"
             )
         return n_steps
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from loopq.kernels.bench import TOKENS, Procedure, Timing, paired_bootstrap, paired_trials, relative_l2
+from loopq.kernels.bench import TOKENS, Procedure, Timing, paired_trials, ratio_of, relative_l2
 from loopq.kernels.fused import MAX_ATTENTION_TOKENS, rotation_table
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend
@@ -289,8 +289,7 @@ def _compare(
     ratios: dict[str, Any] = {}
     for slow, fast in pairs:
         times = paired_trials(backend, arms[slow], arms[fast], procedure)
-        ratio, low, high = paired_bootstrap(*times)
-        ratios[f"{slow} / {fast}"] = {"ratio": ratio, "low": low, "high": high}
+        ratios[f"{slow} / {fast}"] = ratio_of(*times)
         for name, samples in zip((slow, fast), times, strict=True):
             milliseconds[name] = Timing.of([t / 1000.0 for t in samples]).__dict__
     return {"milliseconds": milliseconds, "ratios": ratios}

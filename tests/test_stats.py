@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopq import stats
 from loopq.errors import ConfigError
-from loopq.evaluate import stats
 
 
 @pytest.mark.parametrize(
@@ -74,9 +75,8 @@ def test_mcnemar_is_symmetric_and_a_probability(b, c):
 
 
 def test_mcnemar_agrees_with_the_binomial_test():
-    scipy_stats = pytest.importorskip("scipy.stats")
     for b, c in [(3, 11), (0, 5), (40, 61)]:
-        assert stats.mcnemar_exact(b, c) == pytest.approx(scipy_stats.binomtest(b, b + c).pvalue, rel=1e-12)
+        assert stats.mcnemar_exact(b, c) == pytest.approx(scipy.stats.binomtest(b, b + c).pvalue, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,21 @@ def test_latency_ratio_of_the_paper():
     assert stats.median_ratio([1.0, 2.0, 9.0], [1.0, 1.0, 1.0], n_resamples=100).estimate == 2.0
 
 
+def test_ratio_of_medians_covers_the_truth():
+    """Paired trials share their noise: the interval of the ratio is narrow, and it holds the true 1.5."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for trial in range(60):
+        noise = rng.lognormal(0.0, 0.2, 50)
+        first, second = 1.5 * noise * rng.lognormal(0, 0.02, 50), noise * rng.lognormal(0, 0.02, 50)
+        found = stats.median_ratio(first, second, n_resamples=500, seed=trial)
+        assert found.low <= found.estimate <= found.high
+        assert found.high - found.low < 0.2
+        held += found.low <= 1.5 <= found.high
+    assert held >= 51
+    assert stats.median_ratio(first, second, seed=3) == stats.median_ratio(first, second, seed=3)
+
+
 def test_difference_in_differences_of_the_paper():
     # Shifts +0.080 and +0.101 at the plain state, -0.340 and -0.041 at the bypassed one.
     for plain, other, did in [(0.080, 0.101, 0.021), (-0.340, -0.041, 0.299)]:
@@ -211,9 +226,8 @@ def test_holm_textbook_and_monotone():
 
 
 def test_spearman_with_ties_agrees_with_scipy():
-    scipy_stats = pytest.importorskip("scipy.stats")
     x, y = [1, 2, 2, 3, 5, 8], [2, 1, 4, 4, 9, 7]
-    assert stats.spearman(x, y) == pytest.approx(scipy_stats.spearmanr(x, y).statistic)
+    assert stats.spearman(x, y) == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
     assert stats.spearman([1, 2, 3], [10, 100, 1000]) == pytest.approx(1.0)
     assert stats.spearman([1, 1, 2], [5, 5, 9]) == pytest.approx(1.0)
     assert math.isnan(stats.spearman([1, 1, 1], [1, 2, 3]))

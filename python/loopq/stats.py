@@ -64,9 +64,7 @@ def _sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
     if not np.isfinite(array).all():
         raise ConfigError(f"{name}: value {int(np.argmin(np.isfinite(array)))} is not finite")
     if positive and (array <= 0).any():
-        raise ConfigError(
-            f"{name}: a geometric mean needs values above 0; value {int(np.argmin(array))} is not"
-        )
+        raise ConfigError(f"{name}: values above 0 are needed; value {int(np.argmin(array))} is not")
     return array
 
 

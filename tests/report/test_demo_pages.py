@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the page's figures need matplotlib: pip install 'loopq[report]'")
-pytest.importorskip("scipy", reason="the Jacobian needs SciPy: pip install 'loopq[report]'")
-
-from browser import check, needs_browser
-
 from loopq import demo
 from loopq.cli import main
 from loopq.config import DiagnoseConfig
 from loopq.diagnose import sections
 from loopq.reproduce.members import PLBERT, Sizes
+from tests.support.browser import check, needs_browser
 
 SMALL = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), n_directions=2, n_updates=1,
@@ -41,7 +37,6 @@ def test_page_of_the_embedded_model(monkeypatch, tmp_path):
 
 @needs_browser
 @pytest.mark.data
-@pytest.mark.timeout(900)
 def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):
     # Ranks of the widest input at half of the steps: an eigenvalue problem of 2,048 takes seconds.
     monkeypatch.setattr(sections, "_MAX_DIM_ALL_STEPS", 1024)

@@ -1,4 +1,7 @@
-"""`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser."""
+"""`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser.
+
+They take half a minute each. What is quick is the same page of a small system: `test_page.py`.
+"""
 
 import html
 import json
@@ -25,6 +28,7 @@ def make(monkeypatch, name, folder, data=None, **sizes):
     return demo.pages(folder, data=data)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_page_of_the_embedded_model(monkeypatch, tmp_path):
     (page,), left = make(monkeypatch, "huginn_small", tmp_path, seq_len=32)
@@ -35,6 +39,7 @@ def test_page_of_the_embedded_model(monkeypatch, tmp_path):
     check(page.read_text("utf-8"), tmp_path, n_figures=11)
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.data
 def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):

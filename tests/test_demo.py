@@ -13,13 +13,21 @@ from loopq.cli import main
 README = Path(__file__).parents[1] / "README.md"
 
 
+SMALL = {"grids": ((3, 32),), "seeds": (0, 1), "n_calibration": 8, "n_evaluation": 8, "seq_len": 64}
+
+
 @pytest.fixture(scope="module")
-def result():
+def small():
+    """The demo on one grid and few prompts."""
+    return demo.run(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def whole():
     return demo.run()
 
 
-def test_trajectory_beats_one_step_beats_rounding(result):
-    assert [(g["bits"], g["group_size"]) for g in result["grids"]] == [(4, 32), (3, 32)]
+def check(result):
     for grid in result["grids"]:
         rounded, one_step, trajectory, full = grid["arms"]
         assert full["kl"] < 0.6 * trajectory["kl"]
@@ -34,29 +42,40 @@ def test_trajectory_beats_one_step_beats_rounding(result):
             == rounded["n_bytes"]
             < 0.3 * result["reference"]["n_bytes"]
         )
-    assert len(result["seeds"]) == 3
     assert result["calibration"]["sha256"] != result["evaluation"]["sha256"]
 
 
-def test_readme_shows_what_the_demo_prints(result):
+def test_trajectory_beats_one_step_beats_rounding(small):
+    check(small)
+
+
+@pytest.mark.slow
+def test_the_whole_demo(whole):
+    assert [(g["bits"], g["group_size"]) for g in whole["grids"]] == [(4, 32), (3, 32)]
+    assert len(whole["seeds"]) == 3
+    check(whole)
+
+
+@pytest.mark.slow
+def test_readme_shows_what_the_demo_prints(whole):
     rows = re.findall(
         r"^\| (INT\d) g(\d+) \| ([^|]+?) \| \**([\d.]+)\** \| ([\d.]+) % \|", README.read_text("utf-8"), re.M
     )
     shown = {(bits, group, name): (float(kl), float(agreement)) for bits, group, name, kl, agreement in rows}
     made = {
         (f"INT{g['bits']}", str(g["group_size"]), arm["name"]): (arm["kl"], 100 * arm["agreement"])
-        for g in result["grids"]
+        for g in whole["grids"]
         for arm in g["arms"]
     }
     assert set(shown) == set(made)
-    # Another instruction set sums in another order; codes near a tie then differ.
+    # Another machine's gradients sum in another order; codes near a tie then differ, most under the loop metric.
     for key, (kl, agreement) in shown.items():
-        assert kl == pytest.approx(made[key][0], rel=0.1), key
+        assert kl == pytest.approx(made[key][0], rel=0.2 if "loop metric" in key[2] else 0.1), key
         assert agreement == pytest.approx(made[key][1], abs=0.5), key
 
 
-def test_demo_command(capsys, monkeypatch, result):
-    monkeypatch.setattr(demo, "run", lambda **kwargs: result)
+def test_demo_command(capsys, monkeypatch, small):
+    monkeypatch.setattr(demo, "run", lambda **kwargs: small)
     assert main(["demo"]) == 0
     text = capsys.readouterr().out
     for word in (

@@ -188,8 +188,9 @@ def load(
     model : LoadedModel, optional
         A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
     quantized : bool
-        Hold codes and scales instead of dequantized weights (`loopq.kernels.modules.QuantLinear`). A layer whose
-        module is no `nn.Linear` keeps its dequantized weight; the report's notes say which and why.
+        Hold codes and scales instead of dequantized weights, in `loopq.kernels.modules.QuantLinear` (int4 on a
+        GPU where the kernel fits). A layer whose module is no `nn.Linear` keeps its dequantized weight; the
+        report's notes say which and why.
     trust_remote_code : bool
         Allow code that came with the model to run.
 

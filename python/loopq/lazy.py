@@ -18,8 +18,15 @@ _EXTRA = {
 }
 
 
-def require(module: str) -> Any:
+def require(module: str, extra: str | None = None) -> Any:
     """Import an optional module.
+
+    Parameters
+    ----------
+    module : str
+        Its name.
+    extra : str or None
+        The extra that installs it, where that is not the same for everyone.
 
     Raises
     ------
@@ -29,7 +36,7 @@ def require(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as cause:
-        extra = _EXTRA[module.split(".")[0]]
+        package = module.split(".")[0]
         raise MissingExtraError(
-            f"this needs {module.split('.')[0]}, which is not installed; run: pip install 'loopq[{extra}]'"
+            f"this needs {package}, which is not installed; run: pip install 'loopq[{extra or _EXTRA[package]}]'"
         ) from cause

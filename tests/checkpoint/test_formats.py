@@ -26,8 +26,7 @@ from loopq.checkpoint.files import RawTensor, float_to_raw, read_json, read_tens
 from loopq.checkpoint.form import Shelf, restore
 from loopq.errors import CheckpointError, ConfigError
 from loopq.rotation import ChannelScale, Rotation
-
-from .made import checkpoint, dequantized, layer
+from tests.support.checkpoints import checkpoint, dequantized, layer
 
 
 def digest(folder):

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy.signal", reason="the filter designs need SciPy: pip install 'loopq[report]'")
-
 from loopq.controls import iir
 from loopq.controls.rounding import round_signed
 from loopq.errors import ConfigError

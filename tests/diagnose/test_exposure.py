@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
 from loopq.config import LayerConfig
 from loopq.diagnose import displacement, exposure, feedback, rollouts, weights
 from loopq.errors import ConfigError, NonFiniteError
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
 INT4 = LayerConfig(bits=4, group_size=-1)
 

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
-
-pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip install 'loopq[report]'")
 
 from loopq.config import LayerConfig
 from loopq.diagnose import bypass, spectral, stepmap, weights
 from loopq.errors import ConfigError, SystemContractError
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
 INT4 = LayerConfig(bits=4, group_size=-1)
 

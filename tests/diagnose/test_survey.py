@@ -5,13 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
-
-pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip install 'loopq[report]'")
 
 from loopq.config import DiagnoseConfig
 from loopq.diagnose import rank, sections, survey, verdict
 from loopq.errors import ConfigError, MissingExtraError
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_directions=4, n_updates=2,

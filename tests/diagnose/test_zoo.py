@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip install 'loopq[report]'")
-
 from loopq import zoo
 from loopq.calibrate.data import windows
 from loopq.config import DiagnoseConfig, LayerConfig

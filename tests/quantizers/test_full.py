@@ -11,8 +11,8 @@ import loopq._native as native
 from loopq.config import LayerConfig
 from loopq.errors import ConfigError, SolveError
 from loopq.quantizers import QUANTIZERS, Problem
-from tests.quantizers import full_reference as twin
-from tests.quantizers.test_gptq import correlated, solve
+from tests.support import full_reference as twin
+from tests.support.problems import correlated, solve, values_of
 
 
 def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings):
@@ -33,10 +33,6 @@ def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings
     } | settings
     found = native.full(weight, prepared, native.FullSettings(**options), threads=threads)
     return found, hessian + np.diag(mu), prepared
-
-
-def values_of(result, group_size, dim):
-    return native.dequantize(result["codes"], result["scales"], result["zeros"], group_size or dim)
 
 
 CASES = [

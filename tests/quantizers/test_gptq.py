@@ -10,20 +10,8 @@ from loopq.calibrate.select import select
 from loopq.config import LayerConfig
 from loopq.errors import SolveError
 from loopq.quantizers import QUANTIZERS, Problem
-from tests.quantizers.reference import gptq
-
-
-def solve(method, weight, hessian, **settings):
-    return QUANTIZERS.get(method)(
-        Problem("layer.weight", weight, hessian, LayerConfig(method=method, **settings), "out_in", 2, {})
-    )
-
-
-def correlated(rng, d, rows=None):
-    """A Hessian with a few strong directions, as activations have them."""
-    x = rng.normal(size=(rows or 2 * d, d)) @ (np.eye(d) + 0.5 * rng.normal(size=(d, d)) / np.sqrt(d))
-    x += 3 * rng.normal(size=(len(x), 1)) * rng.normal(size=d)
-    return x.T @ x
+from tests.support.gptq_reference import gptq
+from tests.support.problems import correlated, solve
 
 
 def assert_same_codes(layer, codes, scale):

@@ -17,7 +17,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.damping import damping_vector
 from loopq.quantizers.weighting import alpha_weights, balanced_weights, combine, loss_weights, minimax_weights
-from tests.quantizers.test_gptq import correlated, solve
+from tests.support.problems import correlated, solve
 
 
 def accumulate(steps):

@@ -6,24 +6,16 @@ import re
 import sys
 from html.parser import HTMLParser
 from importlib import resources
-from pathlib import Path
 
+import jsonschema
 import pytest
-
-pytest.importorskip("matplotlib", reason="the page's figures need matplotlib: pip install 'loopq[report]'")
-pytest.importorskip("torch", reason="the diagnosis that is drawn here is made with torch")
-pytest.importorskip(
-    "scipy", reason="the diagnosis that is drawn here needs SciPy: pip install 'loopq[report]'"
-)
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnose"))
-from browser import check, needs_browser
-from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 from loopq.config import DiagnoseConfig
 from loopq.diagnose import survey
 from loopq.errors import ConfigError, MissingExtraError
 from loopq.report import figures, loopfigure, page, style
+from tests.support.browser import check, needs_browser
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directions=4, group_sizes=(4, -1)
@@ -186,7 +178,6 @@ def test_other_data_is_refused(tmp_path):
 
 
 def test_data_fits_its_schema(diagnosis, tmp_path):
-    jsonschema = pytest.importorskip("jsonschema", reason="checking the schema needs jsonschema")
     schema = json.loads(resources.files("loopq.report").joinpath("schema.json").read_text("utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(diagnosis, schema)

@@ -11,23 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from loopq import zoo  # noqa: E402
-from loopq.calibrate.data import TokenSet, from_ids  # noqa: E402
-from loopq.cli import main  # noqa: E402
-from loopq.errors import ConfigError  # noqa: E402
-from loopq.evaluate.compare import compare  # noqa: E402
-from loopq.progress import Line  # noqa: E402
-from loopq.reproduce import main_table, main_text  # noqa: E402
-from loopq.reproduce.main_table import ALL, ARMS, GRIDS, ONE, RTN, Settings, layer_class  # noqa: E402
-from loopq.reproduce.members import Member, Sizes, load_member  # noqa: E402
-from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states  # noqa: E402
-from loopq.systems.load import load_model  # noqa: E402
-
-from ..systems.models import CASES  # noqa: E402
-from ..systems.test_check import _loaded, _open  # noqa: E402
+from loopq import zoo
+from loopq.calibrate.data import TokenSet, from_ids
+from loopq.cli import main
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import compare
+from loopq.progress import Line
+from loopq.reproduce import main_table, main_text
+from loopq.reproduce.main_table import ALL, ARMS, GRIDS, ONE, RTN, Settings, layer_class
+from loopq.reproduce.members import Member, Sizes, load_member
+from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states
+from loopq.systems.load import load_model
+from tests.systems.models import CASES
+from tests.systems.test_check import _loaded, _open
 
 TINY = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 64}
 SMALL = Settings(n_calibration=2, n_evaluation=3, seq_len=24, n_seeds=2, n_probe=4)

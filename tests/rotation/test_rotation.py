@@ -11,7 +11,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers import Problem
 from loopq.quantizers.solve import solve_rotated
 from loopq.rotation import ChannelScale, Rotation, hadamard, parse_rotation
-from tests.quantizers.test_gptq import correlated, solve
+from tests.support.problems import correlated, solve
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 12, 20, 24, 28, 32, 36, 44, 60, 64, 160, 320, 512])

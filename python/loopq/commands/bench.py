@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from loopq.checkpoint.files import replacing
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, KernelError, MissingExtraError
 from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS
@@ -77,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
     found = (_kernel if args.what == "kernel" else _rollout)(args, backend)
     if args.json:
         record = {"what": args.what, **_machine(backend), **found}
-        scratch = Path(args.json).with_name(Path(args.json).name + ".part")
-        scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        scratch.replace(args.json)
+        with replacing(Path(args.json)) as scratch:
+            scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"data: {args.json}")
     if not found["exact"]:
         print("loopq: the results above are WRONG on this device; their times mean nothing", file=sys.stderr)

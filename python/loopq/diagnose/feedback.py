@@ -22,10 +22,10 @@ from loopq.diagnose.weights import (
     weight_of,
 )
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
 from loopq.quantizers.config import LayerConfig
+from loopq.stats import geometric_mean_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import pearson
+from loopq.stats import pearson
 
 Floats = NDArray[np.float64]
 

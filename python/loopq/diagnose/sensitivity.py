@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from loopq.diagnose.rollouts import Comparison, run_arms
 from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import spearman
 from loopq.progress import Progress
 from loopq.quantizers.config import LayerConfig
+from loopq.stats import spearman
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

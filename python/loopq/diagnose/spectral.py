@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from loopq.diagnose.stepmap import Bypass, StepMap, final_state, interval_json, promoted
 from loopq.diagnose.weights import Weights, replaced
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import difference_in_differences
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.stats import difference_in_differences
 from loopq.threads import OneThread
 
 if TYPE_CHECKING:

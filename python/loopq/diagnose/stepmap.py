@@ -275,6 +275,6 @@ def final_state(
 
 def interval_json(values: Floats) -> dict[str, Any]:
     """Mean with its prompt bootstrap, as plain data."""
-    from loopq.evaluate.stats import mean_interval
+    from loopq.stats import mean_interval
 
     return mean_interval(values, n_resamples=10_000).to_json()

@@ -20,9 +20,10 @@ from loopq.kernels.load import Backend, Captured
 from loopq.kernels.plan import Plan
 from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
 from loopq.kernels.w4a16 import dequantize_packed, spread_scales
+from loopq.stats import median_ratio
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 __all__ = [
     "TOKENS",
@@ -32,13 +33,14 @@ __all__ = [
     "Timing",
     "copy_bandwidth",
     "draw",
-    "paired_bootstrap",
     "paired_trials",
+    "ratio_of",
     "record",
     "verify_products",
 ]
 
 TOKENS = BENCH_TOKENS
+_N_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -284,42 +286,7 @@ def paired_trials(
     return times
 
 
-def paired_bootstrap(
-    first: Sequence[float] | NDArray[np.float64],
-    second: Sequence[float] | NDArray[np.float64],
-    *,
-    n_resamples: int = 10_000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float, float]:
-    """Ratio of median times ``first / second`` with a percentile interval over resampled pairs.
-
-    Parameters
-    ----------
-    first, second : sequence of float
-        Times of paired trials.
-    n_resamples : int
-    level : float
-    seed : int
-
-    Returns
-    -------
-    ratio, low, high : float
-
-    Raises
-    ------
-    ConfigError
-        If the trials are not paired, or there are none.
-
-    Examples
-    --------
-    >>> paired_bootstrap([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
-    (2.0, 2.0, 2.0)
-    """
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    if a.shape != b.shape or a.ndim != 1 or a.size == 0:
-        raise ConfigError(f"paired trials are needed; got {a.shape} and {b.shape}")
-    picks = np.random.default_rng(seed).integers(0, a.size, (n_resamples, a.size))
-    ratios = np.median(a[picks], axis=1) / np.median(b[picks], axis=1)
-    low, high = np.quantile(ratios, ((1 - level) / 2, (1 + level) / 2))
-    return float(np.median(a) / np.median(b)), float(low), float(high)
+def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """Ratio of median times ``first / second`` over paired trials, with its 95 % interval, for a record."""
+    found = median_ratio(first, second, n_resamples=_N_RESAMPLES)
+    return {"ratio": found.estimate, "low": found.low, "high": found.high}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from loopq.config import PRESETS, LayerConfig, Override, QuantConfig, parse_steps, preset
+
 from loopq.errors import ConfigError
 
 

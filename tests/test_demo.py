@@ -29,11 +29,11 @@ def whole():
 
 def check(result):
     for grid in result["grids"]:
-        rounded, one_step, trajectory, full = grid["arms"]
+        rounded, one_step, trajectory, full = grid["variants"]
         assert full["kl"] < 0.6 * trajectory["kl"]
         assert trajectory["kl"] < one_step["kl"] < rounded["kl"]
         # For every seed of the initial states, not only on average.
-        for a, b, c, d in zip(*(arm["kl_by_seed"] for arm in grid["arms"]), strict=True):
+        for a, b, c, d in zip(*(variant["kl_by_seed"] for variant in grid["variants"]), strict=True):
             assert d < c < b < a
         assert trajectory["agreement"] > rounded["agreement"]
         assert (
@@ -63,9 +63,12 @@ def test_readme_shows_what_the_demo_prints(whole):
     )
     shown = {(bits, group, name): (float(kl), float(agreement)) for bits, group, name, kl, agreement in rows}
     made = {
-        (f"INT{g['bits']}", str(g["group_size"]), arm["name"]): (arm["kl"], 100 * arm["agreement"])
+        (f"INT{g['bits']}", str(g["group_size"]), variant["name"]): (
+            variant["kl"],
+            100 * variant["agreement"],
+        )
         for g in whole["grids"]
-        for arm in g["arms"]
+        for variant in g["variants"]
     }
     assert set(shown) == set(made)
     # Another machine's gradients sum in another order; codes near a tie then differ, most under the loop metric.

@@ -13,6 +13,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from loopq.config import Override, QuantConfig, preset
+from loopq.jobs.run import Run
+from loopq.tune import metric as module
 
 import loopq
 from loopq.api import evaluate, weights_of
@@ -21,13 +24,11 @@ from loopq.calibrate.dump import Dump, merge
 from loopq.calibrate.select import select
 from loopq.checkpoint import native as store
 from loopq.checkpoint.files import RawTensor, read_tensors, write_tensors
-from loopq.config import Override, QuantConfig, preset
 from loopq.errors import CheckpointError, ConfigError, DumpError, NonFiniteError
-from loopq.evaluate.compare import compare, replaced
-from loopq.jobs.run import Run
+from loopq.evaluate.compare import compare
 from loopq.quantizers import sequential
 from loopq.systems.load import load_model
-from loopq.tune import metric as module
+from loopq.systems.replace import replaced
 
 SETTINGS = {"bits": 3, "group_size": 20}
 

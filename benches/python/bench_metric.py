@@ -15,16 +15,16 @@ from unittest import mock
 import numpy as np
 import torch
 from bench_core import pairs
-
-from loopq import zoo
-from loopq.calibrate.data import windows
 from loopq.config import LayerConfig, QuantConfig
 from loopq.quantizers.arms import LOOP, collect_all_steps
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.solve import tasks_of
+from loopq.tune.metric import loop_metrics
+
+from loopq import zoo
+from loopq.calibrate.data import windows
 from loopq.systems.load import load_model
 from loopq.threads import OneThread
-from loopq.tune.metric import loop_metrics
 from record import write
 
 

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported in one place, missing with a message that names the extra."""
+"""Optional dependencies: the one place that imports them, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXTRA = {
     "huggingface_hub": "hf",
     "lm_eval": "eval",
     "matplotlib": "report",
-    "scipy": "report",
+    "scipy": "stats",
     "threadpoolctl": "torch",
 }
 
@@ -31,7 +31,7 @@ def require(module: str, extra: str | None = None) -> Any:
     Raises
     ------
     MissingExtraError
-        It is not installed; the message gives the command that installs it.
+        The module is not installed; the message gives the command that installs it.
     """
     try:
         return importlib.import_module(module)

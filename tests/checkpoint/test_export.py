@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from loopq.export import export
 
 import loopq
 from loopq.checkpoint import native as store
 from loopq.checkpoint.convert import RECORD, read_any
 from loopq.checkpoint.files import read_tensors, write_tensors
 from loopq.errors import CheckpointError
-from loopq.export import export
 from loopq.kernels.modules import QuantLinear
 from loopq.systems.base import Batch
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from loopq.config import LayerConfig
 
 import loopq._native as native
 from loopq.checkpoint.files import float_to_raw
-from loopq.config import LayerConfig
 from loopq.errors import ConfigError
 from loopq.quantizers.base import core_scale_dtype
 

@@ -7,17 +7,17 @@ import json
 
 import numpy as np
 import pytest
+from loopq.config import VALIDATED, AllocateConfig, LayerConfig, Override, QuantConfig
+from loopq.jobs.run import Run
+from loopq.jobs.several import held_back, on_top
+from loopq.tune.tuner import TuneConfig
 
 import loopq
 import loopq.api
 import loopq.checkpoint.native
 from loopq.cli import main
-from loopq.config import VALIDATED, AllocateConfig, LayerConfig, Override, QuantConfig
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
-from loopq.jobs.run import Run
-from loopq.jobs.several import held_back, on_top
-from loopq.tune.tuner import TuneConfig
 
 FULL = QuantConfig(LayerConfig(method="full", bits=3, group_size=16), rank_threshold=None)
 

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
-
 from loopq.config import LayerConfig, QuantConfig
-from loopq.errors import ConfigError
 from loopq.quantizers.allocate import Choice, allocate
+
+from loopq.errors import ConfigError
 
 
 def made(rng, n_layers):

@@ -6,9 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
+from loopq.config import LayerConfig
 
 import loopq._native as native
-from loopq.config import LayerConfig
 from loopq.errors import ConfigError, SolveError
 from loopq.quantizers import QUANTIZERS, Problem
 from tests.support import full_reference as twin

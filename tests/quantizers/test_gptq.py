@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from loopq.config import LayerConfig
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import select
-from loopq.config import LayerConfig
 from loopq.errors import SolveError
 from loopq.quantizers import QUANTIZERS, Problem
 from tests.support.gptq_reference import gptq

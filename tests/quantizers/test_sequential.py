@@ -6,16 +6,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-
 from loopq.calibrate.asymmetric import collect_pairs
-from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.horizon import EqualRows
-from loopq.calibrate.select import select
 from loopq.config import LayerConfig, QuantConfig
-from loopq.errors import ConfigError
 from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.sequential import Sequential, recollected
 from loopq.quantizers.solve import tasks_of
+
+from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.select import select
+from loopq.errors import ConfigError
 
 
 def setup(tiny, tokens, **layer):

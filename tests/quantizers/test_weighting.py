@@ -1,4 +1,4 @@
-"""Step weights and damping: the identities of the paper, and what spikes may not do."""
+"""Step weights and damping: the identities of Li, App. P, and what spikes may not do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from loopq.config import LayerConfig, QuantConfig, parse_step_weights
+from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.weighting import alpha_weights, balanced_weights, combine, loss_weights, minimax_weights
 
 import loopq
 import loopq._native as native
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import select
-from loopq.config import LayerConfig, QuantConfig, parse_step_weights
 from loopq.errors import ConfigError
-from loopq.quantizers.arms import collect_all_steps, solve_arm
 from loopq.quantizers.damping import damping_vector
-from loopq.quantizers.weighting import alpha_weights, balanced_weights, combine, loss_weights, minimax_weights
 from tests.support.problems import correlated, solve
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from loopq.config import LayerConfig
 
 import loopq._native as native
-from loopq.config import LayerConfig
 from loopq.quantizers import QUANTIZERS, Problem
 
 

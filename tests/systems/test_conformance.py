@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from loopq.tune.unroll import unroll
 
 from loopq.calibrate.hooks import Observer
 from loopq.diagnose.feedback import intervened
@@ -14,7 +15,6 @@ from loopq.diagnose.stepmap import final_state
 from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, find_system
-from loopq.tune.unroll import unroll
 
 from .models import CASES, Case, build, prompts
 

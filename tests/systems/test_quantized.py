@@ -8,11 +8,11 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from loopq.config import Override
 
 import loopq
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
-from loopq.config import Override
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
 from loopq.rotation import Rotation

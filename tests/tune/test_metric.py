@@ -7,24 +7,24 @@ import dataclasses
 
 import numpy as np
 import pytest
+from loopq.config import LayerConfig, QuantConfig
+from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
+from loopq.quantizers.metric import FLOOR, LoopMetric, inverse, ridged
+from loopq.quantizers.solve import tasks_of
+from loopq.tune import metric as module
+from loopq.tune.metric import collect_metrics, draws, loop_metrics
+from loopq.tune.unroll import unroll
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from loopq import zoo
 from loopq.calibrate.data import windows
-from loopq.config import LayerConfig, QuantConfig
 from loopq.errors import ConfigError, SolveError, SystemContractError
 from loopq.evaluate.compare import compare
 from loopq.quantizers import QUANTIZERS
-from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.base import Problem
-from loopq.quantizers.metric import FLOOR, LoopMetric, inverse, ridged
-from loopq.quantizers.solve import tasks_of
 from loopq.rotation import parse_rotation
 from loopq.systems.load import load_model
 from loopq.threads import LARGE, OneThread
-from loopq.tune import metric as module
-from loopq.tune.metric import collect_metrics, draws, loop_metrics
-from loopq.tune.unroll import unroll
 
 
 def asked(**layer):

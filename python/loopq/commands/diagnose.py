@@ -23,7 +23,7 @@ from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.progress import Line
 
-QUICK = ("ranks", "overlap", "ablation", "arms")
+QUICK = ("ranks", "overlap", "ablation", "injection")
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The quality table: every method on every member at equal bytes, KL against full precision on held-out text."""
+"""The quality table: every method on every model at equal bytes, KL to full precision on held-out text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from loopq.quantizers.config import Override
 from loopq.reproduce.members import Member
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Layers, Run
+from loopq.stats import gap_closed
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
 LOOP: dict[str, Any] = dict(PRESETS["best"])
@@ -27,21 +28,21 @@ SCALES, CODES = "gradient: scales", "gradient: codes"
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One row of the table.
 
     Parameters
     ----------
     name : str
-        Its label.
+        Label.
     layer : dict
         Flat settings besides bits and group size.
     steps : str
-        Steps that are summed.
+        Steps whose Hessians are summed.
     asymmetric : bool
-        Layer by layer, against the outputs of full precision.
+        Whether layers are calibrated one after another, against the outputs of full precision.
     tier : str
-        "closed form", or which numbers are tuned by gradient.
+        "closed form", with or without the loop metric, or what is tuned by gradient.
     """
 
     name: str
@@ -51,56 +52,61 @@ class Arm:
     tier: str = CLOSED
 
 
-_FULL = {"method": "gptq-cd"}
-ARMS = (
-    Arm("RTN", {"method": "rtn"}),
-    Arm("RTN, asymmetric grid", {"method": "rtn", "symmetric": False}),
-    Arm("GPTQ, one step", {"method": "gptq"}, steps="first"),
-    Arm("GPTQ, trajectory", {"method": "gptq"}),
-    Arm("AWQ, trajectory", {"method": "awq", "symmetric": False}),
-    Arm("full", _FULL),
-    Arm("full, balanced steps", {**_FULL, "step_weights": "balanced", "damping_kind": "diagonal"}),
-    Arm("full, positive scales", {**_FULL, "signed_scales": False}),
-    Arm("full, asymmetric grid", {**_FULL, "symmetric": False}),
-    Arm("full, asymmetric calibration", _FULL, asymmetric=True),
-    Arm("full, loop metric", LOOP, tier=METRIC),
-    Arm("full, loop metric, asymmetric calibration", LOOP, asymmetric=True, tier=METRIC),
-    Arm("full + tuned scales", LOOP, asymmetric=True, tier=SCALES),
-    Arm("full + tuned codes", LOOP, asymmetric=True, tier=CODES),
+_FULL = {"method": "gptq-cd", "metric": "inputs"}
+_RTN = {"method": "rtn", "scale_search": "max"}
+_PAPER = dict(PRESETS["paper"])
+VARIANTS = (
+    Variant("RTN", _RTN),
+    Variant("RTN, searched scales", {"method": "rtn"}),
+    Variant("RTN, asymmetric grid", {**_RTN, "symmetric": False}),
+    Variant("GPTQ, one step", _PAPER, steps="first"),
+    Variant("GPTQ, trajectory", _PAPER),
+    Variant("GPTQ, trajectory, searched scales", {"method": "gptq"}),
+    Variant("AWQ, trajectory", {"method": "awq", "symmetric": False, "scale_search": "max"}),
+    Variant("full", {**_FULL, "damping_kind": "mean"}),
+    Variant("full, diagonal damping", _FULL),
+    Variant("full, balanced steps", {**_FULL, "step_weights": "balanced"}),
+    Variant("full, positive scales", {**_FULL, "signed_scales": False}),
+    Variant("full, asymmetric grid", {**_FULL, "symmetric": False}),
+    Variant("full, asymmetric calibration", _FULL, asymmetric=True),
+    Variant("full, loop metric", LOOP, tier=METRIC),
+    Variant("full, loop metric, asymmetric calibration", LOOP, asymmetric=True, tier=METRIC),
+    Variant("full + tuned scales", LOOP, asymmetric=True, tier=SCALES),
+    Variant("full + tuned codes", LOOP, asymmetric=True, tier=CODES),
 )
 RTN, TRAJECTORY = "RTN", "GPTQ, trajectory"
 
 
 def record_of(
-    workshop: Workshop, arm: Arm, bits: int, group: int, seeds: Sequence[int], draw: int
+    solutions: SolutionCache, variant: Variant, bits: int, group: int, seeds: Sequence[int], draw: int
 ) -> dict[str, Any]:
-    """Quantize one member by one arm on one grid and measure it.
+    """Quantize one model in one variant on one grid and measure it.
 
     Returns
     -------
     dict
-        Bytes, KL (mean and by seed), agreement, bits per byte and seconds. For systems without logits the KL's
-        place is taken by the squared relative error of the hidden states ("output" says which).
+        Bytes, KL (mean and by seed), agreement, bits per byte and seconds. For systems without logits the KL is
+        replaced by the squared relative error of the hidden states; "output" says which.
     """
     began = time.monotonic()
-    layers = workshop.solve(arm, bits, group)
+    layers = solutions.solve(variant, bits, group)
     seconds = time.monotonic() - began
     weights = {n: layer.in_model_orientation() for n, layer in layers.items()}
-    member = workshop.member
+    model = solutions.model
     found = compare(
-        member.loaded.system,
-        {arm.name: weights},
-        member.evaluation,
+        model.loaded.system,
+        {variant.name: weights},
+        model.evaluation,
         seeds=seeds,
-        scored_from=member.scored_from,
+        scored_from=model.scored_from,
     )[1]
     row = {k: v for k, v in found.summary().items() if k != "name"}
     return {
-        "member": member.name,
+        "model": model.name,
         "bits": bits,
         "group_size": group,
-        "arm": arm.name,
-        "tier": arm.tier,
+        "variant": variant.name,
+        "tier": variant.tier,
         "draw": draw,
         "n_bytes": sum(layer.n_bytes for layer in layers.values()),
         "seconds": seconds,
@@ -108,41 +114,41 @@ def record_of(
 
 
 def related(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean over draws for each member, grid and arm, with gap closed 1 - KL / KL_RTN and ratio to trajectory GPTQ."""
+    """Mean over draws for each model, grid and variant, with gap closed and ratio of KL to trajectory GPTQ."""
     rows: list[dict[str, Any]] = []
-    keys = dict.fromkeys((r["member"], r["bits"], r["group_size"], r["arm"]) for r in records)
+    keys = dict.fromkeys((r["model"], r["bits"], r["group_size"], r["variant"]) for r in records)
     mean: dict[tuple[Any, ...], float] = {}
     for key in keys:
-        mine = [r for r in records if (r["member"], r["bits"], r["group_size"], r["arm"]) == key]
+        mine = [r for r in records if (r["model"], r["bits"], r["group_size"], r["variant"]) == key]
         mean[key] = float(np.mean([r["kl"] for r in mine]))
         rows.append(
-            {k: mine[0][k] for k in ("member", "bits", "group_size", "arm", "tier", "n_bytes", "output")}
+            {k: mine[0][k] for k in ("model", "bits", "group_size", "variant", "tier", "n_bytes", "output")}
             | {"kl": mean[key], "n_draws": len(mine), "kl_by_draw": [r["kl"] for r in mine]}
             | {k: float(np.mean([r[k] for r in mine])) for k in ("agreement", "seconds")}
         )
     for row in rows:
-        place = (row["member"], row["bits"], row["group_size"])
+        place = (row["model"], row["bits"], row["group_size"])
         if (*place, RTN) in mean:
-            row["gap_closed"] = 1 - row["kl"] / mean[*place, RTN]
+            row["gap_closed"] = gap_closed(row["kl"], mean[*place, RTN], 0.0)
         if (*place, TRAJECTORY) in mean:
             row["ratio_to_trajectory"] = row["kl"] / mean[*place, TRAJECTORY]
     return rows
 
 
-class Workshop:
-    """Solves arms of one member from one collection; what several arms start from is solved once."""
+class SolutionCache:
+    """Solves variants of one model from one collection; a closed-form solution that several start from is kept."""
 
     def __init__(
-        self, member: Member, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
+        self, model: Member, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
     ) -> None:
-        self.member = member
-        system = member.loaded.system
-        # Layers outside the loop that the paper rounds, a head say: gptq-cd calibrates them, no other method does.
+        self.model = model
+        system = model.loaded.system
+        # Layers outside the loop are rounded (Li, App. Q), such as a head: gptq-cd alone calibrates them.
         declared = system.shared_parameters(system.n_steps)
         self._rounded = tuple(p.name for p in declared if p.treatment == "rtn")
         self._run = Run.prepare(
             system,
-            member.calibration,
+            model.calibration,
             QuantConfig(include=self._rounded),
             execution=Execution(threads=threads, progress=progress or Silent()),
         )
@@ -150,23 +156,23 @@ class Workshop:
         self._sums: HessianSet | None = None
         self._done: dict[tuple[str, int, int], Layers] = {}
 
-    def solve(self, arm: Arm, bits: int, group: int) -> Layers:
-        """Return the layers of an arm."""
+    def solve(self, variant: Variant, bits: int, group: int) -> Layers:
+        """Return the layers of a variant."""
         config = QuantConfig.of(
-            **arm.layer, bits=bits, group_size=group, steps=arm.steps, rank_threshold=None
+            **variant.layer, bits=bits, group_size=group, steps=variant.steps, rank_threshold=None
         )
-        key = (f"{arm.layer} {arm.steps} {arm.asymmetric}", bits, group)
+        key = (f"{variant.layer} {variant.steps} {variant.asymmetric}", bits, group)
         if key not in self._done:
-            self._done[key] = self.closed(config, arm.asymmetric)
+            self._done[key] = self.closed(config, variant.asymmetric)
         layers = self._done[key]
-        if arm.tier in (CLOSED, METRIC):
+        if variant.tier in (CLOSED, METRIC):
             return layers
         return tune(
             self._run.job.system,
             layers,
-            self.member.calibration,
-            self.member.tuning_held_out,
-            Tune(what="scales" if arm.tier == SCALES else "codes", n_updates=self._n_updates),
+            self.model.calibration,
+            self.model.tuning_held_out,
+            Tune(what="scales" if variant.tier == SCALES else "codes", n_updates=self._n_updates),
             progress=self._run.execution.progress,
         ).layers
 
@@ -190,22 +196,22 @@ class Workshop:
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Over members: mean and worst of gap closed and of the ratio to trajectory GPTQ, the worst member named."""
+    """Mean and worst over models of gap closed and of the ratio to trajectory GPTQ, with the worst model's name."""
     rows = []
-    keys = dict.fromkeys((r["bits"], r["group_size"], r["arm"]) for r in records)
-    for bits, group, arm in keys:
-        mine = [r for r in records if (r["bits"], r["group_size"], r["arm"]) == (bits, group, arm)]
-        row: dict[str, Any] = {"bits": bits, "group_size": group, "arm": arm, "tier": mine[0]["tier"]}
-        row["n_members"] = len(mine)
+    keys = dict.fromkeys((r["bits"], r["group_size"], r["variant"]) for r in records)
+    for bits, group, variant in keys:
+        mine = [r for r in records if (r["bits"], r["group_size"], r["variant"]) == (bits, group, variant)]
+        row: dict[str, Any] = {"bits": bits, "group_size": group, "variant": variant, "tier": mine[0]["tier"]}
+        row["n_models"] = len(mine)
         row["seconds"] = float(np.mean([r["seconds"] for r in mine]))
         if all("gap_closed" in r for r in mine):
             worst = min(mine, key=lambda r: float(r["gap_closed"]))
             row["gap_closed_mean"] = float(np.mean([r["gap_closed"] for r in mine]))
             row["gap_closed_worst"] = worst["gap_closed"]
-            row["worst_member"] = worst["member"]
+            row["worst_model"] = worst["model"]
         if all("ratio_to_trajectory" in r for r in mine):
             row["ratio_mean"] = float(np.exp(np.mean(np.log([r["ratio_to_trajectory"] for r in mine]))))
             last = max(mine, key=lambda r: float(r["ratio_to_trajectory"]))
-            row["ratio_worst"], row["ratio_worst_member"] = last["ratio_to_trajectory"], last["member"]
+            row["ratio_worst"], row["ratio_worst_model"] = last["ratio_to_trajectory"], last["model"]
         rows.append(row)
     return rows

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from loopq.quantizers.config import LayerConfig
 from loopq.systems.base import SharedParameter
 
+MetricKey = tuple[str, tuple[int, ...], int]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -43,3 +45,8 @@ class Task:
     def gradient_draws(self) -> int:
         """Label draws for each prompt that this layer's method takes; 0 without gradients or activations."""
         return self.config.method.gradient_draws if self.leader else 0
+
+    @property
+    def metric_key(self) -> MetricKey:
+        """What a loop metric of one model and prompts depends on: layer, steps, draws."""
+        return self.name, self.steps, self.gradient_draws

@@ -6,30 +6,29 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.errors import CheckpointError
 from loopq.evaluate.transformed import folded, installed
-from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.quantizers.config import Override
+from loopq.run.config import QuantConfig
 from loopq.systems.replace import replaced
+from tests.support.runs import run_of
 
 
-def solved(tiny, tokens, layer, overrides=()):
-    sums, selection = collect_all_steps(tiny.system, tokens)
-    config = QuantConfig(layer, overrides=overrides, rank_threshold=None)
-    return solve_arm(sums, selection, tiny.system, config, 1)
+def solved(tiny, tokens, *overrides, **changes):
+    run = run_of(tiny, tokens, QuantConfig.of(*overrides, group_size=16, rank_threshold=None, **changes))
+    return run.config.inputs.solve(run)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"method": "gptq", "rotation": "hadamard:32"},
-        {"method": "full", "rotation": "random:24"},
+        {"method": "gptq-cd", "rotation": "random:24"},
         {"method": "awq", "symmetric": False},
     ],
 )
 def test_rotating_at_run_time_equals_folding_back(tiny, tokens, changes):
-    layer = LayerConfig(method="gptq", bits=3, group_size=16)
-    layers = solved(tiny, tokens, layer, (Override("*adapter*", changes),))
+    layers = solved(tiny, tokens, Override("*adapter*", changes), bits=3)
     adapter = "transformer.adapter.weight"
     assert all((x.transform is not None) == (n == adapter) for n, x in layers.items())
     batch = next(tokens.batches(4))
@@ -44,8 +43,7 @@ def test_rotating_at_run_time_equals_folding_back(tiny, tokens, changes):
 
 
 def test_rotation_at_eight_bits_leaves_the_model_as_it_was(tiny, tokens):
-    layer = LayerConfig(method="gptq", bits=8, group_size=16, rotation="hadamard:16")
-    layers = solved(tiny, tokens, layer)
+    layers = solved(tiny, tokens, bits=8, rotation="hadamard:16")
     batch = next(tokens.batches(4))
     with installed(tiny.system, layers):
         turned = tiny.system.rollout(batch, 3)
@@ -53,7 +51,7 @@ def test_rotation_at_eight_bits_leaves_the_model_as_it_was(tiny, tokens):
 
 
 def test_a_layer_of_another_shape_is_refused(tiny, tokens):
-    layers = solved(tiny, tokens, LayerConfig(method="rtn", bits=4, group_size=16))
+    layers = solved(tiny, tokens, method="rtn", bits=4)
     first, second = list(layers)[:2]
     assert layers[first].shape != layers[second].shape
     with pytest.raises(CheckpointError, match="of shape"), installed(tiny.system, {first: layers[second]}):

@@ -9,8 +9,7 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
-from tests.quantizers.test_full import values_of
-from tests.quantizers.test_gptq import correlated
+from tests.support.problems import correlated, values_of
 
 GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
 REST = {"cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}

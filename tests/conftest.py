@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# As the command line does: threads of torch that spin while they wait take a busy machine's cores from other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture
 def data_folder() -> Path:
@@ -48,6 +51,25 @@ def tiny_folder(tiny, tmp_path: Path) -> Path:
     folder = tmp_path / "tiny-model"
     tiny.model.save(folder)
     return folder
+
+
+@pytest.fixture
+def loaded(tiny_folder: Path):
+    """The tiny model as loaded from its folder."""
+    from loopq.systems.load import load_model
+
+    return load_model(tiny_folder)
+
+
+@pytest.fixture
+def checkpoint_folder(loaded, tokens, tmp_path: Path) -> Path:
+    """Checkpoint of the tiny model as `tests.support.runs.SETTINGS` say."""
+    import loopq
+    from tests.support.runs import SETTINGS
+
+    out = tmp_path / "plain"
+    loopq.quantize(loaded, tokens, out=out, batch_size=3, **SETTINGS)
+    return out
 
 
 @pytest.fixture

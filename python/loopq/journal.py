@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +75,6 @@ class Journal:
         if metadata.get("key") != self.key or metadata.get("sha256") != _digest(tensors, text):
             return None
         return Piece(tensors, dict(json.loads(text)))
-
-    def clear(self) -> None:
-        """Remove the folder."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path | None:
         if self.folder is None:

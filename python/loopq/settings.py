@@ -122,8 +122,7 @@ class Settings:
     def __post_init__(self) -> None:
         hints = _hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            if "block" not in field.metadata and "choice" not in field.metadata:
-                _check(field.name, getattr(self, field.name), hints[field.name], field.metadata)
+            _check(field.name, getattr(self, field.name), hints[field.name], field.metadata)
 
     def flat(self) -> dict[str, Any]:
         """Return every plain value by its flat name; a choice by the name of what was chosen."""
@@ -142,7 +141,8 @@ class Settings:
     def changed(self, **changes: Any) -> Self:
         """Return the settings with some flat names set anew.
 
-        Where a choice is changed, values that were set and that the new one has too are kept.
+        Where a choice is changed, values that the old and the new one both have are kept. None for the first value of
+        an optional block takes the block away.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class Settings:
         """
         found, rest = self._changed(dict(changes))
         if rest:
-            raise ConfigError(_unread(self, sorted(rest)[0]))
+            raise ConfigError(_unread(found, sorted(rest)[0]))
         return found
 
     def _changed(self, rest: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
@@ -164,11 +164,8 @@ class Settings:
             elif "block" in field.metadata:
                 names = _names(field)
                 own = {k: rest.pop(flat) for k, flat in names.items() if flat in rest}
-                if field.metadata.get("optional") and own and value is None:
-                    first = next(iter(names))
-                    if first not in own:
-                        raise ConfigError(f"{names[next(iter(own))]} goes with {names[first]}")
-                    value = field.metadata["block"](**{first: own.pop(first)})
+                if field.metadata.get("optional") and own:
+                    new[field.name] = value = _opened(field, value, own)
                 if value is not None:
                     inner = own if field.metadata["prefix"] else {**own, **rest}
                     new[field.name], left = _within(value, inner, names)
@@ -361,6 +358,19 @@ def _within(
         raise ConfigError(f"{names.get(first, first)} {rest}") from error
 
 
+def _opened(field: Any, value: Settings | None, own: dict[str, Any]) -> Settings | None:
+    """An optional block for values that are to be set in it: made or taken away by the first of them."""
+    names = _names(field)
+    first = next(iter(names))
+    if first in own and own[first] is None:
+        value = own.pop(first)
+    elif first in own and value is None:
+        value = field.metadata["block"]()
+    if value is None and own:
+        raise ConfigError(f"{names[next(iter(own))]} goes with {names[first]}")
+    return value
+
+
 def _chosen(field: Any, value: Any, rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if field.name in rest:
         asked = rest.pop(field.name)
@@ -426,7 +436,8 @@ def _type_name(annotation: Any) -> str:
     }
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(_type_name(member) for member in typing.get_args(annotation))
-    return words.get(annotation, str(annotation).removeprefix("typing."))
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
+    return words.get(annotation, name)
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The full solver in plain NumPy float64: the twin that the core must agree with.
+"""GPTQ with coordinate descent in plain NumPy float64: the twin that the core must agree with.
 
 All functions work on all rows at once. `values` is W^ = (code - zero) * scale in float64 of the float32 product.
 """

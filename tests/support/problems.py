@@ -1,17 +1,19 @@
-"""Layers to quantize, and how a test has them quantized."""
+"""Layers to quantize, their Hessians, and how a test has them quantized."""
 
 from __future__ import annotations
 
 import numpy as np
-from loopq.config import LayerConfig
 
 import loopq._native as native
-from loopq.quantizers import QUANTIZERS, Problem
+from loopq.quantizers import Problem
+from loopq.quantizers.config import LayerConfig
 
 
-def solve(method, weight, hessian, **settings):
-    return QUANTIZERS.get(method)(
-        Problem("layer.weight", weight, hessian, LayerConfig(method=method, **settings), "out_in", 2, {})
+def solve(method, weight, hessian, *, threads=2, loop_metric=None, **settings):
+    """Quantize one weight, float32, outputs first; settings by their flat names."""
+    config = LayerConfig.of(method=method, **settings)
+    return config.quantize(
+        Problem("layer.weight", weight, hessian, config.grid, threads=threads, metric=loop_metric)
     )
 
 
@@ -23,4 +25,20 @@ def correlated(rng, d, rows=None):
 
 
 def values_of(result, group_size, dim):
+    """What the codes that the core returned stand for."""
     return native.dequantize(result["codes"], result["scales"], result["zeros"], group_size or dim)
+
+
+def step_rows(rng, n_steps=4, n=80, d=24):
+    """Input rows of a layer at each step, much alike."""
+    base = rng.normal(size=(n, d)) @ (np.eye(d) + 0.3 * rng.normal(size=(d, d)))
+    return [base + 0.5 * rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) * 0.3 for _ in range(n_steps)]
+
+
+def accumulate(steps):
+    """An accumulator from the rows of each step."""
+    acc = native.HessianAccumulator(steps[0].shape[1], range(len(steps)), per_step=True, threads=1)
+    for t, rows in enumerate(steps):
+        acc.update(t, np.ascontiguousarray(rows, dtype=np.float32))
+    acc.finish()
+    return acc

@@ -113,4 +113,7 @@ class Override:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Override:
         """Rebuild from plain data."""
+        whole = isinstance(data, Mapping) and isinstance(data.get("changes"), Mapping) and "pattern" in data
+        if not whole:
+            raise ConfigError(f"override: expected an object with a pattern and changes; got {data!r}")
         return cls(str(data["pattern"]), dict(data["changes"]))

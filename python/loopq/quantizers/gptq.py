@@ -82,4 +82,5 @@ class GPTQ(Method):
             )
         except SolveError as cause:
             raise SolveError(f"layer {problem.name}: {cause}") from cause
-        return problem.layer(result, self.name)
+        # The order of columns is an array, and a report is plain data.
+        return problem.layer({k: v for k, v in result.items() if k != "order"}, self.name)

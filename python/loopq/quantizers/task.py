@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from loopq.quantizers.config import LayerConfig
 from loopq.systems.base import SharedParameter
 
+MetricKey = tuple[str, tuple[int, ...], tuple[int, int] | None]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -43,3 +45,8 @@ class Task:
     def gradients(self) -> tuple[int, int] | None:
         """Most prompts, and label draws for each, that this layer's loop metric takes; None where it has none."""
         return self.config.method.gradients if self.leader else None
+
+    @property
+    def metric_key(self) -> MetricKey:
+        """What a loop metric of one collection depends on: layer, steps, prompts and draws."""
+        return self.name, self.steps, self.gradients

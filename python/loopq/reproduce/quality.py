@@ -191,7 +191,7 @@ class SolutionCache:
         if not asymmetric:
             return run.solve_from(sums, config)
         other = run.with_config(config.changed(inputs="asymmetric"))
-        other.collect_metrics(sums, [t for t in other.tasks if t.name not in other.metrics])
+        other.collect_metrics(sums, other.tasks)
         return other.config.inputs.solve(other)
 
 

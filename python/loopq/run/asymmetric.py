@@ -80,7 +80,7 @@ class Asymmetric(Inputs):
 
 def _collect_metrics(run: Run) -> None:
     """Loop metrics of layers that are solved one after the other: their Hessians come from a pass of their own."""
-    chosen = [t for t in run.tasks if t.gradients and t.name not in run.metrics]
+    chosen = [t for t in run.tasks if t.gradients and t.metric_key not in run.metrics]
     if chosen:
         sums = run.all_steps("ahead", sorted({str(t.leader) for t in chosen}))
         run.collect_metrics(sums, chosen)
@@ -137,7 +137,7 @@ class _Group:
             task.parameter.orientation,
             threads,
             cache,
-            self.run.metrics.get(task.name),
+            self.run.metrics.get(task.metric_key),
         )
         target = self._target(task, problem, moments)
         layer = task.config.quantize(replace(problem, target=target))
@@ -167,7 +167,7 @@ class _Group:
     ) -> tuple[Moments, WeightedHessian]:
         """Weigh the steps by what the full-precision rollout shows, and add them."""
         reference = paired.reference()
-        metric = self.run.metrics.get(task.name)
+        metric = self.run.metrics.get(task.metric_key)
         found = step_weights(reference, task, lambda: weight, metric, self.run.execution.threads)
         rows = {t: reference.n_rows(t) for t in task.steps}
         if found is None:

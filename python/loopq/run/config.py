@@ -123,29 +123,43 @@ class QuantConfig(Settings):
 
 
 def _version_1(data: dict[str, Any]) -> QuantConfig:
-    layer = dict(data["layer"])
-    if layer["method"] == "full":
-        layer["method"] = "gptq-cd"
-    base = LayerConfig().changed(method=layer["method"])
-    # Version 1 wrote the settings of every method, read or not.
-    read = base.changed(**{k: v for k, v in layer.items() if k in base.flat()} | {"steps": data["steps"]})
-    if "metric" in base.flat():
-        read = read.changed(metric_draws=data.get("metric_draws", 4), metric_prompts=1 << 31)
-    inputs = {k: data[k] for k in ("alpha", "sweeps") if data["inputs"] == "asymmetric"}
+    """Settings of version 1, which had those of every method, read or not, beside each other."""
+
+    def renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {**changes} | ({"method": "gptq-cd"} if changes.get("method") == "full" else {})
+
+    layer = renamed(data["layer"]) | {
+        "steps": data["steps"], "metric_draws": data.get("metric_draws", 4), "metric_prompts": 1 << 31
+    }  # fmt: skip
+    changes = [renamed(o["changes"]) for o in data["overrides"]]
+    read = _read_by(layer["method"], layer)
+    # What an override without a method is read by depends on those before it.
+    methods = {layer["method"], *(c["method"] for c in changes if "method" in c)}
+    everything = {name for method in methods for name in _read_by(method, layer)}
     overrides = []
-    for o in data["overrides"]:
-        changes = dict(o["changes"])
-        if changes.get("method") == "full":
-            changes["method"] = "gptq-cd"
-        overrides.append(Override(str(o["pattern"]), changes))
+    for o, change in zip(data["overrides"], changes, strict=True):
+        if "method" in change:
+            # What this method reads stood beside the settings of the run, and has other defaults today.
+            settings = LayerConfig.of(method=change["method"])
+            beside = {k: v for k, v in layer.items() if k in settings.method.flat()}
+            change = {k: v for k, v in (beside | change).items() if k in settings.flat()}
+        else:
+            change = {k: v for k, v in change.items() if k in everything}
+        overrides.append(Override(str(o["pattern"]), change))
+    inputs = {k: data[k] for k in ("alpha", "sweeps") if data["inputs"] == "asymmetric"}
     config = QuantConfig(
-        layer=read,
+        layer=LayerConfig.of(**read),
         overrides=tuple(overrides),
         include=tuple(data["include"]),
         exclude=tuple(data["exclude"]),
         rank_threshold=data["rank_threshold"],
     )
     return config.changed(inputs=data["inputs"], **inputs)
+
+
+def _read_by(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat names of a layer that a method reads."""
+    return {k: v for k, v in changes.items() if k in LayerConfig.of(method=method).flat()}
 
 
 def flat_names() -> set[str]:

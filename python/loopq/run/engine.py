@@ -20,7 +20,7 @@ from loopq.execution import Execution
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.journal import Journal
 from loopq.quantizers.loop_metric import LoopMetric
-from loopq.quantizers.task import Task
+from loopq.quantizers.task import MetricKey, Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import plan, steps_by_input
 from loopq.run.solver import Solver
@@ -49,14 +49,14 @@ class Run:
         What is asked for.
     probe_seconds : float
         Seconds that a rollout of the first prompt took.
-    metrics : dict of str to LoopMetric
-        Loop metrics that were collected, by parameter name.
+    metrics : dict
+        Loop metrics that were collected, by `Task.metric_key`. Runs of the same collection share them.
     """
 
     job: Collection
     config: QuantConfig
     probe_seconds: float = 0.0
-    metrics: dict[str, LoopMetric] = field(default_factory=dict)
+    metrics: dict[MetricKey, LoopMetric] = field(default_factory=dict)
 
     @classmethod
     def prepare(
@@ -159,21 +159,22 @@ class Run:
             Other settings than the run's own.
         """
         run = self if config is None else self.with_config(config)
-        run.collect_metrics(hessians, [t for t in run.tasks if t.name not in run.metrics])
+        run.collect_metrics(hessians, run.tasks)
         return run.solver(hessians).run(run.tasks)
 
     def collect_metrics(self, hessians: Hessians, tasks: Sequence[Task], name: str = "metric") -> None:
-        """Collect the loop metrics that some layers ask for."""
+        """Collect the loop metrics that some layers ask for and that are not there yet."""
+        missing = [t for t in tasks if t.gradients and t.metric_key not in self.metrics]
         found = collect_metrics(
             hessians,
             self.job.system,
             self.job.tokens,
-            tasks,
+            missing,
             self.job.selection.n_steps,
             self.execution,
             self.journal(name),
         )
-        self.metrics.update(found)
+        self.metrics.update({t.metric_key: found[t.name] for t in missing})
 
     def work(self, name: str) -> Path | None:
         """A folder within the work folder."""

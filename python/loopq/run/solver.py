@@ -17,7 +17,7 @@ from loopq.execution import Execution
 from loopq.journal import Journal
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
-from loopq.quantizers.task import Task
+from loopq.quantizers.task import MetricKey, Task
 from loopq.run.plan import rounding_like
 from loopq.run.step_weights import WeightedHessian, needs_weight, step_weights, weighted
 
@@ -36,8 +36,8 @@ class Solver:
         Threads and progress.
     rank_threshold : float or None
         Threshold of the rank in the report, relative to the largest eigenvalue; None leaves it out.
-    metrics : mapping of str to LoopMetric
-        Loop metrics of the layers that ask for one.
+    metrics : mapping
+        Loop metrics of the layers that ask for one, by `Task.metric_key`.
     journal : Journal
         Where solved layers are saved, so that a killed run can be resumed.
     """
@@ -46,7 +46,7 @@ class Solver:
     hessians: Hessians
     execution: Execution = field(default_factory=Execution)
     rank_threshold: float | None = None
-    metrics: Mapping[str, LoopMetric] = field(default_factory=dict)
+    metrics: Mapping[MetricKey, LoopMetric] = field(default_factory=dict)
     journal: Journal = field(default_factory=lambda: Journal(None))
 
     def run(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
@@ -69,7 +69,7 @@ class Solver:
     def _solve(self, task: Task, shared: _Shared) -> QuantizedLayer:
         threads = self.execution.threads
         weight = self.weights.oriented(task.parameter)
-        metric = self.metrics.get(task.name)
+        metric = self.metrics.get(task.metric_key)
         if task.leader and (shared.hessian is None or needs_weight(task)):
             apart = task.step_weights != "sum"
             found = self.hessians.accumulator(task.leader, task.steps, per_step=apart)

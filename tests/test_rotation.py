@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from loopq.config import LayerConfig
-from loopq.quantizers.solve import solve_rotated
 
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError
-from loopq.quantizers import Problem
-from loopq.rotation import ChannelScale, Rotation, hadamard, parse_rotation
+from loopq.rotation import ChannelScale, Rotation, RotationConfig, hadamard
 from tests.support.problems import correlated, solve
 
 
@@ -62,12 +59,12 @@ def test_partial_blocks_are_named():
 
 
 def test_spelling():
-    assert parse_rotation("none", 64) is None
-    assert parse_rotation("hadamard", 64) == Rotation(64, "hadamard", 64)
-    assert parse_rotation("random:16", 64, 5) == Rotation(64, "random", 16, 5)
+    assert RotationConfig("none").of(64) is None
+    assert RotationConfig("hadamard").of(64) == Rotation(64, "hadamard", 64)
+    assert RotationConfig("random:16", 5).of(64) == Rotation(64, "random", 16, 5)
     for bad in ("hadamrd", "hadamard:x", "random:-1", "hadamard:0"):
         with pytest.raises(ConfigError, match="rotation"):
-            LayerConfig(rotation=bad)
+            RotationConfig(bad)
 
 
 def test_a_rotation_spreads_an_outlier_column():
@@ -77,8 +74,7 @@ def test_a_rotation_spreads_an_outlier_column():
     weight[:, 9] *= 50
     losses = {}
     for rotation in ("none", "hadamard", "hadamard:32", "random:32"):
-        config = LayerConfig(method="gptq", bits=4, group_size=-1, rotation=rotation)
-        layer = solve_rotated(Problem("x.weight", weight, hessian, config, "out_in", 1, {}))
+        layer = solve("gptq", weight, hessian, bits=4, group_size=-1, rotation=rotation)
         error = layer.dequantize() - weight
         losses[rotation] = np.trace(error @ hessian @ error.T)
     assert max(losses[k] for k in losses if k != "none") < 0.5 * losses["none"]
@@ -87,8 +83,7 @@ def test_a_rotation_spreads_an_outlier_column():
 def test_layers_keep_their_transform_on_disk():
     rng = np.random.default_rng(2)
     weight, hessian = rng.normal(size=(8, 48)).astype(np.float32), correlated(rng, 48)
-    config = LayerConfig(method="gptq", bits=3, group_size=16, rotation="random:32", rotation_seed=4)
-    turned = solve_rotated(Problem("x.weight", weight, hessian, config, "out_in", 1, {}))
+    turned = solve("gptq", weight, hessian, bits=3, group_size=16, rotation="random:32", rotation_seed=4)
     hessian[5] *= 100
     hessian[:, 5] *= 100
     scaled = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
@@ -98,20 +93,3 @@ def test_layers_keep_their_transform_on_disk():
         assert again.same_as(layer)
         np.testing.assert_array_equal(again.dequantize(), layer.dequantize())
         assert not again.same_as(solve("rtn", weight, None, bits=3, group_size=16))
-
-
-def test_awq_with_even_channels_is_asymmetric_rounding_and_never_worse():
-    rng = np.random.default_rng(3)
-    weight = rng.normal(size=(16, 48)).astype(np.float32)
-    plain = solve("rtn", weight, None, bits=3, group_size=16, symmetric=False)
-    assert solve("awq", weight, np.eye(48), bits=3, group_size=16, symmetric=False).same_as(plain)
-    x = rng.normal(size=(200, 48)) * np.exp(rng.normal(size=48))
-    hessian = x.T @ x
-    layer = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
-
-    def loss(found):
-        error = found.dequantize() - weight
-        return np.trace(error @ hessian @ error.T)
-
-    assert loss(layer) < loss(plain)
-    assert layer.report["awq_power"] > 0

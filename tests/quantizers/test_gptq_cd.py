@@ -1,4 +1,4 @@
-"""The full solver against its NumPy twin, brute force, and the laws it must keep."""
+"""GPTQ with coordinate descent against its NumPy twin, brute force, and the laws it must keep."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import itertools
 
 import numpy as np
 import pytest
-from loopq.config import LayerConfig
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
-from loopq.quantizers import QUANTIZERS, Problem
 from tests.support import full_reference as twin
 from tests.support.problems import correlated, solve, values_of
 
@@ -164,9 +162,9 @@ def test_rows_do_not_see_their_neighbours_and_threads_change_nothing():
 def test_scaling_the_hessian_changes_no_code():
     rng = np.random.default_rng(8)
     weight, hessian = rng.normal(size=(9, 40)).astype(np.float32), correlated(rng, 40)
-    plain = solve("full", weight, hessian, bits=3, group_size=16)
+    plain = solve("gptq-cd", weight, hessian, bits=3, group_size=16)
     for c in (2.0**-30, 4.0, 2.0**40):
-        assert solve("full", weight, c * hessian, bits=3, group_size=16).same_as(plain)
+        assert solve("gptq-cd", weight, c * hessian, bits=3, group_size=16).same_as(plain)
 
 
 def test_identity_hessian_gives_rounding_with_refitted_scales():
@@ -174,7 +172,7 @@ def test_identity_hessian_gives_rounding_with_refitted_scales():
     weight = rng.normal(size=(12, 64)).astype(np.float32)
     settings = {"bits": 3, "group_size": 16, "signed_scales": False}
     plain = solve("rtn", weight, None, bits=3, group_size=16, scale_search="mse")
-    one_pass = solve("full", weight, np.eye(64), rounds=0, **settings)
+    one_pass = solve("gptq-cd", weight, np.eye(64), rounds=0, **settings)
     assert one_pass.same_as(plain)
 
 
@@ -189,8 +187,8 @@ def test_beats_gptq_and_negative_scales_help(bits):
         return np.trace(error @ hessian @ error.T), layer
 
     gptq, _ = loss("gptq")
-    positive, one = loss("full", signed_scales=False)
-    signed, two = loss("full")
+    positive, one = loss("gptq-cd", signed_scales=False)
+    signed, two = loss("gptq-cd")
     assert positive < gptq
     assert (one.scales > 0).all()
     assert two.n_bytes == one.n_bytes
@@ -204,7 +202,7 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
     weight, hessian = rng.normal(size=(5, 20)).astype(np.float32), correlated(rng, 20)
     weight[2] = 0
     hessian[7] = hessian[:, 7] = 0
-    layer = solve("full", weight, hessian, bits=4, group_size=-1, damping_kind="diagonal")
+    layer = solve("gptq-cd", weight, hessian, bits=4, group_size=-1, damping_kind="diagonal")
     np.testing.assert_array_equal(layer.dequantize()[2], np.zeros(20, np.float32))
     step = np.abs(layer.scales[:, 0])
     inside = np.abs(weight[:, 7]) <= 7 * step
@@ -217,7 +215,7 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
         {"damping_kind": "x"},
     ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
-            LayerConfig(method="full", **bad)
+            solve("gptq-cd", weight, hessian, **bad)
     for bad in ({"bits": 5}, {"group_size": -5}, {"scale_dtype": "int8"}, {"cost": "x"}):
         with pytest.raises(ConfigError, match="scale_cost" if "cost" in bad else next(iter(bad))):
             full(weight, correlated(rng, 20), **bad)
@@ -228,4 +226,4 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
     with pytest.raises(ConfigError, match="mu"):
         native.Prepared(np.eye(3), np.zeros(2))
     with pytest.raises(SolveError, match="none were collected"):
-        QUANTIZERS.get("full")(Problem("x", weight, None, LayerConfig(method="full"), "out_in", 1, {}))
+        solve("gptq-cd", weight, None)

@@ -9,9 +9,18 @@ from loopq.quantizers import Problem
 from loopq.quantizers.config import LayerConfig
 
 
+#: Settings that references are written for: the scales of the papers, and one damping for both solvers.
+PLAIN = {
+    "rtn": {"scale_search": "max"},
+    "awq": {"scale_search": "max"},
+    "gptq": {"scale_search": "max"},
+    "gptq-cd": {"metric": "inputs", "damping_kind": "mean"},
+}
+
+
 def solve(method, weight, hessian, *, threads=2, loop_metric=None, **settings):
-    """Quantize one weight, float32, outputs first; settings by their flat names."""
-    config = LayerConfig.of(method=method, **settings)
+    """Quantize one weight, float32, outputs first; settings by their flat names, others as of `PLAIN`."""
+    config = LayerConfig.of(**({"method": method} | PLAIN[method] | settings))
     return config.quantize(
         Problem("layer.weight", weight, hessian, config.grid, threads=threads, metric=loop_metric)
     )

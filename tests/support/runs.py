@@ -10,8 +10,8 @@ from loopq.calibrate.select import select
 from loopq.execution import Execution
 from loopq.run.engine import Run, side_files
 
-#: A group size that divides no width of the tiny model.
-SETTINGS = {"bits": 3, "group_size": 20}
+#: The paper's method; a group size that divides no width of the tiny model.
+SETTINGS = {"preset": "paper", "bits": 3, "group_size": 20}
 
 
 def digest(folder):

@@ -1,7 +1,7 @@
-"""Codes and scales of every method and calibration mode on one small model, as checksums that no refactoring may change.
+"""Codes and scales of every method and calibration mode on one model, as checksums that no refactoring may change.
 
-The model computes with small whole numbers over powers of two, so that its full-precision rollouts have the same bits on
-every processor. `python -m tests.golden.quantized` writes the record `quantized.json` and `quantized.npz` anew.
+The model computes with small whole numbers over powers of two, so that its full-precision rollouts have the same bits
+on every processor. `python -m tests.golden.quantized` writes the record `quantized.json` and `quantized.npz` anew.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_refuses_what_has_no_gradients(tiny, tokens, monkeypatch):
     mixed = QuantConfig(
         layer=asked(metric_draws=2).layer, overrides=(Override("*adapter*", {"metric_draws": 3}),)
     )
-    with pytest.raises(ConfigError, match="metric_draws must be the same for all layers; got 2, 3"):
+    with pytest.raises(ConfigError, match="metric_prompts and metric_draws must be the same for all layers"):
         run.with_config(mixed).solve_from(sums)
     monkeypatch.setattr(type(tiny.system), "has_steps", False)
     monkeypatch.setattr(type(tiny.system), "differentiable", lambda self: contextlib.nullcontext())
@@ -177,7 +177,7 @@ def test_a_layer_that_no_gradient_reaches_is_named(tiny, tokens, monkeypatch):
 
 def test_what_it_takes_is_said_before(tiny, tokens, monkeypatch):
     tasks = run_of(tiny, tokens, asked()).tasks
-    assert metric_cost(run_of(tiny, tokens).tasks, 10) == module.MetricCost(0, 0.0, 0)
+    assert metric_cost(run_of(tiny, tokens).tasks, 10) == module.MetricCost(0, 1, 0.0, 0)
     n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
     kept = metric_cost(tasks, 10)
     monkeypatch.setattr(module, "KEPT_BYTES", 0)

@@ -77,7 +77,7 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
         assert facts["layers"][name] == {"bits": layer.bits, "group_size": layer.group_size}
         grid = config.for_layer(name).grid
         assert (grid.bits, grid.group_size) == (layer.bits, layer.group_size)
-        assert config.for_layer(f"{name}.more") == FULL.layer
+        assert config.for_layer(f"{name}.more") == FULL.with_metric("inputs").layer
         assert again.layers[name].same_as(layer)
     loaded = loopq.load(tmp_path / "q")
     name = "transformer.adapter.weight"

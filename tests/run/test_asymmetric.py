@@ -17,7 +17,7 @@ from tests.support.runs import SETTINGS, digest, run_of, tensors_of
 
 def asked(**changes):
     return QuantConfig.of(
-        **({"method": "gptq-cd", "bits": 3, "group_size": 16, "rank_threshold": None} | changes)
+        **({"preset": "fast", "bits": 3, "group_size": 16, "rank_threshold": None} | changes)
     )
 
 

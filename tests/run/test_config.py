@@ -39,24 +39,24 @@ def test_a_preset_sets_its_fields_and_leaves_the_others():
     assert found.layer.method.damping.fraction == 0.02
     assert (found.layer.grid.bits, found.layer.calibration.steps) == (3, "1:")
     assert QuantConfig.of(preset="best", bits=3, damping=0.02, steps="1:") == found
-    with pytest.raises(ConfigError, match="preset must be one of best; got 'good'"):
+    with pytest.raises(ConfigError, match="preset must be one of best, fast, paper; got 'good'"):
         base.preset("good")
 
 
 def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_path):
-    few = tokens.take(0, 3)
-    loopq.quantize(loaded, few, out=tmp_path / "preset", preset="best", **SETTINGS)
+    few, grid = tokens.take(0, 3), {"bits": 3, "group_size": 20}
+    loopq.quantize(loaded, few, out=tmp_path / "preset", preset="best", **grid)
     loopq.quantize(
         loaded,
         few,
         out=tmp_path / "fields",
         method="gptq-cd",
         metric="loop",
-        damping_kind="diagonal",
-        **SETTINGS,
+        metric_prompts=128,
+        **grid,
     )
     assert digest(tmp_path / "preset") == digest(tmp_path / "fields")
-    plain = loopq.quantize(loaded, few, preset="best", metric="inputs", **SETTINGS)
+    plain = loopq.quantize(loaded, few, preset="best", metric="inputs", **grid)
     layer = QuantConfig.from_json(plain.settings["quantization"]).layer
     assert (layer.method.name, layer.method.metric.kind) == ("gptq-cd", "inputs")
     assert layer.method.damping.kind == "diagonal"
@@ -83,11 +83,12 @@ def test_settings_of_version_1_mean_the_same():
     assert (config.rank_threshold, config.n_held_out, config.allocate, config.tune) == (None,) * 4
     common = {"bits": 3, "group_size": 16, "damping": 0.02, "damping_kind": "diagonal", "scale_bits": 10}
     run = {"method": "gptq-cd", "metric": "loop", "metric_draws": 2, "passes": 2, **common}
+    run |= {"metric_prompts": 1 << 31}
     weighed = {"steps": "1:", "step_weights": "alpha=1/4"}
     expected = {
         "adapter.weight": run | {"bits": 8, "steps": "first", "step_weights": "sum"},
-        "q.weight": common | weighed | {"method": "gptq", "scales": "static"},
-        "k.weight": common | weighed | {"method": "gptq", "scales": "static"},
+        "q.weight": common | weighed | {"method": "gptq", "scales": "static", "scale_search": "max"},
+        "k.weight": common | weighed | {"method": "gptq", "scales": "static", "scale_search": "max"},
         "fc.weight": run | weighed | {"metric": "inputs", "rotation": "hadamard:8"},
         "proj.weight": run | weighed,
     }
@@ -117,7 +118,13 @@ def test_version_1_kept_settings_of_every_method_beside_each_other():
     assert (
         config.for_layer("q.weight").flat()
         == LayerConfig.of(
-            method="rtn", bits=2, group_size=16, scale_bits=10, steps="1:", step_weights="alpha=1/4"
+            method="rtn",
+            scale_search="max",
+            bits=2,
+            group_size=16,
+            scale_bits=10,
+            steps="1:",
+            step_weights="alpha=1/4",
         ).flat()
     )
 

@@ -25,7 +25,7 @@ def test_layers_may_choose_their_own_steps(loaded, tokens):
     assert (adapter["steps"], adapter["bits"], adapter["method_done"]) == ([0], 8, "gptq")
     assert reports["transformer.core_block.0.mlp.fc.weight"]["steps"] == [0, 1, 2]
     assert reports["transformer.core_block.1.mlp.fc.weight"]["method_done"] == "rtn"
-    alone = loopq.quantize(loaded, tokens, steps="first", group_size=20, bits=8)
+    alone = loopq.quantize(loaded, tokens, preset="paper", steps="first", group_size=20, bits=8)
     assert result.layers["transformer.adapter.weight"].same_as(alone.layers["transformer.adapter.weight"])
     with pytest.raises(ConfigError, match="matches no shared parameter"):
         loopq.quantize(loaded, tokens, QuantConfig.of(Override("nowhere", {"bits": 8})))

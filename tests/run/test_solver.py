@@ -54,7 +54,9 @@ def test_layers_come_back_from_the_journal_and_only_those_missing_are_solved(
 
 
 def test_the_report_says_what_was_asked_and_what_it_cost(tiny, tokens):
-    config = QuantConfig.of(bits=3, group_size=16, damping=0.02, damping_kind="median", steps="1:")
+    config = QuantConfig.of(
+        method="gptq", bits=3, group_size=16, damping=0.02, damping_kind="median", steps="1:"
+    )
     run = run_of(tiny, tokens, config)
     name = "transformer.adapter.weight"
     hessian = run.all_steps().accumulator(name, [1, 2]).matrix([1, 2])

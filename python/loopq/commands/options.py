@@ -58,7 +58,9 @@ def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
     leaf = entries[0]
     flag = f"--{name.replace('_', '-')}"
     text = leaf.help.removesuffix(".").replace("%", "%%")
-    default = f"{text} (default {_shown(leaf.default)})"
+    values = {e.chosen: _shown(e.default) for e in entries}
+    several = ", ".join(f"{value} for {name}" for name, value in values.items())
+    default = f"{text} (default {several if len(set(values.values())) > 1 else _shown(leaf.default)})"
     if leaf.annotation is bool:
         off = leaf.metadata.get("off")
         if leaf.default:

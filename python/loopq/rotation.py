@@ -121,7 +121,7 @@ def random_orthogonal(n: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Block-diagonal rotation of a layer's input (paper, C1 and C2).
+    """Block-diagonal rotation of a layer's input (Li, App. D).
 
     Parameters
     ----------
@@ -211,7 +211,7 @@ def _block(kind: str, size: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """Input channel j is divided by s_j, its weight column multiplied (AWQ; paper, A4).
+    """Input channel j is divided by s_j, its weight column multiplied (AWQ: Lin et al., arXiv:2306.00978).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The filter table of the paper, every row, and what another realisation of the same poles does."""
+"""Every row of Li, Table 20, and what another realisation of the same poles does."""
 
 import numpy as np
 import pytest

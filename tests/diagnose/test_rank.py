@@ -77,7 +77,7 @@ def test_layer_survey_of_a_blind_first_step():
 
 
 def test_dominant_step_hides_the_later_ones():
-    # The trace share of the paper's Ouro bottleneck: later steps have full rank, the sum has rank 1.
+    # The trace share of Ouro's bottleneck (Li, Table 18): later steps have full rank, the sum has rank 1.
     rng = np.random.default_rng(0)
     first = np.outer(rng.normal(size=500), np.eye(16)[0]) * 300
     found = rank.layer_ranks(ArrayHessians.of_rows([first, rng.normal(size=(500, 16))]))
@@ -147,7 +147,7 @@ def test_overlap_of_random_spaces_is_chance():
 
 
 def test_chance_levels_of_the_paper():
-    # The paper's 0.571 %, 0.631 % and 1.25 % are chance.
+    # The 0.571 %, 0.631 % and 1.25 % of Li, App. O are chance.
     assert round(100 * overlap.chance(32, 5280), 3) == 0.606
     assert round(100 * overlap.chance(64, 5280), 3) == 1.212
 

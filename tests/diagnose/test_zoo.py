@@ -1,4 +1,4 @@
-"""The diagnoses on the model that ships with the package: what the paper says, as far as it shows here."""
+"""The diagnoses on the model that ships with the package: findings of Li, Sec. 3 and 4, as far as they show here."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_arms_with_paired_and_unpaired_states(system, prompts):
     found = exposure.controlled_injection(system, prompts, 8, PER_CHANNEL)
     paired, unpaired = found["paired"], found["unpaired"]
     assert paired["none"]["agreement"] == [1.0] * 8
-    # As the paper's two bf16 runs: most tokens differ at first, nearly none at the end.
+    # As the two bf16 runs of Li, Table 3: many tokens differ at first, nearly none at the end.
     assert unpaired["none"]["agreement"][0] < 0.8
     assert unpaired["none"]["agreement"][-1] > 0.97
     assert 0 < paired["exposed"]["state_error"][-1] < paired["all"]["state_error"][-1]

@@ -1,4 +1,4 @@
-"""The statistics against the figures of the paper, textbook values and their own coverage."""
+"""The statistics against the tables of the paper, textbook values and their nominal coverage."""
 
 import math
 
@@ -134,7 +134,7 @@ def test_cluster_difference_of_equal_runs_is_zero():
 
 
 def test_pooled_rate_of_the_closed_loop_control():
-    # 922 of 1,090 positions is the pooled 84.59 % of the paper, 926 its 84.95 %.
+    # 922 of 1,090 positions is the pooled 84.59 % of Li, App. J, 926 its 84.95 %.
     assert round(100 * stats.cluster_rate([922], [1090], n_resamples=10).estimate, 2) == 84.59
     assert round(100 * stats.cluster_rate([926], [1090], n_resamples=10).estimate, 2) == 84.95
 
@@ -184,7 +184,7 @@ def test_sign_flip_of_fifty_equal_signs_is_what_monte_carlo_can_say():
     effects = np.random.default_rng(5).uniform(0.4, 0.5, size=50)
     p = stats.sign_flip(effects)
     assert p == pytest.approx(1e-5)
-    # The paper's 3.0e-5: three radii, Holm-adjusted.
+    # The 3.0e-5 of Li, App. K: three radii, Holm-adjusted.
     assert stats.holm([p, p, p])[0] == pytest.approx(3.0e-5)
 
 

@@ -1,4 +1,4 @@
-"""Step weights and damping: the identities of the paper, and what spikes may not do."""
+"""Step weights and damping: the identities of Li, App. P, and what spikes may not do."""
 
 from __future__ import annotations
 

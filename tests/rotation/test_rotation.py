@@ -71,7 +71,7 @@ def test_spelling():
 
 
 def test_a_rotation_spreads_an_outlier_column():
-    """Paper's setting: per channel, INT4, one input column of the weight is huge."""
+    """The setting of Li, Table 14: per channel, INT4, one input column of the weight is huge."""
     rng = np.random.default_rng(1)
     weight, hessian = rng.normal(size=(32, 64)).astype(np.float32), correlated(rng, 64)
     weight[:, 9] *= 50

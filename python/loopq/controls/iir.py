@@ -1,4 +1,4 @@
-"""Linear filters: quantizing the feedback matrix moves poles, quantizing input and output does not (H1)."""
+"""Linear filters: quantizing the feedback matrix moves poles, quantizing input and output does not (Li, App. M)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from loopq.lazy import require
 Floats = NDArray[np.float64]
 
 BITS = (4, 6, 8, 10, 12, 16)
-# Ripple and attenuation are not in the paper: a scan over both finds these values and no others that give
-# its table to three decimals. "Order" is the prototype's; a band-pass filter has twice as many poles.
+# Li, App. M gives neither ripple nor attenuation: a scan over both finds these values and no others that give
+# Table 20 to three decimals. "Order" is the prototype's; a band-pass filter has twice as many poles.
 DESIGNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "Butterworth 4": ("butter", (4, (0.2, 0.4))),
     "Chebyshev I, 4": ("cheby1", (4, 0.5, (0.2, 0.4))),
@@ -42,7 +42,7 @@ class Row:
     Parameters
     ----------
     filter, form : str
-        Design, and "companion" (the paper's controllable canonical form) or "modal".
+        Design, and "companion" (the controllable canonical form of Li, App. M) or "modal".
     bits : int
         Width.
     n_states : int
@@ -64,7 +64,7 @@ class Row:
 
 
 def design(name: str) -> Realisation:
-    """Return the companion realisation of one of the paper's filters.
+    """Return the companion realisation of one of the filters of Li, Table 20.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def table(
     Returns
     -------
     list of dict
-        Fields of `Row`; the companion rows are the paper's table.
+        Fields of `Row`; the companion rows are Li, Table 20.
 
     Notes
     -----

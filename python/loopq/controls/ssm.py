@@ -1,4 +1,4 @@
-"""State-space controls: which part of a selective scan, when perturbed, grows along the tokens (H2, H3).
+"""State-space controls: which part of a selective scan, when perturbed, grows along the tokens (Li, App. N).
 
 The recurrence h_t = A_t h_{t-1} + B_t x_t, A_t = exp(dt_t A), runs over tokens. Its states are not returned
 by public Mamba classes, so they are recomputed in float64 from what hooks see, and every recomputation is
@@ -59,7 +59,7 @@ class Scan:
         return out
 
     def states(self, alpha: float = 0.0) -> Floats:
-        """States h_t, shape (n_tokens, width, n_modes), with alpha h_{t-1} added to the recurrence (H3)."""
+        """States h_t, shape (n_tokens, width, n_modes), with alpha h_{t-1} added to the recurrence (Li, Table 21)."""
         decay = self.decay() + alpha
         drive = (self.dt * self.x)[:, :, None] * self.B[:, None, :]
         h = np.zeros(self.A_log.shape)
@@ -233,7 +233,7 @@ def component_weight(mixer: Any, component: str) -> Any:
 
 
 def rounding_error(weight: Floats, component: str, bits: int = 4) -> Floats:
-    """INT4 error of a component: `A_log` with one scale, projections in groups of 128 (paper, App. Mamba)."""
+    """INT4 error of a component: `A_log` with one scale, projections in groups of 128 (Li, App. N)."""
     return round_signed(weight, bits, None if component == "A_log" else GROUP_SIZE) - weight
 
 
@@ -268,14 +268,14 @@ def component_study(
     seeds: Sequence[int] = (0, 1, 2),
     early_late: tuple[int, int] = (8, 32),
 ) -> list[dict[str, Any]]:
-    """Perturb one component of one layer at a time and follow that layer's states (H2).
+    """Perturb one component of one layer at a time and follow that layer's states (Li, App. N).
 
     Parameters
     ----------
     model : nn.Module
         Mamba model.
     prompts : sequence of token id sequences
-        About 100 tokens each in the paper, 10 prompts.
+        Li, App. N has 10 prompts of about 100 tokens.
     layers : sequence of int
         Layers, one perturbed at a time.
     components : sequence of str
@@ -351,7 +351,7 @@ def identity_sweep(
     alphas: Sequence[float] = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
     seeds: Sequence[int] = (0, 1, 2),
 ) -> list[dict[str, float]]:
-    """Add alpha h_{t-1} to the recurrence and perturb `A_log` by Gaussian noise of one norm (H3).
+    """Add alpha h_{t-1} to the recurrence and perturb `A_log` by Gaussian noise of one norm (Li, Table 21).
 
     Parameters
     ----------

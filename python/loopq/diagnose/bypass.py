@@ -1,4 +1,4 @@
-"""The identity-bypass control: the same weight error with and without a path around it (G3)."""
+"""The identity-bypass control: the same weight error with and without a path around it (Li, App. K)."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def bypass_study(
     n_resamples: int = 10_000,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure how much an identity path around the exposed layer takes off the response to its error (G3).
+    """Measure how much an identity path around the exposed layer takes off the response to its error (Li, App. K).
 
     Parameters
     ----------

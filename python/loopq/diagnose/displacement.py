@@ -1,4 +1,4 @@
-"""How far a changed loop drifts from the reference's fixed point, and how fast it settles (E9, E10)."""
+"""How far a changed loop drifts from the reference's fixed point, and how fast it settles (Li, App. L)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def displacement(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> Displacement:
-    """Start both maps from the reference's final state and follow them for further updates (E9).
+    """Start both maps from the reference's final state and follow them for further updates (Li, App. L).
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def _one_batch(
 
 
 def contraction_bound(per_step: float, modulus: float) -> float:
-    """Largest displacement of a contraction that is disturbed at every step (E10).
+    """Largest displacement of a contraction that is disturbed at every step (Li, App. H).
 
     Parameters
     ----------

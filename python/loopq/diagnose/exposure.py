@@ -1,4 +1,4 @@
-"""Feedback exposure: where in the loop a weight error does its damage (E1, E2, E8, E11)."""
+"""Feedback exposure: where in the loop a weight error does its damage (Li, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def arm_weights(
     rounder: Rounder = core_rounder,
     noise_seed: int = 0,
 ) -> dict[str, Weights]:
-    """Weights of the controlled-injection arms (E1).
+    """Weights of the controlled-injection arms (Li, Table 3).
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def arm_weights(
     n_steps : int
         Depth.
     config : LayerConfig
-        Bits and group size of the rounding; the paper's arms are INT4 per channel.
+        Bits and group size of the rounding; Li, Table 3 has INT4 per channel.
     rounder : callable
         Weight and settings to the dequantized weight.
     noise_seed : int
@@ -87,14 +87,14 @@ def controlled_injection(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run the arms, with paired and, where the initial state is drawn, with unpaired states (E1, E11).
+    """Run the arms, with paired and, where the initial state is drawn, with unpaired states (Li, Table 3).
 
     Returns
     -------
     dict
         `paired` and `unpaired` (None where the initial state is not random): arm -> curves over steps, with
         the interval of the final agreement; `recovered`: share of the agreement lost by "all" that leaving
-        the exposed layers in full precision gives back (E11).
+        the exposed layers in full precision gives back (Li, Table 12).
     """
     arms = arm_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
     runs: dict[str, Any] = {"settings": {"bits": config.bits, "group_size": config.group_size, "seed": seed}}
@@ -147,7 +147,7 @@ def group_size_sweep(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Round the whole loop at several group sizes and read the agreement at every step (E8).
+    """Round the whole loop at several group sizes and read the agreement at every step (Li, Table 17).
 
     Returns
     -------
@@ -178,7 +178,7 @@ def depth_curve(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Round the whole loop and compare rollouts of several depths (E2); needs no step function."""
+    """Round the whole loop and compare rollouts of several depths (Li, Fig. 1b); needs no step function."""
 
     def weights(depth: int) -> Weights:
         return rounded(system, quantizable(system.shared_parameters(depth)), config, rounder)
@@ -189,7 +189,7 @@ def depth_curve(
 def adapter_output_ratio(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, *, seed: int = 0, batch_size: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """Size of each exposed layer's output relative to the state that enters the step (D12).
+    """Size of each exposed layer's output relative to the state that enters the step (Li, App. O).
 
     Returns
     -------

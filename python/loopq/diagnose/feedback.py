@@ -1,4 +1,4 @@
-"""The feedback intervention: how much of the final error is the loop feeding its own error back (E3, E4)."""
+"""The feedback intervention: how much of the final error is the loop feeding its own error back (Li, App. E)."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def feedback_curve(
     progress: Progress | None = None,
     label: str = "feedback",
 ) -> FeedbackCurve:
-    """Run the intervention for one set of weights (E3).
+    """Run the intervention for one set of weights (Li, App. E).
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter, with steps.
     tokens : TokenSet
-        Prompts; the paper's are disjoint from calibration.
+        Prompts; in Li, App. E they are disjoint from calibration.
     n_steps : int
         Depth.
     weights : weights
@@ -203,7 +203,7 @@ def _one_batch(
 def split_weights(
     system: LoopedSystem, n_steps: int, config: LayerConfig, rounder: Rounder = core_rounder
 ) -> dict[str, dict[str, Any]]:
-    """Round each exposed layer once and keep the rounded values everywhere or in one input block (E4).
+    """Round each exposed layer once and keep the rounded values everywhere or in one input block (Li, App. E).
 
     Where no layer is exposed, all layers are rounded.
 

@@ -1,4 +1,4 @@
-"""Overlap of eigenspaces between steps and between seeds, next to what chance would give (D8)."""
+"""Overlap of eigenspaces between steps and between seeds, next to what chance would give (Li, App. O)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leading_space(moment: Floats, k: int) -> Floats:
 
 
 def overlap(a: Floats, b: Floats, k: int) -> float:
-    """Mean squared cosine of the principal angles between two top-k eigenspaces (D8).
+    """Mean squared cosine of the principal angles between two top-k eigenspaces (Li, App. O).
 
     Parameters
     ----------

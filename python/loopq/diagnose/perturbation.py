@@ -1,4 +1,4 @@
-"""Perturbations other than rounding: random and trained rank-4 updates, output-matched noise (E5-E7)."""
+"""Perturbations other than rounding: random and trained rank-4 updates, output-matched noise (Li, App. F)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scaled_to(updates: Updates, norm: float) -> dict[str, Floats]:
 def random_low_rank(
     shapes: Mapping[str, tuple[int, int]], norm: float, rank: int = 4, seed: int = 0
 ) -> dict[str, Floats]:
-    """Draw U V^T with Gaussian factors for each layer, the norm split evenly over them (E5).
+    """Draw U V^T with Gaussian factors for each layer, the norm split evenly over them (Li, Table 15).
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def trained_low_rank(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Floats]:
-    """Train U V^T on next-token cross-entropy through the whole loop, then rescale to a norm (E6).
+    """Train U V^T on next-token cross-entropy through the whole loop, then rescale to a norm (Li, Table 15).
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ def _weight_gradients(
 def output_matched_noise(
     weight: Matrix, changed: Matrix, *, n_measurements: int = 5, n_rows: int = 64, seed: int = 0
 ) -> tuple[Floats, float]:
-    """Gaussian noise whose output error on random inputs has the norm of a rounding's (E7).
+    """Gaussian noise whose output error on random inputs has the norm of a rounding's (Li, Table 15).
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def perturbation_study(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Compare perturbations of one size at the exposed layers and in the core, paired states (E5-E7).
+    """Compare perturbations of one size at the exposed layers and in the core, paired states (Li, Table 15).
 
     Parameters
     ----------

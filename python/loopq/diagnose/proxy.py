@@ -1,4 +1,4 @@
-"""The reconstruction proxy tr(D H_t D^T) along the rollout, and activation magnitudes (D9-D11)."""
+"""The reconstruction proxy tr(D H_t D^T) along the rollout, and activation magnitudes (Li, App. J and P)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_proxies(error: NDArray[np.floating], hessians: StepHessians) -> Floats:
 
 
 def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
-    """Sum per-step proxies over layers (D9).
+    """Sum per-step proxies over layers (Li, App. J).
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def late_step_wins(
     baseline: Mapping[str, NDArray[np.floating]],
     late: Mapping[str, Floats],
 ) -> tuple[int, int]:
-    """Count layers whose late-step proxy is smaller under one set of errors than under another (D10).
+    """Count layers whose late-step proxy is smaller under one set of errors than under another (Li, App. P).
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def late_step_wins(
 
     Notes
     -----
-    The paper counts 335 of 336 wins where perplexity improved and 168 of 168 where it did not: this count
+    Li, App. P counts 335 of 336 layers where perplexity improved and 168 of 168 where it did not: this count
     says nothing about the model's output.
     """
     if set(candidate) != set(baseline) or set(candidate) - set(late):
@@ -99,7 +99,7 @@ def channel_rms(hessian: Floats, n_rows: int) -> Floats:
 
 
 def magnitude_stability(hessians: StepHessians) -> dict[str, Any]:
-    """Pearson correlation of channel magnitudes between the first step and every later one (D11).
+    """Pearson correlation of channel magnitudes between the first step and every later one (Li, Sec. 4).
 
     Magnitudes are root mean squares, which the Hessian's diagonal holds; None where a side is constant.
     """

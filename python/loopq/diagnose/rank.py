@@ -1,4 +1,4 @@
-"""Calibration blindness: which input directions a layer's Hessian sees, at which step (D1-D7)."""
+"""Calibration blindness: which input directions a layer's Hessian sees, at which step (Li, Sec. 4)."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def spectrum(hessian: Floats, threads: int = 0) -> Floats:
 
 
 def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
-    """Number of eigenvalues above `threshold` times the largest (D1); 0 for a zero matrix.
+    """Number of eigenvalues above `threshold` times the largest (Li, Sec. 2); 0 for a zero matrix.
 
     Parameters
     ----------
     values : ndarray, float64, shape (dim,)
         Eigenvalues, in any order.
     threshold : float
-        tau, between 0 and 1; the paper's is 1e-3.
+        tau, between 0 and 1; Li, Sec. 2 takes 1e-3.
     """
     if not 0.0 <= threshold < 1.0:
         raise ConfigError(f"a rank threshold lies in [0, 1); got {threshold}")
@@ -54,7 +54,7 @@ def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
 
 
 def effective_rank(values: Floats) -> float:
-    """exp(-sum p log p) with p the eigenvalues' shares (D5): n for a flat spectrum of n directions."""
+    """exp(-sum p log p) with p the eigenvalues' shares (Li, Table 22): n for a flat spectrum of n directions."""
     total = float(values.sum())
     if total <= 0.0:
         return 0.0
@@ -63,7 +63,7 @@ def effective_rank(values: Floats) -> float:
 
 
 def stable_rank(values: Floats) -> float:
-    """tr(H) / lambda_max (D5)."""
+    """tr(H) / lambda_max (Li, Table 22)."""
     top = float(values.max())
     return float(values.sum()) / top if top > 0 else 0.0
 
@@ -117,7 +117,7 @@ def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float
 
 
 def rank_gain(deployed: int, first: int) -> float | None:
-    """Accumulated over step-0 rank (D3); None where step 0 has rank 0."""
+    """Accumulated over step-0 rank (Li, Table 18); None where step 0 has rank 0."""
     return deployed / first if first else None
 
 
@@ -129,7 +129,7 @@ def layer_ranks(
     steps: Sequence[int] | None = None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Everything D1-D7 of one layer.
+    """Ranks, spectra and step-0 shares of one layer's input (Li, Sec. 4).
 
     Parameters
     ----------
@@ -149,9 +149,9 @@ def layer_ranks(
     Returns
     -------
     dict
-        `per_step`: rank, trace and rows of each H_t (D4); `first`, `last`, `all`: counts of H_0, H_{N-1} and
-        the sum (D1, D5); `rank_ratio` (D2), `rank_gain` (D3), `step0_trace_share`, `trace_ratio_0_1` (D7);
-        `spectra` (D6); `blocks`: the same for each block.
+        `per_step`: rank, trace and rows of each H_t (Li, Table 19); `first`, `last`, `all`: counts of H_0, H_{N-1}
+        and the sum (Li, Table 22); `rank_ratio`, `rank_gain` (Li, Table 18), `step0_trace_share`,
+        `trace_ratio_0_1` (Li, App. P); `spectra` (Li, Fig. 5); `blocks`: the same for each block.
     """
     there = list(hessians.steps)
     counted = sorted({there[0], there[-1], *(there if steps is None else steps)})
@@ -210,11 +210,11 @@ def _survey(
 
 
 def bottleneck(layers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Layer with the lowest step-0 rank ratio (D2); the earlier one on a tie."""
+    """Layer with the lowest step-0 rank ratio (Li, Table 18); the earlier one on a tie."""
     return min(layers, key=lambda name: layers[name]["rank_ratio"])
 
 
 def largest_gain(layers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Layer with the largest rank gain (D3), or None where no layer has one."""
+    """Layer with the largest rank gain (Li, Table 18), or None where no layer has one."""
     known = [name for name in layers if layers[name]["rank_gain"] is not None]
     return max(known, key=lambda name: layers[name]["rank_gain"]) if known else None

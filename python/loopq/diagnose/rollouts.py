@@ -270,7 +270,7 @@ def by_depth(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Compare whole rollouts of several depths, each with the reference of its own depth (E2).
+    """Compare whole rollouts of several depths, each with the reference of its own depth (Li, Fig. 1b).
 
     Parameters
     ----------

@@ -116,7 +116,7 @@ def steps_to_count(n_steps: int, dim: int) -> list[int]:
 
 
 def ranks(context: Context) -> dict[str, Any]:
-    """Ranks, spectra, proxies and magnitudes of every observed input (D1-D7, D9, D11, F3)."""
+    """Ranks, spectra, proxies and magnitudes of every observed input (Li, Tables 1, 18, 19 and 22)."""
     sums = context.sums()
 
     def one(leader: str) -> StepHessians:
@@ -218,7 +218,7 @@ def _proxy_sum(per_layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlaps(context: Context) -> dict[str, Any]:
-    """Overlap of state subspaces between steps and seeds (D8), and the exposed layers' output size (D12)."""
+    """Overlap of state subspaces between steps and seeds, and the exposed layers' output size (Li, App. O)."""
     from loopq.diagnose.exposure import adapter_output_ratio
 
     config = context.config
@@ -239,7 +239,7 @@ def overlaps(context: Context) -> dict[str, Any]:
 
 
 def ablation(context: Context) -> dict[str, Any]:
-    """Single-layer ablation (F1), random-direction gain (F2), Hessian trace (F3), side by side."""
+    """Single-layer ablation, random-direction gain and Hessian trace, side by side (Li, Table 16)."""
     from loopq.diagnose import sensitivity
 
     config = context.config
@@ -258,7 +258,7 @@ def ablation(context: Context) -> dict[str, Any]:
         )
 
     found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)
-    # The paper disturbs inputs half-way along the rollout.
+    # Li, App. G perturbs the inputs of step 16 of 32.
     middle = context.system.check_depth(max(1, context.n_steps // 2))
     weights = {p.name: weight_of(context.system, p) for p in chosen}
     gain = sensitivity.gains(context.system, tokens, middle, weights=weights, seed=config.seed)
@@ -282,7 +282,7 @@ def ablation(context: Context) -> dict[str, Any]:
 
 
 def _input_energy(context: Context, tokens: TokenSet) -> dict[str, float]:
-    """tr(X^T X) of each observed layer over all steps: the sum of its squared inputs (F3)."""
+    """tr(X^T X) of each observed layer over all steps: the sum of its squared inputs (Li, App. G)."""
     from loopq.calibrate.hooks import Observer
 
     total: dict[str, float] = {}
@@ -298,7 +298,7 @@ def _input_energy(context: Context, tokens: TokenSet) -> dict[str, float]:
 
 
 def arms(context: Context) -> dict[str, Any]:
-    """Controlled injection, per channel and grouped (E1, E11)."""
+    """Controlled injection, per channel and grouped (Li, Table 3)."""
     from loopq.diagnose import exposure
 
     config = context.config
@@ -316,7 +316,7 @@ def arms(context: Context) -> dict[str, Any]:
 
 
 def groups(context: Context) -> dict[str, Any]:
-    """Group-size sweep of the whole loop (E8)."""
+    """Group-size sweep of the whole loop (Li, Table 17)."""
     from loopq.diagnose import exposure
 
     config = context.config
@@ -333,7 +333,7 @@ def groups(context: Context) -> dict[str, Any]:
 
 
 def feedback(context: Context) -> dict[str, Any]:
-    """Feedback intervention on the exposed layers, whole and split by input block, or on all (E3, E4)."""
+    """Feedback intervention on the exposed layers, whole and split by input block, or on all (Li, App. E)."""
     from loopq.diagnose.feedback import feedback_study
 
     config = context.config
@@ -351,7 +351,7 @@ def feedback(context: Context) -> dict[str, Any]:
 
 
 def displacements(context: Context) -> dict[str, Any]:
-    """Displacement from the reference's final state (E9)."""
+    """Displacement from the reference's final state (Li, App. L)."""
     from loopq.diagnose.displacement import displacement
 
     config = context.config
@@ -370,7 +370,7 @@ def displacements(context: Context) -> dict[str, Any]:
 
 
 def perturbations(context: Context) -> dict[str, Any]:
-    """Rank-4 updates and output-matched noise at the exposed layers and in the core (E5-E7)."""
+    """Rank-4 updates and output-matched noise at the exposed layers and in the core (Li, Table 15)."""
     from loopq.diagnose.perturbation import perturbation_study
 
     config = context.config
@@ -387,7 +387,7 @@ def perturbations(context: Context) -> dict[str, Any]:
 
 
 def jacobian(context: Context) -> dict[str, Any]:
-    """Spectral radius and norm of the step, and what the identity bypass does to them (G1, G2, G4)."""
+    """Spectral radius and norm of the step, and what the identity bypass does to them (Li, App. K)."""
     from loopq.diagnose.spectral import radius_study
 
     tokens = context.tokens.take(0, context.config.n_jacobian_prompts)
@@ -403,7 +403,7 @@ def jacobian(context: Context) -> dict[str, Any]:
 
 
 def bypasses(context: Context) -> dict[str, Any]:
-    """Identity-bypass control (G3)."""
+    """Identity-bypass control (Li, App. K)."""
     from loopq.diagnose.bypass import bypass_study
 
     config = context.config

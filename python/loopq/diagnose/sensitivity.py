@@ -1,4 +1,4 @@
-"""Sensitivity rankings side by side: ablation, random-direction gain, Hessian trace (F1-F3)."""
+"""Sensitivity rankings side by side: ablation, random-direction gain, Hessian trace (Li, App. G)."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def ablation(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, dict[str, float | None]]:
-    """Round one layer at a time and measure what changes (F1).
+    """Round one layer at a time and measure what changes (Li, Table 16).
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     tokens : TokenSet
-        Prompts; the paper uses 10.
+        Prompts; Li, Table 16 has 10.
     n_steps : int
         Depth.
     config : LayerConfig
@@ -93,7 +93,7 @@ def _ablated(run: Comparison) -> dict[str, float | None]:
 def random_direction_gain(
     apply: Callable[[Floats], Floats], x: Floats, n_draws: int = 10, relative: float = 1e-3, seed: int = 0
 ) -> float:
-    """Mean of ||f(x + d) - f(x)||_F / ||d||_F over random directions d = relative * ||x||_F * z (F2).
+    """Mean of ||f(x + d) - f(x)||_F / ||d||_F over random directions d = relative * ||x||_F * z (Li, App. G).
 
     Parameters
     ----------
@@ -153,14 +153,14 @@ def gains(
     n_draws: int = 10,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Random-direction gain of every layer named in `weights`, mean over prompts (F2).
+    """Random-direction gain of every layer named in `weights`, mean over prompts (Li, App. G).
 
     Parameters
     ----------
     weights : mapping of str to ndarray, float32, shape (out_features, in_features)
         Weights as they are, outputs first; a bias cancels.
     n_steps : int
-        Depth of the rollout whose last inputs are disturbed; the paper's is 16 of 32.
+        Depth of the rollout whose last inputs are disturbed; Li, App. G takes 16 of 32.
     """
     parameters = [p for p in system.shared_parameters(n_steps) if p.name in weights]
     inputs = last_inputs(system, tokens, n_steps, parameters, seed)

@@ -1,4 +1,4 @@
-"""Spectral radius and norm of the step's Jacobian, without forming it (G1, G2, G4)."""
+"""Spectral radius and norm of the step's Jacobian, without forming it (Li, App. K)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Product = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class ArnoldiSettings:
-    """The paper's settings and acceptance rules.
+    """Settings and acceptance rules of the estimate; the defaults are those of Li, App. K.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
 def spectral_radius(
     product: Product, dim: int, starts: Sequence[Floats], settings: ArnoldiSettings | None = None
 ) -> Radius:
-    """Estimate the radius from several start vectors and apply the acceptance rules (G1).
+    """Estimate the radius from several start vectors and apply the acceptance rules (Li, App. K).
 
     Parameters
     ----------
@@ -182,13 +182,13 @@ def spectral_radius(
     starts : sequence of ndarray, float64, shape (dim,)
         Start vectors, the same for all maps that are compared.
     settings : ArnoldiSettings, optional
-        The paper's when absent.
+        Those of Li, App. K when absent.
 
     Notes
     -----
     Accepted when every residual is below the limit and the starts agree within theirs. For a strongly
-    non-normal map a small residual does not bound the eigenvalue's error; the paper's rules are applied as
-    they are, and `spectral_norm` stands beside them.
+    non-normal map a small residual does not bound the eigenvalue's error; the rules are applied as published,
+    and `spectral_norm` is given beside them.
     """
     settings = settings or ArnoldiSettings()
     found = [estimate(product, dim, s, settings) for s in starts]
@@ -210,7 +210,7 @@ def spectral_radius(
 
 
 def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 1e-5) -> float:
-    """Largest singular value sigma_1(J) from products with J and J^T (G4)."""
+    """Largest singular value sigma_1(J) from products with J and J^T (Li, App. K)."""
     if dim <= 64:
         return float(np.linalg.norm(np.stack([product(e) for e in np.eye(dim)], axis=1), 2))
     linalg = require("scipy.sparse.linalg")
@@ -282,7 +282,7 @@ def radius_study(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Spectral radii of the reference and the changed step, with and without the identity bypass (G2).
+    """Spectral radii of the reference and the changed step, with and without the identity bypass (Li, App. K).
 
     Parameters
     ----------
@@ -299,7 +299,7 @@ def radius_study(
     with_norm : bool
         Also measure sigma_1 of the reference and the changed map at the plain state.
     settings : ArnoldiSettings, optional
-        The paper's when absent.
+        Those of Li, App. K when absent.
     seed : int
         Seed of the initial states.
     progress : Progress, optional

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 # A layer is called blind where step 0 sees under a twentieth of its input and later steps, each on its own,
-# at least twice as much; the paper's blind layers lie at 0.02-1.5 % and gain 3x and more.
+# at least twice as much; the blind layers of Li, Table 18 lie at 0.02-1.5 % and gain 3x and more.
 BLIND_RATIO = 0.05
 LATE_GAIN = 2.0
 DOMINANT_SHARE = 0.9

@@ -121,14 +121,14 @@ def input_blocks(shared: SharedParameter) -> dict[str, slice]:
 
 
 def keep_columns(weight: Matrix, changed: Matrix, columns: slice) -> Matrix:
-    """Take `changed` in some columns and `weight` in the others (E4)."""
+    """Take `changed` in some columns and `weight` in the others (Li, App. E)."""
     out = weight.copy()
     out[:, columns] = changed[:, columns]
     return out
 
 
 def gaussian_like(weight: Matrix, norm: float, seed: int) -> Matrix:
-    """Add one Gaussian draw of a given Frobenius norm (E1, arm 4)."""
+    """Add one Gaussian draw of a given Frobenius norm (Li, Table 3)."""
     noise = np.random.default_rng(seed).normal(size=weight.shape)
     out: Matrix = (weight + noise * (norm / np.linalg.norm(noise))).astype(np.float32)
     return out

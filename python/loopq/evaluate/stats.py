@@ -1,4 +1,4 @@
-"""The statistics the paper reports: intervals, exact tests, bootstraps over prompts, rank correlation.
+"""The statistics of the paper's tables: intervals, exact tests, bootstraps over prompts, rank correlation.
 
 Everything here is plain NumPy on small arrays. Every random procedure takes a seed and a number of resamples
 and hands both back with its result, so that a report can be repeated.
@@ -88,7 +88,7 @@ def _ends(draws: Floats, level: float) -> tuple[float, float]:
 
 
 def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
-    """Wilson score interval of a proportion (paper, J1).
+    """Wilson score interval of a proportion (Li, Table 24).
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
 
 
 def mcnemar_exact(b: int, c: int) -> float:
-    """Two-sided exact McNemar test from the discordant counts (paper, J2).
+    """Two-sided exact McNemar test from the discordant counts (Li, Table 10).
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def mcnemar_exact(b: int, c: int) -> float:
 def paired_proportion_difference(
     b: int, c: int, n: int, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
-    """Paired bootstrap of a difference of two proportions measured on the same items (paper, J3).
+    """Paired bootstrap of a difference of two proportions measured on the same items (Li, Table 10).
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ def student(values: ArrayLike) -> Interval:
 def cluster_rate(
     hits: ArrayLike, sizes: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
-    """Prompt-cluster bootstrap of a rate pooled over positions (paper, J4).
+    """Prompt-cluster bootstrap of a rate pooled over positions (Li, App. J).
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def cluster_rate_difference(
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Prompt-cluster bootstrap of the difference a - b of two pooled rates on the same positions (J4)."""
+    """Prompt-cluster bootstrap of the difference a - b of two pooled rates on the same positions (Li, App. J)."""
     return bootstrap(
         [hits_a, hits_b, sizes],
         lambda a, b, n: (a.sum(axis=1) - b.sum(axis=1)) / n.sum(axis=1),
@@ -300,7 +300,7 @@ def geometric_mean_ratio(
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Prompt bootstrap of the geometric mean of per-prompt ratios (paper, J5)."""
+    """Prompt bootstrap of the geometric mean of per-prompt ratios (Li, App. E)."""
     top = np.log(_sample(numerator, "numerator", positive=True))
     bottom = np.log(_sample(denominator, "denominator", positive=True))
     _same_length(top, bottom)
@@ -321,7 +321,7 @@ def median_ratio(
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (J7)."""
+    """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (Li, Sec. 6.2)."""
     _sample(numerator, "numerator", positive=True)
     _sample(denominator, "denominator", positive=True)
     return bootstrap(
@@ -343,7 +343,7 @@ def difference_in_differences(
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Prompt bootstrap of mean(other shift) - mean(plain shift), shift = treated - reference (paper, J8)."""
+    """Prompt bootstrap of mean(other shift) - mean(plain shift), shift = treated - reference (Li, App. K)."""
     return bootstrap(
         [plain_reference, plain_treated, other_reference, other_treated],
         lambda a, b, c, d: (d - c).mean(axis=1) - (b - a).mean(axis=1),
@@ -355,7 +355,7 @@ def difference_in_differences(
 
 
 def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0, exact_up_to: int = 16) -> float:
-    """Two-sided sign-flip test that paired effects are symmetric around 0 (paper, J6).
+    """Two-sided sign-flip test that paired effects are symmetric around 0 (Li, App. K).
 
     Parameters
     ----------
@@ -433,7 +433,7 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def gap_closed(value: float, rtn: float, base: float) -> float:
-    """Share of the gap from rounding to full precision that is closed (paper, I9).
+    """Share of the gap from rounding to full precision that is closed (Li, Table 2).
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ TOKENS = BENCH_TOKENS
 
 @dataclass(frozen=True)
 class Procedure:
-    """How times are taken; the defaults are the paper's protocol, on a chip of an H200's size.
+    """How times are taken; the defaults are the protocol of Li, App. D, on a chip of an H200's size.
 
     Attributes
     ----------
@@ -174,7 +174,7 @@ def verify_products(
     ----------
     backend : Backend
     layers : sequence of Projection
-        `HUGINN` gives 17 calls, hence the paper's 51 comparisons.
+        `HUGINN` gives 17 calls, at three token counts the 51 comparisons of Li, App. D.
     tokens : sequence of int
     group_size : int
     bulk : bool
@@ -185,8 +185,8 @@ def verify_products(
     -------
     list of dict
         Per comparison: ``error_float32`` (float32 output against float64), ``error_rounded`` (16-bit output
-        against the correctly rounded product), ``error_bfloat16`` (16-bit output against float64, as the paper
-        measures), ``repeatable`` (two runs, same bits), ``same_in_batch`` (first token alone, same bits).
+        against the correctly rounded product), ``error_bfloat16`` (16-bit output against float64, as in Li,
+        App. D), ``repeatable`` (two runs, same bits), ``same_in_batch`` (first token alone, same bits).
     """
     records = []
     device, largest = backend.device, max(tokens)

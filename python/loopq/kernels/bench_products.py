@@ -144,7 +144,7 @@ def compare_products(
     bandwidth : float or None
         Bytes per second of a copy; measured where None.
     procedure : Procedure or None
-        The paper's by default.
+        That of Li, App. D by default.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """Measurements of whole rollouts on a Huginn-like loop with random weights: graphs, fusions, the eager way.
 
 Only the loop is timed (N steps of the adapter and its blocks); prelude, coda and head run once per forward
-pass and are the same in every arm. The paper's latencies include them.
+pass and are the same in every arm. The latencies of Li, Sec. 6.2 include them.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def compare_rollouts(
     bulk : bool
         Weights by bulk copies.
     procedure : Procedure or None
-        The paper's by default.
+        That of Li, App. D by default.
 
     Returns
     -------

@@ -34,7 +34,7 @@ def loop(d: Diagnosis) -> Picture:
 
 
 def rank_map(d: Diagnosis) -> Picture | None:
-    """Heat map of the rank of each layer's input at each step (D4)."""
+    """Heat map of the rank of each layer's input at each step (Li, Table 19)."""
     ranks = d["sections"].get("ranks")
     if not ranks:
         return None
@@ -73,7 +73,7 @@ def rank_map(d: Diagnosis) -> Picture | None:
 
 
 def spectra(d: Diagnosis) -> Picture | None:
-    """Eigenvalues of the Hessian at step 0, at the last step and summed (D6)."""
+    """Eigenvalues of the Hessian at step 0, at the last step and summed (Li, Fig. 5)."""
     ranks = d["sections"].get("ranks")
     if not ranks:
         return None
@@ -107,7 +107,7 @@ def spectra(d: Diagnosis) -> Picture | None:
 
 
 def rollout_error(d: Diagnosis) -> Picture | None:
-    """State error and agreement along the rollout, arm by arm (E1)."""
+    """State error and agreement along the rollout, arm by arm (Li, Fig. 1a)."""
     arms = d["sections"].get("arms")
     if not arms:
         return None
@@ -140,7 +140,7 @@ def rollout_error(d: Diagnosis) -> Picture | None:
 
 
 def feedback(d: Diagnosis) -> Picture | None:
-    """Final error against the share of its own error that is fed back (E3, E4)."""
+    """Final error against the share of its own error that is fed back (Li, App. E)."""
     found = d["sections"].get("feedback")
     if not found:
         return None
@@ -167,7 +167,7 @@ def feedback(d: Diagnosis) -> Picture | None:
 
 
 def ablations(d: Diagnosis) -> Picture | None:
-    """Damage of each layer alone, with its places by the one-step measures (F1-F3)."""
+    """Damage of each layer alone, with its places by the one-step measures (Li, Table 16)."""
     found = d["sections"].get("ablation")
     if not found:
         return None
@@ -221,7 +221,7 @@ def _number(value: float | None) -> str:
 
 
 def proxies(d: Diagnosis) -> Picture | None:
-    """Per-step reconstruction proxy (D9)."""
+    """Per-step reconstruction proxy (Li, App. J)."""
     ranks = d["sections"].get("ranks")
     if not ranks or len(ranks["proxy_sum"]["grouped"]["per_step"]) < 2:
         return None
@@ -246,7 +246,7 @@ def proxies(d: Diagnosis) -> Picture | None:
 
 
 def displacement(d: Diagnosis) -> Picture | None:
-    """Displacement from the reference's final state (E9)."""
+    """Displacement from the reference's final state (Li, App. L)."""
     found = d["sections"].get("displacement")
     if not found:
         return None
@@ -268,7 +268,7 @@ def displacement(d: Diagnosis) -> Picture | None:
 
 
 def jacobian(d: Diagnosis) -> Picture | None:
-    """Spectral radius of the step for every prompt (G1, G2)."""
+    """Spectral radius of the step for every prompt (Li, App. K)."""
     found = d["sections"].get("jacobian")
     if not found:
         return None
@@ -298,7 +298,7 @@ def jacobian(d: Diagnosis) -> Picture | None:
 
 
 def bypass(d: Diagnosis) -> Picture | None:
-    """Response to the weight error with and without the identity path (G3)."""
+    """Response to the weight error with and without the identity path (Li, App. K)."""
     found = d["sections"].get("bypass")
     if not found:
         return None
@@ -335,7 +335,7 @@ def bypass(d: Diagnosis) -> Picture | None:
 
 
 def group_sizes(d: Diagnosis) -> Picture | None:
-    """Group-size sweep (E8)."""
+    """Group-size sweep (Li, Table 17)."""
     found = d["sections"].get("groups")
     if not found:
         return None
@@ -365,7 +365,7 @@ def group_sizes(d: Diagnosis) -> Picture | None:
 
 
 def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
-    """Gap closed by trajectory calibration against the largest rank gain, model by model (D13).
+    """Gap closed by trajectory calibration against the largest rank gain, model by model (Li, Fig. 2).
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ _EXTRA = {
     "huggingface_hub": "hf",
     "lm_eval": "eval",
     "matplotlib": "report",
-    "scipy": "report",
+    "scipy": "stats",
     "threadpoolctl": "torch",
 }
 

@@ -213,7 +213,7 @@ def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -
         ratio = geometric_mean_ratio(relative[:, 1], relative[:, 0], n_resamples=n_resamples)
         plain = bootstrap(
             [rms[:, 1], rms[:, 0]],
-            lambda a, b: 1 - a.mean(axis=1) / b.mean(axis=1),
+            lambda a, b, axis: 1 - a.mean(axis) / b.mean(axis),
             n_resamples=n_resamples,
             method="prompt bootstrap of a ratio of means",
         )

@@ -1,25 +1,27 @@
 """The statistics of the paper's tables: intervals, exact tests, bootstraps over prompts, rank correlation.
 
-Everything here is plain NumPy on small arrays. Every random procedure takes a seed and a number of resamples
-and hands both back with its result, so that a report can be repeated.
+What SciPy has is SciPy's; this module gives it the tables' units (answers, prompts, repetitions) and names.
+Every random procedure takes a seed and a number of resamples and returns both with its result, so that a
+report can be repeated.
 """
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopq.errors import ConfigError
+from loopq.lazy import require
 
 Floats = NDArray[np.float64]
 
 N_RESAMPLES = 100_000
+# Values that one batch of resamples holds; bounds the memory and changes no result.
 _CHUNK = 4_000_000
 
 
@@ -64,9 +66,7 @@ def _sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
     if not np.isfinite(array).all():
         raise ConfigError(f"{name}: value {int(np.argmin(np.isfinite(array)))} is not finite")
     if positive and (array <= 0).any():
-        raise ConfigError(
-            f"{name}: a geometric mean needs values above 0; value {int(np.argmin(array))} is not"
-        )
+        raise ConfigError(f"{name}: a ratio needs values above 0; value {int(np.argmin(array))} is not")
     return array
 
 
@@ -80,11 +80,6 @@ def _level(level: float) -> float:
     if not 0.0 < level < 1.0:
         raise ConfigError(f"level must lie between 0 and 1; got {level}")
     return level
-
-
-def _ends(draws: Floats, level: float) -> tuple[float, float]:
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
 
 
 def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
@@ -111,15 +106,9 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
         raise ConfigError(
             f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}"
         )
-    z = NormalDist().inv_cdf((1 + _level(level)) / 2)
-    p = successes / trials
-    shrink = 1 + z * z / trials
-    middle = (p + z * z / (2 * trials)) / shrink
-    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials)) / shrink
-    # At 0 and n the formula's end is 0 or 1 in exact arithmetic, not always in floating point.
-    low = 0.0 if successes == 0 else max(0.0, middle - half)
-    high = 1.0 if successes == trials else min(1.0, middle + half)
-    return Interval(p, low, high, level, "Wilson score interval over answers", trials)
+    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(_level(level), "wilson")
+    low, high = float(found.low), float(found.high)
+    return Interval(successes / trials, low, high, level, "Wilson score interval over answers", trials)
 
 
 def mcnemar_exact(b: int, c: int) -> float:
@@ -128,26 +117,18 @@ def mcnemar_exact(b: int, c: int) -> float:
     Parameters
     ----------
     b, c : int
-        Items that only the one, and only the other, got right.
+        Items that only the first, and only the second, got right.
 
     Returns
     -------
     float
         min(1, 2 P[X <= min(b, c)]) for X binomial(b + c, 1/2); 1 where nothing is discordant.
-
-    Notes
-    -----
-    Summed in integers and divided once, so p values of 1e-300 keep their digits.
     """
     if b < 0 or c < 0:
         raise ConfigError(f"discordant counts are at least 0; got {b} and {c}")
-    n = b + c
-    term = total = 1
-    for k in range(min(b, c)):
-        term = term * (n - k) // (k + 1)
-        total += term
-    # Dividing integers in Python rounds once, also where both overflow a float.
-    return min(1.0, 2 * total / (1 << n))
+    if b + c == 0:
+        return 1.0
+    return float(require("scipy.stats").binomtest(min(b, c), b + c).pvalue)
 
 
 def paired_proportion_difference(
@@ -171,13 +152,15 @@ def paired_proportion_difference(
         raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
     rng = np.random.default_rng(seed)
     draws = rng.multinomial(n, [b / n, c / n, (n - b - c) / n], size=n_resamples)
-    low, high = _ends((draws[:, 0] - draws[:, 1]) / n, _level(level))
-    return Interval((b - c) / n, low, high, level, "paired bootstrap over answers", n, n_resamples, seed)
+    low, high = np.quantile((draws[:, 0] - draws[:, 1]) / n, [(1 - _level(level)) / 2, (1 + level) / 2])
+    return Interval(
+        (b - c) / n, float(low), float(high), level, "paired bootstrap over answers", n, n_resamples, seed
+    )
 
 
 def bootstrap(
     columns: Sequence[ArrayLike],
-    statistic: Callable[..., Floats],
+    statistic: Callable[..., Any],
     level: float = 0.95,
     n_resamples: int = N_RESAMPLES,
     seed: int = 0,
@@ -188,26 +171,35 @@ def bootstrap(
     Parameters
     ----------
     columns : sequence of array_like, shape (n_units,)
-        One value of each unit per column; the units are resampled, their columns stay together.
+        One value of each unit per column; units are resampled and their columns stay together.
     statistic : callable
-        Takes the columns as arrays (n_draws, n_units) and returns one number per row; for the estimate it is
-        given the columns as one row.
+        `statistic(*columns, axis)` reduces the axis of the units.
     level, n_resamples, seed
         Coverage, number of resamples, seed.
     method : str
         Name for the report.
+
+    Notes
+    -----
+    A single unit resamples to itself: the interval is the estimate and says nothing.
     """
     arrays = [_sample(c, method) for c in columns]
     _same_length(*arrays)
     n = arrays[0].size
-    estimate = float(statistic(*(a[None, :] for a in arrays))[0])
-    rng = np.random.default_rng(seed)
-    draws = np.empty(n_resamples)
-    rows = max(1, _CHUNK // n)
-    for start in range(0, n_resamples, rows):
-        picks = rng.integers(0, n, size=(min(rows, n_resamples - start), n))
-        draws[start : start + len(picks)] = statistic(*(a[picks] for a in arrays))
-    low, high = _ends(draws, _level(level))
+    estimate = low = high = float(statistic(*arrays, axis=-1))
+    if n > 1:
+        found = require("scipy.stats").bootstrap(
+            arrays,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=n_resamples,
+            batch=max(1, _CHUNK // n),
+            confidence_level=_level(level),
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+        low, high = (float(end) for end in found.confidence_interval)
     return Interval(estimate, low, high, level, method, n, n_resamples, seed)
 
 
@@ -215,25 +207,23 @@ def mean_interval(
     values: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
 ) -> Interval:
     """Prompt bootstrap of a mean, every prompt with equal weight."""
-    return bootstrap([values], lambda x: x.mean(axis=1), level, n_resamples, seed)
+    return bootstrap([values], np.mean, level, n_resamples, seed)
 
 
-# Two-sided 95 % quantiles of Student's distribution by degrees of freedom.
-_STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
-
-
-def student(values: ArrayLike) -> Interval:
-    """Student's 95 % interval of a mean over few independent repetitions, such as seeds.
+def student(values: ArrayLike, level: float = 0.95) -> Interval:
+    """Student's interval of a mean over few independent repetitions, such as seeds.
 
     Parameters
     ----------
     values : array_like, shape (n,)
-        One value of each repetition, 2 to 10 of them.
+        One value of each repetition, at least 2.
+    level : float
+        Nominal coverage.
 
     Raises
     ------
     ConfigError
-        Fewer than 2 values, or more than 10: a bootstrap serves there.
+        Fewer than 2 values.
 
     Notes
     -----
@@ -247,11 +237,12 @@ def student(values: ArrayLike) -> Interval:
     (0.47, 0.57)
     """
     x = _sample(values, "values")
-    if not 2 <= x.size <= len(_STUDENT) + 1:
-        raise ConfigError(f"Student's interval is for 2 to {len(_STUDENT) + 1} values; got {x.size}")
-    half = _STUDENT[x.size - 2] * float(x.std(ddof=1)) / math.sqrt(x.size)
+    if x.size < 2:
+        raise ConfigError(f"Student's interval needs at least 2 values; got {x.size}")
+    t = float(require("scipy.stats").t.ppf((1 + _level(level)) / 2, x.size - 1))
+    half = t * float(x.std(ddof=1)) / float(np.sqrt(x.size))
     mean = float(x.mean())
-    return Interval(mean, mean - half, mean + half, 0.95, "Student's t over repetitions", int(x.size))
+    return Interval(mean, mean - half, mean + half, level, "Student's t over repetitions", int(x.size))
 
 
 def cluster_rate(
@@ -266,7 +257,7 @@ def cluster_rate(
     """
     return bootstrap(
         [hits, sizes],
-        lambda h, n: h.sum(axis=1) / n.sum(axis=1),
+        lambda h, n, axis: h.sum(axis) / n.sum(axis),
         level,
         n_resamples,
         seed,
@@ -285,7 +276,7 @@ def cluster_rate_difference(
     """Prompt-cluster bootstrap of the difference a - b of two pooled rates on the same positions (Li, App. J)."""
     return bootstrap(
         [hits_a, hits_b, sizes],
-        lambda a, b, n: (a.sum(axis=1) - b.sum(axis=1)) / n.sum(axis=1),
+        lambda a, b, n, axis: (a.sum(axis) - b.sum(axis)) / n.sum(axis),
         level,
         n_resamples,
         seed,
@@ -306,7 +297,7 @@ def geometric_mean_ratio(
     _same_length(top, bottom)
     return bootstrap(
         [top - bottom],
-        lambda x: np.exp(x.mean(axis=1)),
+        lambda x, axis: np.exp(x.mean(axis)),
         level,
         n_resamples,
         seed,
@@ -322,11 +313,9 @@ def median_ratio(
     seed: int = 0,
 ) -> Interval:
     """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (Li, Sec. 6.2)."""
-    _sample(numerator, "numerator", positive=True)
-    _sample(denominator, "denominator", positive=True)
     return bootstrap(
-        [numerator, denominator],
-        lambda a, b: np.median(a, axis=1) / np.median(b, axis=1),
+        [_sample(numerator, "numerator", positive=True), _sample(denominator, "denominator", positive=True)],
+        lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
         level,
         n_resamples,
         seed,
@@ -346,7 +335,7 @@ def difference_in_differences(
     """Prompt bootstrap of mean(other shift) - mean(plain shift), shift = treated - reference (Li, App. K)."""
     return bootstrap(
         [plain_reference, plain_treated, other_reference, other_treated],
-        lambda a, b, c, d: (d - c).mean(axis=1) - (b - a).mean(axis=1),
+        lambda a, b, c, d, axis: (d - c).mean(axis) - (b - a).mean(axis),
         level,
         n_resamples,
         seed,
@@ -354,7 +343,7 @@ def difference_in_differences(
     )
 
 
-def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0, exact_up_to: int = 16) -> float:
+def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> float:
     """Two-sided sign-flip test that paired effects are symmetric around 0 (Li, App. K).
 
     Parameters
@@ -362,32 +351,28 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0, exac
     effects : array_like, shape (n_prompts,)
         One signed effect for each prompt.
     n_resamples : int
-        Random sign patterns where not all 2^n are counted.
+        Random sign patterns; where all 2^n are no more than that, all are counted instead.
     seed : int
         Seed of the patterns.
-    exact_up_to : int
-        Up to this many effects all patterns are counted.
 
     Returns
     -------
     float
-        Share of patterns whose |mean| is at least the observed one. Monte Carlo counts the observed pattern
+        Share of patterns whose |sum| is at least the observed one. Monte Carlo counts the observed pattern
         too, (1 + hits) / (1 + n_resamples), and is never 0.
     """
     x = _sample(effects, "effects")
-    observed = abs(float(x.sum()))
-    # Patterns that equal the observed sum in exact arithmetic must count although rounding differs.
-    bar = observed - 1e-9 * float(np.abs(x).sum())
-    if x.size <= exact_up_to:
-        patterns = np.arange(2**x.size)[:, None] >> np.arange(x.size) & 1
-        return float((np.abs((1 - 2 * patterns) @ x) >= bar).mean())
-    rng = np.random.default_rng(seed)
-    hits = 0
-    rows = max(1, _CHUNK // x.size)
-    for start in range(0, n_resamples, rows):
-        signs = rng.integers(0, 2, size=(min(rows, n_resamples - start), x.size), dtype=np.int8)
-        hits += int((np.abs((1.0 - 2.0 * signs) @ x) >= bar).sum())
-    return (1 + hits) / (1 + n_resamples)
+    found = require("scipy.stats").permutation_test(
+        (x,),
+        lambda values, axis: np.abs(values.sum(axis)),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=n_resamples,
+        batch=max(1, _CHUNK // x.size),
+        alternative="greater",
+        rng=np.random.default_rng(seed),
+    )
+    return float(found.pvalue)
 
 
 def holm(p_values: ArrayLike) -> Floats:
@@ -407,38 +392,35 @@ def holm(p_values: ArrayLike) -> Floats:
     return out
 
 
-def ranks(values: ArrayLike) -> Floats:
-    """Ranks from 1 for the smallest, ties with their mean rank."""
-    x = _sample(values, "values")
-    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    mean: Floats = (last - (counts - 1) / 2)[inverse]
-    return mean
-
-
 def pearson(x: ArrayLike, y: ArrayLike) -> float:
-    """Pearson correlation; NaN where a side is constant, since it is undefined there."""
-    a, b = _sample(x, "x"), _sample(y, "y")
-    _same_length(a, b)
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / scale if scale > 0 else math.nan
+    """Pearson correlation; NaN where it is undefined: a constant side, or fewer than two values."""
+    return _correlation("pearsonr", x, y)
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman rank correlation, ties with their mean rank."""
+    """Spearman rank correlation, ties with their mean rank; NaN as in `pearson`."""
+    return _correlation("spearmanr", x, y)
+
+
+def _correlation(function: str, x: ArrayLike, y: ArrayLike) -> float:
     a, b = _sample(x, "x"), _sample(y, "y")
     _same_length(a, b)
-    return pearson(ranks(a), ranks(b))
+    if a.size < 2:
+        return float("nan")
+    stats = require("scipy.stats")
+    with warnings.catch_warnings():
+        # SciPy warns of a constant side and returns NaN, which is what is documented here.
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        return float(getattr(stats, function)(a, b).statistic)
 
 
 def gap_closed(value: float, rtn: float, base: float) -> float:
-    """Share of the gap from rounding to full precision that is closed (Li, Table 2).
+    """Share of the gap between rounding and full precision that a method closes (Li, Table 2).
 
     Parameters
     ----------
     value, rtn, base : float
-        Unrounded metric of the method, of round-to-nearest and of full precision, in whatever direction is
+        Unrounded metric of the method, of round-to-nearest and of full precision, whichever direction is
         better.
 
     Returns

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.stats import Interval, bootstrap, student
+from loopq.evaluate.stats import Interval, bootstrap, cluster_rate, mean_interval, student
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN
 from loopq.table import render
 
@@ -112,13 +112,13 @@ def _json(interval: Interval) -> dict[str, float]:
 
 
 def _interval(values: Floats) -> dict[str, float]:
-    return _json(bootstrap([values], lambda x: x.mean(axis=1), n_resamples=N_RESAMPLES))
+    return _json(mean_interval(values, n_resamples=N_RESAMPLES))
 
 
 def _ratio(top: Floats, bottom: Floats) -> dict[str, float]:
     """Paired prompt bootstrap of a ratio of means."""
     return _json(
-        bootstrap([top, bottom], lambda a, b: a.mean(axis=1) / b.mean(axis=1), n_resamples=N_RESAMPLES)
+        bootstrap([top, bottom], lambda a, b, axis: a.mean(axis) / b.mean(axis), n_resamples=N_RESAMPLES)
     )
 
 
@@ -217,12 +217,7 @@ def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
             continue
         masked = np.array(row["masked"], dtype=np.float64)
         rates = {
-            key: _json(
-                bootstrap(
-                    [np.array(row[key]), masked], lambda h, n: h.sum(1) / n.sum(1), n_resamples=N_RESAMPLES
-                )
-            )
-            for key in ("hits", "same")
+            key: _json(cluster_rate(row[key], masked, n_resamples=N_RESAMPLES)) for key in ("hits", "same")
         }
         out["weights"][name] = {
             "error": row["error"],

@@ -15,6 +15,7 @@ from loopq.calibrate.select import Selection
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.evaluate.compare import compare
+from loopq.evaluate.stats import gap_closed
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
@@ -125,7 +126,7 @@ def related(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         place = (row["member"], row["bits"], row["group_size"])
         if (*place, RTN) in mean:
-            row["gap_closed"] = 1 - row["kl"] / mean[*place, RTN]
+            row["gap_closed"] = gap_closed(row["kl"], mean[*place, RTN], 0.0)
         if (*place, TRAJECTORY) in mean:
             row["ratio_to_trajectory"] = row["kl"] / mean[*place, TRAJECTORY]
     return rows

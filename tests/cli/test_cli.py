@@ -423,7 +423,7 @@ def test_diagnose_a_model_and_a_dump(model, tmp_path, capsys):
     assert run(capsys, "collect", model, "--out", dump, "--hessian", "--per-step", *TINY)[0] == 0
     code, text, _ = run(capsys, "diagnose", dump)
     assert code == 0
-    assert "not available: arms" in text
+    assert "not available: injection" in text
     assert run(capsys, "diagnose", dump, "--quick")[0] == 2
     assert run(capsys, "diagnose", model, "--only", "pictures")[0] == 2
 

@@ -6,7 +6,9 @@ from torch import nn
 
 from loopq.calibrate.data import from_ids
 from loopq.controls.rounding import round_signed
+from loopq.diagnose.weights import as_stored
 from loopq.systems.base import LoopedSystem, declare
+from loopq.systems.replace import replaced
 
 
 class LinearLoop(nn.Module):
@@ -103,3 +105,8 @@ def tokens(n_prompts=3, n_tokens=5, vocab=11, seed=0):
 def numpy_rounder(weight, config):
     group = None if config.group_size == -1 else config.group_size
     return round_signed(weight, config.bits, group or weight.shape[1]).astype(np.float32)
+
+
+def under(system, weights, n_steps=None):
+    """Run the block with weights given outputs first in place of the model's."""
+    return replaced(system, as_stored(system, weights, n_steps or system.n_steps))

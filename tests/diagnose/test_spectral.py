@@ -186,7 +186,7 @@ def test_blocked_gradients_are_noticed(system):
     _, embedding, state = operating(system)
     with pytest.raises(SystemContractError, match="blocks gradients"):
         stepmap.StepMap(Blocked(system.model), embedding, 7, 8).transposed(state)
-    with pytest.raises(SystemContractError, match="detach its input"):
+    with pytest.raises(SystemContractError, match="detaches its input"):
         stepmap.StepMap(Detached(system.model), embedding, 7, 8).check(state)
 
 

@@ -53,7 +53,7 @@ def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_fol
     assert "hidden states and no logits" in reasons["agreement and KL"]
     assert "not drawn" in reasons["unpaired runs"]
     assert set(found["sections"]) == {
-        "ranks", "overlap", "ablation", "arms", "feedback", "groups", "displacement", "jacobian",
+        "ranks", "overlap", "ablation", "injection", "feedback", "groups", "displacement", "jacobian",
     }  # fmt: skip
     acceptance = found["sections"]["jacobian"]["acceptance"]
     assert acceptance["n_accepted"] == acceptance["n_maps"] == 2

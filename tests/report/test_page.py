@@ -137,7 +137,7 @@ def test_systems_without_steps_have_a_page_that_says_why():
         only=["ranks", "ablation", "jacobian"],
     )
     text = page.render(found)
-    assert "What could not be diagnosed" in text
+    assert "Sections that could not run" in text
     assert "has no single-step function" in text
     assert "Every layer has an identity path" in text
 
@@ -153,8 +153,8 @@ def test_a_page_after_quantizing_says_what_was_done(diagnosis, no_figures):
         "method_done": "gptq", "bits": 4, "group_size": 32, "steps": [0, 1, 2], "proxy": 1.0, "proxy_rtn": 4.0,
     }  # fmt: skip
     text = page.render(diagnosis, quantized={"adapter.weight": report})
-    assert "GPTQ INT4 g32, calibrated on 3 steps, loss 0.25 of plain rounding" in text
-    assert "left as it is" in text
+    assert "GPTQ INT4 g32, calibrated on 3 steps, loss 0.25 times that of rounding" in text
+    assert "not quantized" in text
 
 
 def test_layers_are_grouped_by_block():

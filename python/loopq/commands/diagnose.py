@@ -13,7 +13,7 @@ from loopq.config import DiagnoseConfig
 from loopq.errors import ConfigError
 from loopq.progress import Line
 
-QUICK = ("ranks", "overlap", "ablation", "arms")
+QUICK = ("ranks", "overlap", "ablation", "injection")
 
 
 def add(parser: argparse.ArgumentParser) -> None:

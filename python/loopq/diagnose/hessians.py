@@ -1,4 +1,4 @@
-"""Per-step Hessians of one layer, wherever they come from."""
+"""Per-step Hessians of one layer, from any source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 class StepHessians(Protocol):
     """H_t = X_t^T X_t of one input at each recurrence step, over the same token positions.
 
-    The accumulators of the native core, with their steps kept apart, and `ArrayHessians` are both this.
+    Satisfied by the accumulators of the native core with `per_step`, and by `ArrayHessians`.
     """
 
     @property
@@ -26,7 +26,7 @@ class StepHessians(Protocol):
 
     @property
     def steps(self) -> Sequence[int]:
-        """Steps that are there, ascending."""
+        """Steps that are stored, ascending."""
 
     def n_rows(self, step: int) -> int:
         """Rows of X_t."""
@@ -52,9 +52,11 @@ class ArrayHessians:
 
     def __post_init__(self) -> None:
         if self.stack.ndim != 3 or self.stack.shape[1] != self.stack.shape[2]:
-            raise ConfigError(f"Hessians are stacked as (n_steps, dim, dim); got shape {self.stack.shape}")
+            raise ConfigError(f"Hessians need shape (n_steps, dim, dim); got {self.stack.shape}")
         if len(self.rows) != len(self.stack):
-            raise ConfigError(f"{len(self.stack)} Hessians need as many row counts; got {len(self.rows)}")
+            raise ConfigError(
+                f"each of the {len(self.stack)} Hessians needs a row count; got {len(self.rows)}"
+            )
 
     @classmethod
     def of_rows(cls, rows: Sequence[NDArray[np.floating]]) -> ArrayHessians:
@@ -69,7 +71,7 @@ class ArrayHessians:
 
     @property
     def steps(self) -> Sequence[int]:
-        """Steps that are there, ascending."""
+        """Steps that are stored, ascending."""
         return range(len(self.stack))
 
     def n_rows(self, step: int) -> int:

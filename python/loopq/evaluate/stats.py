@@ -359,9 +359,11 @@ def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> f
     -------
     float
         Share of patterns whose |sum| is at least the observed one. Monte Carlo counts the observed pattern
-        too, (1 + hits) / (1 + n_resamples), and is never 0.
+        too, (1 + hits) / (1 + n_resamples), and is never 0. 1 for a single effect.
     """
     x = _sample(effects, "effects")
+    if x.size == 1:
+        return 1.0
     found = require("scipy.stats").permutation_test(
         (x,),
         lambda values, axis: np.abs(values.sum(axis)),

@@ -21,11 +21,11 @@ def result():
 def test_trajectory_beats_one_step_beats_rounding(result):
     assert [(g["bits"], g["group_size"]) for g in result["grids"]] == [(4, 32), (3, 32)]
     for grid in result["grids"]:
-        rounded, one_step, trajectory, full = grid["arms"]
+        rounded, one_step, trajectory, full = grid["variants"]
         assert full["kl"] < 0.6 * trajectory["kl"]
         assert trajectory["kl"] < one_step["kl"] < rounded["kl"]
         # For every seed of the initial states, not only on average.
-        for a, b, c, d in zip(*(arm["kl_by_seed"] for arm in grid["arms"]), strict=True):
+        for a, b, c, d in zip(*(variant["kl_by_seed"] for variant in grid["variants"]), strict=True):
             assert d < c < b < a
         assert trajectory["agreement"] > rounded["agreement"]
         assert (
@@ -44,9 +44,12 @@ def test_readme_shows_what_the_demo_prints(result):
     )
     shown = {(bits, group, name): (float(kl), float(agreement)) for bits, group, name, kl, agreement in rows}
     made = {
-        (f"INT{g['bits']}", str(g["group_size"]), arm["name"]): (arm["kl"], 100 * arm["agreement"])
+        (f"INT{g['bits']}", str(g["group_size"]), variant["name"]): (
+            variant["kl"],
+            100 * variant["agreement"],
+        )
         for g in result["grids"]
-        for arm in g["arms"]
+        for variant in g["variants"]
     }
     assert set(shown) == set(made)
     # Another instruction set sums in another order; codes near a tie then differ.

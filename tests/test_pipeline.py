@@ -23,10 +23,11 @@ from loopq.checkpoint import native as store
 from loopq.checkpoint.files import RawTensor, read_tensors, write_tensors
 from loopq.config import Override, QuantConfig, preset
 from loopq.errors import CheckpointError, ConfigError, DumpError, NonFiniteError
-from loopq.evaluate.compare import compare, replaced
+from loopq.evaluate.compare import compare
 from loopq.jobs.run import Run
 from loopq.quantizers import sequential
 from loopq.systems.load import load_model
+from loopq.systems.replace import replaced
 from loopq.tune import metric as module
 
 SETTINGS = {"bits": 3, "group_size": 20}

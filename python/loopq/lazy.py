@@ -1,4 +1,4 @@
-"""Optional dependencies: imported in one place, missing with a message that names the extra."""
+"""Optional dependencies: the one place that imports them, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require(module: str) -> Any:
     Raises
     ------
     MissingExtraError
-        It is not installed; the message gives the command that installs it.
+        The module is not installed; the message gives the command that installs it.
     """
     try:
         return importlib.import_module(module)

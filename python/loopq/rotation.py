@@ -1,7 +1,7 @@
-"""Changes of a layer's input basis: block rotations and channel scales, both undone in the weight.
+"""Changes of a layer's input basis: block rotations and channel scales, compensated in the weight.
 
-A layer computes W x. With an invertible T, W x = (W T^-1) (T x): what is quantized is W T^-1, whose outliers may be
-spread out, and T is applied to the input at run time, or folded back into the dequantized weight.
+A layer computes W x. With an invertible T, W x = (W T^-1) (T x). W T^-1 is quantized, in which outliers may be
+spread out; T is applied to the input at run time, or folded back into the dequantized weight.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Transform(Protocol):
     """A change of input basis."""
 
     def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """W T^-1: the weight that goes with the transformed input."""
+        """W T^-1, the weight for the transformed input."""
 
     def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """W' T: the weight that goes with the plain input."""
+        """W' T, the weight for the original input."""
 
     def conjugate(self, hessian: Matrix) -> Matrix:
-        """T H T^T: the Hessian of the transformed input."""
+        """T H T^T, the Hessian of the transformed input."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that, with `arrays`, gives the transform back."""
+        """Plain data from which, with `arrays`, the transform can be rebuilt."""
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """What `describe` does not hold, by name."""
+        """Arrays of the transform by name, empty where `describe` is complete."""
 
 
 def _is_prime(n: int) -> bool:
@@ -86,8 +86,8 @@ def hadamard(n: int) -> NDArray[np.int8] | None:
     Returns
     -------
     ndarray, int8, shape (n, n), or None
-        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of the two with
-        the largest factor first. None where this finds none.
+        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of two smaller ones,
+        the largest factor first. None where none of these exists.
 
     Examples
     --------
@@ -128,12 +128,12 @@ class Rotation:
     dim : int
         Input columns.
     kind : {"hadamard", "random"}
-        Hadamard matrix of the block's size over its square root, or a random orthogonal matrix.
+        Normalised Hadamard matrix, or a random orthogonal matrix.
     block : int
-        Columns that are rotated together. A last block that is shorter is rotated by a matrix of its own size;
-        one for which no Hadamard matrix is found takes the random one, and `describe` says so.
+        Columns that are rotated together. A shorter last block has a matrix of its size. Where no Hadamard matrix of
+        a size is found, a random one is used, and `describe` says so.
     seed : int
-        Seed of random matrices.
+        Seed of the random matrices.
     """
 
     dim: int
@@ -153,7 +153,7 @@ class Rotation:
         return [self.block] * whole + ([rest] if rest else [])
 
     def matrix(self, size: int) -> Matrix:
-        """Rotation of a block of this size, float64, shape (size, size)."""
+        """Rotation of a block of the given size, float64, shape (size, size)."""
         return _block(self.kind, size, self.seed)
 
     def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
@@ -182,7 +182,7 @@ class Rotation:
         return np.ascontiguousarray((both + both.T) / 2)
 
     def describe(self) -> dict[str, Any]:
-        """Kind, sizes and seed, and how each size was made."""
+        """Kind, sizes and seed, and which kind of matrix each size has."""
         made = {
             str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
             for size in sorted(set(self.sizes()))
@@ -197,7 +197,7 @@ class Rotation:
         }
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """Nothing: a rotation is made anew from its description."""
+        """Empty: a rotation is rebuilt from its description."""
         return {}
 
 
@@ -235,11 +235,11 @@ class ChannelScale:
         return np.asarray(hessian * inverse * inverse[:, None])
 
     def describe(self) -> dict[str, Any]:
-        """Its type."""
+        """The type."""
         return {"type": "channel_scale"}
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """s."""
+        """The scale s."""
         return {"input_scale": self.scale}
 
 
@@ -249,7 +249,7 @@ def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.fl
     Raises
     ------
     ConfigError
-        A type that is not known.
+        The type is unknown.
     """
     kind = data.get("type")
     if kind == "rotation":
@@ -260,14 +260,14 @@ def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.fl
 
 
 def parse_rotation(spec: str, dim: int, seed: int = 0) -> Rotation | None:
-    """Read "none", "hadamard", "hadamard:512" or "random:512" for a layer of `dim` input columns.
+    """Parse "none", "hadamard", "hadamard:512" or "random:512" for a layer of `dim` input columns.
 
     Without a size the whole input is one block.
 
     Raises
     ------
     ConfigError
-        Another spelling.
+        Any other text.
     """
     kind, _, size = spec.partition(":")
     if spec == "none":

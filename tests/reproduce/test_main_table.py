@@ -21,7 +21,7 @@ from loopq.errors import ConfigError  # noqa: E402
 from loopq.evaluate.compare import compare  # noqa: E402
 from loopq.progress import Line  # noqa: E402
 from loopq.reproduce import main_table, main_text  # noqa: E402
-from loopq.reproduce.main_table import ALL, ARMS, GRIDS, ONE, RTN, Settings, layer_class  # noqa: E402
+from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class  # noqa: E402
 from loopq.reproduce.members import Member, Sizes, load_member  # noqa: E402
 from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states  # noqa: E402
 from loopq.systems.load import load_model  # noqa: E402
@@ -53,16 +53,20 @@ def measure(name: str, **options: Any) -> dict[str, Any]:
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
     found = measure(save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=3))
-    assert found["member"] == "tiny"
+    assert found["model"] == "tiny"
     assert (found["system"], found["n_steps"], found["looped"]) == ("ouro", 3, True)
-    assert [(a["bits"], a["group_size"], a["arm"]) for a in found["arms"]] == [
-        (bits, group, arm) for bits, group in GRIDS for arm, _, _ in ARMS
+    assert [(a["bits"], a["group_size"], a["variant"]) for a in found["variants"]] == [
+        (bits, group, variant) for bits, group in GRIDS for variant, _, _ in VARIANTS
     ]
-    for arm in found["arms"]:
+    for variant in found["variants"]:
         # Rounding looks at no text, so it has one seed.
-        assert np.shape(arm["kl"]) == np.shape(arm["nll"]) == ((1 if arm["arm"] == RTN else 2), 3)
-        assert np.min(arm["kl"]) > 0
-    first, second = found["arms"][1]["kl"]
+        assert (
+            np.shape(variant["kl"])
+            == np.shape(variant["nll"])
+            == ((1 if variant["variant"] == RTN else 2), 3)
+        )
+        assert np.min(variant["kl"]) > 0
+    first, second = found["variants"][1]["kl"]
     assert first != second, "calibration seeds see the same prompts"
     assert len(found["full_precision"]) == 3
 
@@ -70,18 +74,18 @@ def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -
 def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "huginn", n_steps=3)
     found = measure(folder)
-    member = load_member(folder, Sizes(4, 4, 3, 24))
-    system = member.loaded.system
-    base = compare(system, {}, member.evaluation)[0]
+    model = load_member(folder, Sizes(4, 4, 3, 24))
+    system = model.loaded.system
+    base = compare(system, {}, model.evaluation)[0]
     assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
-    row = main_text.summarize_member(found)
+    row = main_text.summarize_model(found)
     assert row["bits_per_byte"]["estimate"] == pytest.approx(base.bits_per_byte)
     # A byte-level model: nats over ln 2 are bits of a byte.
-    arm = found["arms"][-1]
-    lost = (np.mean(arm["nll"]) - base.nll.mean()) / math.log(2)
-    assert row["grids"][1]["arms"][ALL]["bits_lost"]["estimate"] == pytest.approx(lost)
-    gap = row["grids"][1]["arms"][ALL]["gap_closed"]
-    assert gap["estimate"] == pytest.approx(1 - np.mean(arm["kl"]) / np.mean(found["arms"][3]["kl"]))
+    variant = found["variants"][-1]
+    lost = (np.mean(variant["nll"]) - base.nll.mean()) / math.log(2)
+    assert row["grids"][1]["variants"][ALL]["bits_lost"]["estimate"] == pytest.approx(lost)
+    gap = row["grids"][1]["variants"][ALL]["gap_closed"]
+    assert gap["estimate"] == pytest.approx(1 - np.mean(variant["kl"]) / np.mean(found["variants"][3]["kl"]))
     assert gap["low"] < gap["estimate"] < gap["high"]
 
 
@@ -102,28 +106,33 @@ def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pyte
 def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
     found = measure(save(tmp_path / "tiny", "control", n_steps=1))
     assert not found["looped"]
-    arms = {a["arm"]: a for a in found["arms"][:3]}
-    assert arms[ONE]["kl"] == arms[ALL]["kl"]
-    grid = main_text.summarize_member(found)["grids"][0]
+    variants = {a["variant"]: a for a in found["variants"][:3]}
+    assert variants[ONE]["kl"] == variants[ALL]["kl"]
+    grid = main_text.summarize_model(found)["grids"][0]
     assert grid["holds"] is None
-    assert "both arms are one" in grid["in_words"]
-    assert main_text.headline(main_text.summarize([found]))[-1].endswith("both calibrations are one: tiny.")
+    assert "both variants are the same" in grid["in_words"]
+    assert main_text.headline(main_text.summarize([found]))[-1].endswith(
+        "both calibrations are the same: tiny."
+    )
 
 
 def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, n_steps=2, head_dim=8)
     work = tmp_path / "work"
     first = measure(folder, work=work)
-    plain = main_table.run_member
+    plain = main_table.measure_model
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(main_table, "run_member", refuse)
+    monkeypatch.setattr(main_table, "measure_model", refuse)
     assert measure(folder, work=work) == first
     log = io.StringIO()
     main_table.run([folder], SMALL, work=work, progress=Line(log))
-    assert log.getvalue().splitlines() == ["all 1 models were measured before", "1/1 tiny: measured before"]
+    assert log.getvalue().splitlines() == [
+        "all 1 models are saved already",
+        f"1/1 tiny: read from {work / 'tiny.json'}",
+    ]
     with pytest.raises(AssertionError, match="measured again"):
         main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
     model = zoo.load(folder)
@@ -132,26 +141,26 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     model.save(folder)
     with pytest.raises(AssertionError, match="measured again"):
         measure(folder, work=work)
-    monkeypatch.setattr(main_table, "run_member", plain)
+    monkeypatch.setattr(main_table, "measure_model", plain)
     (work / "tiny.json").write_text("{")
     assert measure(folder, work=work)["key"] != first["key"]
 
 
 def test_how_long_it_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
-    member = main_table.load_member(str(folder), main_table._sizes(SMALL), None)
+    model = main_table.load_member(str(folder), main_table._sizes(SMALL), None)
     clock = iter([0.0, 6.0, 10.0, 16.0])
     monkeypatch.setattr(main_table.time, "monotonic", lambda: next(clock))
-    # Three seconds a prompt: calibration of each seed, then full precision, RTN, and two arms of each seed, per grid.
+    # Three seconds a prompt: calibration of each seed; per grid full precision, RTN, and two variants of each seed.
     n_rollouts = SMALL.n_seeds * SMALL.n_calibration + SMALL.n_evaluation * (1 + 2 * (1 + 2 * SMALL.n_seeds))
-    assert main_table.expected_seconds(member, SMALL) == 3 * n_rollouts
-    said = main_table._estimate([(member, SMALL)], 4)
+    assert main_table.expected_seconds(model, SMALL) == 3 * n_rollouts
+    said = main_table._estimate([(model, SMALL)], 4)
     assert said.startswith("1 of 4 models to measure: about ")
-    assert "of it tiny" in said
+    assert "of which tiny" in said
 
 
 def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_table, "run_member", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(main_table, "measure_model", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(ConfigError, match="no model 'nothing'"):
         main_table.run([save(tmp_path / "tiny", "ouro"), "nothing"], SMALL)
     with pytest.raises(ConfigError, match="n_seeds must be at least 1"):
@@ -160,39 +169,39 @@ def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: py
 
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "coconut", n_steps=3)
-    member = load_member(folder, Sizes(2, 2, 3, 24))
-    assert member.scored_from == 31
-    assert [s.size for s in member.evaluation.sequences] == [32 + 12 - 2] * 3
-    assert not {s.tobytes() for s in member.calibration.sequences} & {
-        s.tobytes() for s in member.evaluation.sequences
+    model = load_member(folder, Sizes(2, 2, 3, 24))
+    assert model.scored_from == 31
+    assert [s.size for s in model.evaluation.sequences] == [32 + 12 - 2] * 3
+    assert not {s.tobytes() for s in model.calibration.sequences} & {
+        s.tobytes() for s in model.evaluation.sequences
     }
     found = measure(folder)
     assert found["task"] == "chains"
     loaded = load_model(folder)
-    ids = torch.from_numpy(np.stack(member.evaluation.sequences))
+    ids = torch.from_numpy(np.stack(model.evaluation.sequences))
     with torch.no_grad():
         log = loaded.model(ids).double().log_softmax(-1)
     nll = -log[:, 31:-1].gather(-1, ids[:, 32:, None]).squeeze(-1).mean(-1)
     assert found["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
     with pytest.raises(ConfigError, match="at least two tokens after 41"):
-        compare(loaded.system, {}, member.evaluation, scored_from=41)
+        compare(loaded.system, {}, model.evaluation, scored_from=41)
 
 
 def test_ranks_are_those_of_the_inputs(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
     survey = measure(folder)["ranks"]
-    member = load_member(folder, Sizes(4, 4, 3, 24))
+    model = load_member(folder, Sizes(4, 4, 3, 24))
     assert survey["threshold"] == 1e-3
     by_class = {row["class"]: row for row in survey["layers"]}
     assert set(by_class) == {
         "self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj",
     }  # fmt: skip
     rows: list[Any] = []
-    hook = member.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
+    hook = model.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
         lambda _, args: rows.append(args[0].flatten(0, 1).double())
     )
-    batch = next(member.calibration.take(0, 2).batches(8))
-    member.loaded.system.rollout(batch, 2)
+    batch = next(model.calibration.take(0, 2).batches(8))
+    model.loaded.system.rollout(batch, 2)
     hook.remove()
     ranks = []
     for x in (rows[0], rows[1], torch.cat(rows)):
@@ -227,9 +236,13 @@ def ratios(rtn: float, one: float, first: float, width: float = 0.1) -> dict[str
 @pytest.mark.parametrize(
     ("given", "holds", "says"),
     [
-        (ratios(0.5, 0.6, 1.4), True, "holds: N steps beat both; one step is worse than rounding"),
-        (ratios(0.5, 0.95, 0.5), False, "better than rounding and not to be told from one step"),
-        (ratios(1.3, 1.2, 1.0), False, "worse than rounding and worse than one step; one step is level with"),
+        (ratios(0.5, 0.6, 1.4), True, "holds: N steps are better than both; one step is worse than rounding"),
+        (ratios(0.5, 0.95, 0.5), False, "better than rounding and not significantly different from one step"),
+        (
+            ratios(1.3, 1.2, 1.0),
+            False,
+            "worse than rounding and worse than one step; one step is not significantly",
+        ),
         (
             ratios(0.5, 1.2, 0.4),
             False,
@@ -248,7 +261,7 @@ def test_training_seeds_are_put_together(tmp_path: Path) -> None:
     record = main_text.summarize(main_table.run(names, SMALL, threads=1))
     assert {r["kind"] for r in record["training_seeds"]} == {"a"}
     for row in record["training_seeds"]:
-        assert row["members"] == ["a", "a_seed1"]
+        assert row["models"] == ["a", "a_seed1"]
         assert row["gap_closed"]["estimate"] == pytest.approx(np.mean(row["by_seed"]))
 
 
@@ -264,10 +277,10 @@ def encoder() -> Member:
 
 @pytest.mark.filterwarnings("ignore")
 def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
-    found = main_table.run_member(encoder(), SMALL, threads=1)
+    found = main_table.measure_model(encoder(), SMALL, threads=1)
     assert found["output"] == "hidden"
     assert found["full_precision"] is None
-    assert all(arm["nll"] is None for arm in found["arms"])
+    assert all(variant["nll"] is None for variant in found["variants"])
     depth = found["n_steps"]
     exact = found["states"]["full precision"]
     assert exact["error"] == [0.0] * depth
@@ -278,7 +291,7 @@ def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
     assert sum(fine["same"]) <= sum(fine["masked"])
     tables = main_text.tables(main_text.summarize([found]))
     assert tables[-1].title == "tiny: hidden states by step, and a probe"
-    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(ARMS)
+    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(VARIANTS)
 
 
 def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
@@ -294,32 +307,32 @@ def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
 
 
 def test_the_probe_finds_what_the_states_tell() -> None:
-    member = encoder()
-    system = member.loaded.system
+    model = encoder()
+    system = model.loaded.system
     plain = system.rollout
     # States that spell the masked token's own number: what a probe can read, it must read.
-    answers = {b.prompts: t for b, t in masked(member.evaluation)}
+    answers = {b.prompts: t for b, t in masked(model.evaluation)}
 
     def telling(batch: Any, n_steps: int) -> Any:
         return torch.nn.functional.one_hot(torch.from_numpy(answers[batch.prompts]).clamp_min(0), 64).float()
 
     system.rollout = telling  # type: ignore[method-assign]
-    probe = fit_probe(system, member.evaluation)
+    probe = fit_probe(system, model.evaluation)
     system.rollout = plain  # type: ignore[method-assign]
-    truth = np.concatenate([t for _, t in masked(member.evaluation)])
+    truth = np.concatenate([t for _, t in masked(model.evaluation)])
     states = np.eye(64)[truth[truth >= 0]]
     assert (probe.predict(states) == truth[truth >= 0]).all()
 
 
 def test_states_are_those_of_the_rollout() -> None:
-    member = encoder()
-    system = member.loaded.system
-    probe = fit_probe(system, member.tuning_held_out)
+    model = encoder()
+    system = model.loaded.system
+    probe = fit_probe(system, model.tuning_held_out)
     name = system.shared_parameters(system.n_steps)[0].name
     weight = system.model.get_parameter(name).detach().numpy() * 1.01
-    found = measure_states(system, {"bent": {name: weight}}, member.evaluation, probe)["bent"]
+    found = measure_states(system, {"bent": {name: weight}}, model.evaluation, probe)["bent"]
     with torch.no_grad():
-        ids = torch.cat([b.input_ids for b, _ in masked(member.evaluation)])
+        ids = torch.cat([b.input_ids for b, _ in masked(model.evaluation)])
         exact = system.model(ids).last_hidden_state.double()
         system.model.get_parameter(name).copy_(torch.from_numpy(weight))
         bent = system.model(ids).last_hidden_state.double()
@@ -365,7 +378,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "letter task" not in text
     data = next((tmp_path / "o").glob("main-table-*.json"))
     record = json.loads(data.read_text())
-    assert record["members"][0]["member"] == "tiny"
+    assert record["models"][0]["model"] == "tiny"
     page = data.with_suffix(".md").read_text()
     assert "## Rank survey" in page
     assert f"]({data.name})" in page

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     )
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
-        print(measurement_table([result["reference"], *grid["arms"]]))
+        print(measurement_table([result["reference"], *grid["variants"]]))
     first = result["grids"][0]
-    print(f"\nlayers of {first['arms'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
+    print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
     return 0
 

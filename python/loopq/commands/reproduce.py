@@ -119,11 +119,11 @@ def _write(out: Path, record: dict[str, Any], lines: list[str], tables: list[Any
     made = {"date": today, "loopq": loopq.__version__, "machine": platform.machine()}
     path = out / f"main-table-{today}.json"
     write_json(path, {"made": made} | record)
-    seconds = sum(m["seconds"] for m in record["members"])
+    seconds = sum(m["seconds"] for m in record["models"])
     text = [
         "# Main table",
         "",
-        f"`loopq reproduce main-table`, {today}, loopq {loopq.__version__}, {len(record['members'])} models, "
+        f"`loopq reproduce main-table`, {today}, loopq {loopq.__version__}, {len(record['models'])} models, "
         f"{seconds / 60:.0f} minutes of wall time. Plain data beside it: [{path.name}]({path.name}).",
         "",
         *(f"{'  ' if line.startswith(' ') else ''}* {line.strip()}" for line in lines),

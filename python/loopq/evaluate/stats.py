@@ -432,4 +432,4 @@ def gap_closed(value: float, rtn: float, base: float) -> float:
     """
     if base == rtn:
         raise ConfigError(f"round-to-nearest equals full precision ({base}): there is no gap to close")
-    return (value - rtn) / (base - rtn)
+    return (value - rtn) / (base - rtn) + 0.0  # never -0.0

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.config import LayerConfig, QuantConfig
 from loopq.evaluate.compare import compare
-from loopq.evaluate.stats import spearman
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.allocate import Choice, allocate
 from loopq.quantizers.arms import LOOP
 from loopq.quantizers.base import Problem
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
 from loopq.reproduce.quality import SolutionCache
+from loopq.stats import spearman
 from loopq.tune.scores import loop_fisher, measured
 
 Rows = list[dict[str, Any]]

@@ -9,8 +9,8 @@ import torch
 from loopq.config import LayerConfig, QuantConfig
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
-from loopq.evaluate.stats import spearman
 from loopq.quantizers.arms import collect_all_steps, solve_arm
+from loopq.stats import spearman
 from loopq.tune.scores import loop_fisher, measured
 from loopq.tune.tuner import TuneConfig, tune
 from loopq.tune.unroll import divergence, linked, unroll

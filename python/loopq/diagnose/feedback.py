@@ -23,9 +23,9 @@ from loopq.diagnose.weights import (
     weight_of,
 )
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.stats import geometric_mean_ratio
 from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from loopq.config import LayerConfig
 from loopq.diagnose.rollouts import Comparison, run_variants
 from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import spearman
 from loopq.progress import Progress
+from loopq.stats import spearman
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

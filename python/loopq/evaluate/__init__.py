@@ -1,1 +1,1 @@
-"""Distance of a quantized model from full precision, and the statistics of such measurements."""
+"""Distance of a quantized model from full precision."""

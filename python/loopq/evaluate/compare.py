@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import Interval, mean_interval
 from loopq.progress import Progress, Silent
+from loopq.stats import Interval, mean_interval
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.replace import Weights, replaced
 

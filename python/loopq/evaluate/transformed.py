@@ -1,4 +1,4 @@
-"""Linear layers that rotate or scale their input at run time, installed in place of a model's layers."""
+"""Layers that transform their input at run time, in the place of the model's own."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from loopq.systems.base import LoopedSystem
 
 
 class TransformedLinear(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """y = W' (T x) + b with the dequantized weight W' of a quantized layer.
+    """y = W' (T x) + b with the dequantized W' of a quantized layer.
 
     Parameters
     ----------
     layer : QuantizedLayer
         A layer with or without an input transform.
     bias : Tensor or None
-        Bias of the replaced module.
+        The bias of the module that is replaced.
     like : Tensor
-        Tensor whose dtype and device are used.
+        Gives type and device.
     """
 
     def __init__(self, layer: QuantizedLayer, bias: Tensor | None, like: Tensor) -> None:
@@ -47,7 +47,7 @@ class TransformedLinear(nn.Module):  # type: ignore[misc]  # torch is not follow
             self._scale = torch.from_numpy(layer.transform.scale).to(like)
 
     def transform(self, x: Tensor) -> Tensor:
-        """T x along the last axis."""
+        """T x for every row of the last axis."""
         if self._scale is not None:
             return x / self._scale
         if not self._blocks:
@@ -62,19 +62,19 @@ class TransformedLinear(nn.Module):  # type: ignore[misc]  # torch is not follow
 
 @contextlib.contextmanager
 def installed(system: LoopedSystem, layers: Mapping[str, QuantizedLayer]) -> Iterator[None]:
-    """Run the block with quantized layers that transform their input; the model's modules are restored afterwards.
+    """Let a model run with quantized layers that transform their input; its own modules come back afterwards.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     layers : mapping of str to QuantizedLayer
-        Layers by parameter name. Every module that holds the parameter is replaced.
+        By parameter name. Every module that holds the parameter is replaced.
 
     Raises
     ------
     CheckpointError
-        The model's parameter has another shape.
+        A parameter that the model does not have, or of another shape.
     """
     model = system.model
     before: list[tuple[nn.Module, str, nn.Module]] = []
@@ -85,8 +85,7 @@ def installed(system: LoopedSystem, layers: Mapping[str, QuantizedLayer]) -> Ite
             shape = layer.shape if layer.orientation == "out_in" else layer.shape[::-1]
             if tuple(parameter.shape) != tuple(shape):
                 raise CheckpointError(
-                    f"layer {name} has shape {list(shape)}, the model's parameter {list(parameter.shape)}; was it "
-                    "quantized from another model?"
+                    f"layer {name}: of shape {list(shape)}, the model has {list(parameter.shape)}"
                 )
             for path, module in modules.items():
                 if module._parameters.get("weight") is not parameter:
@@ -102,5 +101,5 @@ def installed(system: LoopedSystem, layers: Mapping[str, QuantizedLayer]) -> Ite
 
 
 def folded(layers: Mapping[str, QuantizedLayer]) -> dict[str, np.ndarray]:
-    """The layers as dequantized weights, float32, in the orientation in which the model stores them."""
+    """The same layers as plain weights in the model's orientation, float32."""
     return {name: layer.in_model_orientation() for name, layer in layers.items()}

@@ -237,7 +237,7 @@ def measure_model(
         "bytes_per_token": measured[0].bytes_per_token,
         "full_precision": _rounded(measured[0].nll) if system.output == "logits" else None,
         "variants": [
-            _result(bits, group, variant, sizes, by_name, settings)
+            _variant(bits, group, variant, sizes, by_name, settings)
             for bits, group in GRIDS
             for variant, _, _ in VARIANTS
         ],
@@ -280,7 +280,7 @@ def _solve(
     return solved
 
 
-def _result(
+def _variant(
     bits: int,
     group: int,
     variant: str,

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.stats import Interval, bootstrap, cluster_rate, gap_closed, mean_interval, student
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN
+from loopq.stats import Interval, bootstrap, cluster_rate, gap_closed, mean_interval, student
 from loopq.table import render
 
 N_RESAMPLES = 10_000

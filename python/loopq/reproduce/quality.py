@@ -15,13 +15,13 @@ from loopq.calibrate.select import Selection
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.evaluate.compare import compare
-from loopq.evaluate.stats import gap_closed
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential
 from loopq.quantizers.solve import Task, tasks_of
 from loopq.reproduce.members import Member
+from loopq.stats import gap_closed
 from loopq.tune.metric import loop_metrics
 from loopq.tune.tuner import TuneConfig, tune
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loopq import stats
 from loopq.errors import ConfigError
-from loopq.evaluate import stats
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from loopq.run.allocate import Allocate
 from loopq.run.asymmetric import Asymmetric
 from loopq.run.config import PRESETS, QuantConfig, flat_names
 from tests.golden.quantized import HERE
-from tests.support.runs import SETTINGS, digest
+from tests.support.runs import digest
 
 VERSION_1 = json.loads((HERE / "loopq-v1.json").read_text())["settings"]["quantization"]
 

@@ -8,7 +8,6 @@ import loopq._native as native
 from loopq.quantizers import Problem
 from loopq.quantizers.config import LayerConfig
 
-
 #: Settings that references are written for: the scales of the papers, and one damping for both solvers.
 PLAIN = {
     "rtn": {"scale_search": "max"},

@@ -19,7 +19,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.execution import Execution
-from loopq.run.choose import refuse_short_scales, split_held_out
+from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
 from loopq.run.engine import Run, side_files
@@ -89,6 +89,7 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
+    refuse_unused_held_out(config)
     if out is not None:
         check_new(Path(out))
         execution = dataclasses.replace(execution, work=work_folder(out))
@@ -96,10 +97,8 @@ def quantize(
     for line in loaded.system.describe_loop():
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
-    if config.tune is not None or config.layer.calibration.step_weights == "validated":
+    if config.needs_held_out:
         tokens, held = split_held_out(tokens, config.n_held_out)
-    elif config.n_held_out is not None:
-        raise ConfigError("n_held_out goes with tune, or with step_weights validated")
     run = Run.prepare(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=side_files(loaded)
     )

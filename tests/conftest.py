@@ -20,25 +20,31 @@ def data_folder() -> Path:
     return folder
 
 
-@pytest.fixture
-def tiny():
-    """A Huginn-like model of width 32 with random weights, depth 3, as loaded by loopq."""
+def tiny_model():
+    """A Huginn-like model of width 32 with random weights, depth 3."""
     import torch
 
-    from loopq.systems.huginn import Huginn
-    from loopq.systems.load import LoadedModel, describe, encode_bytes
     from loopq.zoo.huginn import HuginnConfig, ZooHuginn
 
     with torch.random.fork_rng():
         torch.manual_seed(5)
         config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, n_steps=3, block_size=64)
-        model = ZooHuginn(config).eval()
+        return ZooHuginn(config).eval()
+
+
+@pytest.fixture
+def tiny():
+    """The tiny model as loaded by loopq."""
+    from loopq.systems.huginn import Huginn
+    from loopq.systems.load import LoadedModel, describe, encode_bytes
+
+    model = tiny_model()
     return LoadedModel(
         model=model,
         system=Huginn(model),
         encode=encode_bytes,
         tokenizer=None,
-        config=config.to_dict(),
+        config=model.config.to_dict(),
         folder=None,
         config_files=(),
         report=describe(model, "tiny", "zoo"),
@@ -51,6 +57,29 @@ def tiny_folder(tiny, tmp_path: Path) -> Path:
     folder = tmp_path / "tiny-model"
     tiny.model.save(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory) -> Path:
+    """A folder with the tiny model, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-model"
+    tiny_model().save(folder)
+    return folder
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command of the command line in this process; gives its exit code, output and errors."""
+    from loopq.cli import main
+
+    def run(*args: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(a) for a in args])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
-from loopq.run.choose import refuse_short_scales, split_held_out
+from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
 from loopq.run.engine import Run, side_files
@@ -93,6 +93,7 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
+    refuse_unused_held_out(config)
     with _output(out, execution) as execution:
         checkpoint = _quantized(open_model(model), calibration, take, config, n_steps, execution)
         if out is not None:
@@ -111,10 +112,8 @@ def _quantized(
     for line in loaded.system.describe_loop():
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
-    if config.tune is not None or config.layer.calibration.step_weights == "validated":
+    if config.needs_held_out:
         tokens, held = split_held_out(tokens, config.n_held_out)
-    elif config.n_held_out is not None:
-        raise ConfigError("n_held_out goes with tune, or with step_weights validated")
     run = Run.prepare(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=side_files(loaded)
     )

@@ -33,9 +33,9 @@ class Execution(Settings):
     batch_size : int
         Prompts that run together.
     threads : int
-        Threads of the core; 0: all cores. It changes no result.
+        Threads; 0: all cores. Their number changes no result.
     memory : int, optional
-        Limit for Hessians, as in 8G; the calibration set is run several times if need be.
+        Memory that Hessians may take, as in 8G. The calibration set is run several times if need be.
     work : Path, optional
         Folder where progress is saved, so that a run that was killed can be resumed.
     progress : Progress
@@ -44,7 +44,7 @@ class Execution(Settings):
 
     seed: int = setting(0, at_least=0)
     batch_size: int = setting(8, at_least=1)
-    threads: int = setting(0, at_least=0, common=True)
+    threads: int = setting(0, at_least=0, at_most=1024)
     memory: int | None = setting(None, at_least=1, parse=parse_bytes, metavar="SIZE")
     work: Path | None = setting(None, option=False)
     progress: Progress = field(default_factory=Silent, metadata={"option": False})

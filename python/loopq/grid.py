@@ -20,7 +20,7 @@ PER_CHANNEL = -1
 
 @dataclass(frozen=True)
 class Grid(Settings):
-    """The grid of the codes.
+    """Grid of the codes.
 
     Parameters
     ----------
@@ -30,17 +30,17 @@ class Grid(Settings):
         Input columns that share a scale; -1: one scale per output row. A last group that is shorter has a scale of its
         own, taken from its real columns.
     symmetric : bool
-        Signed codes without a zero point; else unsigned codes with a zero point for each group.
+        Signed codes without a zero point; else unsigned codes, with a zero point for each group.
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales, which are rounded to it before any code is computed.
     scale_bits : int, optional
-        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, a symmetric
-        INT4 weight code * scale is exact in bfloat16 (docs/formats/scales.md).
+        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, the product
+        of a symmetric INT4 code and its scale is exact in bfloat16 (docs/formats/scales.md).
     """
 
     bits: Bits = setting(4, common=True)
     group_size: int = setting(128, common=True)
-    symmetric: bool = setting(True, off="asymmetric", common=True)
+    symmetric: bool = setting(True, off="asymmetric")
     scale_dtype: ScaleType = setting("float16")
     scale_bits: int | None = setting(None)
 

@@ -16,6 +16,15 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
+def check_syntax(what: str, patterns: Iterable[str]) -> None:
+    """Refuse what stands after "re:" and is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as cause:
+            raise ConfigError(f"{what} {pattern!r} is no regular expression: {cause}") from cause
+
+
 def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
     """Refuse patterns that match no name.
 
@@ -24,13 +33,10 @@ def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> 
     ConfigError
         The message has the pattern and every name.
     """
-    known = list(names)
+    patterns, known = list(patterns), list(names)
+    check_syntax(what, patterns)
     for pattern in patterns:
-        try:
-            found = any(matches(name, pattern) for name in known)
-        except re.error as cause:
-            raise ConfigError(f"{what} {pattern!r} is no regular expression: {cause}") from cause
-        if not found:
+        if not any(matches(name, pattern) for name in known):
             raise ConfigError(
                 f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(known)}"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from loopq.errors import ConfigError
@@ -79,6 +79,11 @@ class Registry(Generic[T]):
         self._load()
         if name in self._entries:
             return self._entries[name]
-        near = difflib.get_close_matches(name, self._entries, n=3)
-        hint = f" (did you mean {', '.join(near)}?)" if near else ""
+        hint = did_you_mean(name, self._entries)
         raise ConfigError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self.names())}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the names most like one that is not known, in words that follow it; empty where none is like it."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f" (did you mean {', '.join(near)}?)" if near else ""

@@ -268,14 +268,14 @@ class RotationConfig(Settings):
     Parameters
     ----------
     kind : str
-        none | hadamard | hadamard:SIZE | random | random:SIZE: blocks of SIZE input columns, or one block as wide as
-        the layer, rotated at run time, the weight against it.
+        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. Blocks of SIZE input columns, or one block as
+        wide as the layer, are rotated at run time, the weight against it.
     seed : int
         Seed of random rotations.
     """
 
     kind: str = setting("none", metavar="KIND")
-    seed: int = setting(0)
+    seed: int = setting(0, at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from loopq.errors import ConfigError
-from loopq.registry import Registry
+from loopq.registry import Registry, did_you_mean
 
 _HINTS: dict[type, dict[str, Any]] = {}
+_NUMBER = r"[+-]?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][+-]?[0-9]{1,3})?"
 
 
 def setting(
@@ -48,7 +49,7 @@ def setting(
     common : bool
         Shown by ``--help``; the others by ``--help-all``.
     off : str, optional
-        Of a bool that is True by default: name of the option that makes it False.
+        Of a bool that is True by default: name of the option that makes it False. Its text is "A; else B".
     parse : callable, optional
         Reads the option's text; found from the annotation when absent.
     metavar : str, optional
@@ -74,10 +75,11 @@ def optional(kind: type[Settings], prefix: str) -> Any:
     return dataclasses.field(default=None, metadata={"block": kind, "prefix": prefix, "optional": True})
 
 
-def choice(registry: Registry[Any], default: str) -> Any:
+def choice(registry: Registry[Any], default: str, *, common: bool = False) -> Any:
     """Declare a choice between the settings types of a registry."""
     return dataclasses.field(
-        default_factory=lambda: registry.get(default)(), metadata={"choice": registry, "default": default}
+        default_factory=lambda: registry.get(default)(),
+        metadata={"choice": registry, "default": default, "common": common},
     )
 
 
@@ -98,7 +100,7 @@ class Leaf:
     metadata : mapping
         As given to `setting`.
     help : str
-        Its text in the Parameters section of its class.
+        Its text in the Parameters section of its class; of a choice, with a line about each entry.
     owner : type
         Class that declares it.
     choice, chosen : str
@@ -122,7 +124,7 @@ class Settings:
     def __post_init__(self) -> None:
         hints = _hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            _check(field.name, getattr(self, field.name), hints[field.name], field.metadata)
+            check(field.name, getattr(self, field.name), hints[field.name], field.metadata)
 
     def flat(self) -> dict[str, Any]:
         """Return every plain value by its flat name; a choice by the name of what was chosen."""
@@ -247,10 +249,9 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
         if "choice" in field.metadata:
             registry = field.metadata["choice"]
             names = tuple(registry.names())
-            metadata = {"common": True}
-            yield Leaf(
-                field.name, at, Literal[names], field.metadata["default"], metadata, texts[field.name], kind
-            )
+            lines = [f"{name}: {lowered(summary(registry.get(name)))}" for name in names]
+            text = f"{texts[field.name]} {'; '.join(lines)}."
+            yield Leaf(field.name, at, Literal[names], field.metadata["default"], field.metadata, text, kind)
             for name in names:
                 yield from (
                     dataclasses.replace(leaf, choice=field.name, chosen=name)
@@ -259,8 +260,10 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
         elif "block" in field.metadata:
             names_of = _names(field)
             values = field.metadata.get("values", {})
-            for leaf in _leaves(field.metadata["block"], at):
-                default = values.get(leaf.name, leaf.default)
+            for number, leaf in enumerate(_leaves(field.metadata["block"], at)):
+                # Without the first of an optional block there is no block at all.
+                absent = number == 0 and field.metadata.get("optional")
+                default = None if absent else values.get(leaf.name, leaf.default)
                 yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name), default=default)
         elif field.metadata.get("option", True):
             yield Leaf(
@@ -295,6 +298,11 @@ def summary(kind: type) -> str:
     return inspect.cleandoc(kind.__doc__ or "").partition("\n")[0].removesuffix(".")
 
 
+def lowered(text: str) -> str:
+    """Return a text as it goes on in a sentence; what starts with two capitals is a name."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
 def choices_of(annotation: Any) -> tuple[Any, ...] | None:
     """Return the values that a Literal allows; None where the type is no Literal."""
     return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else None
@@ -311,7 +319,7 @@ def parse_text(annotation: Any, text: str) -> Any:
     members = [a for a in typing.get_args(annotation) if a is not type(None)]
     allowed = choices_of(annotation)
     if allowed:
-        return next((v for v in allowed if str(v) == text), text)
+        return next((v for v in allowed if str(v) == text), None) or parse_text(type(allowed[0]), text)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         if type(None) in typing.get_args(annotation) and text in ("none", "null"):
             return None
@@ -324,6 +332,8 @@ def parse_text(annotation: Any, text: str) -> Any:
         return text == "true"
     if annotation is int and not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         raise ValueError(f"{text!r}: give a whole number")
+    if annotation is float and not re.fullmatch(_NUMBER, text, re.ASCII):
+        raise ValueError(f"{text!r}: give a number")
     return annotation(text)
 
 
@@ -386,17 +396,27 @@ def _chosen(field: Any, value: Any, rest: dict[str, Any]) -> tuple[Any, dict[str
 def _unread(settings: Settings, name: str) -> str:
     everything = leaves(type(settings))
     if name not in everything:
-        return f"unknown setting {name}; known: {', '.join(sorted(everything))}"
+        return (
+            f"unknown setting {name}{did_you_mean(name, everything)}; known: {', '.join(sorted(everything))}"
+        )
     readers = " or ".join(leaf.chosen for leaf in everything[name])
     field = everything[name][0].choice
     return f"{name} goes with {field} {readers}; {field} {settings.flat()[field]} would not read it"
 
 
-def _check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
+def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
+    """Refuse a value that a setting cannot have.
+
+    Raises
+    ------
+    ConfigError
+        The message starts with the name and says what is allowed.
+    """
     allowed = choices_of(annotation)
     if allowed is not None:
         if not any(value == v and type(value) is type(v) for v in allowed):
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+            hint = did_you_mean(str(value), map(str, allowed))
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}{hint}")
         return
     if not _fits(value, annotation):
         raise ConfigError(f"{name} must be {_type_name(annotation)}; got {value!r}")
@@ -406,7 +426,8 @@ def _check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) 
             continue
         low, high = metadata.get("at_least"), metadata.get("at_most")
         if (low is not None and not number >= low) or (high is not None and not number <= high):
-            span = f"at least {low}" if high is None else f"between {low} and {high}"
+            ends = [f"{end:g}" if isinstance(end, float) else str(end) for end in (low, high)]
+            span = f"at least {ends[0]}" if high is None else f"between {ends[0]} and {ends[1]}"
             raise ConfigError(f"{name} must be {span}; got {number!r}")
 
 

@@ -10,11 +10,13 @@ from loopq.errors import ConfigError
 from loopq.settings import Settings, setting
 
 STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax", "validated")
+_RANGE = re.compile(r"([0-9]{0,9}):([0-9]{0,9})")
+_ALPHA = re.compile(r"alpha=([0-9]{1,18}(/[0-9]{1,18}|\.[0-9]{1,18})?|\.[0-9]{1,18})")
 
 
 @dataclass(frozen=True)
 class Calibration(Settings):
-    """The recurrence steps that a layer is calibrated on.
+    """Recurrence steps that a layer is calibrated on.
 
     Parameters
     ----------
@@ -25,7 +27,7 @@ class Calibration(Settings):
         "alpha=A" gives step 0 the weight A against the mean of the others, "validated" chooses by held-out prompts.
     """
 
-    steps: str = setting("all", common=True)
+    steps: str = setting("all", common=True, metavar="STEPS")
     step_weights: str = setting("sum", metavar="HOW")
 
     def __post_init__(self) -> None:
@@ -51,18 +53,16 @@ def parse_step_weights(spec: str) -> Fraction | str:
     allowed = (
         f"step_weights must be one of {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
     )
-    if not spec.startswith("alpha="):
+    found = _ALPHA.fullmatch(spec)
+    if not found:
         raise ConfigError(allowed)
     try:
-        alpha = Fraction(spec.removeprefix("alpha="))
-    except (ValueError, ZeroDivisionError) as cause:
+        alpha = Fraction(found[1])
+    except ZeroDivisionError as cause:
         raise ConfigError(allowed) from cause
     if not 0 <= alpha <= 1:
         raise ConfigError(allowed)
     return alpha
-
-
-_RANGE = re.compile(r"^(\d*):(\d*)$")
 
 
 def parse_steps(spec: str, n_steps: int) -> list[int]:
@@ -95,7 +95,7 @@ def parse_steps(spec: str, n_steps: int) -> list[int]:
     chosen: set[int] = set()
     for raw in spec.split(","):
         part = raw.strip()
-        found = _RANGE.match(part)
+        found = _RANGE.fullmatch(part)
         if part == "all":
             steps = range(n_steps)
         elif part == "first":
@@ -106,7 +106,7 @@ def parse_steps(spec: str, n_steps: int) -> list[int]:
             if high > n_steps:
                 raise ConfigError(f"steps {part!r}: the rollout has {n_steps} steps, 0 to {n_steps - 1}")
             steps = range(low, high)
-        elif part.isdigit():
+        elif re.fullmatch("[0-9]{1,9}", part):
             steps = range(int(part), int(part) + 1)
         else:
             raise ConfigError(f"steps {part!r}: use all, first, a:b, a: or one number, joined by commas")

@@ -24,14 +24,14 @@ Prompts = TokenSet | Sequence[Sequence[int]] | str | Path | None
 
 @dataclass(frozen=True)
 class Take(Settings):
-    """How much of a text is taken.
+    """Number and length of prompts.
 
     Parameters
     ----------
     n_prompts : int, optional
-        Prompts to take; of a text 128 for calibration and 64 for evaluation when absent.
+        Prompts to take; all when absent, of a text 128 to calibrate and 64 to evaluate.
     seq_len : int
-        Tokens of a window of text; longer prompts are cut.
+        Tokens of a prompt: a text is cut in windows of this length, and longer prompts to it.
     """
 
     n_prompts: int | None = setting(None, at_least=1, common=True)

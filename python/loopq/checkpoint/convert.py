@@ -320,8 +320,11 @@ def _record(
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"quantizer": [f"loopq:{_native.__version__}"]}
     layer = checkpoint.settings.get("quantization", {}).get("layer", {})
-    if "damping" in layer:
-        facts["damp_percent"] = layer["damping"]
+    method = layer.get("method")
+    # Version 1 of the native checkpoint had flat settings.
+    damping = method.get("damping", {}).get("fraction") if isinstance(method, dict) else layer.get("damping")
+    if damping is not None:
+        facts["damp_percent"] = damping
     return facts
 
 

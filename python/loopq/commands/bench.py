@@ -10,8 +10,11 @@ from typing import Any
 
 from loopq.checkpoint.files import replacing
 from loopq.commands import COMMANDS, Command
+from loopq.commands.options import whole
 from loopq.errors import ConfigError, KernelError, MissingExtraError
 from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS
+from loopq.settings import parse_text
+from loopq.systems.base import MAX_STEPS
 from loopq.table import render
 
 # What a comparison with float64 may show (docs/kernels.md): float32 output, and bfloat16 against the correctly rounded.
@@ -20,7 +23,7 @@ _FLOAT32_ERROR, _ROUNDED_ERROR = 3e-6, 2e-4
 
 def _tokens(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        found = [parse_text(int, part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or min(found) < 1 or max(found) > 64:
@@ -49,21 +52,31 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--group-size",
-        type=int,
+        type=whole(-1, 1 << 20),
         default=128,
+        metavar="N",
         help="inputs of a scale, -1: one scale per output (default 128)",
     )
-    parser.add_argument("--steps", type=int, default=32, help="steps of a rollout (default %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=whole(1, MAX_STEPS),
+        default=32,
+        metavar="N",
+        help="steps of a rollout (default %(default)s)",
+    )
     parser.add_argument(
         "--trials",
-        type=int,
+        type=whole(1, 1 << 20),
         default=BENCH_TRIALS,
+        metavar="N",
         help="paired trials of each comparison (default %(default)s)",
     )
     parser.add_argument(
         "--bulk", action="store_true", help="bring weights in by bulk copies (compute capability 9.0)"
     )
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default %(default)s)")
+    parser.add_argument(
+        "--device", type=whole(0, 1 << 10), default=0, metavar="N", help="CUDA device (default %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every number as data")
 
 
@@ -94,9 +107,6 @@ def _check(args: argparse.Namespace) -> None:
 
     shapes_of(args.shapes)
     fold_of(args.group_size)
-    for name, value in (("steps", args.steps), ("trials", args.trials)):
-        if value < 1:
-            raise ConfigError(f"--{name} = {value} is not allowed; allowed: 1 and more")
     if args.what == "rollout" and (not args.shapes.startswith("huginn") or args.group_size != 128):
         raise ConfigError(
             "bench rollout runs Huginn's loop at group size 128: leave --shapes and --group-size"

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_execution, check_place, execution
+from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.commands.output import layer_table, measurement_table
 from loopq.progress import Line
 
@@ -17,7 +17,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_execution(parser, only=("threads",))
     parser.add_argument(
-        "--n-seeds", type=int, default=3, metavar="N", help="paired initial states (default %(default)s)"
+        "--n-seeds",
+        type=whole(1, 1 << 16),
+        default=3,
+        metavar="N",
+        help="paired initial states (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(

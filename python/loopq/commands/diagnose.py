@@ -28,16 +28,23 @@ QUICK = ("ranks", "overlap", "ablation", "injection")
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_source(parser, "zoo name, folder or hub id; or a dump of `loopq collect`, without torch")
-    add_text(parser, "calibration")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
-    parser.add_argument("--json", metavar="FILE", help="write the same as data")
-    parser.add_argument(
-        "--only", metavar="A,B", help="sections to run (default: all that the system can have)"
+    add_source(
+        parser,
+        "embedded model (huginn_small), folder or hub id; or a dump of `loopq collect`, for which torch is not needed",
     )
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}: a minute, not many")
-    parser.add_argument("--work", metavar="DIR", help="keep finished sections here and go on with them")
+    parser.add_argument("--html", metavar="FILE", help="write the result as one self-contained page")
+    parser.add_argument("--json", metavar="FILE", help="write the result as data")
+    parser.add_argument(
+        "--only", metavar="A,B", help="sections to run (default: all that the model can have)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"run only {', '.join(QUICK)}: a minute, not many"
+    )
+    parser.add_argument(
+        "--work", metavar="DIR", help="save finished sections here, so that the same command resumes"
+    )
     add_settings(parser, DiagnoseConfig)
+    add_text(parser, "calibration")
     add_execution(parser)
 
 
@@ -50,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
     kept = Path(args.work) / "section.json" if args.work else None
     for file in filter(None, (args.html, args.json, kept)):
         check_place(file)
+    config = config_of(args)
     with Line() as progress:
         found = (
-            _dump(args, progress)
+            _dump(args, config, progress)
             if (Path(args.model) / "manifest.json").is_file()
-            else _model(args, progress)
+            else _model(args, config, progress)
         )
     if args.html:
         from loopq.report.page import write_report
@@ -76,17 +84,15 @@ def config_of(args: argparse.Namespace) -> DiagnoseConfig:
     return DiagnoseConfig(seed=how.seed, batch_size=how.batch_size).changed(**given(args, DiagnoseConfig))
 
 
-def _dump(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
+def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
     from loopq.diagnose.survey import diagnose_dump
 
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")
-    return diagnose_dump(
-        Path(args.model), config=config_of(args), threads=execution(args).threads, progress=progress
-    )
+    return diagnose_dump(Path(args.model), config=config, threads=execution(args).threads, progress=progress)
 
 
-def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
+def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
     from loopq.api import diagnose
     from loopq.calibrate.prompts import calibration_tokens
 
@@ -96,7 +102,7 @@ def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
     return diagnose(
         loaded,
         calibration_tokens(loaded, args.calibration, take(args)),
-        config_of(args),
+        config,
         n_steps=args.n_steps,
         only=args.only.split(",") if args.only else QUICK if args.quick else None,
         name=str(args.model),

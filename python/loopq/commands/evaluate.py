@@ -8,9 +8,8 @@ from pathlib import Path
 
 from loopq.checkpoint.convert import format_of
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_execution, add_source, add_text, execution, load, take
+from loopq.commands.options import add_execution, add_source, add_text, execution, load, take, whole
 from loopq.commands.output import measurement_table
-from loopq.errors import ConfigError
 from loopq.progress import Line
 
 
@@ -24,10 +23,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="checkpoints of that model, of any format that loopq reads",
     )
     add_text(parser, "text")
-    add_execution(parser, only=("seed", "batch_size", "threads"))
+    add_execution(parser, only=("seed", "batch_size"))
     parser.add_argument(
         "--n-seeds",
-        type=int,
+        type=whole(1, 1 << 16),
         default=1,
         metavar="N",
         help="paired initial states of each prompt (default %(default)s)",
@@ -40,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
     from loopq.api import evaluate
     from loopq.calibrate.prompts import evaluation_tokens
 
-    if args.n_seeds < 1:
-        raise ConfigError(f"--n-seeds must be at least 1; got {args.n_seeds}")
     for folder in args.checkpoints:
         format_of(Path(folder))
     loaded = load(args)

@@ -10,7 +10,8 @@ from typing import Any
 from loopq.checkpoint.files import check_folder
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
+from loopq.run.config import QuantConfig
 from loopq.table import render, size
 
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
             return 0
         print_checkpoint(checkpoint, None)
-        print(_settings(checkpoint.settings))
+        print(_settings(folder, checkpoint.settings))
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)
@@ -55,19 +56,34 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _settings(folder: Path, settings: dict[str, Any]) -> str:
     """What was asked, one line a group; `--json` has all of it."""
-    asked = dict(settings["quantization"])
-    layer = asked.pop("layer")
+    try:
+        asked = QuantConfig.from_json(settings["quantization"])
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: settings that loopq cannot read: {error}") from error
+    layer, run = asked.layer.flat(), asked.flat()
     calibration = settings["calibration"]
     lines = [
         f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
         f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}",
-        "layer settings: " + ", ".join(f"{k} {v}" for k, v in sorted(layer.items())),
+        "layer settings: " + ", ".join(f"{k} {_word(v)}" for k, v in layer.items()),
+        "run settings: "
+        + ", ".join(f"{k} {_word(v)}" for k, v in run.items() if k not in (*layer, "overrides")),
     ]
-    asked["overrides"] = [f"{o['pattern']}=>{o['changes']}" for o in asked["overrides"]]
-    lines.append("run settings: " + ", ".join(f"{k} {v}" for k, v in sorted(asked.items())))
+    for override in asked.overrides:
+        changes = ",".join(f"{k}={_word(v)}" for k, v in override.changes.items())
+        lines.append(f"for layers {override.pattern}: {changes}")
     return "\n".join(lines)
+
+
+def _word(value: Any) -> str:
+    """A setting's value as options and overrides spell it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def _foreign(folder: Path, as_json: bool) -> int:

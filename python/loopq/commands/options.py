@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, QuantConfig
-from loopq.settings import Leaf, Settings, choices_of, leaves, parse_text, summary
+from loopq.settings import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
+from loopq.systems.base import MAX_STEPS
 from loopq.systems.from_python import load_python
 from loopq.systems.load import DTYPES, load_model
 
@@ -25,6 +26,7 @@ def add_settings(
     *,
     only: Sequence[str] | None = None,
     without: Sequence[str] = (),
+    title: str | None = None,
 ) -> None:
     """Add an option for every plain value below a settings type.
 
@@ -35,75 +37,73 @@ def add_settings(
     kind : type of Settings
         Its declarations give name, type, choices, default, help and group of each option.
     only, without : sequence of str
-        Flat names to add, and to leave out.
+        Flat names to add, and to leave out. Options that are asked for by name are shown by ``--help``, and else those
+        that their declaration calls common.
+    title : str, optional
+        Title of their group in the help; that of the settings type when absent.
     """
-    groups: dict[str, Any] = {}
     for name, entries in leaves(kind).items():
         if name in without or (only is not None and name not in only):
             continue
-        title = _title(entries)
-        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        action = _add(group, name, entries)
-        action.rare = not any(e.metadata.get("common") for e in entries)  # type: ignore[attr-defined]
+        action = _add(group_of(parser, title or group_title(entries)), name, entries)
+        action.rare = only is None and not any(e.metadata.get("common") for e in entries)  # type: ignore[attr-defined]
 
 
-def _title(entries: Sequence[Leaf]) -> str:
+def group_of(parser: argparse.ArgumentParser, title: str) -> Any:
+    """Return the group of options of that title."""
+    found = [group for group in parser._action_groups if group.title == title]
+    return found[0] if found else parser.add_argument_group(title)
+
+
+def group_title(entries: Sequence[Leaf]) -> str:
+    """Return what settings of one name belong to: the first line about their class, or the choices that read them."""
     first = entries[0]
     if not first.choice:
-        return summary(first.owner)
-    return f"{first.choice} {' and '.join(dict.fromkeys(e.chosen for e in entries))}"
+        return lowered(summary(first.owner))
+    return f"{first.choice} {', '.join(dict.fromkeys(e.chosen for e in entries))}"
+
+
+def flag_of(leaf: Leaf) -> str:
+    """Return the option of a setting; of one that is on by default, that which turns it off."""
+    if leaf.annotation is bool and leaf.default:
+        return f"--{leaf.metadata['off']}"
+    return f"--{leaf.name.replace('_', '-')}"
+
+
+def text_of(entries: Sequence[Leaf]) -> str:
+    """Return the text of a setting's option, with its default, or that of each choice that reads it."""
+    leaf = entries[0]
+    text = lowered(leaf.help.removesuffix("."))
+    if leaf.annotation is bool:
+        return lowered(text.partition("; else ")[2]) if leaf.default else text
+    if leaf.default is None:
+        return text
+    defaults = {e.chosen: _shown(e.default) for e in entries}
+    default = ", ".join(f"{value} for {name}" for name, value in defaults.items())
+    return f"{text} (default {default if len(set(defaults.values())) > 1 else _shown(leaf.default)})"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _add(group: Any, name: str, entries: Sequence[Leaf]) -> argparse.Action:
     leaf = entries[0]
-    flag = f"--{name.replace('_', '-')}"
-    text = leaf.help.removesuffix(".").replace("%", "%%")
-    values = {e.chosen: _shown(e.default) for e in entries}
-    several = ", ".join(f"{value} for {name}" for name, value in values.items())
-    default = f"{text} (default {several if len(set(values.values())) > 1 else _shown(leaf.default)})"
-    if leaf.annotation is bool:
-        off = leaf.metadata.get("off")
-        if leaf.default:
-            inverse = f"--{off or 'no-' + name.replace('_', '-')}"
-            action = group.add_argument(
-                inverse,
-                dest=name,
-                action="store_const",
-                const=False,
-                default=argparse.SUPPRESS,
-                help=f"not: {text}",
-            )
-        else:
-            action = group.add_argument(
-                flag, dest=name, action="store_const", const=True, default=argparse.SUPPRESS, help=text
-            )
-        found: argparse.Action = action
-        return found
-    allowed = choices_of(leaf.annotation)
-    shown = leaf.metadata.get("metavar") or ("|".join(map(str, allowed)) if allowed else _metavar(leaf))
+    how: dict[str, Any] = {"action": "store_const", "const": not leaf.default}
+    if leaf.annotation is not bool:
+        how = {"type": _reader(leaf), "metavar": metavar_of(leaf)}
     made: argparse.Action = group.add_argument(
-        flag,
-        dest=name,
-        type=_reader(leaf),
-        choices=allowed,
-        default=argparse.SUPPRESS,
-        metavar=shown,
-        help=default,
+        flag_of(leaf), dest=name, default=argparse.SUPPRESS, help=text_of(entries).replace("%", "%%"), **how
     )
     return made
 
 
-def _metavar(leaf: Leaf) -> str:
+def metavar_of(leaf: Leaf) -> str:
+    """Return what stands for a setting's value."""
+    allowed = choices_of(leaf.annotation)
     text = str(leaf.annotation)
-    if "tuple" in text:
-        return "A,B,..."
-    return "X" if "float" in text else "N" if "int" in text else "TEXT"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return "none" if value is None else str(value)
+    kind = "A,B,..." if "tuple" in text else "X" if "float" in text else "N" if "int" in text else "TEXT"
+    return leaf.metadata.get("metavar") or ("|".join(map(str, allowed)) if allowed else kind)
 
 
 def _reader(leaf: Leaf) -> Any:
@@ -111,9 +111,25 @@ def _reader(leaf: Leaf) -> Any:
 
     def read(text: str) -> Any:
         try:
-            return own(text) if own else parse_text(leaf.annotation, text)
-        except ValueError as cause:
-            raise argparse.ArgumentTypeError(str(cause)) from cause
+            value = own(text) if own else parse_text(leaf.annotation, text)
+            check("", value, leaf.annotation, leaf.metadata)
+        except (ValueError, ConfigError) as cause:
+            raise argparse.ArgumentTypeError(str(cause).strip()) from cause
+        return value
+
+    return read
+
+
+def whole(at_least: int, at_most: int) -> Any:
+    """Return what reads a whole number from the text of an option."""
+
+    def read(text: str) -> int:
+        try:
+            value: int = parse_text(int, text)
+            check("", value, int, {"at_least": at_least, "at_most": at_most})
+        except (ValueError, ConfigError) as cause:
+            raise argparse.ArgumentTypeError(str(cause).strip()) from cause
+        return value
 
     return read
 
@@ -147,36 +163,49 @@ def override(text: str) -> Override:
 
 def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
     """Add the settings of a quantization; those that need gradients or rollouts only where there is a model."""
-    group = parser.add_argument_group("layers")
     if model:
-        group.add_argument(
+        group_of(parser, group_title(leaves(LayerConfig)["method"])).add_argument(
             "--preset",
             choices=tuple(PRESETS),
             help="best: closest to full precision, with gradients on all prompts; fast: without gradients; paper: "
             "GPTQ over the trajectory as published (default: as best with gradients on fewer prompts where they are "
             "cheap, else as fast)",
         )
-        group.add_argument(
-            "--include",
-            action="append",
-            default=[],
-            metavar="PATTERN",
-            help="calibrate these layers too: those that would stay dense, and those that would be rounded",
-        )
-    group.add_argument(
-        "--exclude", action="append", default=[], metavar="PATTERN", help="leave these layers dense"
-    )
-    group.add_argument(
+    needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
+    hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []
+    add_settings(parser, QuantConfig, without=hidden)
+    add_layers(parser, include=model)
+
+
+#: What `solve` has no options for: it has no model to run.
+_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "n_held_out", "tune", "allocate")
+_METRIC = ("metric", "passes")
+_LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR-EXPRESSION)"
+
+
+def add_layers(parser: argparse.ArgumentParser, *, include: bool) -> None:
+    """Add what names layers by patterns."""
+    group_of(parser, _LAYERS).add_argument(
         "--layer",
         action="append",
         default=[],
         type=override,
         metavar="PATTERN=>NAME=VALUE,...",
-        help="other settings for layers that match, e.g. '*adapter*=>bits=8,steps=first'; repeatable",
+        help="other settings for some layers, as in '*adapter*=>bits=8,steps=first'; repeatable. NAME: "
+        + ", ".join(leaves(LayerConfig)),
     )
-    run_the_model = ("inputs", "alpha", "sweeps", "n_held_out", "tune", "allocate")
-    hidden = [n for n in leaves(QuantConfig) if n.startswith(run_the_model)] if not model else []
-    add_settings(parser, QuantConfig, without=hidden)
+    texts = {"exclude": "leave these layers dense; repeatable"}
+    if include:
+        texts["include"] = "calibrate these layers too, which would stay dense or be rounded; repeatable"
+    add_patterns(parser, texts)
+
+
+def add_patterns(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+    """Add options that take patterns, each with its text."""
+    for name, text in texts.items():
+        group_of(parser, _LAYERS).add_argument(
+            f"--{name}", action="append", default=[], metavar="PATTERN", help=text
+        ).rare = True
 
 
 def quant_config(args: argparse.Namespace) -> QuantConfig:
@@ -194,19 +223,32 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
     return config.changed(**given(args, QuantConfig))
 
 
-def add_source(parser: argparse.ArgumentParser, what: str = "embedded model, folder or hub id") -> None:
+def add_source(
+    parser: argparse.ArgumentParser, what: str = "embedded model (huginn_small), folder or hub id"
+) -> None:
     """Add what names a model and says how it is loaded and run."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help=what)
-    parser.add_argument(
+    group = parser.add_argument_group("how the model is loaded and run")
+    group.add_argument(
         "--python",
         metavar="FILE.py:FUNCTION",
-        help="instead of MODEL: a function that returns a torch module, whose loop is discovered by one run",
+        help="instead of MODEL: a function that returns a torch module, whose loop is found by one run",
     )
-    parser.add_argument(
-        "--n-steps", type=int, metavar="N", help="depth of the rollout (default: the model's own)"
+    group.add_argument(
+        "--n-steps",
+        type=whole(1, MAX_STEPS),
+        metavar="N",
+        help="recurrence steps of a rollout (default: the model's own)",
     )
-    group = parser.add_argument_group("how the model is loaded")
+    group.add_argument(
+        "--device", default="cpu", help="device of the model, such as cuda:0 (default %(default)s)"
+    )
     rare = [
+        group.add_argument(
+            "--depth",
+            metavar="ARGUMENT",
+            help="with --python: argument of the module's forward that sets the number of steps",
+        ),
         group.add_argument(
             "--depth",
             metavar="ARGUMENT",
@@ -227,9 +269,6 @@ def add_source(parser: argparse.ArgumentParser, what: str = "embedded model, fol
         ),
         group.add_argument("--revision", metavar="COMMIT", help="commit, tag or branch of a hub id"),
         group.add_argument("--dtype", choices=DTYPES, help="cast the model (default: as it is stored)"),
-        group.add_argument(
-            "--device", default="cpu", help="device of the model, such as cuda:0 (default %(default)s)"
-        ),
     ]
     for action in rare:
         action.rare = True  # type: ignore[attr-defined]
@@ -247,13 +286,14 @@ def execution(args: argparse.Namespace, **more: Any) -> Execution:
 
 def add_text(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the prompts of a command, under the option of that name."""
-    parser.add_argument(
+    title = f"{'evaluation' if name == 'text' else name} prompts"
+    group_of(parser, title).add_argument(
         f"--{name}",
         metavar="FILE",
-        help="prompts: text, folder of *.txt, .jsonl or .npy of token ids (default: the text that ships with "
-        "loopq, for models that read bytes)",
+        help="text, folder of *.txt, .jsonl, or .npy of token ids (default: the text that ships with loopq, for models "
+        "that read bytes)",
     )
-    add_settings(parser, Take)
+    add_settings(parser, Take, title=title)
 
 
 def take(args: argparse.Namespace) -> Take:
@@ -270,12 +310,13 @@ def add_format(parser: argparse.ArgumentParser, default: str | None = None) -> N
         required=default is None,
         default=default,
         choices=format_names(),
-        help="checkpoint format to write" + (" (default %(default)s)" if default else ""),
+        help="format of the checkpoint" + (" (default %(default)s)" if default else ""),
     )
     parser.add_argument(
         "--ragged",
         choices=("keep", "split", "pad"),
-        help="a last group shorter than the others: keep it, cut all groups to a width that divides, or pad with zeros",
+        help="what is done with a last group that is shorter than the others: kept, all groups cut to a width that "
+        "divides, or padded with zeros",
     ).rare = True  # type: ignore[attr-defined]
 
 

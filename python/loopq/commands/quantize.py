@@ -33,34 +33,36 @@ from loopq.execution import Execution
 from loopq.lazy import require
 from loopq.progress import Line
 from loopq.quantizers.config import LayerConfig
+from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import export, refuse_early
 from loopq.run.result import work_folder
 from loopq.systems.load import LoadedModel
 
-_HINT = (
-    "hint: --preset best comes closer to full precision at the same bytes, for some gradients more (--help)"
-)
+_HINT = "hint: --preset best is more accurate at the same bytes; it needs gradients"
 _EXAMPLES = """examples:
-  loopq quantize MODEL --out DIR                  GPTQ over the trajectory, INT4 g128: the paper's method
-  loopq quantize MODEL --out DIR --preset best    the full solver in the loop metric: closest to full precision
-  loopq quantize MODEL --out DIR --preset best --bits 3 --group-size 32 --calibration text.txt
-  loopq quantize MODEL --out DIR --allocate 3.25  bits and group size of each layer under a budget
-then `loopq evaluate MODEL DIR` says how far it is from the original; docs/quantizers.md has measured comparisons"""
+  loopq quantize MODEL --out DIR                   GPTQ over all steps, INT4, groups of 128
+  loopq quantize MODEL --out DIR --preset best     more accurate; takes gradients
+  loopq quantize MODEL --out DIR --preset best --inputs asymmetric    better still
+  loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
+  loopq quantize MODEL --out DIR --allocate 3.25   bits by layer under a budget
+`loopq evaluate MODEL DIR` says how far the result is from the original;
+docs/quantizers.md has measured comparisons"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_source(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
-    add_format(parser, default="native")
-    add_text(parser, "calibration")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
     add_quantizer(parser, model=True)
-    add_execution(parser)
+    add_text(parser, "calibration")
+    add_source(parser)
+    add_format(parser, default="native")
     parser.add_argument(
         "--html",
         metavar="FILE",
-        help=f"diagnose the model afterwards ({', '.join(QUICK)}); the page shows what was done to each layer",
+        help=f"diagnose the model afterwards ({', '.join(QUICK)}) and write a page that shows what was done to each "
+        "layer",
     )
+    add_execution(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     native = args.format == "native"
     check_new(out)
     config = quant_config(args)
+    refuse_unused_held_out(config)
     if args.html:
         require("matplotlib")
         check_place(args.html)

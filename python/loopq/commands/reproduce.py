@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_execution, check_place, execution
+from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.errors import ConfigError
 from loopq.progress import Line
 
@@ -46,28 +46,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--n-calibration",
-        type=int,
+        type=whole(1, 1 << 20),
         metavar="N",
         default=default.n_calibration,
         help="prompts of one calibration set (default %(default)s)",
     )
     parser.add_argument(
         "--n-evaluation",
-        type=int,
+        type=whole(2, 1 << 20),
         metavar="N",
         default=default.n_evaluation,
         help="held-out prompts (default %(default)s)",
     )
     parser.add_argument(
         "--seq-len",
-        type=int,
+        type=whole(2, 1 << 20),
         metavar="N",
         default=default.seq_len,
         help="tokens of a prompt (default %(default)s)",
     )
     parser.add_argument(
         "--n-seeds",
-        type=int,
+        type=whole(1, 1 << 20),
         metavar="N",
         default=default.n_seeds,
         help="calibration seeds (default %(default)s)",

@@ -15,9 +15,9 @@ from loopq.run.result import work_folder
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("dump", metavar="DUMP", help="dump of `loopq collect` or `loopq merge`")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the checkpoint")
-    add_execution(parser, only=("threads",))
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
     add_quantizer(parser, model=False)
+    add_execution(parser, only=("threads",))
 
 
 def run(args: argparse.Namespace) -> int:

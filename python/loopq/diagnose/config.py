@@ -12,7 +12,9 @@ from loopq.settings import Settings, setting
 
 @dataclass(frozen=True)
 class DiagnoseConfig(Settings):
-    """Settings of a diagnosis; the numbers of prompts are small, so that a survey takes minutes.
+    """Settings of a diagnosis.
+
+    The numbers of prompts are small, so that a survey takes minutes.
 
     Parameters
     ----------
@@ -52,10 +54,10 @@ class DiagnoseConfig(Settings):
     n_prompts: int = setting(8, at_least=1, option=False)
     n_ablation_prompts: int = setting(10, at_least=1)
     n_jacobian_prompts: int = setting(3, at_least=1)
-    seeds: tuple[int, ...] = setting((0, 1, 2))
+    seeds: tuple[int, ...] = setting((0, 1, 2), at_least=0)
     lambdas: tuple[float, ...] = setting((0.0, 0.25, 0.5, 0.75, 1.0))
     radii: tuple[float, ...] = setting((0.005, 0.01, 0.02))
-    n_directions: int = setting(32, at_least=1)
+    n_directions: int = setting(32, at_least=1, at_most=1 << 20)
     group_sizes: tuple[int, ...] = setting((32, 64, 128, 256, PER_CHANNEL))
     n_updates: int = setting(50, at_least=1)
     batch_size: int = setting(8, at_least=1, option=False)
@@ -66,6 +68,9 @@ class DiagnoseConfig(Settings):
         if not self.seeds:
             raise ConfigError("seeds must name at least one initial state")
         self.layer(self.group_size)
+        for size in self.group_sizes:
+            if size != PER_CHANNEL and size < 1:
+                raise ConfigError(f"group_sizes must be -1 (per channel) or at least 1; got {size}")
 
     def layer(self, group_size: int) -> LayerConfig:
         """Rounding of this diagnosis at a group size."""

@@ -35,9 +35,9 @@ class Tune(Settings):
     Parameters
     ----------
     what : {"scales", "codes"}
-        Tune by gradient through the unrolled loop: group scales, or scales and codes.
+        What is tuned by gradient through the unrolled loop: group scales, or scales and codes.
     n_updates : int
-        Adam updates.
+        Updates of the tuning, by Adam.
     scale_rate : float
         Learning rate of a scale's relative change.
     code_rate : float
@@ -52,7 +52,7 @@ class Tune(Settings):
         Steps from the end of the rollout that carry gradients; all when absent.
     """
 
-    what: Literal["scales", "codes"] = setting("scales", common=True)
+    what: Literal["scales", "codes"] = setting("scales")
     n_updates: int = setting(250, at_least=1)
     scale_rate: float = setting(2e-3, at_least=0.0)
     code_rate: float = setting(1e-2, at_least=0.0)

@@ -21,17 +21,18 @@ POWERS = tuple(k / 20 for k in range(20))
 @QUANTIZERS.register("awq")
 @dataclass(frozen=True)
 class AWQ(Method):
-    """AWQ: round W diag(s) to nearest, s_j = a_j^p, with the power p of least tr(D H D^T) out of 0, 0.05, ..., 0.95.
+    """Channels scaled by a power of their magnitude, then rounded to nearest.
 
     Parameters
     ----------
     scale_search : {"max", "mse"}
-        Scale of the largest magnitude in the group, or of least squared error on a shrink grid.
+        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
 
     Notes
     -----
-    a_j is the root mean square of channel j over the rows of the steps chosen, s is scaled so that the geometric mean
-    of its extremes is 1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes
+    W diag(s) is rounded, s_j = a_j^p, with the power p of least tr(D H D^T) out of 0, 0.05, ..., 0.95; a_j is the root
+    mean square of channel j over the rows of the steps chosen. s is scaled so that the geometric mean of its extremes is
+    1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes
     before. Power 0 is plain rounding. Clipping is not searched.
     """
 

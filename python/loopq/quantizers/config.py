@@ -10,10 +10,11 @@ from typing import Any
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError
 from loopq.grid import Grid
-from loopq.patterns import matches
+from loopq.patterns import check_syntax, matches
 from loopq.quantizers import QUANTIZERS, Method, Problem
+from loopq.registry import did_you_mean
 from loopq.rotation import RotationConfig
-from loopq.settings import Settings, block, choice, leaves
+from loopq.settings import Settings, block, check, choice, leaves
 from loopq.steps import Calibration
 
 
@@ -30,13 +31,13 @@ class LayerConfig(Settings):
     rotation : RotationConfig
         Rotation of the input.
     method : Method
-        Method; its own settings follow.
+        Method that finds the codes.
     """
 
     grid: Grid = block(Grid)
     calibration: Calibration = block(Calibration)
     rotation: RotationConfig = block(RotationConfig, "rotation")
-    method: Method = choice(QUANTIZERS, "gptq-cd")
+    method: Method = choice(QUANTIZERS, "gptq-cd", common=True)
 
     @classmethod
     def of(cls, **changes: Any) -> LayerConfig:
@@ -95,12 +96,22 @@ class Override:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_syntax("override", [self.pattern])
         known = leaves(LayerConfig)
         unknown = sorted(set(self.changes) - set(known))
         if unknown:
             raise ConfigError(
-                f"override {self.pattern!r}: unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+                f"override {self.pattern!r}: unknown setting {', '.join(unknown)}"
+                f"{did_you_mean(unknown[0], known)}; known: {', '.join(sorted(known))}"
             )
+        for name, value in self.changes.items():
+            if not isinstance(value, Settings):
+                check(
+                    f"override {self.pattern!r}: {name}",
+                    value,
+                    known[name][0].annotation,
+                    known[name][0].metadata,
+                )
 
     def matches(self, name: str) -> bool:
         """Whether the layer called `name` is meant."""

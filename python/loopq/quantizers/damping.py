@@ -17,16 +17,16 @@ TAIL_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Damping(Settings):
-    """What is added to the diagonal of H.
+    """Damping, which is added to the diagonal of H.
 
     Parameters
     ----------
     fraction : float
-        Fraction c of what `kind` names.
+        Damping of H as a fraction of the quantity that its kind names.
     kind : {"mean", "median", "diagonal", "tail"}
-        mean: of the mean of diag H, the published rule. median: of its median, blind to a few huge channels.
-        diagonal: of each entry itself, so that scaling a channel scales its damping. tail: of the mean eigenvalue
-        without the largest hundredth, blind also to a huge direction that no channel shows.
+        Quantity that damping is a fraction of. mean: the mean of diag H, the published rule; median: its median, blind
+        to a few huge channels; diagonal: each entry itself, so that scaling a channel scales its damping; tail: the
+        mean eigenvalue without the largest hundredth, blind also to a huge direction that no channel shows.
     """
 
     fraction: float = setting(0.01, at_least=0.0)

@@ -19,8 +19,9 @@ from loopq.settings import block, setting
 @QUANTIZERS.register("gptq")
 @dataclass(frozen=True)
 class GPTQ(Method):
-    """GPTQ: minimise tr(D H D^T) column by column, D = W^ - W, with H summed over the steps chosen.
+    """Column by column, each rounding error made up for by the columns to come.
 
+    Minimises tr(D H D^T), D = W^ - W, with H summed over the steps chosen.
     A Hessian that cannot be factored at the damping asked for is an error: damping is never raised and rounding never
     put in its place unasked.
 
@@ -29,12 +30,12 @@ class GPTQ(Method):
     damping : Damping
         What is added to the diagonal of H.
     scales : {"group", "static"}
-        group: taken from the compensated weights when the column sweep reaches the group (the published GPTQ);
-        static: taken from the original weights before the sweep.
+        When a group's scale is taken. group: from the compensated weights when the column sweep reaches the group, as
+        published; static: from the original weights, before the sweep.
     scale_search : {"max", "mse"}
-        Scale of the largest magnitude in the group, or of least squared error on a shrink grid.
+        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
     act_order : bool
-        Sweep columns by falling diag(H); scales must be static then, and no index is stored.
+        Sweep columns by falling diag(H). Scales must be static then, and no index is stored.
     precision : {"float64", "float32"}
         Arithmetic of factorisation and sweep.
     block_size : int

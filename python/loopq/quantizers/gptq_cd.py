@@ -46,16 +46,18 @@ class GPTQCD(Method):
     damping : Damping
         What is added to the diagonal of H.
     order : {"conditional", "diagonal", "natural"}
-        Order of the sweep. No index is stored.
+        Order of the sweep. conditional: by what an error costs when the columns that remain make up for it; diagonal:
+        by diag H; natural: as the columns stand. No index is stored.
     scale_cost : {"conditional", "diagonal", "even", "largest"}
-        How errors count in the search for the static scales: as they cost when the other columns make up for them,
-        when none does, or all alike; largest takes the largest magnitude and searches nothing.
+        How errors count in the search for scales. conditional: as they cost when the other columns make up for them;
+        diagonal: when none does; even: all alike; largest: no search, the scale of the largest magnitude.
     signed_scales : bool
-        Symmetric grids: a scale may be negative, which turns the grid's extra code to the other side.
+        Scales of symmetric grids may be negative, which turns the grid's extra code to the other side; else scales of
+        symmetric grids are positive.
     descent : int
         Most sweeps of coordinate descent on the codes; 0 leaves it out.
     refit : bool
-        Closed-form scales for the codes found, and a new sweep from them.
+        Closed-form scales for the codes found, and a new sweep from them; else scales stay as they were searched.
     rounds : int
         Most rounds of descent, refit and new sweep.
     passes : int

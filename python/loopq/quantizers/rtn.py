@@ -19,12 +19,12 @@ ScaleSearch = Literal["max", "mse"]
 @QUANTIZERS.register("rtn")
 @dataclass(frozen=True)
 class RTN(Method):
-    """Round every weight to the nearest point of its group's grid, half to even.
+    """Round every weight to the nearest point of its grid, half to even.
 
     Parameters
     ----------
     scale_search : {"max", "mse"}
-        Scale of the largest magnitude in the group, or of least squared error on a shrink grid.
+        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
     """
 
     name: ClassVar[str] = "rtn"

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from loopq.errors import ConfigError
 from loopq.execution import parse_bytes
 from loopq.gradients.scores import loop_fisher, measured
-from loopq.grid import BITS
+from loopq.grid import BITS, PER_CHANNEL
 from loopq.quantizers.config import Override
-from loopq.settings import Settings, setting
+from loopq.settings import Settings, parse_text, setting
 from loopq.steps import Calibration
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 def parse_budget(text: str) -> float | int:
     """Read bits a weight, as in 3.25, or bytes with a unit, as in 900K."""
-    return parse_bytes(text) if text[-1:].upper() in "KMGTB" else float(text)
+    found: float | int = parse_bytes(text) if text[-1:].upper() in tuple("KMGTB") else parse_text(float, text)
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,15 @@ class Allocate(Settings):
     Parameters
     ----------
     budget : float or int
-        Choose bits and group size of each layer: bits a weight with scales and zero points, as in 3.25, or bytes of all
-        quantized layers, as in 900K.
+        Budget that bits and group size of each layer are chosen under: bits a weight, with scales and zero points, as
+        in 3.25; or bytes of all quantized layers, as in 900K.
     score : {"ablation", "fisher"}
         Cost of a candidate: the KL measured with that layer alone quantized, or the KL that gradients through the
         loop predict.
     bits : tuple of int
-        Bits that a layer may get.
+        Bits that a layer may be given.
     group_sizes : tuple of int
-        Group sizes that a layer may get.
+        Group sizes that a layer may be given.
     n_prompts : int
         Calibration prompts that the cost is taken on.
     """
@@ -58,10 +59,13 @@ class Allocate(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.bits or not self.group_sizes:
-            raise ConfigError("an allocation needs one or more bits and group sizes")
+            raise ConfigError("bits and group sizes of an allocation: give one or more of each")
         wrong = sorted(set(self.bits) - set(BITS))
         if wrong:
             raise ConfigError(f"bits must be of {', '.join(map(str, BITS))}; got {wrong[0]}")
+        for size in self.group_sizes:
+            if size != PER_CHANNEL and size < 1:
+                raise ConfigError(f"group_sizes must be -1 (per channel) or at least 1; got {size}")
         if not self.budget > 0:
             raise ConfigError(f"budget must be above 0; got {self.budget!r}")
 

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @INPUTS.register("asymmetric")
 @dataclass(frozen=True)
 class Asymmetric(Inputs):
-    """Layer by layer: inputs of a rollout in which the layers before are quantized, against the outputs of full
-    precision.
+    """Layer by layer, a rollout in which the layers before are quantized, against full-precision outputs.
 
     Parameters
     ----------

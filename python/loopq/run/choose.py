@@ -11,6 +11,7 @@ from loopq.gradients.tuner import tune
 from loopq.run.allocate import allocate
 
 if TYPE_CHECKING:
+    from loopq.run.config import QuantConfig
     from loopq.run.engine import Layers, Run
 
 #: What step weights "validated" choose from: the plain sum, all but step 0, and two that no loud step can decide.
@@ -52,6 +53,18 @@ def split_held_out(tokens: TokenSet, n_held_out: int | None) -> tuple[TokenSet, 
     return kept, held
 
 
+def refuse_unused_held_out(config: QuantConfig) -> None:
+    """Refuse a number of held-out prompts where nothing is chosen by them.
+
+    Raises
+    ------
+    ConfigError
+        The message says what would use them.
+    """
+    if config.n_held_out is not None and not config.needs_held_out:
+        raise ConfigError("n_held_out goes with tune, or with step_weights validated")
+
+
 def solve(run: Run, held: TokenSet | None) -> tuple[Run, Layers, dict[str, Any]]:
     """Carry a run out with all that has to be chosen or tuned.
 
@@ -60,7 +73,7 @@ def solve(run: Run, held: TokenSet | None) -> tuple[Run, Layers, dict[str, Any]]
     run : Run
         Collection and settings.
     held : TokenSet or None
-        Prompts held out, where the settings need them (`needs_held_out`).
+        Prompts held out, where the settings need them (`QuantConfig.needs_held_out`).
 
     Returns
     -------

@@ -9,6 +9,7 @@ from typing import Any
 
 from loopq.errors import ConfigError
 from loopq.gradients.tuner import Tune
+from loopq.patterns import check_syntax
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
 from loopq.run.allocate import Allocate
@@ -32,7 +33,7 @@ class QuantConfig(Settings):
     layer : LayerConfig
         What holds for every layer that no override names.
     inputs : Inputs
-        Where the inputs come from that layers are calibrated on.
+        Rollout whose inputs layers are calibrated on.
     overrides : tuple of Override
         Settings for some layers, applied in order; later ones win.
     include : tuple of str
@@ -58,6 +59,15 @@ class QuantConfig(Settings):
     n_held_out: int | None = setting(None, at_least=1)
     allocate: Allocate | None = optional(Allocate, "allocate")
     tune: Tune | None = optional(Tune, "tune")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_syntax("pattern", (*self.include, *self.exclude))
+
+    @property
+    def needs_held_out(self) -> bool:
+        """Whether something is chosen by calibration prompts that are held out."""
+        return self.tune is not None or self.layer.calibration.step_weights == "validated"
 
     @classmethod
     def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:
@@ -113,12 +123,12 @@ class QuantConfig(Settings):
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantConfig:
         """Rebuild the settings from plain data, also of version 1 of `loopq.json`, whose layer settings were flat."""
-        if (
-            isinstance(data.get("layer"), Mapping)
-            and "method" in data["layer"]
-            and "grid" not in data["layer"]
-        ):
-            return _version_1(dict(data))
+        layer = data.get("layer") if isinstance(data, Mapping) else None
+        if isinstance(layer, Mapping) and "method" in layer and "grid" not in layer:
+            try:
+                return _version_1(dict(data))
+            except (KeyError, TypeError, AttributeError) as cause:
+                raise ConfigError(f"settings of version 1 that are not whole: {cause}") from cause
         return super().from_json(data)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @INPUTS.register("open")
 @dataclass(frozen=True)
 class Open(Inputs):
-    """Inputs of the full-precision rollout."""
+    """The full-precision rollout."""
 
     name: ClassVar[str] = "open"
 
@@ -41,7 +41,7 @@ class Open(Inputs):
 @INPUTS.register("closed-loop")
 @dataclass(frozen=True)
 class ClosedLoop(Inputs):
-    """Inputs of the rollout of a model that was quantized open loop; the original weights are quantized anew."""
+    """The rollout of the model as first quantized, for the original weights once more."""
 
     name: ClassVar[str] = "closed-loop"
 
@@ -60,7 +60,7 @@ class ClosedLoop(Inputs):
 @INPUTS.register("equal-rows")
 @dataclass(frozen=True)
 class EqualBudget(Inputs):
-    """As many rows over all steps together as one step has: a control for the number of rows."""
+    """As many rows over all steps together as one step has, a control for the number of rows."""
 
     name: ClassVar[str] = "equal-rows"
 

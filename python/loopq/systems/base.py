@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Orientation = Literal["out_in", "in_out"]
 Treatment = Literal["gptq", "rtn", "dense"]
+#: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
+MAX_STEPS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,8 @@ class LoopedSystem(ABC):
         """Return `n_steps` if a rollout can have this depth, else raise `ConfigError`."""
         if n_steps < 1:
             raise ConfigError(f"n_steps must be at least 1; got {n_steps}")
+        if n_steps > MAX_STEPS:
+            raise ConfigError(f"n_steps must be at most {MAX_STEPS}; got {n_steps}")
         return n_steps
 
     def parameter(self, shared: SharedParameter) -> nn.Parameter:

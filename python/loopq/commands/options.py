@@ -250,11 +250,6 @@ def add_source(
             help="with --python: argument of the module's forward that sets the number of steps",
         ),
         group.add_argument(
-            "--depth",
-            metavar="ARGUMENT",
-            help="with --python: argument of the module's forward that sets the number of steps",
-        ),
-        group.add_argument(
             "--system",
             metavar="NAME",
             help="adapter to use, if it is not found by itself (`loopq systems` lists them)",

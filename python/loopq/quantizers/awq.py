@@ -31,8 +31,8 @@ class AWQ(Method):
     Notes
     -----
     W diag(s) is rounded, s_j = a_j^p, with the power p of least tr(D H D^T) out of 0, 0.05, ..., 0.95; a_j is the root
-    mean square of channel j over the rows of the steps chosen. s is scaled so that the geometric mean of its extremes is
-    1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes
+    mean square of channel j over the rows of the steps chosen. s is scaled so that the geometric mean of its extremes
+    is 1 and stored in float16; inputs are divided by s at run time, or s is folded into what comes
     before. Power 0 is plain rounding. Clipping is not searched.
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,8 @@ from loopq.calibrate.data import TokenSet, check_count, check_vocabulary
 from loopq.calibrate.dump import Dump, fingerprint
 from loopq.calibrate.select import treat
 from loopq.checkpoint import native as store
-from loopq.checkpoint.convert import read_any
-from loopq.checkpoint.files import RawTensor, check_new
+from loopq.checkpoint.convert import NATIVE, read_any, write_as
+from loopq.checkpoint.files import RawTensor, check_new, own_folder, remove_own
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
@@ -151,7 +150,7 @@ def quantize(
     depth = run.job.selection.n_steps
     estimate = run.estimate(memory)
     progress.note(f"{len(run.tasks)} layers, {depth} steps: {estimate}{on_top(run, allocate, tune)}")
-    work = folder.with_name(f".{folder.name}.work") if folder is not None else None
+    work = own_folder(folder.with_name(f".{folder.name}.work")) if folder is not None else None
     extra: dict[str, Any] = {}
     if allocate is not None:
         config, extra["allocation"] = mixed(run, config, allocate, progress)
@@ -173,10 +172,9 @@ def quantize(
     )
     checkpoint = _assemble(layers, tensors, ties, settings, side_files(loaded))
     if folder is not None:
-        store.write(folder, checkpoint)
-        _verify(folder, checkpoint)
+        write_as(folder, checkpoint, NATIVE)
         if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
+            remove_own(work)
     return checkpoint
 
 
@@ -237,7 +235,7 @@ def solve(
                 f"layer {task.parameter.name}: metric 'loop' needs gradients through the loop, and a dump holds "
                 "activations alone: use `quantize` on the model, or metric 'inputs' here"
             )
-    work = folder.with_name(f".{folder.name}.work") if folder is not None else None
+    work = own_folder(folder.with_name(f".{folder.name}.work")) if folder is not None else None
     solver = Solver(
         weight=source.weight,
         source=source,
@@ -257,8 +255,7 @@ def solve(
     )
     checkpoint = _assemble(layers, source.model_tensors(), dict(manifest.ties), settings, source.side_files())
     if folder is not None:
-        store.write(folder, checkpoint)
-        _verify(folder, checkpoint)
+        write_as(folder, checkpoint, NATIVE)
         solver.clear()
     return checkpoint
 
@@ -420,14 +417,6 @@ def _assemble(
     dense = {name: tensor for name, tensor in tensors.items() if name not in layers}
     kinds = {name: tensors[name].dtype for name in layers}
     return Checkpoint(layers, dense, ties, settings | {"weight_dtypes": kinds}, side_files)
-
-
-def _verify(folder: Path, checkpoint: Checkpoint) -> None:
-    """Read the checkpoint back and compare every layer with what was solved."""
-    again = store.read(folder)
-    for name, layer in checkpoint.layers.items():
-        if not layer.same_as(again.layers[name]):
-            raise CheckpointError(f"{folder}: layer {name} reads back differently from what was written")
 
 
 def evaluate(

@@ -37,7 +37,11 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
             return 0
         print_checkpoint(checkpoint, None)
-        print(_settings(checkpoint.settings))
+        print("\n".join(_settings(checkpoint.settings)))
+        if native.read_index(folder).version == 1:
+            print(
+                f"{native.INDEX}: version 1, unprotected: it has no SHA-256 of itself, so that changes go unnoticed"
+            )
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)
@@ -55,19 +59,14 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _settings(settings: dict[str, Any], prefix: str = "") -> list[str]:
     """What was asked, one line a group; `--json` has all of it."""
-    asked = dict(settings["quantization"])
-    layer = asked.pop("layer")
-    calibration = settings["calibration"]
-    lines = [
-        f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
-        f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}",
-        "layer settings: " + ", ".join(f"{k} {v}" for k, v in sorted(layer.items())),
-    ]
-    asked["overrides"] = [f"{o['pattern']}=>{o['changes']}" for o in asked["overrides"]]
-    lines.append("run settings: " + ", ".join(f"{k} {v}" for k, v in sorted(asked.items())))
-    return "\n".join(lines)
+    plain = [f"{key} {value}" for key, value in settings.items() if not isinstance(value, dict)]
+    lines = [f"{prefix or 'settings'}: {', '.join(plain)}"] if plain else []
+    for key, value in settings.items():
+        if isinstance(value, dict) and key != "weight_dtypes":
+            lines += _settings(value, f"{prefix} {key}".strip())
+    return lines
 
 
 def _foreign(folder: Path, as_json: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -14,8 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.files import RawTensor, read_json, read_tensors, sha256, write_json, write_tensors
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.files import (
+    RawTensor,
+    read_json,
+    read_tensors,
+    remove_own,
+    sha256,
+    write_json,
+    write_tensors,
+)
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import checked
 from loopq.config import LayerConfig, QuantConfig, parse_step_weights, parse_steps
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.progress import Progress, Silent
@@ -94,8 +102,9 @@ class LayerStore:
         # A kill between the two writes leaves the journal of one solve beside the tensors of another.
         if journal["key"] != self.key or not path.is_file() or sha256(path) != journal["sha256"]:
             return None
+        settings = checked(LayerSettings, journal["settings"], path)
         return QuantizedLayer.from_tensors(
-            journal["settings"], read_tensors(path), journal["report"], str(path)
+            settings, TensorReader(str(path), read_tensors(path)), journal["report"]
         )
 
     def _path(self, name: str, part: str) -> Path | None:
@@ -222,7 +231,7 @@ class Solver:
     def clear(self) -> None:
         """Remove the work folder."""
         if self.work:
-            shutil.rmtree(self.work, ignore_errors=True)
+            remove_own(self.work)
 
 
 def step_weighting(

@@ -29,6 +29,8 @@ from loopq.quantizers import sequential
 from loopq.systems.load import load_model
 from loopq.tune import metric as module
 
+from .checkpoint.made import reseal
+
 SETTINGS = {"bits": 3, "group_size": 20}
 
 
@@ -298,7 +300,7 @@ def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, token
         merge([parts[0], parts[0]], tmp_path / "twice")
     with monkeypatch.context() as broken:
         broken.setattr(
-            "loopq.calibrate.dump.shutil.copytree", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+            "loopq.calibrate.dump.shutil.copyfile", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
         )
         with pytest.raises(DumpError, match=r"full: cannot be written \(No space\)"):
             merge(parts, tmp_path / "full")
@@ -333,23 +335,24 @@ def test_damaged_dumps_are_refused(dump, tmp_path):
         path.write_bytes(data)
 
     def manifest(**changes):
-        def change(copy):
-            data = json.loads((copy / "manifest.json").read_text())
-            (copy / "manifest.json").write_text(json.dumps(data | changes))
+        return lambda copy: reseal(copy / "manifest.json", lambda data: data.update(changes))
 
-        return change
+    def unsealed(copy):
+        data = json.loads((copy / "manifest.json").read_text())
+        (copy / "manifest.json").write_text(json.dumps(data | {"seed": 4}))
 
     for change, match in [
         (truncate, r"00000\.safetensors: truncated or altered"),
         (flip, r"00001\.safetensors: altered: its SHA-256"),
         (lambda c: (c / "model" / "model.safetensors").unlink(), r"model\.safetensors: missing"),
         (lambda c: (c / "manifest.json").write_text("{"), "not valid JSON"),
-        (manifest(version=9), "version 9; this loopq reads version 1"),
-        (manifest(format="other"), "not the manifest of a loopq dump"),
-        (manifest(kind="pictures"), "kind 'pictures'"),
+        (unsealed, r"manifest\.json: altered: its sha256 is not that of its content"),
+        (manifest(version=9), "version 9; this loopq reads versions 1 to 2"),
+        (manifest(format="other"), "its format is not 'loopq-dump'"),
+        (manifest(kind="pictures"), "kind: 'pictures'; allowed: 'rows', 'hessian'"),
         (manifest(rows={}), "not in the manifest"),
         (manifest(rows_dtype="F16"), r"the manifest says F16"),
-        (manifest(parameters=[{"name": "x"}]), "damaged"),
+        (manifest(parameters=[{"name": "x"}]), r"parameters\[0\]: 'in_features' is missing"),
     ]:
         with pytest.raises(DumpError, match=match):
             Dump(damaged(change))
@@ -424,18 +427,20 @@ def test_damaged_checkpoints_are_refused(plain, tmp_path):
         path.write_bytes(path.read_bytes()[:-1])
 
     def index(change):
-        def apply(copy):
-            data = json.loads((copy / "loopq.json").read_text())
-            change(data)
-            (copy / "loopq.json").write_text(json.dumps(data))
+        return lambda copy: reseal(copy / "loopq.json", change)
 
-        return apply
+    def unsealed(copy):
+        path = copy / "loopq.json"
+        path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
 
     for change, match in [
         (cut, "truncated or altered"),
         (lambda c: (c / "loopq.json").unlink(), "not a loopq checkpoint"),
         (index(lambda d: d.update(version=7)), "version 7"),
-        (index(lambda d: d.pop("layers")), "no layers"),
+        (unsealed, r"loopq\.json: altered: its sha256 is not that of its content"),
+        (index(lambda d: d.pop("layers")), "'layers' is missing"),
+        (index(lambda d: d["layers"].pop(0)), "holds packed codes; no layer is known of it"),
+        (index(lambda d: d["files"].clear()), "model.safetensors and report.jsonl must be among them"),
         (index(lambda d: d["layers"][0].update(bits=8)), r"transformer\.adapter\.weight_packed"),
         (
             index(lambda d: d["layers"][0].update(scale_dtype="float32")),
@@ -443,6 +448,7 @@ def test_damaged_checkpoints_are_refused(plain, tmp_path):
         ),
         (index(lambda d: d["layers"][0].update(shape=[1, 2])), "weight_shape"),
         (index(lambda d: d["layers"][0].update(name="nothing.weight")), "is missing"),
+        (index(lambda d: d["files"][0].update(file="../x")), r"files\[0\]\.file: '\.\./x'; allowed: a plain name"),
     ]:
         with pytest.raises(CheckpointError, match=match):
             store.read(damaged(change))

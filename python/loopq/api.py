@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
-from loopq.checkpoint.convert import read_any
-from loopq.checkpoint.files import check_new
+from loopq.checkpoint.convert import NATIVE, read_any, write_as
+from loopq.checkpoint.files import check_new, own_folder, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
@@ -27,7 +26,7 @@ from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
 from loopq.run.engine import Run, side_files
 from loopq.run.estimate import estimate
-from loopq.run.result import checkpoint_of, solve_dump, work_folder, write_checked
+from loopq.run.result import checkpoint_of, solve_dump, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -97,7 +96,7 @@ def quantize(
     with _output(out, execution) as execution:
         checkpoint = _quantized(open_model(model), calibration, take, config, n_steps, execution)
         if out is not None:
-            write_checked(Path(out), checkpoint)
+            write_as(out, checkpoint, NATIVE)
     return checkpoint
 
 
@@ -131,10 +130,10 @@ def _output(out: str | Path | None, execution: Execution) -> Iterator[Execution]
         yield execution
         return
     check_new(Path(out))
-    work = work_folder(out)
     with locked(Path(out)):
+        work = own_folder(work_folder(out))
         yield dataclasses.replace(execution, work=work)
-        shutil.rmtree(work, ignore_errors=True)
+        remove_own(work)
 
 
 def solve(
@@ -167,7 +166,7 @@ def solve(
     with _output(out, execution) as execution:
         checkpoint = solve_dump(Path(dump), config, execution)
         if out is not None:
-            write_checked(Path(out), checkpoint)
+            write_as(out, checkpoint, NATIVE)
     return checkpoint
 
 

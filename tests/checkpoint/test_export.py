@@ -11,7 +11,7 @@ from loopq.export import export
 
 import loopq
 from loopq.checkpoint import native as store
-from loopq.checkpoint.convert import RECORD, read_any
+from loopq.checkpoint.convert import RECORD, read_any, write_as
 from loopq.checkpoint.files import read_tensors, write_tensors
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
@@ -36,7 +36,7 @@ def test_export_compares_logits(solved, tmp_path):
 def test_export_says_why_logits_were_not_compared(solved, tmp_path):
     whole = store.read(solved)
     del whole.side_files["config.json"]
-    store.write(tmp_path / "bare", whole)
+    write_as(tmp_path / "bare", whole, "native")
     done = export(tmp_path / "bare", tmp_path / "ct", "compressed-tensors")
     assert done.difference is None
     assert "logits not compared: the checkpoint carries no config.json" in done.lines()[-1]
@@ -47,6 +47,7 @@ def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
     monkeypatch.setattr("loopq.export._logits", lambda *a: next(values))
     with pytest.raises(CheckpointError, match="logits differ by 1 from those of"):
         export(solved, tmp_path / "x", "gptq")
+    assert not list(tmp_path.glob("*x*")), "what was not verified has no name"
 
 
 def test_load_takes_every_format(solved, tmp_path):
@@ -136,7 +137,7 @@ def test_command_line(solved, tmp_path, capsys):
     assert "largest difference 0" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "ct"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["format"] == "compressed-tensors"
-    assert main(["convert", str(tmp_path / "ct"), "--out", str(tmp_path / "n"), "--format", "native"]) == 0
+    assert main(["export", str(tmp_path / "ct"), "--out", str(tmp_path / "n"), "--format", "native"]) == 0
     whole, again = read_any(solved), read_any(tmp_path / "n")
     assert all(layer.same_as(again.layers[name]) for name, layer in whole.layers.items())
     assert {p.name: p.read_bytes() for p in solved.iterdir()} == {

@@ -46,8 +46,7 @@ def test_collect_solve_merge(saved_model, tmp_path, command):
         (["collect", "nowhere", "--out", "{tmp}/o", "--shard-batches", "0"], 2, "must be between 1 and 1048576; got 0"),
         (["collect", "nowhere", "--out", "{tmp}/o", "--steps", "x"], 2, "goes with --hessian"),
         (["collect", "nowhere", "--out", "{tmp}/o", "--per-step"], 2, "goes with --hessian"),
-        (["collect", "nowhere", "--out", "{tmp}/o", "--hessian", "--rows-dtype", "float16"], 2, "goes without
-        --hessian"),
+        (["collect", "nowhere", "--out", "{tmp}/o", "--hessian", "--rows-dtype", "float16"], 2, "without --hessian"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_and_leave_nothing(tmp_path, command, args, code, match):

@@ -6,9 +6,10 @@ import json
 
 import numpy as np
 
-from loopq.checkpoint.files import RawTensor
+from loopq.checkpoint.files import RawTensor, read_json, write_json
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
+from loopq.checkpoint.schema import sealed
 
 _TYPES = {"float16": np.float16, "float32": np.float32}
 
@@ -57,3 +58,11 @@ def dequantized(values):
     index = np.arange(columns) // group
     zeros = 0 if values.zeros is None else values.zeros.astype(np.float64)[:, index]
     return (values.codes.astype(np.float64) - zeros) * values.scales.astype(np.float64)[:, index]
+
+
+def reseal(path, change):
+    """Change a file that protects itself, and its SHA-256 with it."""
+    data = read_json(path)
+    change(data)
+    data.pop("sha256")
+    write_json(path, sealed(data["format"], data))

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.dump import (
+    MANIFEST,
+    DumpFile,
     Manifest,
     Rows,
     accumulator_from,
@@ -27,10 +29,12 @@ from loopq.checkpoint.files import (
     check_new,
     free_bytes,
     read_json,
+    remove_leftovers,
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.model_files import model_tensors, raw, to_torch, write_model
+from loopq.checkpoint.model_files import model_tensors, raw, to_torch, write_files
+from loopq.checkpoint.schema import Count, Sha256, checked
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.execution import SNAPSHOT_SECONDS, Execution
 from loopq.journal import Journal, fingerprint
@@ -41,6 +45,7 @@ from loopq.table import size
 if TYPE_CHECKING:
     from torch import Tensor
 
+_CLAIM = "collecting.json"
 ROW_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -267,6 +272,19 @@ class HessianSet:
         self.accumulators.pop(leader, None)
 
 
+@dataclass(frozen=True)
+class _ShardJournal:
+    sha256: Sha256
+    n_bytes: Count
+    batches: tuple[Count, Count]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class _Claim:
+    key: str
+
+
 class _Parts:
     """The accumulators of one pass, saved part by part so that a kill loses little.
 
@@ -403,7 +421,8 @@ def collect_rows(
     if shard_batches < 1:
         raise ConfigError(f"shard_batches must be at least 1; got {shard_batches}")
     key = job.fingerprint(kind, shard_batches)
-    begun = _claimed(out, key)
+    if _begin(out, key):
+        return _finish(out)
     written = sum(path.stat().st_size for path in (out / "shards").glob("*.safetensors"))
     need, free = _rows_bytes(job, kind), free_bytes(out)
     if need - written > free:
@@ -411,8 +430,7 @@ def collect_rows(
             f"{out}: the rows take {size(need)}, {size(written)} of them are there, the disk has {size(free)}; free "
             "some space, take fewer prompts, or keep Hessians instead (--hessian)"
         )
-    if not begun:
-        _claim(out, key)
+    write_json(out / _CLAIM, {"key": key})
     job.execution.progress.note(f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens")
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
@@ -433,23 +451,31 @@ def _rows_bytes(job: Collection, kind: str) -> int:
     return job.tokens.n_tokens * width * (4 if kind == "float32" else 2)
 
 
-def _claimed(out: Path, key: str) -> bool:
-    """Whether the folder holds the beginnings of this very collection; anything else in it is an error."""
-    pointer = out / "collecting.json"
-    if (out / "manifest.json").exists():
-        raise DumpError(f"{out}: holds a finished dump; choose a new folder")
-    if pointer.is_file():
-        if read_json(pointer, DumpError).get("key") != key:
+def _begin(out: Path, key: str) -> bool:
+    """Whether the folder holds a finished dump of this very collection, killed while it cleared up behind itself.
+
+    What another collection left there is an error.
+    """
+    claim = out / _CLAIM
+    if claim.is_file():
+        if checked(_Claim, read_json(claim, DumpError), claim, DumpError).key != key:
             raise DumpError(
                 f"{out}: holds the beginnings of another collection; choose a new folder or remove it"
             )
-        return True
-    check_new(out, DumpError)
-    return False
+        for folder in (out, out / "shards", out / "hessians", out / "model"):
+            remove_leftovers(folder)
+    elif (out / MANIFEST).exists():
+        raise DumpError(f"{out}: holds a finished dump; choose a new folder")
+    else:
+        check_new(out, DumpError)
+    return (out / MANIFEST).exists()
 
 
-def _claim(out: Path, key: str) -> None:
-    write_json(out / "collecting.json", {"key": key})
+def _finish(out: Path) -> Manifest:
+    """Remove what only a collection that goes on needs, the claim last."""
+    shutil.rmtree(out / "work", ignore_errors=True)
+    (out / _CLAIM).unlink(missing_ok=True)
+    return Manifest.read(out)
 
 
 def _finished_shards(out: Path) -> int:
@@ -479,38 +505,42 @@ def _finish_rows(job: Collection, out: Path, dtype: str) -> Manifest:
     rows: Rows = {p.name: {} for p in job.selection.input_groups}
     files = []
     for path in sorted((out / "shards").glob("*.json")):
-        journal = read_json(path, DumpError)
-        file = f"shards/{path.stem}.safetensors"
-        files.append({"file": file, "sha256": journal["sha256"], "n_bytes": journal["n_bytes"]})
-        for leader, steps in journal["rows"].items():
+        journal = checked(_ShardJournal, read_json(path, DumpError), path, DumpError)
+        files.append(DumpFile(f"shards/{path.stem}.safetensors", journal.sha256, journal.n_bytes))
+        for leader, steps in journal.rows.items():
+            if leader not in rows:
+                raise DumpError(f"{path}: rows of {leader!r}, which is not collected here")
             for step, n in steps.items():
-                rows[leader][int(step)] = rows[leader].get(int(step), 0) + int(n)
+                rows[leader][step] = rows[leader].get(step, 0) + n
     return _write_manifest(job, out, "rows", dtype, rows, files)
 
 
 def _write_manifest(
-    job: Collection, out: Path, kind: str, dtype: str, rows: Rows, files: Sequence[dict[str, Any]]
+    job: Collection,
+    out: Path,
+    kind: Literal["rows", "hessian"],
+    dtype: str,
+    rows: Rows,
+    files: Sequence[DumpFile],
 ) -> Manifest:
     tensors, ties = model_tensors(job.system.model)
-    model = write_model(out / "model", tensors, job.side_files)
     manifest = Manifest(
         kind=kind,
         system=job.system.name,
         n_steps=job.selection.n_steps,
         seed=job.execution.seed,
         calibration=job.tokens.describe(),
-        rows_dtype=dtype,
+        rows_dtype=cast(Any, dtype),
         parameters=job.selection.parameters,
         leaders=job.selection.leaders,
         rows=rows,
         files=tuple(files),
-        model=tuple(model),
+        model=tuple(write_files(out / "model", tensors, job.side_files)),
         ties=ties,
         loopq_version=native.__version__,
     )
     manifest.write(out)
-    (out / "collecting.json").unlink(missing_ok=True)
-    return manifest
+    return _finish(out)
 
 
 def collect_hessians(
@@ -539,11 +569,11 @@ def collect_hessians(
     }
     sums = HessianSet(job, wanted, per_step=per_step)
     key = job.fingerprint(wanted, per_step)
-    if not _claimed(out, key):
-        _claim(out, key)
-    files: list[dict[str, Any]] = []
+    if _begin(out, key):
+        return _finish(out)
+    write_json(out / _CLAIM, {"key": key})
+    files: list[DumpFile] = []
     rows: Rows = {}
-    index = 0
     passes = sums.passes()
     held = max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)
     job.execution.progress.note(
@@ -552,15 +582,9 @@ def collect_hessians(
     for number, leaders in enumerate(passes):
         sums.run_pass(leaders, work=out / "work" / str(number))
         for leader in leaders:
-            file = f"hessians/{index:03d}.safetensors"
+            file = f"hessians/{len(files):03d}.safetensors"
             digest = write_accumulator(out / file, sums.accumulators[leader])
-            n_bytes = (out / file).stat().st_size
-            files.append(
-                {"file": file, "sha256": digest, "n_bytes": n_bytes, "leader": leader, "per_step": per_step}
-            )
+            files.append(DumpFile(file, digest, (out / file).stat().st_size, leader, per_step))
             rows[leader] = sums.rows(leader)
             sums.drop(leader)
-            index += 1
-    manifest = _write_manifest(job, out, "hessian", "", rows, files)
-    shutil.rmtree(out / "work", ignore_errors=True)
-    return manifest
+    return _write_manifest(job, out, "hessian", "", rows, files)

@@ -1,4 +1,4 @@
-"""`loopq export` and `loopq convert`: checkpoints that other tools load."""
+"""`loopq export`: checkpoints that other tools load."""
 
 from __future__ import annotations
 
@@ -32,4 +32,3 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMANDS.register("export")(Command("write a checkpoint in a format that other tools load", add, run, 20))
-COMMANDS.register("convert")(Command("the same as export, from any format to any other", add, run, 21))

@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
         print_checkpoint(checkpoint, None)
         print(_settings(folder, checkpoint.settings))
+        if native.read_index(folder).version == 1:
+            print("loopq.json: version 1, unprotected: a change of it would not be noticed")
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)

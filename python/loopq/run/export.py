@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.select import treat
 from loopq.checkpoint import FORMATS
+from loopq.checkpoint.base import Ragged
 from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_transformed, write_as
 from loopq.checkpoint.files import check_new
-from loopq.checkpoint.form import Ragged
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
@@ -57,7 +57,7 @@ class Exported:
 def export(
     source: str | Path,
     out: str | Path,
-    form: str,
+    format_name: str,
     *,
     ragged: Ragged | None = None,
     n_prompts: int = 2,
@@ -72,7 +72,7 @@ def export(
         Checkpoint of any format that loopq reads.
     out : path
         New folder.
-    form : str
+    format_name : str
         "native" or a name in `loopq.checkpoint.FORMATS`.
     ragged : {"keep", "split", "pad"}, optional
         What to do with a last group that is shorter than the others.
@@ -93,21 +93,30 @@ def export(
     """
     check_new(Path(out))
     checkpoint = read_any(source)
-    written = write_as(out, checkpoint, form, ragged=ragged)
-    try:
-        before = _logits(checkpoint, n_prompts, seq_len, trust_remote_code)
-    except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
-        # What the checkpoint was before says nothing against the export: its numbers were compared above.
-        return Exported(written, 0, None, str(error).splitlines()[0])
-    after = _logits(read_any(out), n_prompts, seq_len, trust_remote_code)
-    difference = float(np.abs(before - after).max())
-    if difference != 0.0:
-        raise CheckpointError(f"{out}: logits differ by {difference:g} from those of {source}")
-    return Exported(written, n_prompts, difference, "")
+    difference, reason = 0.0, ""
+
+    def compare_logits(again: Checkpoint) -> None:
+        nonlocal difference, reason
+        try:
+            before = _logits(checkpoint, n_prompts, seq_len, trust_remote_code)
+        except (ConfigError, MissingExtraError, SystemContractError, CheckpointError, ValueError) as error:
+            # What the checkpoint was before says nothing against the export: its numbers were compared.
+            reason = str(error).splitlines()[0]
+            return
+        difference = float(np.abs(before - _logits(again, n_prompts, seq_len, trust_remote_code)).max())
+        if difference != 0.0:
+            raise CheckpointError(f"{out}: logits differ by {difference:g} from those of {source}")
+
+    written = write_as(out, checkpoint, format_name, ragged=ragged, also=compare_logits)
+    return Exported(written, 0, None, reason) if reason else Exported(written, n_prompts, difference, "")
 
 
 def refuse_early(
-    system: LoopedSystem, config: QuantConfig, form: str, ragged: Ragged | None, n_steps: int | None = None
+    system: LoopedSystem,
+    config: QuantConfig,
+    format_name: str,
+    ragged: Ragged | None,
+    n_steps: int | None = None,
 ) -> None:
     """Refuse before a run what an export after it would refuse: a grid or groups that the format cannot hold.
 
@@ -117,7 +126,7 @@ def refuse_early(
         The model's adapter.
     config : QuantConfig
         Settings of the run.
-    form, ragged
+    format_name, ragged
         As in `export`.
     n_steps : int, optional
         Depth; the model's own when absent.
@@ -132,16 +141,16 @@ def refuse_early(
     A layer of one row stands for each one. What depends on the values of scales (float16 for GPTQ and Marlin) is
     seen after the run alone.
     """
-    if form == NATIVE:
+    if format_name == NATIVE:
         return
-    target = FORMATS.get(form)
+    target = FORMATS.get(format_name)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), config.include, config.exclude)
     tasks = plan(parameters, {}, config)
     turned = [t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.name == "awq"]
     refuse_transformed(turned, target)
     for task in tasks:
-        target.fit(_stand_in(task), ragged)
+        target.prepare(_stand_in(task), ragged)
 
 
 def _stand_in(task: Task) -> QuantizedLayer:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.select import treat
-from loopq.checkpoint import native as store
 from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.weights import ModelWeights
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.journal import Journal, fingerprint
 from loopq.run.config import QuantConfig
@@ -81,18 +80,3 @@ def _assemble(
     return Checkpoint(
         layers, dense, dict(weights.ties), {**settings, "weight_dtypes": dtypes}, dict(side_files)
     )
-
-
-def write_checked(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint, read it back, and compare every layer with what was solved.
-
-    Raises
-    ------
-    CheckpointError
-        A layer reads back differently.
-    """
-    store.write(folder, checkpoint)
-    again = store.read(folder)
-    for name, layer in checkpoint.layers.items():
-        if not layer.same_as(again.layers[name]):
-            raise CheckpointError(f"{folder}: layer {name} reads back differently from what was written")

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.calibrate.hessians import Hessians
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import checked
 from loopq.checkpoint.weights import ModelWeights
+from loopq.errors import CheckpointError
 from loopq.execution import Execution
 from loopq.journal import Journal
 from loopq.quantizers.base import Problem
@@ -132,9 +134,9 @@ def saved_layer(journal: Journal, name: str, part: str = "") -> QuantizedLayer |
     found = journal.find(f"{part}{name}")
     if found is None:
         return None
-    return QuantizedLayer.from_tensors(
-        found.facts["settings"], found.tensors, found.facts["report"], f"{journal.folder}, {name}"
-    )
+    where = f"{journal.folder}, {name}"
+    settings = checked(LayerSettings, found.facts["settings"], where, CheckpointError)
+    return QuantizedLayer.from_tensors(settings, TensorReader(where, found.tensors), found.facts["report"])
 
 
 def account(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from loopq.checkpoint.schema import Name, checked
 from loopq.errors import ConfigError, SystemContractError
 
 if TYPE_CHECKING:
@@ -122,6 +123,10 @@ class SharedParameter:
     treatment: Treatment = "gptq"
     reason: str = ""
     fused: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a name that cannot stand for a file, as it does in a dump and while layers are solved."""
+        checked(Name, self.name, "parameter", SystemContractError)
 
 
 class LoopedSystem(ABC):

@@ -11,7 +11,7 @@ from loopq.diagnose.config import DiagnoseConfig
 from loopq.execution import Execution
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, QuantConfig
-from loopq.settings import Leaf, Settings, leaves
+from loopq.settings import Leaf, Settings, leaves, lowered
 
 FILE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
@@ -39,20 +39,31 @@ def _presets() -> Iterator[str]:
 
 
 def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | None = None) -> list[str]:
-    groups: dict[str, list[Leaf]] = {}
+    groups: dict[str, list[list[Leaf]]] = {}
     for name, entries in leaves(kind).items():
         if name not in (without or {}):
-            groups.setdefault(group_title(entries), []).append(entries[0])
+            groups.setdefault(group_title(entries), []).append(entries)
     lines = [f"## {title}\n"]
     for group, found in groups.items():
         lines += [f"### {group[:1].upper()}{group[1:]}\n", "| name | option | what |", "| --- | --- | --- |"]
-        lines += [f"| `{leaf.name}` | `{_cell(_option(leaf))}` | {_cell(text_of(leaf))} |" for leaf in found]
+        lines += [
+            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |"
+            for entries in found
+        ]
         lines.append("")
     return lines
 
 
 def _option(leaf: Leaf) -> str:
     return flag_of(leaf) if leaf.annotation is bool else f"{flag_of(leaf)} {metavar_of(leaf)}"
+
+
+def _text(entries: list[Leaf]) -> str:
+    """What is shown of a setting; of one whose option turns it off, what it is and what it is then."""
+    leaf = entries[0]
+    return (
+        f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
+    )
 
 
 def _cell(text: str) -> str:

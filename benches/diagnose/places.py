@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loopq.config import LayerConfig
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet, windows
@@ -19,6 +18,7 @@ from loopq.diagnose.feedback import feedback_curve, split_weights
 from loopq.diagnose.rollouts import run_variants, trace
 from loopq.diagnose.survey import setting_name
 from loopq.diagnose.weights import as_stored, quantizable, rounded, weight_of
+from loopq.quantizers.config import LayerConfig
 from loopq.stats import geometric_mean_ratio, mean_interval
 from loopq.systems.base import LoopedSystem
 from loopq.systems.load import load_model
@@ -37,7 +37,7 @@ def damages(
     system: LoopedSystem, tokens: TokenSet, bits: int, group_size: int, seeds: int
 ) -> dict[str, dict[str, Floats]]:
     """Damage of each layer rounded alone, by measure: one number for each prompt, mean over paired start states."""
-    config = LayerConfig(method="rtn", bits=bits, group_size=group_size)
+    config = LayerConfig.of(method="rtn", scale_search="max", bits=bits, group_size=group_size)
     every = rounded(system, quantizable(system.shared_parameters(system.n_steps)), config)
     variants = {name: {name: value} for name, value in every.items()}
     totals: dict[str, dict[str, Floats]] = {name: {} for name in variants}
@@ -84,7 +84,7 @@ def places(damage: dict[str, dict[str, Floats]], exposed: str) -> dict[str, Any]
 
 def weight_errors(system: LoopedSystem, bits: int, group_size: int) -> dict[str, dict[str, float]]:
     """Scales a row and ||dW|| / ||W|| of each layer; of a concatenated input the size of both halves too."""
-    config = LayerConfig(method="rtn", bits=bits, group_size=group_size)
+    config = LayerConfig.of(method="rtn", scale_search="max", bits=bits, group_size=group_size)
     out = {}
     for p in quantizable(system.shared_parameters(system.n_steps)):
         w = weight_of(system, p)
@@ -104,7 +104,7 @@ def lambda_curve(
     system: LoopedSystem, tokens: TokenSet, bits: int, group_size: int, seeds: int
 ) -> dict[str, Any]:
     """Final error against the share that is fed back, each share against none: ratio over prompts."""
-    config = LayerConfig(method="rtn", bits=bits, group_size=group_size)
+    config = LayerConfig.of(method="rtn", scale_search="max", bits=bits, group_size=group_size)
     weights = split_weights(system, system.n_steps, config)["all columns"]
     curve = feedback_curve(
         system, tokens, system.n_steps, weights, lambdas=LAMBDAS, seeds=tuple(range(seeds))

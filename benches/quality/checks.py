@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loopq.config import LayerConfig, QuantConfig
-from loopq.quantizers.allocate import Choice, allocate
-from loopq.quantizers.arms import LOOP
-from loopq.tune.scores import loop_fisher, measured
 from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.evaluate.compare import compare
-from loopq.quantizers import QUANTIZERS
+from loopq.gradients.scores import loop_fisher, measured
 from loopq.quantizers.base import Problem
+from loopq.quantizers.config import LayerConfig
 from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
-from loopq.reproduce.quality import SolutionCache
+from loopq.reproduce.quality import LOOP, SolutionCache
+from loopq.run.allocate import Candidate, choose_bits
+from loopq.run.config import QuantConfig
 from loopq.stats import spearman
 
 Rows = list[dict[str, Any]]
 Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
-FULL = {"method": "full"}
+FULL = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "mean"}
 SAFE = {"step_weights": "balanced", "damping_kind": "diagonal"}
 SPIKED = {"sum, mean": {}, "balanced, diagonal": SAFE, "sum, diagonal, loop metric": LOOP}
 KAPPAS = (1.0, 1e2, 1e4, 1e6)
@@ -51,9 +50,7 @@ class Bench:
         return self.solutions.model
 
     def layers(self, layer: dict[str, Any], steps: str = "all", asymmetric: bool = False) -> Any:
-        return self.solutions.closed(
-            QuantConfig(LayerConfig(**layer), steps=steps, rank_threshold=None), asymmetric
-        )
+        return self.solutions.closed(QuantConfig.of(**layer, steps=steps, rank_threshold=None), asymmetric)
 
     def measure(self, variants: dict[str, Any]) -> dict[str, Any]:
         weights = {k: {n: x.in_model_orientation() for n, x in v.items()} for k, v in variants.items()}
@@ -81,8 +78,8 @@ def adapters(cache: Any, models: list[str], sizes: Sizes, data: Path | None, thr
         bench = Bench(name, sizes, data, threads)
         grid = {"bits": 4, "group_size": -1}
         variants = {
-            "RTN": bench.layers({"method": "rtn"} | grid),
-            "GPTQ, trajectory": bench.layers({"method": "gptq"} | grid),
+            "RTN": bench.layers({"method": "rtn", "scale_search": "max"} | grid),
+            "GPTQ, trajectory": bench.layers({"method": "gptq", "scale_search": "max"} | grid),
             "full": bench.layers(FULL | grid),
             "full, loop metric": bench.layers(LOOP | grid),
         }
@@ -102,7 +99,7 @@ def exposure(cache: Any, models: list[str], sizes: Sizes, data: Path | None, thr
 
     def make(name: str) -> dict[str, Any]:
         bench = Bench(name, sizes, data, threads)
-        layers = bench.layers({"method": "rtn", "bits": 4, "group_size": 128})
+        layers = bench.layers({"method": "rtn", "scale_search": "max", "bits": 4, "group_size": 128})
         candidates = {(n, "INT4"): x.in_model_orientation() for n, x in layers.items()}
         system, tokens = bench.model.loaded.system, bench.model.calibration.take(0, 48)
         truth = [s.cost for s in measured(system, candidates, tokens)]
@@ -154,13 +151,13 @@ def _mixed(bench: Bench) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     for variant, cost in costs.items():
         choices = [
-            Choice(n, b, x.n_bytes, cost[n, f"{b}:{g}"], g)
+            Candidate(n, b, x.n_bytes, cost[n, f"{b}:{g}"], g)
             for (b, g), v in solved.items()
             for n, x in v.items()
         ]
-        found = allocate(choices, budget)
-        variants[variant] = {n: solved[b, found.group_sizes[n]][n] for n, b in found.bits.items()}
-        chosen[variant] = {n: f"INT{b} g{found.group_sizes[n]}" for n, b in found.bits.items()}
+        found = choose_bits(choices, budget)
+        variants[variant] = {c.layer: solved[c.bits, c.group_size][c.layer] for c in found}
+        chosen[variant] = {c.layer: f"INT{c.bits} g{c.group_size}" for c in found}
     kl = {k: float(m.kl.mean()) for k, m in bench.measure(variants).items()}
     base = kl["uniform INT3 g64"]
     return {
@@ -248,8 +245,8 @@ def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[st
         )
         solutions = SolutionCache(dataclasses.replace(plain, loaded=loaded), threads)
         for label, extra in SPIKED.items():
-            config = LayerConfig(**FULL | extra, bits=4, group_size=128, scale_dtype="float32")
-            solved[label, kappa] = solutions.closed(QuantConfig(config, rank_threshold=None), False)
+            layer = FULL | extra | {"bits": 4, "group_size": 128, "scale_dtype": "float32"}
+            solved[label, kappa] = solutions.closed(QuantConfig.of(**layer, rank_threshold=None), False)
     rows = []
     for label in SPIKED:
         # From 100 on the planted column rounds to nothing, so that its group has one scale for all larger kappa.
@@ -289,22 +286,26 @@ def _plain(threads: int, rows: int = 512, dim: int = 2048) -> Rows:
     hessian: NDArray[np.float64] = x.T @ x
     total = native.proxy(weight, np.zeros_like(weight), hessian, threads=threads)
     variants = {
-        "RTN": {"method": "rtn"},
-        "GPTQ, no order": {"method": "gptq"},
-        "GPTQ, static act-order": {"method": "gptq", "act_order": True, "scales": "static"},
+        "RTN": {"method": "rtn", "scale_search": "max"},
+        "GPTQ, no order": {"method": "gptq", "scale_search": "max"},
+        "GPTQ, static act-order": {
+            "method": "gptq",
+            "act_order": True,
+            "scales": "static",
+            "scale_search": "max",
+        },
         "GPTQ, static act-order, searched scales": {
             "method": "gptq",
             "act_order": True,
             "scales": "static",
-            "scale_search": "mse",
         },
         "full": FULL,
     }
     out = []
     for variant, layer in variants.items():
-        config = LayerConfig(**layer, bits=4, group_size=128)
-        problem = Problem("layer", weight, hessian, config, "out_in", threads, {})
-        found = QUANTIZERS.get(config.method)(problem).dequantize()
+        config = LayerConfig.of(**layer, bits=4, group_size=128)
+        problem = Problem("layer", weight, hessian, config.grid, threads=threads)
+        found = config.quantize(problem).dequantize()
         out.append(
             {"variant": variant, "proxy": native.proxy(weight, found, hessian, threads=threads) / total}
         )

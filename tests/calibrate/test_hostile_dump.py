@@ -15,8 +15,8 @@ from loopq.checkpoint.files import replacing
 from loopq.errors import DumpError
 from loopq.systems.load import load_model
 
-from ..support.checkpoints import reseal
 from ..soak.files import FINE, campaign, dumps
+from ..support.checkpoints import reseal
 
 
 def test_campaign():

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from loopq.export import export
 
 import loopq
 from loopq.checkpoint import native as store
@@ -15,6 +14,7 @@ from loopq.checkpoint.convert import RECORD, read_any, write_as
 from loopq.checkpoint.files import read_tensors, write_tensors
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
+from loopq.run.export import export
 from loopq.systems.base import Batch
 
 
@@ -44,7 +44,7 @@ def test_export_says_why_logits_were_not_compared(solved, tmp_path):
 
 def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
     values = iter([np.zeros(3), np.ones(3)])
-    monkeypatch.setattr("loopq.export._logits", lambda *a: next(values))
+    monkeypatch.setattr("loopq.run.export._logits", lambda *a: next(values))
     with pytest.raises(CheckpointError, match="logits differ by 1 from those of"):
         export(solved, tmp_path / "x", "gptq")
     assert not list(tmp_path.glob("*x*")), "what was not verified has no name"

@@ -353,9 +353,7 @@ def test_bfloat16_scales_that_float16_holds_are_exported(tmp_path):
 
 
 def test_transformed_layers_stay_in_loopqs_own_format(tmp_path):
-    from loopq.rotation import parse_rotation
-
-    made = layer(32, 32).with_transform(parse_rotation("hadamard:16", 32))
+    made = layer(32, 32).with_transform(Rotation(32, "hadamard", 16))
     assert write_as(tmp_path / "n", checkpoint(made), "native").checked == 1
     for form in FORMATS.names():
         with pytest.raises(CheckpointError, match=r"a\.b\.weight: its codes are for a transformed input"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from loopq.config import LayerConfig
 
 import loopq._native as native
 from loopq.checkpoint.files import float_to_raw

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from loopq.config import LayerConfig
 
 from loopq.diagnose import bypass, spectral, stepmap, weights
 from loopq.errors import ConfigError, SystemContractError
+from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
-INT4 = LayerConfig(bits=4, group_size=-1)
+INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
 def radius_of(matrix, **settings):

@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from loopq.config import DiagnoseConfig
 
 from loopq.diagnose import rank, sections, survey, verdict
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError, MissingExtraError
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
@@ -168,12 +168,13 @@ def test_finished_sections_are_resumed(tmp_path, monkeypatch):
         patch.setitem(sections.SECTIONS, "groups", broken)
         with pytest.raises(KeyboardInterrupt):
             survey.diagnose(system, data, 5, **arguments)
-    assert [p.name for p in tmp_path.iterdir()] == ["ranks.json"]
-    stamp = (tmp_path / "ranks.json").stat().st_mtime_ns
+    (saved,) = (p for p in tmp_path.rglob("*") if p.is_file())
+    assert saved.name == "ranks.safetensors"
+    stamp = saved.stat().st_mtime_ns
     notes = Notes()
     found = survey.diagnose(system, data, 5, **arguments, progress=notes)
     assert any("read from" in n for n in notes.notes)
-    assert (tmp_path / "ranks.json").stat().st_mtime_ns == stamp
+    assert saved.stat().st_mtime_ns == stamp
     fresh = survey.diagnose(system, data, 5, **(arguments | {"work": None}))
     assert found["sections"] == fresh["sections"]
     other = arguments | {"config": dataclasses.replace(QUICK, bits=3)}

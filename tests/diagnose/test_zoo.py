@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from loopq.config import DiagnoseConfig, LayerConfig
-from looptoys import under
 
 from loopq import zoo
 from loopq.calibrate.data import windows
 from loopq.diagnose import exposure, feedback, rollouts, sensitivity, spectral, survey, weights
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.quantizers.config import LayerConfig
 from loopq.systems.load import load_model
+from tests.support.looptoys import under
 
-PER_CHANNEL = LayerConfig(method="rtn", bits=4, group_size=-1)
+PER_CHANNEL = LayerConfig.of(method="rtn", bits=4, group_size=-1)
 ADAPTER = "transformer.adapter.weight"
 
 

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
-from loopq.config import DiagnoseConfig
 
 from loopq import demo
 from loopq.cli import main
 from loopq.diagnose import sections
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.reproduce.members import PLBERT, Sizes
 from tests.support.browser import check, needs_browser
 

@@ -9,9 +9,9 @@ from importlib import resources
 
 import jsonschema
 import pytest
-from loopq.config import DiagnoseConfig
 
 from loopq.diagnose import survey
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError, MissingExtraError
 from loopq.report import figures, loopfigure, page, style
 from tests.support.browser import check, needs_browser

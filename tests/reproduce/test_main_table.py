@@ -89,16 +89,17 @@ def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
 
 def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = main_table.solve_arm
+    plain = main_table.Run.solve_from
 
-    def watch(sums: Any, selection: Any, system: Any, config: Any, threads: int) -> Any:
+    def watch(run: Any, sums: Any, config: Any) -> Any:
         seen.append(config)
-        return plain(sums, selection, system, config, threads)
+        return plain(run, sums, config)
 
-    monkeypatch.setattr(main_table, "solve_arm", watch)
+    monkeypatch.setattr(main_table.Run, "solve_from", watch)
     measure(save(tmp_path / "tiny", "rllama", n_steps=2, n_heads=4))
-    assert seen[0].for_layer("transformer.adapter.weight")[0].damping == 0.1
-    assert seen[0].for_layer("transformer.core_block.0.mlp.fc.weight")[0].damping == 0.01
+    # Rounding, which has no damping, comes first.
+    assert seen[1].for_layer("transformer.adapter.weight").method.damping.fraction == 0.1
+    assert seen[1].for_layer("transformer.core_block.0.mlp.fc.weight").method.damping.fraction == 0.01
 
 
 def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     main_table.run([folder], SMALL, work=work, progress=Line(log))
     assert log.getvalue().splitlines() == [
         "all 1 models are saved already",
-        f"1/1 tiny: read from {work / 'tiny.json'}",
+        f"1/1 tiny: read from {work}",
     ]
     with pytest.raises(AssertionError, match="measured again"):
         main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
@@ -140,8 +141,14 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(AssertionError, match="measured again"):
         measure(folder, work=work)
     monkeypatch.setattr(main_table, "measure_model", plain)
-    (work / "tiny.json").write_text("{")
-    assert measure(folder, work=work)["key"] != first["key"]
+    again = measure(folder, work=work)
+    assert again["full_precision"] != first["full_precision"]
+    for saved in work.rglob("*.safetensors"):
+        saved.write_text("{")
+    runs = []
+    monkeypatch.setattr(main_table, "measure_model", lambda *a, **k: runs.append(1) or plain(*a, **k))
+    assert measure(folder, work=work)["variants"] == again["variants"]
+    assert runs == [1], "a damaged record was taken over"
 
 
 def test_how_long_it_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

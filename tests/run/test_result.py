@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import loopq
 from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.checkpoint import native as store
-from loopq.errors import CheckpointError, ConfigError
-from loopq.run.result import write_checked
+from loopq.errors import ConfigError
 from loopq.steps import parse_steps
 from tests.support.runs import SETTINGS, digest, job_of
 
@@ -109,15 +107,3 @@ def test_solving_needs_no_torch(dump, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "transformer.adapter.weight" in done.stdout
     assert (tmp_path / "bare" / "loopq.json").is_file()
-
-
-def test_a_layer_that_reads_back_differently_is_an_error(checkpoint_folder, tmp_path, monkeypatch):
-    checkpoint = store.read(checkpoint_folder)
-    other = store.read(checkpoint_folder)
-    name, layer = next(iter(other.layers.items()))
-    codes = layer.codes.copy()
-    codes[0, 0] = np.clip(codes[0, 0] + 1, -4, 3) if codes[0, 0] < 3 else 2
-    other.layers[name] = type(layer)(**{**vars(layer), "codes": codes})
-    monkeypatch.setattr("loopq.run.result.store.read", lambda folder: other)
-    with pytest.raises(CheckpointError, match=rf"layer {name} reads back differently"):
-        write_checked(tmp_path / "out", checkpoint)

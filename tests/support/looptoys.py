@@ -103,8 +103,8 @@ def tokens(n_prompts=3, n_tokens=5, vocab=11, seed=0):
 
 
 def numpy_rounder(weight, config):
-    group = None if config.group_size == -1 else config.group_size
-    return round_signed(weight, config.bits, group or weight.shape[1]).astype(np.float32)
+    group = None if config.grid.group_size == -1 else config.grid.group_size
+    return round_signed(weight, config.grid.bits, group or weight.shape[1]).astype(np.float32)
 
 
 def under(system, weights, n_steps=None):

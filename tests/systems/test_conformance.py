@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from loopq.tune.unroll import unroll
 
 from loopq.calibrate.hooks import Observer
 from loopq.diagnose.feedback import intervened
 from loopq.diagnose.rollouts import trace
 from loopq.diagnose.stepmap import final_state
 from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.gradients.unroll import unroll
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, find_system
 

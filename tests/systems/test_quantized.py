@@ -8,13 +8,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from loopq.config import Override
 
 import loopq
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
+from loopq.quantizers.config import Override
 from loopq.rotation import Rotation
 from loopq.systems.quantized import install
 from loopq.systems.replace import replaced
@@ -74,7 +74,7 @@ def test_a_layer_that_the_model_lacks_or_has_in_another_shape_is_refused():
     "changes",
     [
         {"method": "gptq", "rotation": "hadamard:32"},
-        {"method": "full", "rotation": "random:24"},
+        {"method": "gptq-cd", "rotation": "random:24"},
         {"method": "awq", "symmetric": False},
     ],
 )

@@ -38,10 +38,10 @@ from loopq.run.export import export, refuse_early
 from loopq.run.result import work_folder
 from loopq.systems.load import LoadedModel
 
-_HINT = "hint: --preset best is more accurate at the same bytes; it needs gradients"
+_HINT = "hint: --preset best is more accurate at the same bytes; it takes gradients on all prompts"
 _EXAMPLES = """examples:
-  loopq quantize MODEL --out DIR                   GPTQ over all steps, INT4, groups of 128
-  loopq quantize MODEL --out DIR --preset best     more accurate; takes gradients
+  loopq quantize MODEL --out DIR                   INT4, groups of 128
+  loopq quantize MODEL --out DIR --preset best     more accurate, slower
   loopq quantize MODEL --out DIR --preset best --inputs asymmetric    better still
   loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
   loopq quantize MODEL --out DIR --allocate 3.25   bits by layer under a budget

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 import loopq._native as native
-from loopq.config import BITS
 from loopq.errors import ConfigError
+from loopq.grid import BITS
 from loopq.kernels.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.kernels.plan import fold_of
 from loopq.kernels.transforms import InputTransform

@@ -20,9 +20,9 @@ class Metric(Settings):
     Parameters
     ----------
     kind : {"auto", "inputs", "loop"}
-        inputs: the squared error of the layer's output. loop: what the error does to the model's output through the
-        rest of the loop, from gradients of drawn labels. auto: loop where gradients can be had for at most a few
-        times the cost of the rollouts, else inputs; the choice is reported.
+        What an error costs. inputs: the squared error of the layer's output; loop: what the error does to the model's
+        output through the rest of the loop, from gradients of drawn labels; auto: loop where gradients can be had for
+        at most a few times the cost of the rollouts, else inputs, and the choice is reported.
     draws : int
         With metric loop: draws of labels for each prompt.
     prompts : int

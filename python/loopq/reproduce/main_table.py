@@ -125,7 +125,7 @@ def run(
     for number, ((model, its), journal, piece) in enumerate(
         zip(models, journals, saved, strict=True), start=1
     ):
-        progress.note(f"{number}/{len(names)} {model.name}" + ": measured before" * (piece is not None))
+        progress.note(f"{number}/{len(names)} {model.name}" + (f": read from {work}" if piece else ""))
         if piece is not None:
             found.append(piece.facts["measured"])
             continue

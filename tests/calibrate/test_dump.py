@@ -44,8 +44,8 @@ def test_damaged_dumps_are_refused(dump, tmp_path):
         (flip, r"00001\.safetensors: altered: its SHA-256"),
         (lambda c: (c / "model" / "model.safetensors").unlink(), r"model\.safetensors: missing"),
         (lambda c: (c / "manifest.json").write_text("{"), "not valid JSON"),
-        (manifest(version=9), "version 9; this loopq reads version 1"),
-        (manifest(format="other"), "not the manifest of a loopq dump"),
+        (manifest(version=9), "version 9; this loopq reads versions 1 to 2"),
+        (manifest(format="other"), "its format is not"),
         (manifest(kind="pictures"), "kind 'pictures'"),
         (manifest(rows={}), "not in the manifest"),
         (manifest(rows_dtype="F16"), r"the manifest says F16"),
@@ -80,7 +80,7 @@ def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, token
         merge([parts[0], parts[0]], tmp_path / "twice")
     with monkeypatch.context() as broken:
         broken.setattr(
-            "loopq.calibrate.dump.shutil.copytree", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
+            "loopq.calibrate.dump.shutil.copyfile", lambda *a: (_ for _ in ()).throw(OSError(28, "No space"))
         )
         with pytest.raises(DumpError, match=r"full: cannot be written \(No space\)"):
             merge(parts, tmp_path / "full")

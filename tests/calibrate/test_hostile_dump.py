@@ -8,15 +8,15 @@ import shutil
 import pytest
 
 from loopq.calibrate import collect
-from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
+from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.calibrate.dump import Dump, Manifest, merge
-from loopq.calibrate.select import select
 from loopq.checkpoint.files import replacing
 from loopq.errors import DumpError
 from loopq.systems.load import load_model
 
 from ..soak.files import FINE, campaign, dumps
 from ..support.checkpoints import reseal
+from ..support.runs import job_of
 
 
 def test_campaign():
@@ -83,7 +83,7 @@ def test_a_manifest_that_is_wrong(made, change, match):
     reseal(made["rows"] / "manifest.json", change)
     with pytest.raises(DumpError, match=match):
         dump = Dump(made["rows"])
-        dump.weight(dump.manifest.parameters[0])
+        dump.weights()
 
 
 def test_a_hessian_that_is_not_the_one_of_the_manifest(made):
@@ -114,7 +114,7 @@ def test_a_merge_of_merged_dumps_knows_all_parts(made, tmp_path):
 @pytest.fixture
 def job(tiny_folder, tokens):
     loaded = load_model(tiny_folder)
-    return Collection(loaded.system, tokens, select(loaded.system, tokens), batch_size=3)
+    return job_of(loaded, tokens, batch_size=3)
 
 
 @pytest.mark.parametrize("run", [collect_rows, collect_hessians])

@@ -136,10 +136,10 @@ def dump_facts(folder: Path, out: Path) -> str:
     for leader, rows in m.rows.items():
         acc = dump.accumulator(leader, sorted(rows))
         sums[leader] = [hashlib.sha256(acc.matrix()).hexdigest(), *(acc.n_rows(t) for t in rows)]
-    weights = bytes_of({p.name: dump.weight(p) for p in m.parameters})
+    weights = bytes_of({p.name: dump.weights().raw(p.name) for p in m.parameters})
     loopq.solve(folder, out=out, bits=4, group_size=4, damping=0.1)
     side = {name: hashlib.sha256(data).hexdigest() for name, data in dump.side_files().items()}
-    return digest(dataclasses.asdict(m), sums, weights, bytes_of(dump.model_tensors()), side)
+    return digest(dataclasses.asdict(m), sums, weights, bytes_of(dict(dump.weights().tensors)), side)
 
 
 def checkpoints(base: Path) -> list[Target]:

@@ -24,12 +24,12 @@ def tiny():
 
     from loopq.systems.huginn import Huginn
     from loopq.systems.load import LoadedModel, describe, encode_bytes
-    from loopq.zoo.huginn import HuginnConfig, ZooHuginn
+    from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, n_steps=3, block_size=64)
-        model = ZooHuginn(config).eval()
+        config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, mean_recurrence=3)
+        model = SmallHuginn(config).eval()
     return LoadedModel(
         model=model,
         system=Huginn(model),
@@ -38,15 +38,17 @@ def tiny():
         config=config.to_dict(),
         folder=None,
         config_files=(),
-        report=describe(model, "tiny", "zoo"),
+        report=describe(model, "tiny", "registered"),
     )
 
 
 @pytest.fixture
 def tiny_folder(tiny, tmp_path: Path) -> Path:
     """The tiny model as a folder."""
+    from benches.zoo.store import save_model
+
     folder = tmp_path / "tiny-model"
-    tiny.model.save(folder)
+    save_model(tiny.model, folder)
     return folder
 
 

@@ -18,7 +18,7 @@ from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.allocate import Choice, allocate
 from loopq.quantizers.arms import LOOP
 from loopq.quantizers.base import Problem
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.reproduce.quality import Workshop
 from loopq.tune.scores import loop_fisher, measured
 
@@ -43,11 +43,11 @@ class Bench:
     @property
     def shop(self) -> Workshop:
         if self._shop is None:
-            self._shop = Workshop(load_member(*self._open), self._threads)
+            self._shop = Workshop(prepare_model(*self._open), self._threads)
         return self._shop
 
     @property
-    def member(self) -> Member:
+    def member(self) -> PreparedModel:
         return self.shop.member
 
     def layers(self, layer: dict[str, Any], steps: str = "all", asymmetric: bool = False) -> Any:
@@ -66,9 +66,9 @@ class Bench:
 def each(
     check: str, cache: Any, members: list[str], make: Callable[[str], Any], kinds: tuple[str, ...] = ("",)
 ) -> Iterator[tuple[str, Any]]:
-    """Short name and result of every zoo member whose name holds one of the kinds; members without one are left out."""
+    """Short name and result of every small model whose name holds one of the kinds; models without one are left out."""
     for name in members:
-        if name != PLBERT and any(kind in name for kind in kinds):
+        if name != PLBERT and any(kind in Path(name).name for kind in kinds):
             result = cache.get({"check": check, "member": Path(name).name}, lambda name=name: make(name))
             if result:
                 yield Path(name).name, result
@@ -219,10 +219,10 @@ def spikes(cache: Any, members: list[str], sizes: Sizes, data: Path | None, thre
 def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[str, Any]:
     import torch
 
+    from benches.zoo.planted import plant_kappa_spike
     from loopq.systems.load import describe
-    from loopq.zoo.planted import plant_kappa_spike
 
-    plain = load_member(name, dataclasses.replace(sizes, n_calibration=24), data)
+    plain = prepare_model(name, dataclasses.replace(sizes, n_calibration=24), data)
     ids = torch.from_numpy(np.stack(plain.calibration.sequences[:8]))
     solved: dict[tuple[str, float], Any] = {}
     units: dict[str, int] = {}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import loopq
@@ -26,6 +28,13 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
     top = _Parser(prog="loopq", description="Quantizer for looped (recurrent-depth) transformers.")
     top.add_argument("--version", action="version", version=f"loopq {loopq.__version__}")
+    top.add_argument(
+        "--python",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="run this Python file first; it may register model classes and adapters (may be repeated)",
+    )
     subs = top.add_subparsers(required=True, metavar="COMMAND")
     for name, command in sorted(COMMANDS, key=lambda entry: entry[1].order):
         sub = subs.add_parser(
@@ -70,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = parser().parse_args(argv)
     try:
+        for file in args.python:
+            _run_file(Path(file))
         code: int = args.run(args)
         return code
     except LoopqError as error:
@@ -83,6 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"loopq: interrupted; {_left_behind(args)}", file=sys.stderr)
         return 130
+
+
+def _run_file(path: Path) -> None:
+    """Run a file as `python FILE` would: modules beside it can be imported."""
+    if not path.is_file():
+        raise ConfigError(f"--python {path}: no such file")
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path))
 
 
 def _left_behind(args: argparse.Namespace) -> str:

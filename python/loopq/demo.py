@@ -16,7 +16,7 @@ from loopq.evaluate.compare import Measurement, compare
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.solve import tasks_of
-from loopq.reproduce.members import PLBERT, Sizes, load_member
+from loopq.reproduce.models import PLBERT, Sizes, prepare_model
 
 ARMS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("RTN", {"method": "rtn"}, "all"),
@@ -143,15 +143,15 @@ def pages(
     for name, config in PAGES.items():
         if name == PLBERT and (data is None or not (data / "models" / "plbert_kokoro").is_dir()):
             left.append(
-                f"{name}: no page: its weights are not in {data or 'a data folder'}; set LOOPQ_DATA or give --data"
+                f"{name}: no page: its weights are not in {data or 'a data folder'}; give --data DIR or set LOOPQ_DATA"
             )
             continue
-        member = load_member(name, _PAGE_SIZES[name], data)
+        prepared = prepare_model(name, _PAGE_SIZES[name], data)
         found = diagnose(
-            member.loaded.system,
-            member.evaluation,
+            prepared.loaded.system,
+            prepared.evaluation,
             config=config,
-            train=member.calibration,
+            train=prepared.calibration,
             name=name,
             threads=threads,
             progress=progress,

@@ -15,7 +15,7 @@ from loopq import demo
 from loopq.cli import main
 from loopq.config import DiagnoseConfig
 from loopq.diagnose import sections
-from loopq.reproduce.members import PLBERT, Sizes
+from loopq.reproduce.models import PLBERT, Sizes
 
 SMALL = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), n_directions=2, n_updates=1,

@@ -19,7 +19,7 @@ QUICK = ("ranks", "overlap", "ablation", "arms")
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     config = DiagnoseConfig()
-    add_model(parser, "zoo name, folder or hub id; or a dump of `loopq collect`, without torch")
+    add_model(parser, "folder, hub id or huginn_small; or a dump of `loopq collect`, without torch")
     add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
     parser.add_argument("--json", metavar="FILE", help="write the same as data")

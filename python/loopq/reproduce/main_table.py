@@ -1,6 +1,6 @@
 """The paper's main table: rounding, one-step and N-step calibration on every model, and the ranks beside it.
 
-`run_member` measures one model and gives plain data; `loopq.reproduce.main_text` makes numbers with intervals,
+`measure_model` measures one model and gives plain data; `loopq.reproduce.main_text` makes numbers with intervals,
 words and tables of it.
 """
 
@@ -30,18 +30,18 @@ from loopq.evaluate.compare import Measurement, compare
 from loopq.jobs.run import duration
 from loopq.progress import Progress, Silent
 from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.systems.base import LoopedSystem
 
-FORMAT = 1
+FORMAT = 2
 GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
 # Name, method, steps whose Hessians are summed.
-ARMS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
+VARIANTS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
 ADAPTER_DAMPING = 0.1
 
-Variants = dict[str, dict[str, NDArray[np.float32]]]
+Weights = dict[str, dict[str, NDArray[np.float32]]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Settings:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}")
 
     def of(self, name: str) -> Settings:
-        """Settings for one member: PL-BERT has its own counts."""
+        """Settings for one model: PL-BERT has its own counts."""
         if name != PLBERT:
             return self
         small = {"n_calibration": self.hidden_calibration, "n_evaluation": self.hidden_evaluation}
@@ -90,18 +90,18 @@ def run(
     threads: int = 0,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every member; one that is in `work` with the same weights, prompts and settings is not run again.
+    """Measure every model; one that is in `work` with the same weights, prompts and settings is not run again.
 
     Parameters
     ----------
     names : sequence of str
-        Zoo names, folders of byte-level models, "plbert".
+        The embedded model, folders, hub ids, "plbert".
     settings : Settings, optional
         How much is run.
     data : Path, optional
         Data folder, for "plbert".
     work : Path, optional
-        Folder where each member's results are kept.
+        Folder where each model's results are kept.
     threads : int
         Threads of the core; 0 takes all.
     progress : Progress, optional
@@ -110,36 +110,34 @@ def run(
     Returns
     -------
     list of dict
-        What `run_member` gives, in the order of the names.
+        What `measure_model` gives, in the order of the names.
     """
     progress = progress or Silent()
     settings = settings or Settings()
     found = []
     # All are loaded before any is measured: a name that is wrong shows at once.
-    members = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
-    paths = [work / f"{member.name}.json" if work else None for member, _ in members]
-    keys = [_key(member, own) for member, own in members]
+    models = [(prepare_model(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
+    paths = [work / f"{model.name}.json" if work else None for model, _ in models]
+    keys = [_key(model, own) for model, own in models]
     before = [_kept(path, key) for path, key in zip(paths, keys, strict=True)]
-    progress.note(
-        _estimate([m for m, kept in zip(members, before, strict=True) if kept is None], len(members))
-    )
-    for number, ((member, own), path, key, kept) in enumerate(
-        zip(members, paths, keys, before, strict=True), start=1
+    progress.note(_estimate([m for m, kept in zip(models, before, strict=True) if kept is None], len(models)))
+    for number, ((model, own), path, key, kept) in enumerate(
+        zip(models, paths, keys, before, strict=True), start=1
     ):
-        progress.note(f"{number}/{len(names)} {member.name}" + ": measured before" * (kept is not None))
+        progress.note(f"{number}/{len(names)} {model.name}" + ": measured before" * (kept is not None))
         if kept is None:
-            kept = run_member(member, own, threads=threads, progress=progress) | {"key": key}
+            kept = measure_model(model, own, threads=threads, progress=progress) | {"key": key}
             if path is not None:
                 write_json(path, kept)
         found.append(kept)
     return found
 
 
-def _estimate(left: Sequence[tuple[Member, Settings]], total: int) -> str:
-    """How long the members that are left will take, told before it starts."""
+def _estimate(left: Sequence[tuple[PreparedModel, Settings]], total: int) -> str:
+    """How long the models that are left will take, told before it starts."""
     if not left:
         return f"all {total} models were measured before"
-    seconds = {member.name: expected_seconds(member, own) for member, own in left}
+    seconds = {model.name: expected_seconds(model, own) for model, own in left}
     longest = max(seconds, key=lambda name: seconds[name])
     return (
         f"{len(left)} of {total} models to measure: about {duration(sum(seconds.values()))}, of it {longest} "
@@ -147,17 +145,17 @@ def _estimate(left: Sequence[tuple[Member, Settings]], total: int) -> str:
     )
 
 
-def expected_seconds(member: Member, settings: Settings) -> float:
-    """Seconds that `run_member` spends in rollouts, from one short rollout that is timed now."""
-    system = member.loaded.system
-    batch = next(member.evaluation.take(0, 2).batches(2))
+def expected_seconds(model: PreparedModel, settings: Settings) -> float:
+    """Seconds that `measure_model` spends in rollouts, from one short rollout that is timed now."""
+    system = model.loaded.system
+    batch = next(model.evaluation.take(0, 2).batches(2))
     began = time.monotonic()
     system.rollout(batch, system.n_steps)
     each = (time.monotonic() - began) / len(batch.prompts)
-    arms = len(GRIDS) * (1 + (len(ARMS) - 1) * settings.n_seeds)
-    n_rollouts = settings.n_seeds * settings.n_calibration + settings.n_evaluation * (1 + arms)
+    variants = len(GRIDS) * (1 + (len(VARIANTS) - 1) * settings.n_seeds)
+    n_rollouts = settings.n_seeds * settings.n_calibration + settings.n_evaluation * (1 + variants)
     if system.output == "hidden" and system.has_steps:
-        n_rollouts += settings.n_probe + settings.n_evaluation * (1 + len(GRIDS) * len(ARMS))
+        n_rollouts += settings.n_probe + settings.n_evaluation * (1 + len(GRIDS) * len(VARIANTS))
     return each * n_rollouts
 
 
@@ -171,13 +169,13 @@ def _sizes(settings: Settings) -> Sizes:
     )
 
 
-def _key(member: Member, settings: Settings) -> str:
+def _key(model: PreparedModel, settings: Settings) -> str:
     weights = {
         name: hashlib.sha256(tensor.data.data).hexdigest()
-        for name, tensor in model_tensors(member.loaded.model)[0].items()
+        for name, tensor in model_tensors(model.loaded.model)[0].items()
     }
-    texts = [t.digest() for t in (member.calibration, member.evaluation)]
-    return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, ARMS)
+    texts = [t.digest() for t in (model.calibration, model.evaluation)]
+    return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, VARIANTS)
 
 
 def _kept(path: Path | None, key: str) -> dict[str, Any] | None:
@@ -190,54 +188,56 @@ def _kept(path: Path | None, key: str) -> dict[str, Any] | None:
     return found if found.get("key") == key else None
 
 
-def run_member(
-    member: Member, settings: Settings, *, threads: int = 0, progress: Progress | None = None
+def measure_model(
+    model: PreparedModel, settings: Settings, *, threads: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Quantize one model by every arm, on every grid, from every calibration seed, and measure it.
+    """Quantize one model by every variant, on every grid, from every calibration seed, and measure it.
 
     Returns
     -------
     dict
-        `member`, `system`, `n_steps`, `output`, `looped` (whether any calibrated weight is called twice);
-        `full_precision`: per prompt the negative log-likelihood in nats, null for hidden states; `arms`: for
-        each grid and arm bytes and, by calibration seed and prompt, KL, agreement and negative log-likelihood
+        `model`, `system`, `n_steps`, `output`, `looped` (whether any calibrated weight is called twice);
+        `full_precision`: per prompt the negative log-likelihood in nats, null for hidden states; `variants`: for
+        each grid and variant bytes and, by calibration seed and prompt, KL, agreement and negative log-likelihood
         (hidden states: squared relative error, cosine, null); `ranks`: see `rank_survey`; `states`: see
         `loopq.reproduce.probe.measure_states`, null where there are logits.
     """
     progress = progress or Silent()
     began = time.monotonic()
-    system = member.loaded.system
-    variants: Variants = {}
+    system = model.loaded.system
+    weights: Weights = {}
     sizes: dict[str, int] = {}
     survey: dict[str, Any] = {}
     selection: Selection | None = None
-    for seed, text in enumerate(_calibration_sets(member.calibration, settings.n_seeds)):
+    for seed, text in enumerate(_calibration_sets(model.calibration, settings.n_seeds)):
         sums, selection = collect_all_steps(system, text, seed=seed, threads=threads, progress=progress)
         for name, layers in _solve(system, sums, selection, seed, threads).items():
             sizes[name] = sum(layer.n_bytes for layer in layers.values())
-            variants[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
+            weights[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
         if seed == 0:
             survey = rank_survey(sums, selection, threads)
     assert selection is not None
-    measured = compare(system, variants, member.evaluation, scored_from=member.scored_from, progress=progress)
+    measured = compare(system, weights, model.evaluation, scored_from=model.scored_from, progress=progress)
     by_name = {m.name: m for m in measured}
     states = None
     if system.output == "hidden" and system.has_steps:
-        first = {f"INT{b} g{g}, {a}": variants[_name(b, g, a, 0)] for b, g in GRIDS for a, _, _ in ARMS}
-        probe = fit_probe(system, member.tuning_held_out, progress)
-        states = measure_states(system, first, member.evaluation, probe, progress)
+        first = {f"INT{b} g{g}, {a}": weights[_name(b, g, a, 0)] for b, g in GRIDS for a, _, _ in VARIANTS}
+        probe = fit_probe(system, model.tuning_held_out, progress)
+        states = measure_states(system, first, model.evaluation, probe, progress)
         states["probe"] = {"n_positions": probe.n_positions, "mask_share": MASK_SHARE, "mask_id": MASK_ID}
     return {
-        "member": member.name,
+        "model": model.name,
         "system": system.name,
         "n_steps": system.n_steps,
         "output": system.output,
-        "task": "chains" if member.scored_from else "text",
+        "task": model.task,
         "looped": any(p.invocations > 1 for p in selection.observed),
         "bytes_per_token": measured[0].bytes_per_token,
         "full_precision": _rounded(measured[0].nll) if system.output == "logits" else None,
-        "arms": [
-            _arm(bits, group, arm, sizes, by_name, settings) for bits, group in GRIDS for arm, _, _ in ARMS
+        "variants": [
+            _variant(bits, group, variant, sizes, by_name, settings)
+            for bits, group in GRIDS
+            for variant, _, _ in VARIANTS
         ],
         "ranks": survey,
         "states": states,
@@ -253,38 +253,38 @@ def _calibration_sets(text: TokenSet, n_seeds: int) -> list[TokenSet]:
     return [text.take(s * each, (s + 1) * each) for s in range(n_seeds)]
 
 
-def _name(bits: int, group: int, arm: str, seed: int) -> str:
-    return f"INT{bits} g{group}, {arm}, seed {0 if arm == RTN else seed}"
+def _name(bits: int, group: int, variant: str, seed: int) -> str:
+    return f"INT{bits} g{group}, {variant}, seed {0 if variant == RTN else seed}"
 
 
 def _solve(
     system: LoopedSystem, sums: HessianSet, selection: Selection, seed: int, threads: int
 ) -> dict[str, dict[str, Any]]:
-    """Layers of every grid and arm from one calibration set; rounding needs none and is done once."""
+    """Layers of every grid and variant from one calibration set; rounding needs none and is done once."""
     # The paper damps the feedback adapter by 10 %, everything else by 1 %.
     adapters = tuple(
         Override(p.name, {"damping": ADAPTER_DAMPING}) for p in selection.observed if p.role == "adapter"
     )
     solved = {}
     for bits, group in GRIDS:
-        for arm, method, steps in ARMS:
-            if arm == RTN and seed:
+        for variant, method, steps in VARIANTS:
+            if variant == RTN and seed:
                 continue
             layer = LayerConfig(method=method, bits=bits, group_size=group)
             config = QuantConfig(layer, steps=steps, overrides=adapters, rank_threshold=None)
-            solved[_name(bits, group, arm, seed)] = solve_arm(sums, selection, system, config, threads)
+            solved[_name(bits, group, variant, seed)] = solve_arm(sums, selection, system, config, threads)
     return solved
 
 
-def _arm(
+def _variant(
     bits: int,
     group: int,
-    arm: str,
+    variant: str,
     sizes: Mapping[str, int],
     measured: Mapping[str, Measurement],
     settings: Settings,
 ) -> dict[str, Any]:
-    names = [_name(bits, group, arm, s) for s in range(1 if arm == RTN else settings.n_seeds)]
+    names = [_name(bits, group, variant, s) for s in range(1 if variant == RTN else settings.n_seeds)]
 
     def gather(field: Callable[[Measurement], NDArray[np.float64]]) -> list[Any]:
         return [_rounded(field(measured[n])) for n in names]
@@ -293,7 +293,7 @@ def _arm(
     return {
         "bits": bits,
         "group_size": group,
-        "arm": arm,
+        "variant": variant,
         "n_bytes": sizes[names[0]],
         "kl": gather(lambda m: m.kl),
         "agreement": gather(lambda m: m.agreement),

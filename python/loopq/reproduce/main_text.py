@@ -61,34 +61,36 @@ def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `members`: for each member, for each grid, the arms and the comparisons; its ranks and states;
-        `training_seeds`: gap closed over members that differ in the seed of their training.
+        `models`: for each model, for each grid, the variants and the comparisons; its ranks and states;
+        `training_seeds`: gap closed over models that differ in the seed of their training.
     """
-    members = [summarize_member(m) for m in found]
-    return {"members": members, "training_seeds": _training_seeds(members)}
+    models = [summarize_model(m) for m in found]
+    return {"models": models, "training_seeds": _training_seeds(models)}
 
 
-def summarize_member(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Intervals, comparisons and words for one member."""
-    kept = ("member", "system", "n_steps", "output", "task", "looped", "ranks", "settings", "seconds")
+def summarize_model(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Intervals, comparisons and words for one model."""
+    kept = ("model", "system", "n_steps", "output", "task", "looped", "ranks", "settings", "seconds")
     out: dict[str, Any] = {k: found[k] for k in kept}
     bits = _to_bits(found["bytes_per_token"])
     if found["full_precision"] is not None:
         out["bits_per_byte"] = _interval(bits(np.array(found["full_precision"])))
     grids = []
     for n_bits, group in GRIDS:
-        arms = {a["arm"]: a for a in found["arms"] if (a["bits"], a["group_size"]) == (n_bits, group)}
-        rtn = _per_prompt(arms[RTN]["kl"])
+        variants = {
+            a["variant"]: a for a in found["variants"] if (a["bits"], a["group_size"]) == (n_bits, group)
+        }
+        rtn = _per_prompt(variants[RTN]["kl"])
         rows = {
-            name: _arm(arm, rtn, found["full_precision"], arms[RTN]["nll"], bits)
-            for name, arm in arms.items()
+            name: _variant(variant, rtn, found["full_precision"], variants[RTN]["nll"], bits)
+            for name, variant in variants.items()
         }
         pairs = {
-            f"{a} / {b}": _ratio(_per_prompt(arms[a]["kl"]), _per_prompt(arms[b]["kl"]))
+            f"{a} / {b}": _ratio(_per_prompt(variants[a]["kl"]), _per_prompt(variants[b]["kl"]))
             for a, b in ((ALL, RTN), (ALL, ONE), (ONE, RTN))
         }
         grids.append(
-            {"bits": n_bits, "group_size": group, "arms": rows, "ratios": pairs}
+            {"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs}
             | words(pairs, bool(found["looped"]))
         )
     out["grids"] = grids
@@ -122,21 +124,21 @@ def _ratio(top: Floats, bottom: Floats) -> dict[str, float]:
     )
 
 
-def _arm(
-    arm: Mapping[str, Any],
+def _variant(
+    variant: Mapping[str, Any],
     rtn: Floats,
     base_nll: Sequence[float] | None,
     rtn_nll: Sequence[Sequence[float]] | None,
     bits: Callable[[Floats], Floats],
 ) -> dict[str, Any]:
-    kl = _per_prompt(arm["kl"])
-    by_seed = [float(np.mean(k)) for k in arm["kl"]]
+    kl = _per_prompt(variant["kl"])
+    by_seed = [float(np.mean(k)) for k in variant["kl"]]
     gaps = [1 - value / float(rtn.mean()) for value in by_seed]
     ratio = _ratio(kl, rtn)
     out: dict[str, Any] = {
-        "n_bytes": arm["n_bytes"],
+        "n_bytes": variant["n_bytes"],
         "kl": _interval(kl),
-        "agreement": _interval(_per_prompt(arm["agreement"])),
+        "agreement": _interval(_per_prompt(variant["agreement"])),
         "gap_closed": {
             "estimate": 1 - ratio["estimate"], "low": 1 - ratio["high"], "high": 1 - ratio["low"]
         },
@@ -145,7 +147,7 @@ def _arm(
         "gap_closed_over_seeds": _json(student(gaps)) if len(gaps) > 1 else None,
     }  # fmt: skip
     if base_nll is not None and rtn_nll is not None:
-        nll, base = bits(_per_prompt(arm["nll"])), bits(np.array(base_nll))
+        nll, base = bits(_per_prompt(variant["nll"])), bits(np.array(base_nll))
         out["bits_per_byte"] = _interval(nll)
         out["bits_lost"] = _interval(nll - base)
         lost = _interval(bits(_per_prompt(rtn_nll)) - base)
@@ -168,7 +170,7 @@ def words(ratios: Mapping[str, Mapping[str, float]], looped: bool) -> dict[str, 
     if not looped:
         return {
             "holds": None,
-            "in_words": "every weight is called once: one step is the whole trajectory, both arms are one",
+            "in_words": "every weight is called once: one step is the whole trajectory, both variants are one",
         }
     rtn, one, first = (ratios[k] for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}"))
     found = {}
@@ -185,23 +187,24 @@ def words(ratios: Mapping[str, Mapping[str, float]], looped: bool) -> dict[str, 
     return {"holds": holds, "in_words": f"{text}; one step is {place} rounding"}
 
 
-def _training_seeds(members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Gap closed over trainings of one recipe's kind that differ in their seed."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for m in members:
-        kinds.setdefault(re.sub(r"_seed\d+$", "", m["member"]), []).append(m)
+    for m in models:
+        kinds.setdefault(re.sub(r"_seed\d+$", "", m["model"]), []).append(m)
     out = []
     for kind, group in kinds.items():
         if len(group) < 2:
             continue
         for number, (bits, width) in enumerate(GRIDS):
             grids = [m["grids"][number] for m in group]
-            for arm in (ONE, ALL):
-                gaps = [g["arms"][arm]["gap_closed"]["estimate"] for g in grids]
+            for variant in (ONE, ALL):
+                gaps = [g["variants"][variant]["gap_closed"]["estimate"] for g in grids]
                 out.append(
                     {
-                        "kind": kind, "bits": bits, "group_size": width, "arm": arm, "gap_closed": _json(student(gaps)),
-                        "by_seed": gaps, "members": [m["member"] for m in group],
+                        "kind": kind, "bits": bits, "group_size": width, "variant": variant,
+                        "gap_closed": _json(student(gaps)),
+                        "by_seed": gaps, "models": [m["model"] for m in group],
                         "holds": sum(bool(g["holds"]) for g in grids),
                     }
                 )  # fmt: skip
@@ -234,25 +237,25 @@ def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def tables(record: Mapping[str, Any]) -> list[Table]:
     """Make every table of a record, in the order they are read."""
-    members = record["members"]
-    found = [_grid_table(members, number) for number in range(len(GRIDS))]
-    found += [_ordering_table(members), _seeds_table(record["training_seeds"]), _ranks_table(members)]
-    found += [_states_table(m) for m in members if m["states"]]
+    models = record["models"]
+    found = [_grid_table(models, number) for number in range(len(GRIDS))]
+    found += [_ordering_table(models), _seeds_table(record["training_seeds"]), _ranks_table(models)]
+    found += [_states_table(m) for m in models if m["states"]]
     return [t for t in found if t.rows]
 
 
 def headline(record: Mapping[str, Any]) -> list[str]:
     """Say in a few lines on how many models the ordering holds, and where it does not."""
-    looped = [m for m in record["members"] if m["looped"]]
+    looped = [m for m in record["models"] if m["looped"]]
     lines = []
     for number, (bits, group) in enumerate(GRIDS):
-        cases = [(m["member"], m["grids"][number]) for m in looped]
+        cases = [(m["model"], m["grids"][number]) for m in looped]
         holding = [name for name, g in cases if g["holds"]]
         lines.append(
             f"INT{bits} g{group}: N steps beat rounding and one step on {len(holding)} of {len(cases)} looped models."
         )
         lines += [f"  {name}: {g['in_words']}." for name, g in cases if not g["holds"]]
-    flat = [m["member"] for m in record["members"] if not m["looped"]]
+    flat = [m["model"] for m in record["models"] if not m["looped"]]
     if flat:
         lines.append(f"No loop over depth, so both calibrations are one: {', '.join(flat)}.")
     return lines
@@ -268,27 +271,27 @@ def _kl(value: Mapping[str, float]) -> str:
     return f"{value['estimate']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"
 
 
-def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
+def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
     rows: list[tuple[str | None, ...]] = []
-    for m in members:
+    for m in models:
         grid = m["grids"][number]
         base = f"{m['bits_per_byte']['estimate']:.3f}" if "bits_per_byte" in m else None
-        rows.append((m["member"], str(m["n_steps"]), "full precision", None, None, base, None, None, None))
-        best = min(grid["arms"], key=lambda a: grid["arms"][a]["kl"]["estimate"])
-        for name, arm in grid["arms"].items():
-            over = arm["gap_closed_over_seeds"]
+        rows.append((m["model"], str(m["n_steps"]), "full precision", None, None, base, None, None, None))
+        best = min(grid["variants"], key=lambda a: grid["variants"][a]["kl"]["estimate"])
+        for name, variant in grid["variants"].items():
+            over = variant["gap_closed_over_seeds"]
             rows.append(
                 (
-                    "", "", name + " *" * (name == best), _kl(arm["kl"]), _span(arm["agreement"], 3),
-                    f"{arm['bits_per_byte']['estimate']:.3f}" if base else None, _span(arm.get("bits_lost"), 3),
-                    None if name == RTN else _span(arm["gap_closed"], 2),
+                    "", "", name + " *" * (name == best), _kl(variant["kl"]), _span(variant["agreement"], 3),
+                    f"{variant['bits_per_byte']['estimate']:.3f}" if base else None, _span(variant.get("bits_lost"), 3),
+                    None if name == RTN else _span(variant["gap_closed"], 2),
                     _span(over, 2),
                 )
             )  # fmt: skip
     bits, group = GRIDS[number]
     # What differs for some models is said where one of them is in the table.
-    hidden = [m["member"] for m in members if "bits_per_byte" not in m]
-    asked = [m["member"] for m in members if m.get("task") == "chains"]
+    hidden = [m["model"] for m in models if "bits_per_byte" not in m]
+    tasks = {m["model"]: m["task"] for m in models if m["task"] != "text"}
     return Table(
         f"INT{bits}, group size {group}",
         "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and what was lost of them on "
@@ -299,7 +302,7 @@ def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
             "place of agreement."
             for name in hidden
         )
-        + "".join(f" {name}: the answers of its letter task in place of text." for name in asked),
+        + "".join(f" {name}: {task} in place of text." for name, task in tasks.items()),
         (
             "model",
             "N",
@@ -315,14 +318,14 @@ def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
     )
 
 
-def _ordering_table(members: Sequence[Mapping[str, Any]]) -> Table:
+def _ordering_table(models: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
-            m["member"], f"INT{g['bits']} g{g['group_size']}",
+            m["model"], f"INT{g['bits']} g{g['group_size']}",
             *(_span(g["ratios"][k], 2) for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")),
             g["in_words"],
         )
-        for m in members
+        for m in models
         for g in m["grids"]
     ]  # fmt: skip
     return Table(
@@ -336,7 +339,7 @@ def _ordering_table(members: Sequence[Mapping[str, Any]]) -> Table:
 def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
-            r["kind"], f"INT{r['bits']} g{r['group_size']}", r["arm"], str(len(r["by_seed"])),
+            r["kind"], f"INT{r['bits']} g{r['group_size']}", r["variant"], str(len(r["by_seed"])),
             _span(r["gap_closed"], 2), ", ".join(f"{v:.2f}" for v in r["by_seed"]),
             f"{r['holds']} of {len(r['by_seed'])}",
         )
@@ -344,17 +347,16 @@ def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
     ]  # fmt: skip
     return Table(
         "Over training seeds",
-        "Gap closed of models trained from several seeds: mean, 95 % Student. The unnumbered model of a kind was "
-        "trained longer than the others (docs/zoo.md).",
+        "Gap closed of models whose names differ in `_seedN` only: mean, 95 % Student.",
         ("kind", "grid", "calibration", "trainings", "gap closed", "each", "ordering holds"),
         tuple(rows),
     )
 
 
-def _ranks_table(members: Sequence[Mapping[str, Any]]) -> Table:
+def _ranks_table(models: Sequence[Mapping[str, Any]]) -> Table:
     rows: list[tuple[str | None, ...]] = []
-    tau = members[0]["ranks"]["threshold"] if members else 0.0
-    for m in members:
+    tau = models[0]["ranks"]["threshold"] if models else 0.0
+    for m in models:
         classes: dict[str, list[Mapping[str, Any]]] = {}
         for layer in m["ranks"]["layers"]:
             classes.setdefault(layer["class"], []).append(layer)
@@ -367,7 +369,7 @@ def _ranks_table(members: Sequence[Mapping[str, Any]]) -> Table:
             )
             rows.append(
                 (
-                    "" if number else m["member"], name + " *" * marked, str(len(layers)), str(layers[0]["n_inputs"]),
+                    "" if number else m["model"], name + " *" * marked, str(len(layers)), str(layers[0]["n_inputs"]),
                     *ranks, gain,
                 )
             )  # fmt: skip
@@ -381,10 +383,10 @@ def _ranks_table(members: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _states_table(member: Mapping[str, Any]) -> Table:
-    states = member["states"]
+def _states_table(model: Mapping[str, Any]) -> Table:
+    states = model["states"]
     probe = states["probe"]
-    depth = member["n_steps"]
+    depth = model["n_steps"]
     shown = sorted({1, 2, 4, 8, depth} & set(range(1, depth + 1)))
     rows = [
         (
@@ -398,7 +400,7 @@ def _states_table(member: Mapping[str, Any]) -> Table:
     ]
     n_masked = next(iter(states["weights"].values()))["n_masked"]
     return Table(
-        f"{member['member']}: hidden states by step, and a probe",
+        f"{model['model']}: hidden states by step, and a probe",
         "Relative error (%) and cosine of the states after a step, mean over prompts. Probe: "
         f"{100 * probe['mask_share']:.0f} % of the phonemes are replaced by the pad (id {probe['mask_id']}); a ridge "
         "regression from the final state of such a position to its phoneme, fitted on "

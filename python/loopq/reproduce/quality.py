@@ -20,7 +20,7 @@ from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
 from loopq.quantizers.metric import LoopMetric
 from loopq.quantizers.sequential import Sequential
 from loopq.quantizers.solve import Task, tasks_of
-from loopq.reproduce.members import Member
+from loopq.reproduce.models import PreparedModel
 from loopq.tune.metric import loop_metrics
 
 GRIDS = ((4, 128), (3, 32), (2, 32))
@@ -135,7 +135,7 @@ class Workshop:
     """Solves arms of one member from one collection; what several arms start from is solved once."""
 
     def __init__(
-        self, member: Member, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
+        self, member: PreparedModel, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
     ) -> None:
         self.member = member
         self._system = member.loaded.system

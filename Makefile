@@ -39,7 +39,7 @@ demo: build ## The main job: quantize the embedded model and print the compariso
 	$(BIN)/loopq demo
 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
-	$(BIN)/loopq demo --html out
+	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))
 
 test: test-rust test-py test-ptx ## The whole test suite
 

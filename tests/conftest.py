@@ -24,12 +24,12 @@ def tiny_model():
     """A Huginn-like model of width 32 with random weights, depth 3."""
     import torch
 
-    from loopq.zoo.huginn import HuginnConfig, ZooHuginn
+    from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, n_steps=3, block_size=64)
-        return ZooHuginn(config).eval()
+        config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, mean_recurrence=3)
+        return SmallHuginn(config).eval()
 
 
 @pytest.fixture
@@ -47,23 +47,27 @@ def tiny():
         config=model.config.to_dict(),
         folder=None,
         config_files=(),
-        report=describe(model, "tiny", "zoo"),
+        report=describe(model, "tiny", "registered"),
     )
 
 
 @pytest.fixture
 def tiny_folder(tiny, tmp_path: Path) -> Path:
     """The tiny model as a folder."""
+    from benches.zoo.store import save_model
+
     folder = tmp_path / "tiny-model"
-    tiny.model.save(folder)
+    save_model(tiny.model, folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory) -> Path:
     """A folder with the tiny model, for tests that only read it."""
+    from benches.zoo.store import save_model
+
     folder = tmp_path_factory.mktemp("models") / "tiny-model"
-    tiny_model().save(folder)
+    save_model(tiny_model(), folder)
     return folder
 
 

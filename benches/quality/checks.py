@@ -15,7 +15,7 @@ from loopq.evaluate.compare import compare
 from loopq.gradients.scores import loop_fisher, measured
 from loopq.quantizers.base import Problem
 from loopq.quantizers.config import LayerConfig
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.reproduce.quality import LOOP, SolutionCache
 from loopq.run.allocate import Candidate, choose_bits
 from loopq.run.config import QuantConfig
@@ -42,11 +42,11 @@ class Bench:
     @property
     def solutions(self) -> SolutionCache:
         if self._solutions is None:
-            self._solutions = SolutionCache(load_member(*self._open), self._threads)
+            self._solutions = SolutionCache(prepare_model(*self._open), self._threads)
         return self._solutions
 
     @property
-    def model(self) -> Member:
+    def model(self) -> PreparedModel:
         return self.solutions.model
 
     def layers(self, layer: dict[str, Any], steps: str = "all", asymmetric: bool = False) -> Any:
@@ -63,9 +63,9 @@ class Bench:
 def each(
     check: str, cache: Any, models: list[str], make: Callable[[str], Any], kinds: tuple[str, ...] = ("",)
 ) -> Iterator[tuple[str, Any]]:
-    """Short name and result of every zoo model whose name contains one of the kinds, if it has a result."""
+    """Short name and result of every small model whose name contains one of the kinds, if it has a result."""
     for name in models:
-        if name != PLBERT and any(kind in name for kind in kinds):
+        if name != PLBERT and any(kind in Path(name).name for kind in kinds):
             result = cache.get({"check": check, "model": Path(name).name}, lambda name=name: make(name))
             if result:
                 yield Path(name).name, result
@@ -228,10 +228,10 @@ def spikes(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threa
 def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[str, Any]:
     import torch
 
+    from benches.zoo.planted import plant_kappa_spike
     from loopq.systems.load import describe
-    from loopq.zoo.planted import plant_kappa_spike
 
-    plain = load_member(name, dataclasses.replace(sizes, n_calibration=24), data)
+    plain = prepare_model(name, dataclasses.replace(sizes, n_calibration=24), data)
     ids = torch.from_numpy(np.stack(plain.calibration.sequences[:8]))
     solved: dict[tuple[str, float], Any] = {}
     units: dict[str, int] = {}

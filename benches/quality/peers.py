@@ -1,4 +1,4 @@
-"""loopq beside other tools at equal bits: `python benches/quality/peers.py [MODEL ...] --tool NAME=PYTHON ...`.
+"""loopq beside other tools at equal bits: `python -m benches.quality.peers [MODEL ...] --tool NAME=PYTHON ...`.
 
 PYTHON is the interpreter of an environment that has the tool (`make peers` makes them under .cache). Same model, same
 calibration text, same grid, same evaluation: the other tools' own solvers get loopq's sums over all calls, which is
@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run import HERE, RECORD, ROOT, Cache, data_folder, table
 
 import loopq
+from benches.quality.run import HERE, RECORD, ROOT, Cache, table
+from benches.zoo import folders
 from loopq import zoo
 from loopq.calibrate.collect import HessianSet
 from loopq.evaluate.compare import compare
 from loopq.execution import Execution
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, data_folder, prepare_model
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
@@ -51,7 +52,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", help="zoo names, folders, plbert (default: all there are)")
+    parser.add_argument("models", nargs="*", help="huginn_small, folders, plbert (default: all there are)")
+    parser.add_argument("--data", type=Path, help="data folder, for plbert (default: LOOPQ_DATA)")
     parser.add_argument(
         "--tool", action="append", default=[], metavar="NAME=PYTHON", help="llm-compressor, HQQ, ..."
     )
@@ -71,7 +73,7 @@ def parse() -> argparse.Namespace:
 class Bench:
     """One model and one draw of its calibration text."""
 
-    def __init__(self, model: Member, args: argparse.Namespace) -> None:
+    def __init__(self, model: PreparedModel, args: argparse.Namespace) -> None:
         self.model = model
         self.args = args
         self.run = Run.prepare(
@@ -156,13 +158,15 @@ def main() -> None:
     tools = dict(t.split("=", 1) for t in args.tool)
     grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else GRIDS
     records: list[dict[str, Any]] = []
+    data = data_folder(args.data)
+    models = args.models or [*zoo.available(), *folders(), *([PLBERT] if data else [])]
     for draw in range(args.draws):
-        for name in args.models or [*zoo.available(), *([PLBERT] if data_folder() else [])]:
+        for name in models:
             bench: Bench | None = None
 
             def made(name: str = name, draw: int = draw) -> Bench:
                 nonlocal bench
-                bench = bench or Bench(load_member(name, sizes, data_folder(), draw), args)
+                bench = bench or Bench(prepare_model(name, sizes, data, draw), args)
                 return bench
 
             for bits, group in grids:

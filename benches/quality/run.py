@@ -1,4 +1,4 @@
-"""The quality tables, one command: `python benches/quality/run.py`; a dated record goes to benches/record/.
+"""The quality tables, one command: `python -m benches.quality.run`; a dated record goes to benches/record/.
 
 Every (model, draw of calibration prompts, setting) is saved in `.cache/quality` as soon as it is done: an interrupted
 run is resumed, and `--only` selects a part. Checks beside the table are in `checks.py`.
@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checks import CHECKS, check_tables
-
+import benches.zoo.register  # noqa: F401  opens the folders of the small models
 import loopq
+from benches.quality.checks import CHECKS, check_tables
+from benches.zoo import folders
 from loopq import zoo
 from loopq.errors import LoopqError
-from loopq.reproduce.members import PLBERT, Sizes, load_member
+from loopq.reproduce.models import PLBERT, Sizes, data_folder, prepare_model
 from loopq.reproduce.quality import GRIDS, VARIANTS, SolutionCache, Variant, record_of, related, summary
 
 HERE = Path(__file__).resolve().parent
@@ -29,14 +30,10 @@ RECORD = HERE.parent / "record"
 ROOT = HERE.parents[1]
 
 
-def data_folder() -> Path | None:
-    folder = Path(os.environ.get("LOOPQ_DATA", HERE.parents[2] / "shared" / "data"))
-    return folder if folder.is_dir() else None
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", help="zoo names, folders, plbert (default: all there are)")
+    parser.add_argument("models", nargs="*", help="huginn_small, folders, plbert (default: all there are)")
+    parser.add_argument("--data", type=Path, help="data folder, for plbert (default: LOOPQ_DATA)")
     parser.add_argument("--grid", action="append", help="BITS:GROUP, as in 3:32 (default: 4:128 3:32 2:32)")
     parser.add_argument(
         "--only", action="append", default=[], help="variants or checks whose name contains this"
@@ -166,7 +163,7 @@ def measure(
             def solutions(name: str = name, draw: int = draw) -> SolutionCache:
                 nonlocal kept
                 if kept is None:
-                    model = load_member(name, sizes, data_folder(), draw)
+                    model = prepare_model(name, sizes, data_folder(args.data), draw)
                     kept = SolutionCache(model, args.threads, args.n_updates)
                 return kept
 
@@ -193,7 +190,8 @@ def main() -> None:
     sizes = Sizes(args.n_calibration, 32, args.n_evaluation, args.seq_len)
     settings = {"loopq": loopq.__version__, **vars(sizes), "seeds": args.n_seeds, "n_updates": args.n_updates}
     cache = Cache(args.cache, settings, args.table)
-    models = args.models or [*zoo.available(), *([PLBERT] if data_folder() else [])]
+    data = data_folder(args.data)
+    models = args.models or [*zoo.available(), *folders(), *([PLBERT] if data else [])]
     variants = [
         v
         for v in VARIANTS
@@ -204,7 +202,7 @@ def main() -> None:
     checks: dict[str, list[dict[str, Any]]] = {}
     for name, check in CHECKS.items():
         if wanted(name, args.only):
-            checks[name] = check(cache, models, sizes, data_folder(), args.threads)
+            checks[name] = check(cache, models, sizes, data, args.threads)
     found = (records, checks, settings | machine, cache.refused)
     print(write(args.out, args.name, *found))
     print(report(*found))

@@ -6,9 +6,11 @@ import argparse
 import copy
 import os
 import re
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import loopq
@@ -117,6 +119,13 @@ def parser() -> argparse.ArgumentParser:
         sub.add_help_options()
         sub.set_defaults(run=command.run, command=command, parser=sub)
     top.add_argument(
+        "--python",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="run this Python file first; it may register model classes and adapters (may be repeated)",
+    )
+    top.add_argument(
         "--version", action="version", version=f"loopq {loopq.__version__}", help="show the version and exit"
     )
     top.add_help_options()
@@ -164,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = parse(argv)
     try:
+        for file in args.python:
+            _run_file(Path(file))
         code: int = args.run(args)
         return code
     except LoopqError as error:
@@ -186,6 +197,14 @@ def _as_options(args: argparse.Namespace, message: str) -> str:
     if message.partition(" ")[0] not in options:
         return message
     return re.sub(r"^\w+|(?<= goes with )\w+", lambda name: options.get(name[0], name[0]), message)
+
+
+def _run_file(path: Path) -> None:
+    """Run a file as `python FILE` would: modules beside it can be imported."""
+    if not path.is_file():
+        raise ConfigError(f"--python {path}: no such file")
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path))
 
 
 def _left_behind(args: argparse.Namespace) -> str:

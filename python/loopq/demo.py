@@ -16,7 +16,7 @@ from loopq.evaluate.compare import Measurement, compare
 from loopq.execution import Execution
 from loopq.progress import Progress, Silent
 from loopq.report.page import write_data, write_report
-from loopq.reproduce.members import PLBERT, Sizes, load_member
+from loopq.reproduce.models import PLBERT, Sizes, prepare_model
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
 from loopq.systems.load import load_model
@@ -138,16 +138,16 @@ def pages(
     for name, config in PAGES.items():
         if name == PLBERT and (data is None or not (data / "models" / "plbert_kokoro").is_dir()):
             left_out.append(
-                f"{name}: no page, since its weights are not in {data or 'a data folder'}; set LOOPQ_DATA or give "
-                "--data"
+                f"{name}: no page, since its weights are not in {data or 'a data folder'}; give --data DIR "
+                "or set LOOPQ_DATA"
             )
             continue
-        model = load_member(name, _PAGE_SIZES[name], data)
+        prepared = prepare_model(name, _PAGE_SIZES[name], data)
         found = diagnose(
-            model.loaded.system,
-            model.evaluation,
+            prepared.loaded.system,
+            prepared.evaluation,
             config=config,
-            train=model.calibration,
+            train=prepared.calibration,
             name=name,
             threads=threads,
             progress=progress,

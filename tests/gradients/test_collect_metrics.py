@@ -192,7 +192,7 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
     """One hidden unit kappa times louder, its outgoing column smaller: every other code stays."""
     import torch
 
-    from loopq.zoo.planted import plant_kappa_spike
+    from benches.zoo.planted import plant_kappa_spike
 
     ids = torch.from_numpy(np.stack(tokens.sequences))
     found = {}

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from loopq import zoo
+import benches.zoo.models
+from benches.zoo.chains import QUESTION_LENGTH, marked
+from benches.zoo.store import save_model
 from loopq.calibrate.data import TokenSet, from_ids
 from loopq.cli import main
 from loopq.errors import ConfigError
@@ -21,11 +23,10 @@ from loopq.evaluate.compare import compare
 from loopq.progress import Line
 from loopq.reproduce import main_table, main_text
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
-from loopq.reproduce.members import Member, Sizes, load_member
+from loopq.reproduce.models import PreparedModel, Sizes, data_folder, prepare_model, register_prompts
 from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states
 from loopq.systems.load import load_model
-from tests.systems.models import CASES
-from tests.systems.test_check import _loaded, _open
+from tests.support.systems import CASES, as_loaded, open_system
 
 TINY = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 64}
 SMALL = Settings(n_calibration=2, n_evaluation=3, seq_len=24, n_seeds=2, n_probe=4)
@@ -38,10 +39,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, kind: str, **changes: Any) -> str:
-    """Save a tiny model of the zoo and return its folder."""
+    """Save a tiny untrained model and return its folder."""
     torch.manual_seed(0)
-    model = zoo.model_class(f"loopq-zoo-{kind}").from_config({**TINY, **changes}).eval()
-    model.save(folder)
+    save_model(benches.zoo.models.build({"model_type": f"loopq-zoo-{kind}", **TINY, **changes}), folder)
     return str(folder)
 
 
@@ -50,7 +50,7 @@ def measure(name: str, **options: Any) -> dict[str, Any]:
 
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
-    found = measure(save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=3))
+    found = measure(save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=3))
     assert found["model"] == "tiny"
     assert (found["system"], found["n_steps"], found["looped"]) == ("ouro", 3, True)
     assert [(a["bits"], a["group_size"], a["variant"]) for a in found["variants"]] == [
@@ -70,9 +70,9 @@ def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -
 
 
 def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny", "huginn", n_steps=3)
+    folder = save(tmp_path / "tiny", "huginn", mean_recurrence=3)
     found = measure(folder)
-    model = load_member(folder, Sizes(4, 4, 3, 24))
+    model = prepare_model(folder, Sizes(4, 4, 3, 24))
     system = model.loaded.system
     base = compare(system, {}, model.evaluation)[0]
     assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
@@ -96,14 +96,14 @@ def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pyte
         return plain(run, sums, config)
 
     monkeypatch.setattr(main_table.Run, "solve_from", watch)
-    measure(save(tmp_path / "tiny", "rllama", n_steps=2, n_heads=4))
+    measure(save(tmp_path / "tiny", "rllama", mean_recurrence=2, n_heads=4))
     # Rounding, which has no damping, comes first.
     assert seen[1].for_layer("transformer.adapter.weight").method.damping.fraction == 0.1
     assert seen[1].for_layer("transformer.core_block.0.mlp.fc.weight").method.damping.fraction == 0.01
 
 
 def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
-    found = measure(save(tmp_path / "tiny", "control", n_steps=1))
+    found = measure(save(tmp_path / "tiny", "control"))
     assert not found["looped"]
     variants = {a["variant"]: a for a in found["variants"][:3]}
     assert variants[ONE]["kl"] == variants[ALL]["kl"]
@@ -116,7 +116,7 @@ def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
 
 
 def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, n_steps=2, head_dim=8)
+    folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, num_loops=2, head_dim=8)
     work = tmp_path / "work"
     first = measure(folder, work=work)
     plain = main_table.measure_model
@@ -134,10 +134,10 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     ]
     with pytest.raises(AssertionError, match="measured again"):
         main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
-    model = zoo.load(folder)
+    model = load_model(folder).model
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    model.save(folder)
+    save_model(model, folder)
     with pytest.raises(AssertionError, match="measured again"):
         measure(folder, work=work)
     monkeypatch.setattr(main_table, "measure_model", plain)
@@ -152,14 +152,14 @@ def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_how_long_it_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
-    model = main_table.load_member(str(folder), main_table._sizes(SMALL), None)
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
+    prepared = main_table.prepare_model(str(folder), main_table._sizes(SMALL), None)
     clock = iter([0.0, 6.0, 10.0, 16.0])
     monkeypatch.setattr(main_table.time, "monotonic", lambda: next(clock))
     # Three seconds a prompt: calibration of each seed; per grid full precision, RTN, and two variants of each seed.
     n_rollouts = SMALL.n_seeds * SMALL.n_calibration + SMALL.n_evaluation * (1 + 2 * (1 + 2 * SMALL.n_seeds))
-    assert main_table.expected_seconds(model, SMALL) == 3 * n_rollouts
-    said = main_table._estimate([(model, SMALL)], 4)
+    assert main_table.expected_seconds(prepared, SMALL) == 3 * n_rollouts
+    said = main_table._estimate([(prepared, SMALL)], 4)
     assert said.startswith("1 of 4 models to measure: about ")
     assert "of which tiny" in said
 
@@ -173,40 +173,62 @@ def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: py
 
 
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny", "coconut", n_steps=3)
-    model = load_member(folder, Sizes(2, 2, 3, 24))
-    assert model.scored_from == 31
-    assert [s.size for s in model.evaluation.sequences] == [32 + 12 - 2] * 3
-    assert not {s.tobytes() for s in model.calibration.sequences} & {
-        s.tobytes() for s in model.evaluation.sequences
+    folder = save(tmp_path / "tiny", "coconut")
+    prepared = prepare_model(folder, Sizes(2, 2, 3, 24))
+    first = prepared.scored_from
+    assert first == QUESTION_LENGTH + 1
+    assert [s.size for s in prepared.evaluation.sequences] == [QUESTION_LENGTH + 2 + 12 - 4] * 3
+    assert not {s.tobytes() for s in prepared.calibration.sequences} & {
+        s.tobytes() for s in prepared.evaluation.sequences
     }
     found = measure(folder)
-    assert found["task"] == "chains"
+    assert found["task"] == "the answers of its letter task"
     loaded = load_model(folder)
-    ids = torch.from_numpy(np.stack(model.evaluation.sequences))
+    ids = np.stack(prepared.evaluation.sequences)
+    answer = torch.from_numpy(ids[:, first + 1 :])
     with torch.no_grad():
-        log = loaded.model(ids).double().log_softmax(-1)
-    nll = -log[:, 31:-1].gather(-1, ids[:, 32:, None]).squeeze(-1).mean(-1)
+        whole = marked(ids[:, :QUESTION_LENGTH], ids[:, first + 1 :], 256, 257, 4, 258)
+        log = loaded.model(torch.from_numpy(whole)).logits.double().log_softmax(-1)
+    nll = -log[:, first + 4 : -1].gather(-1, answer[..., None]).squeeze(-1).mean(-1)
     assert found["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
-    with pytest.raises(ConfigError, match="at least two tokens after 41"):
-        compare(loaded.system, {}, model.evaluation, scored_from=41)
+    (table, *_) = main_text.tables(main_text.summarize([found]))
+    assert "tiny is measured on the answers of its letter task instead of text." in table.text
+    last = len(ids[0]) - 1
+    with pytest.raises(ConfigError, match=f"at least two tokens after {last}"):
+        compare(loaded.system, {}, prepared.evaluation, scored_from=last)
+    with pytest.raises(ConfigError, match="'loopq-zoo-coconut' are registered twice"):
+        register_prompts("loopq-zoo-coconut", lambda *_: prepared)
+
+
+def test_data_sets_are_looked_for_where_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOOPQ_DATA", raising=False)
+    assert data_folder(None) is None
+    with pytest.raises(ConfigError, match="plbert needs a data folder: give --data DIR or set LOOPQ_DATA"):
+        prepare_model("plbert", Sizes())
+    monkeypatch.setenv("LOOPQ_DATA", str(tmp_path))
+    assert data_folder(None) == tmp_path
+    assert data_folder(tmp_path.parent) == tmp_path.parent
+    with pytest.raises(ConfigError, match="no data folder nowhere"):
+        data_folder(Path("nowhere"))
 
 
 def test_ranks_are_those_of_the_inputs(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
     survey = measure(folder)["ranks"]
-    model = load_member(folder, Sizes(4, 4, 3, 24))
+    prepared = prepare_model(folder, Sizes(4, 4, 3, 24))
     assert survey["threshold"] == 1e-3
     by_class = {row["class"]: row for row in survey["layers"]}
     assert set(by_class) == {
         "self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj",
     }  # fmt: skip
     rows: list[Any] = []
-    hook = model.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
+    hook = prepared.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
         lambda _, args: rows.append(args[0].flatten(0, 1).double())
     )
-    batch = next(model.calibration.take(0, 2).batches(8))
-    model.loaded.system.rollout(batch, 2)
+    batch = next(prepared.calibration.take(0, 2).batches(8))
+    prepared.loaded.system.rollout(batch, 2)
     hook.remove()
     ranks = []
     for x in (rows[0], rows[1], torch.cat(rows)):
@@ -262,7 +284,7 @@ def test_the_ordering_is_said_in_words(given: Any, holds: bool, says: str) -> No
 
 
 def test_training_seeds_are_put_together(tmp_path: Path) -> None:
-    names = [save(tmp_path / n, "ouro", n_layers=1, n_steps=2) for n in ("a", "a_seed1", "b")]
+    names = [save(tmp_path / n, "ouro", n_layers=1, total_ut_steps=2) for n in ("a", "a_seed1", "b")]
     record = main_text.summarize(main_table.run(names, SMALL, threads=1))
     assert {r["kind"] for r in record["training_seeds"]} == {"a"}
     for row in record["training_seeds"]:
@@ -270,14 +292,14 @@ def test_training_seeds_are_put_together(tmp_path: Path) -> None:
         assert row["gap_closed"]["estimate"] == pytest.approx(np.mean(row["by_seed"]))
 
 
-def encoder() -> Member:
+def encoder() -> PreparedModel:
     """A tiny model whose output are hidden states."""
     case = CASES["transformers ALBERT"]
     torch.manual_seed(0)
-    loaded = _loaded(_open(case))
+    loaded = as_loaded(open_system(case))
     rng = np.random.default_rng(0)
     text = [from_ids(rng.integers(1, 50, (n, 12))) for n in (4, 8, 5)]
-    return Member("tiny", loaded, *text)
+    return PreparedModel("tiny", loaded, *text)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -312,32 +334,32 @@ def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
 
 
 def test_the_probe_finds_what_the_states_tell() -> None:
-    model = encoder()
-    system = model.loaded.system
+    prepared = encoder()
+    system = prepared.loaded.system
     plain = system.rollout
     # States that spell the masked token's own number: what a probe can read, it must read.
-    answers = {b.prompts: t for b, t in masked(model.evaluation)}
+    answers = {b.prompts: t for b, t in masked(prepared.evaluation)}
 
     def telling(batch: Any, n_steps: int) -> Any:
         return torch.nn.functional.one_hot(torch.from_numpy(answers[batch.prompts]).clamp_min(0), 64).float()
 
     system.rollout = telling  # type: ignore[method-assign]
-    probe = fit_probe(system, model.evaluation)
+    probe = fit_probe(system, prepared.evaluation)
     system.rollout = plain  # type: ignore[method-assign]
-    truth = np.concatenate([t for _, t in masked(model.evaluation)])
+    truth = np.concatenate([t for _, t in masked(prepared.evaluation)])
     states = np.eye(64)[truth[truth >= 0]]
     assert (probe.predict(states) == truth[truth >= 0]).all()
 
 
 def test_states_are_those_of_the_rollout() -> None:
-    model = encoder()
-    system = model.loaded.system
-    probe = fit_probe(system, model.tuning_held_out)
+    prepared = encoder()
+    system = prepared.loaded.system
+    probe = fit_probe(system, prepared.tuning_held_out)
     name = system.shared_parameters(system.n_steps)[0].name
     weight = system.model.get_parameter(name).detach().numpy() * 1.01
-    found = measure_states(system, {"bent": {name: weight}}, model.evaluation, probe)["bent"]
+    found = measure_states(system, {"bent": {name: weight}}, prepared.evaluation, probe)["bent"]
     with torch.no_grad():
-        ids = torch.cat([b.input_ids for b, _ in masked(model.evaluation)])
+        ids = torch.cat([b.input_ids for b, _ in masked(prepared.evaluation)])
         exact = system.model(ids).last_hidden_state.double()
         system.model.get_parameter(name).copy_(torch.from_numpy(weight))
         bent = system.model(ids).last_hidden_state.double()
@@ -346,7 +368,7 @@ def test_states_are_those_of_the_rollout() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
     flags = [
         "--n-calibration",
         "2",

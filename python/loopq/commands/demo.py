@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
@@ -31,8 +30,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--data",
+        type=Path,
         metavar="DIR",
-        help="data folder with models/plbert_kokoro (default: LOOPQ_DATA, ../shared/data)",
+        help="data folder with models/plbert_kokoro (default: LOOPQ_DATA)",
     )
 
 
@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
 def _pages(args: argparse.Namespace) -> int:
     from loopq import demo
     from loopq.lazy import require
+    from loopq.reproduce.models import data_folder
 
     require("matplotlib")
     check_place(Path(args.html) / "page.html")
-    data = Path(args.data or os.environ.get("LOOPQ_DATA") or "../shared/data")
     with Line() as progress:
         written, left = demo.pages(
-            Path(args.html), data=data, threads=execution(args).threads, progress=progress
+            Path(args.html), data=data_folder(args.data), threads=execution(args).threads, progress=progress
         )
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")

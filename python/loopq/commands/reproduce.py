@@ -1,4 +1,4 @@
-"""`loopq reproduce`: the paper's tables, on the zoo or on models of one's own."""
+"""`loopq reproduce`: the paper's tables, on the embedded model or on models of one's own."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     default = Settings()
     parser.add_argument("table", choices=("main-table",), help="which table")
     parser.add_argument(
-        "members",
+        "models",
         nargs="*",
         metavar="MODEL",
-        help="zoo names, folders of byte-level models, plbert (default: all there are)",
+        help="folders, hub ids, plbert (default: the embedded model, and plbert where there is a data folder)",
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="DIR",
-        help="data folder, for plbert (default: LOOPQ_DATA, ../shared/data)",
+        help="data folder, for plbert (default: LOOPQ_DATA)",
     )
     parser.add_argument(
         "--work",
@@ -79,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
     """Measure every model, print the tables, write the record."""
     from loopq import zoo
     from loopq.reproduce import main_table, main_text
-    from loopq.reproduce.members import PLBERT, data_folder
+    from loopq.reproduce.models import PLBERT, data_folder
 
     for folder in filter(None, (args.work, args.out)):
         check_place(folder / "main-table.json")
-    data = args.data or data_folder()
-    names = args.members or [*zoo.available(), *([PLBERT] if data else [])]
+    data = data_folder(args.data)
+    names = args.models or [*zoo.available(), *([PLBERT] if data else [])]
     settings = main_table.Settings(
         n_calibration=args.n_calibration,
         n_evaluation=args.n_evaluation,
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
     lines = main_text.headline(record)
     print("\n".join(lines) + "\n")
     print("\n".join(t.plain() for t in tables))
-    if args.data is None and data is None and not args.members:
-        print("plbert is left out: there is no data folder (set LOOPQ_DATA or give --data)")
+    if data is None and not args.models:
+        print("plbert is left out: there is no data folder (give --data DIR or set LOOPQ_DATA)")
     if args.out:
         _write(args.out, record, lines, tables)
     return 0
@@ -136,5 +136,7 @@ def _write(out: Path, record: dict[str, Any], lines: list[str], tables: list[Any
 
 
 COMMANDS.register("reproduce")(
-    Command("print a table of the paper, measured on the zoo", add, run, 50, keeps=lambda args: args.work)
+    Command(
+        "print a table of the paper, measured on small models", add, run, 50, keeps=lambda args: args.work
+    )
 )

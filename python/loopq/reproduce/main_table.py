@@ -28,7 +28,7 @@ from loopq.execution import Execution
 from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
 from loopq.quantizers.config import Override
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.run.config import QuantConfig
 from loopq.run.engine import Run
@@ -97,7 +97,7 @@ def run(
     Parameters
     ----------
     names : sequence of str
-        Zoo names, folders of byte-level models, "plbert".
+        The embedded model, folders, hub ids, "plbert".
     settings : Settings, optional
         Numbers of prompts and seeds.
     data : Path, optional
@@ -118,7 +118,7 @@ def run(
     settings = settings or Settings()
     found = []
     # All are loaded before any is measured, so that a wrong name fails at once.
-    models = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
+    models = [(prepare_model(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
     journals = [Journal(work, _key(model, its)) for model, its in models]
     saved = [journal.find(model.name) for journal, (model, _) in zip(journals, models, strict=True)]
     progress.note(_estimate([m for m, s in zip(models, saved, strict=True) if s is None], len(models)))
@@ -134,7 +134,7 @@ def run(
     return found
 
 
-def _estimate(remaining: Sequence[tuple[Member, Settings]], total: int) -> str:
+def _estimate(remaining: Sequence[tuple[PreparedModel, Settings]], total: int) -> str:
     """A sentence on how long the remaining models will take."""
     if not remaining:
         return f"all {total} models are saved already"
@@ -146,7 +146,7 @@ def _estimate(remaining: Sequence[tuple[Member, Settings]], total: int) -> str:
     )
 
 
-def expected_seconds(model: Member, settings: Settings) -> float:
+def expected_seconds(model: PreparedModel, settings: Settings) -> float:
     """Seconds that `measure_model` will spend in rollouts, estimated from one short rollout timed now."""
     system = model.loaded.system
     batch = next(model.evaluation.take(0, 2).batches(2))
@@ -170,7 +170,7 @@ def _sizes(settings: Settings) -> Sizes:
     )
 
 
-def _key(model: Member, settings: Settings) -> str:
+def _key(model: PreparedModel, settings: Settings) -> str:
     weights = {
         name: hashlib.sha256(tensor.data.data).hexdigest()
         for name, tensor in model_tensors(model.loaded.model)[0].items()
@@ -180,7 +180,7 @@ def _key(model: Member, settings: Settings) -> str:
 
 
 def measure_model(
-    model: Member, settings: Settings, *, threads: int = 0, progress: Progress | None = None
+    model: PreparedModel, settings: Settings, *, threads: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Quantize one model in every variant, on every grid, from every calibration seed, and measure it.
 
@@ -222,7 +222,7 @@ def measure_model(
         "system": system.name,
         "n_steps": system.n_steps,
         "output": system.output,
-        "task": "chains" if model.scored_from else "text",
+        "task": model.task,
         "looped": any(p.invocations > 1 for p in selection.observed),
         "bytes_per_token": measured[0].bytes_per_token,
         "full_precision": _rounded(measured[0].nll) if system.output == "logits" else None,

@@ -290,9 +290,9 @@ def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
                 )
             )  # fmt: skip
     bits, group = GRIDS[number]
-    # Exceptions are explained only where a model of that kind is in the table.
+    # What differs for some models is said where one of them is in the table.
     hidden = [m["model"] for m in models if "bits_per_byte" not in m]
-    asked = [m["model"] for m in models if m.get("task") == "chains"]
+    tasks = {m["model"]: m["task"] for m in models if m["task"] != "text"}
     return Table(
         f"INT{bits}, group size {group}",
         "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and their increase over full "
@@ -303,9 +303,7 @@ def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
             "place of agreement."
             for name in hidden
         )
-        + "".join(
-            f" {name} is measured on the answers of its letter task instead of text." for name in asked
-        ),
+        + "".join(f" {name} is measured on {task} instead of text." for name, task in tasks.items()),
         (
             "model",
             "N",

@@ -16,7 +16,7 @@ from loopq.execution import Execution
 from loopq.gradients.tuner import Tune, tune
 from loopq.progress import Progress, Silent
 from loopq.quantizers.config import Override
-from loopq.reproduce.members import Member
+from loopq.reproduce.models import PreparedModel
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Layers, Run
 from loopq.stats import gap_closed
@@ -139,7 +139,7 @@ class SolutionCache:
     """Solves variants of one model from one collection; a closed-form solution that several start from is kept."""
 
     def __init__(
-        self, model: Member, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
+        self, model: PreparedModel, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
     ) -> None:
         self.model = model
         system = model.loaded.system

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from loopq.systems.classes import ModelClass
+
 Orientation = Literal["out_in", "in_out"]
 Treatment = Literal["gptq", "rtn", "dense"]
 #: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
@@ -181,6 +183,11 @@ class LoopedSystem(ABC):
     def matches(cls, model: nn.Module) -> bool:
         """Whether this adapter fits the model, told by its configuration and structure."""
 
+    @classmethod
+    def model_class(cls) -> ModelClass | None:
+        """How to build a checkpoint whose ``config.json`` does not tell its class; None where it does."""
+        return None
+
     @property
     @abstractmethod
     def n_steps(self) -> int:
@@ -281,16 +288,6 @@ class LoopedSystem(ABC):
         """Move a tensor to the model's device and, if asked, to its floating type."""
         first = next(self.model.parameters())
         return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
-
-    @property
-    def is_zoo(self) -> bool:
-        """Whether the model is one of the zoo's own classes, which all share one interface."""
-        return is_zoo(self.model)
-
-
-def is_zoo(model: nn.Module) -> bool:
-    """Whether a model is of the zoo, told by its configuration's model type."""
-    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("loopq-zoo-")
 
 
 def find_prefix(model: nn.Module, marker: str) -> str | None:

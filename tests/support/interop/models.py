@@ -104,10 +104,10 @@ def looped_code():
 
 
 def wrapped_zoo():
-    """A Huginn of the zoo in the wrapper that transformers loads; returns the code files too."""
+    """The embedded model's class in the wrapper that transformers loads; returns the code files too."""
     module, files = _code("modeling_loopq_zoo")
     inner = {
-        "model_type": "loopq-zoo-huginn", "n_embd": 64, "n_heads": 2, "intermediate_size": 96, "n_steps": 4,
+        "model_type": "loopq-zoo-huginn", "n_embd": 64, "n_heads": 2, "intermediate_size": 96, "mean_recurrence": 4,
         "vocab_size": 96, "block_size": 32,
     }  # fmt: skip
     with torch.random.fork_rng():

@@ -1,9 +1,10 @@
-"""A model of loopq's zoo as transformers loads it: same tensor names, the start state drawn from seed 0."""
+"""The embedded model's class as transformers loads it: same tensor names, the start state drawn from seed 0."""
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from loopq import zoo
+from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
 
 class LoopqZooConfig(PretrainedConfig):
@@ -20,7 +21,7 @@ class LoopqZooForCausalLM(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        inner = zoo.model_class(config.zoo["model_type"]).from_config(config.zoo)
+        inner = SmallHuginn(HuginnConfig.from_dict(config.zoo))
         for name, child in inner.named_children():
             setattr(self, name, child)
         # Kept out of the module tree: its children are the wrapper's own, under the names of the checkpoint.
@@ -39,4 +40,11 @@ class LoopqZooForCausalLM(PreTrainedModel):
     def forward(self, input_ids, use_cache=None, **kwargs):
         for name, child in self.named_children():
             setattr(self._rollout, name, child)
-        return CausalLMOutputWithPast(logits=self._rollout(input_ids, seed=0))
+        if self._rollout.freqs_cis.is_meta:
+            # transformers 5 builds models without memory and fills what the checkpoint has: not this table.
+            config = self._rollout.config
+            self._rollout.add_rotary(config.n_embd // config.n_heads)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            logits = self._rollout(input_ids).logits
+        return CausalLMOutputWithPast(logits=logits)

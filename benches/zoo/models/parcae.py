@@ -1,9 +1,11 @@
-"""A small model of Parcae's kind: elementwise decay and injection, squared ReLU, value embeddings."""
+"""Parcae's class in small: elementwise decay and injection, squared ReLU, value embeddings."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -11,27 +13,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopq.errors import ConfigError
-from loopq.zoo._layers import (
+from loopq.zoo.config import SmallConfig
+from loopq.zoo.layers import (
     RMSNorm,
     causal_attention,
     init_linears,
     merge_heads,
-    rope_tables,
+    rotary_table,
     rotate_interleaved,
-    row_noise,
     split_heads,
 )
-from loopq.zoo._model import ZooConfig, ZooModel
 
 GATE_INPUTS = 32
 
 
 @dataclasses.dataclass
-class ParcaeConfig(ZooConfig):
-    """Settings of `ZooParcae`; see `ZooConfig` for the common ones.
+class ParcaeConfig(SmallConfig):
+    """Settings of `SmallParcae`; see `SmallConfig` for the common ones.
 
     Parameters
     ----------
+    mean_recurrence : int
+        Depth ``N`` the model is used at.
     n_prelude, n_core, n_coda : int
         Blocks before, in and after the loop.
     rope_base : float
@@ -39,13 +42,20 @@ class ParcaeConfig(ZooConfig):
     """
 
     model_type: ClassVar[str] = "loopq-zoo-parcae"
+    state_init: ClassVar[str] = "like-init"
     multiples: ClassVar = (("n_embd", 2, "n_heads"),)
-    least: ClassVar = {"n_embd": GATE_INPUTS}
+    least: ClassVar = {"n_embd": GATE_INPUTS, "n_prelude": 0, "n_coda": 0}
 
+    mean_recurrence: int = 8
     n_prelude: int = 0
     n_core: int = 2
     n_coda: int = 0
     rope_base: float = 10_000.0
+
+    @property
+    def init(self) -> SimpleNamespace:
+        """Its `get_std` gives the standard deviation of the start state: ``sqrt(2 / (5 d))``."""
+        return SimpleNamespace(get_std=lambda name: math.sqrt(2.0 / (5.0 * self.n_embd)))
 
 
 class ParcaeAttention(nn.Module):
@@ -120,23 +130,22 @@ class DiagonalInjection(nn.Module):
         return state * decay + dt * (embeds @ self.B.T)
 
 
-class ZooParcae(ZooModel):
-    """Parcae-like looped byte model.
+class SmallParcae(nn.Module):
+    """Parcae's class: a diagonal injection and core blocks in a loop; plain torch.
 
     Notes
     -----
     ``e = ln_prelude(prelude(wte(ids)))``; noise state of std ``sqrt(2 / (5 d))``; a step is the diagonal
     injection and the core blocks; logits are ``lm_head(ln_f(coda(C(s_N))))`` with a tied head. Odd blocks add
-    value embeddings of the tokens, so `iterate_one_step` needs the ids: `embed_inputs` keeps those of its
-    last call in ``_current_input_ids``.
+    value embeddings of the tokens, whose ids every call of the blocks reads from ``_current_input_ids``. As in the
+    published class, a forward without a depth draws one for each sequence, and the noise comes from the global
+    generator.
     """
-
-    config_class = ParcaeConfig
-    config: ParcaeConfig
 
     def __init__(self, config: ParcaeConfig) -> None:
         super().__init__()
         self.config = config
+        self.emb_scale = 1.0
         d = config.n_embd
         names = ("prelude", "core_block", "coda")
         counts = (config.n_prelude, config.n_core, config.n_coda)
@@ -151,7 +160,6 @@ class ZooParcae(ZooModel):
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, d),
-                "value_embeds": nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, d) for i in gated}),
                 **parts,
                 "ln_prelude": RMSNorm(d, config.norm_eps),
                 "adapter": DiagonalInjection(d),
@@ -159,48 +167,92 @@ class ZooParcae(ZooModel):
                 "ln_f": RMSNorm(d, config.norm_eps),
             }
         )
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, d) for i in gated})
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
-        init_linears(self, config.n_prelude + config.n_core * config.n_steps + config.n_coda)
+        init_linears(self, config.n_prelude + config.n_core * config.mean_recurrence + config.n_coda)
         nn.init.eye_(self.transformer["C"].weight)
         self.lm_head.weight = self.transformer["wte"].weight
         self._current_input_ids: Tensor | None = None
+        table = rotary_table(config.block_size, d // config.n_heads, config.rope_base)
+        self.register_buffer("freqs_cis", table, persistent=False)
 
-    def run_blocks(self, name: str, x: Tensor) -> Tensor:
-        """Run the blocks called ``name`` on (batch, seq, d) for the current ids."""
-        ids = self._current_input_ids
-        if ids is None or ids.shape != x.shape[:2]:
-            raise ConfigError(
-                "parcae: the step needs the ids of its rows: call embed_inputs(input_ids) first"
-            )
-        rope = rope_tables(x, self.config.n_embd // self.config.n_heads, self.config.rope_base)
-        tables = self.transformer["value_embeds"]
+    def run_blocks(self, name: str, x: Tensor, freqs_cis: Tensor) -> Tensor:
+        """Run the blocks called `name` on (batch, seq, d) for the current ids."""
+        rope = (freqs_cis[0, :, 0, :, 0], freqs_cis[0, :, 0, :, 1])
         for i, block in enumerate(self.transformer[name]):
             key = str(self._first[name] + i)
-            x = block(x, rope, tables[key](ids) if key in tables else None)
+            given = self.value_embeds[key](self._current_input_ids) if key in self.value_embeds else None
+            x = block(x, rope, given)
         return x
 
-    def embed_inputs(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        return_logits: bool = False,
+        num_steps_pair: Sequence[int] | None = None,
+    ) -> dict[str, Tensor | None]:
+        """Run one rollout.
+
+        Parameters
+        ----------
+        input_ids : int64 array (batch, seq)
+            Byte values; no more than `block_size`.
+        return_logits : bool
+            Whether the logits are wanted.
+        num_steps_pair : pair of int, optional
+            Steps without and with gradient. Absent, each sequence draws its own depth.
+
+        Returns
+        -------
+        dict
+            `logits`: float32 (batch, seq, vocab) or None.
+
+        Raises
+        ------
+        ConfigError
+            If the sequence is longer than the rotary table.
+        """
+        if input_ids.shape[1] > self.config.block_size:
+            raise ConfigError(
+                f"parcae: {input_ids.shape[1]} tokens, but positions end at block_size {self.config.block_size}"
+            )
+        freqs_cis = self.freqs_cis[:, : input_ids.shape[1]]
         self._current_input_ids = input_ids
-        embeds: Tensor = self.transformer["ln_prelude"](
-            self.run_blocks("prelude", self.transformer["wte"](input_ids))
-        )
-        return embeds
+        parts = self.transformer
+        embeds = parts["ln_prelude"](self.run_blocks("prelude", parts["wte"](input_ids), freqs_cis))
+        x, *_ = self.iterate_forward(embeds, freqs_cis, None, num_steps_pair)
+        x = self.run_blocks("coda", parts["C"](x), freqs_cis)
+        return {"logits": self.lm_head(parts["ln_f"](x)).float() if return_logits else None}
 
-    def initialize_state(self, input_embeds: Tensor, seed: int | None = None, first_row: int = 0) -> Tensor:
-        """Draw the noise state; with a seed, row ``i`` depends on ``seed`` and ``first_row + i`` only."""
-        std = math.sqrt(2.0 / (5.0 * self.config.n_embd))
-        if seed is None:
-            noise = torch.empty_like(input_embeds)
-            return nn.init.trunc_normal_(noise, std=std, a=-3 * std, b=3 * std)
-        rows, *shape = input_embeds.shape
-        return row_noise(rows, tuple(shape), std, seed, first_row).to(input_embeds)
+    def initialize_state(self, input_embeds: Tensor) -> Tensor:
+        """Draw the state before step 0 from the global generator: float array (batch, seq, d)."""
+        std = self.config.init.get_std("embedding") * self.emb_scale
+        return nn.init.trunc_normal_(torch.empty_like(input_embeds), std=std, a=-3 * std, b=3 * std)
 
-    def iterate_one_step(
-        self, input_embeds: Tensor, input_states: Tensor, step: int = 0, num_steps: int | None = None
+    def iterate_forward(
+        self,
+        input_embeds: Tensor,
+        freqs_cis: Tensor,
+        mask: None,
+        num_steps_pair: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor, int, Tensor]:
+        """Run the loop; return the last state, the steps without and with gradient, and that state detached."""
+        x = self.initialize_state(input_embeds)
+        if num_steps_pair is None:
+            rows = torch.full((len(x),), float(self.config.mean_recurrence), device=x.device)
+            n_plain, n_graph = torch.poisson(rows).long(), 0
+        else:
+            n_plain, n_graph = torch.full((len(x),), num_steps_pair[0], device=x.device), num_steps_pair[1]
+        total = torch.tensor(int(n_plain.max()) + n_graph)
+        for t in range(int(total)):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and t >= int(n_plain.max())):
+                after = self.core_block_forward(x, input_embeds, freqs_cis, mask, torch.tensor(t), total)
+                # A sequence that is done keeps its state: its update is computed and thrown away.
+                x = torch.where((t < n_plain + n_graph)[:, None, None], after, x)
+        return x, n_plain, n_graph, x.detach()
+
+    def core_block_forward(
+        self, x: Tensor, input_embeds: Tensor, freqs_cis: Tensor, mask: None, step: Tensor, total: Tensor
     ) -> Tensor:
-        return self.run_blocks("core_block", self.transformer["adapter"](input_states, input_embeds))
-
-    def predict_from_latents(self, latents: Tensor) -> Tensor:
-        x = self.run_blocks("coda", self.transformer["C"](latents))
-        logits: Tensor = self.lm_head(self.transformer["ln_f"](x))
-        return logits.float()
+        """Return the state after one step for the current ids."""
+        return self.run_blocks("core_block", self.transformer["adapter"](x, input_embeds), freqs_cis)

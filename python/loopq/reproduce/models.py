@@ -6,23 +6,23 @@ import json
 import lzma
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from loopq import zoo
 from loopq.calibrate.data import TokenSet, windows
 from loopq.errors import ConfigError, DumpError
 from loopq.systems.load import LoadedModel, load_model
 
 PLBERT = "plbert"
-_CHAINS_SEED = 2**62 + 1  # training draws its seeds below 2**62; the card measures on 2**62
 
 
 @dataclass(frozen=True)
-class Member:
-    """A model of a table.
+class PreparedModel:
+    """A model of a table, with its prompts.
 
     Parameters
     ----------
@@ -38,6 +38,8 @@ class Member:
         Prompts that the table is measured on.
     scored_from : int
         First position of a prompt that counts.
+    task : str
+        What is measured, in words: "text", or what stands in its place.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Member:
     tuning_held_out: TokenSet
     evaluation: TokenSet
     scored_from: int = 0
+    task: str = "text"
 
 
 @dataclass(frozen=True)
@@ -58,20 +61,55 @@ class Sizes:
     seq_len: int = 128
 
 
-def data_folder() -> Path | None:
-    """Return the folder of data sets: LOOPQ_DATA, or `shared/data` beside a folder above this file."""
-    named = os.environ.get("LOOPQ_DATA")
-    places = [Path(named)] if named else [p / "shared" / "data" for p in Path(__file__).resolve().parents]
-    return next((p for p in places if (p / "models").is_dir()), None)
+# Gives a loaded model its prompts: name, model, sizes, and which stretch of the calibration prompts is taken.
+PromptSource = Callable[[str, LoadedModel, Sizes, int], PreparedModel]
+_SOURCES: dict[str, PromptSource] = {}
 
 
-def load_member(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> Member:
-    """Load a model of the zoo, a folder of that kind, or the real checkpoint "plbert".
+def register_prompts(model_type: str, source: PromptSource) -> None:
+    """Let models whose ``config.json`` has this `model_type` be measured on prompts of their own in place of text.
+
+    Parameters
+    ----------
+    model_type : str
+        Of the models.
+    source : callable
+        Takes the name in the table, the loaded model, the sizes and the number of the draw (each draw has
+        calibration prompts of its own); gives the prepared model.
+
+    Raises
+    ------
+    ConfigError
+        The type has its prompts.
+    """
+    if model_type in _SOURCES:
+        raise ConfigError(f"prompts of model_type {model_type!r} are registered twice")
+    _SOURCES[model_type] = source
+
+
+def data_folder(named: Path | None) -> Path | None:
+    """Return the folder of data sets: the one named, else what LOOPQ_DATA says, else None.
+
+    Raises
+    ------
+    ConfigError
+        There is no such folder.
+    """
+    place = named or Path(os.environ.get("LOOPQ_DATA", ""))
+    if place == Path():
+        return None
+    if not place.is_dir():
+        raise ConfigError(f"no data folder {place}: give another with --data or LOOPQ_DATA")
+    return place
+
+
+def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> PreparedModel:
+    """Load a model and cut its prompts.
 
     Parameters
     ----------
     name : str
-        Zoo name, path of a folder whose model reads bytes, or "plbert".
+        The embedded model, a folder, a hub id, or the real checkpoint "plbert".
     sizes : Sizes
         How many prompts.
     data : Path, optional
@@ -86,42 +124,22 @@ def load_member(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0
     """
     if name == PLBERT:
         if data is None:
-            raise ConfigError("plbert needs the data folder: set LOOPQ_DATA or give --data")
+            raise ConfigError("plbert needs a data folder: give --data DIR or set LOOPQ_DATA")
         return _plbert(data / "models" / "plbert_kokoro", sizes, draw)
-    from loopq import zoo
-
     loaded = load_model(name)
-    if loaded.system.name == "coconut" and loaded.system.is_zoo:
-        return _chains(Path(name).name, loaded, sizes, draw)
+    own = _SOURCES.get(str(loaded.config.get("model_type", "")))
+    if own is not None:
+        return own(Path(name).name, loaded, sizes, draw)
     length = min(sizes.seq_len, int(loaded.config.get("block_size", sizes.seq_len)))
     count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = windows(zoo.calibration_text().decode(), loaded.encode, length, None, "zoo calibration text")
+    text = windows(zoo.calibration_text().decode(), loaded.encode, length, None, "embedded calibration text")
     text = _stretch(text, draw, count)
     held_out = windows(
-        zoo.evaluation_text().decode(), loaded.encode, length, sizes.n_evaluation, "zoo evaluation text"
+        zoo.evaluation_text().decode(), loaded.encode, length, sizes.n_evaluation, "embedded evaluation text"
     )
-    return Member(
+    return PreparedModel(
         Path(name).name, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out
     )
-
-
-def _chains(name: str, loaded: LoadedModel, sizes: Sizes, draw: int) -> Member:
-    """Questions with the letters from the one that full depth reaches on, as the model was trained to answer."""
-    from loopq.zoo.chains import QUESTION_LENGTH, chains
-
-    def prompts(count: int, seed: int, what: str) -> TokenSet:
-        rows = chains(count, seed)
-        answers = rows[:, QUESTION_LENGTH + loaded.system.n_steps - 1 :]
-        ids = np.concatenate([rows[:, :QUESTION_LENGTH], answers], axis=1)
-        return TokenSet(tuple(ids), f"chains of letters, {what}", "prompts", int(ids.size))
-
-    count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = prompts(count, _CHAINS_SEED + 2 * draw, "calibration")
-    held_out = prompts(sizes.n_evaluation, _CHAINS_SEED + 1, "evaluation")
-    # The end token's logits, which predict the answer, stand at the question's last position.
-    first = QUESTION_LENGTH - 1
-    calibration, tuning = text.take(0, sizes.n_calibration), text.take(sizes.n_calibration)
-    return Member(name, loaded, calibration, tuning, held_out, first)
 
 
 def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
@@ -132,7 +150,7 @@ def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
     return text.take(draw * count, (draw + 1) * count)
 
 
-def _plbert(source: Path, sizes: Sizes, draw: int) -> Member:
+def _plbert(source: Path, sizes: Sizes, draw: int) -> PreparedModel:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         try:
@@ -147,7 +165,9 @@ def _plbert(source: Path, sizes: Sizes, draw: int) -> Member:
     text = _phonemes(source / "wikitext2_valid_phonemes.jsonl.xz", length, (draw + 1) * count)
     text = _stretch(text, draw, count)
     held_out = _phonemes(source / "wikitext2_test_phonemes.jsonl.xz", length, sizes.n_evaluation)
-    return Member(PLBERT, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out)
+    return PreparedModel(
+        PLBERT, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out
+    )
 
 
 def _phonemes(path: Path, length: int, count: int) -> TokenSet:

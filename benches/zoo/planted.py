@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from benches.zoo.models.layers import GatedMLP
+from benches.zoo.models.parcae import ParcaeMLP
+from benches.zoo.models.rllama import SmallRLlama
 from loopq.errors import ConfigError
-from loopq.zoo._layers import GatedMLP
-from loopq.zoo._model import ZooModel
-from loopq.zoo.huginn import HuginnMLP, ZooHuginn
-from loopq.zoo.parcae import ParcaeMLP
-from loopq.zoo.rllama import ZooRLlama
+from loopq.systems.base import Batch, find_system
+from loopq.zoo.huginn import HuginnMLP, SmallHuginn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ _UNITS: dict[type[nn.Module], _Unit] = {
 }
 
 
-def _looped_mlps(model: ZooModel) -> Iterator[tuple[str, nn.Module, _Unit]]:
+def _looped_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Unit]]:
     for name, module in model.named_modules():
         outside = any(part in {"prelude", "coda"} for part in name.split("."))
         if type(module) in _UNITS and not outside:
@@ -42,8 +42,9 @@ def _looped_mlps(model: ZooModel) -> Iterator[tuple[str, nn.Module, _Unit]]:
 
 
 @torch.no_grad()
-def _energy_by_step(model: ZooModel, tokens: Tensor, seed: int) -> dict[str, Tensor]:
+def _energy_by_step(model: nn.Module, tokens: Tensor, seed: int) -> dict[str, Tensor]:
     """Return the mean square (steps, hidden) of every looped MLP's hidden units."""
+    system = find_system(model)
     energies: dict[str, list[Tensor]] = {}
     hooks = []
     for name, module, unit in _looped_mlps(model):
@@ -54,7 +55,7 @@ def _energy_by_step(model: ZooModel, tokens: Tensor, seed: int) -> dict[str, Ten
             )
         )
     try:
-        model(tokens, seed=seed)
+        system.rollout(Batch(tokens, tuple(range(len(tokens))), seed), system.n_steps)
     finally:
         for hook in hooks:
             hook.remove()
@@ -62,13 +63,13 @@ def _energy_by_step(model: ZooModel, tokens: Tensor, seed: int) -> dict[str, Ten
 
 
 def plant_kappa_spike(
-    model: ZooModel, tokens: Tensor, kappa: float = 256.0, seed: int = 0
-) -> tuple[ZooModel, dict[str, int]]:
+    model: nn.Module, tokens: Tensor, kappa: float = 256.0, seed: int = 0
+) -> tuple[nn.Module, dict[str, int]]:
     """Scale one hidden unit of every looped MLP by ``kappa`` and undo it in its outgoing column.
 
     Parameters
     ----------
-    model : ZooModel
+    model : nn.Module
         Left as it is; a copy is changed.
     tokens : int64 array (batch, seq)
         Text to choose units on: in each MLP the one whose energy at step 0, over its mean energy at the
@@ -80,7 +81,7 @@ def plant_kappa_spike(
 
     Returns
     -------
-    planted : ZooModel
+    planted : nn.Module
         Computes the same function.
     units : dict of str to int
         The unit chosen in each MLP, by module name.
@@ -118,13 +119,13 @@ def plant_kappa_spike(
 
 
 def plant_adapter_outlier(
-    model: ZooModel, factor: float = 64.0, column: int | None = None
-) -> tuple[ZooModel, int]:
+    model: nn.Module, factor: float = 64.0, column: int | None = None
+) -> tuple[nn.Module, int]:
     """Make one column of the adapter's embedding half ``factor`` times larger and its input smaller.
 
     Parameters
     ----------
-    model : ZooModel
+    model : SmallHuginn
         A huginn or rllama model without prelude blocks, or a huginn model with them; a copy is changed.
     factor : float
         The factor; a power of 2 moves no bit of the logits.
@@ -133,7 +134,7 @@ def plant_adapter_outlier(
 
     Returns
     -------
-    planted : ZooModel
+    planted : nn.Module
         Computes the same function. A tied head without prelude comes apart: its embedding table changes and
         its head does not.
     column : int
@@ -144,7 +145,7 @@ def plant_adapter_outlier(
     ConfigError
         If the model has no such adapter or the column does not exist.
     """
-    if not isinstance(model, ZooHuginn | ZooRLlama):
+    if not isinstance(model, SmallHuginn):
         raise ConfigError(f"{type(model).__name__} has no linear adapter: use a huginn or rllama model")
     d = model.config.n_embd
     weight = model.transformer["adapter"].weight.detach()
@@ -159,23 +160,23 @@ def plant_adapter_outlier(
     return planted, d + j
 
 
-def _untied(model: ZooHuginn | ZooRLlama) -> ZooHuginn | ZooRLlama:
+def _untied(model: SmallHuginn) -> SmallHuginn:
     """Return a copy whose embedding table is its own parameter where it feeds the adapter directly."""
-    if isinstance(model, ZooRLlama) or model.config.n_prelude or not model.config.tie_head:
+    if model.config.n_prelude or not model.config.tie_embeddings:
         return copy.deepcopy(model)
-    apart = ZooHuginn(dataclasses.replace(model.config, tie_head=False))
+    apart = SmallHuginn(dataclasses.replace(model.config, tie_embeddings=False))
     apart.load_state_dict(model.state_dict())
     apart.train(model.training)
     return apart
 
 
-def _embedding_source(model: ZooHuginn | ZooRLlama) -> Tensor:
+def _embedding_source(model: SmallHuginn) -> Tensor:
     """Return the parameter whose last axis scales the adapter's embedding input, channel by channel."""
     prelude = model.transformer["prelude"]
     if not len(prelude):
         table: Tensor = model.transformer["wte"].weight
         return table
-    if isinstance(model, ZooRLlama):
+    if isinstance(model, SmallRLlama):
         raise ConfigError(
             "rllama: with a residual prelude no single parameter scales a channel; use n_prelude 0"
         )

@@ -1,9 +1,10 @@
-"""A small model of LoopFormer's kind: gated residual blocks modulated by the time and size of each step."""
+"""LoopFormer's class in small: gated residual blocks modulated by the time and size of each step."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -11,16 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopq.errors import ConfigError
-from loopq.zoo._layers import RMSNorm, causal_attention, init_linears, merge_heads, split_heads
-from loopq.zoo._model import ZooConfig, ZooModel
+from loopq.zoo.config import SmallConfig
+from loopq.zoo.layers import RMSNorm, causal_attention, init_linears, merge_heads, split_heads
 
 N_FREQUENCIES = 128
 MAX_PERIOD = 10_000.0
+DEFAULT_STEPS = (1 / 8,) * 8
 
 
 @dataclasses.dataclass
-class LoopFormerConfig(ZooConfig):
-    """Settings of `ZooLoopFormer`; see `ZooConfig` for the common ones.
+class LoopFormerConfig(SmallConfig):
+    """Settings of `SmallLoopFormer`; see `SmallConfig` for the common ones.
 
     Parameters
     ----------
@@ -70,16 +72,15 @@ class LoopFormerBlock(nn.Module):
     def __init__(self, config: LoopFormerConfig) -> None:
         super().__init__()
         d = config.n_embd
-        self.norm_1 = RMSNorm(d, config.norm_eps, affine=False)
+        self.norm = ((d,), None, config.norm_eps)
         self.attn = LoopFormerAttention(config)
-        self.norm_2 = RMSNorm(d, config.norm_eps, affine=False)
         self.mlp = LoopFormerMLP(config)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(d, 4 * d))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         g1, g2, a1, a2 = self.adaLN_modulation(c)[:, None].chunk(4, -1)
-        x = x + g1 * self.attn(self.norm_1(x) * (1 + a1))
-        out: Tensor = x + g2 * self.mlp(self.norm_2(x) * (1 + a2))
+        x = x + g1 * self.attn(F.rms_norm(x, *self.norm) * (1 + a1))
+        out: Tensor = x + g2 * self.mlp(F.rms_norm(x, *self.norm) * (1 + a2))
         return out
 
 
@@ -112,19 +113,15 @@ class TimestepEmbedder(nn.Module):
         return out
 
 
-class ZooLoopFormer(ZooModel):
-    """LoopFormer-like looped byte model.
+class SmallLoopFormer(nn.Module):
+    """LoopFormer's class: gated residual blocks modulated by the time and size of each step; plain torch.
 
     Notes
     -----
-    ``s_0 = wte(ids) + wpe(pos)``; step ``t`` of ``N`` runs the blocks with ``c = time(t / N) + dt(1 / N)``,
+    ``s_0 = wte(ids) + wpe(pos)``; a step of size ``dt`` at time ``t`` runs the blocks with ``c = time(t) + dt(dt)``,
     so fewer steps are coarser ones; logits are ``lm_head(norm_f(s_N))`` with a tied head. The inputs of the
     modulation have one row per sequence and do not depend on the data.
     """
-
-    config_class = LoopFormerConfig
-    prefix_rollouts = False
-    config: LoopFormerConfig
 
     def __init__(self, config: LoopFormerConfig) -> None:
         super().__init__()
@@ -141,36 +138,49 @@ class ZooLoopFormer(ZooModel):
         self.time_embedder = TimestepEmbedder(d)
         self.dt_embedder = TimestepEmbedder(d)
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
-        init_linears(self, config.n_layers * config.n_steps)
+        init_linears(self, config.n_layers * len(DEFAULT_STEPS))
         self.lm_head.weight = self.transformer["wte"].weight
         for block in self.transformer["h"].blocks:
             # Gates start open: with all of them near zero the blocks hardly learn in a short training.
             nn.init.constant_(block.adaLN_modulation[1].bias[: 2 * d], 0.5)
 
-    def embed_inputs(self, input_ids: Tensor) -> Tensor:
-        if input_ids.shape[1] > self.config.block_size:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, steps: Sequence[float] = DEFAULT_STEPS
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run one rollout.
+
+        Parameters
+        ----------
+        idx : int64 array (batch, seq)
+            Byte values.
+        targets : int64 array (batch, seq), optional
+            What each position is to predict; without it the logits are those of the last position only.
+        steps : sequence of float
+            Sizes of the steps.
+
+        Returns
+        -------
+        logits : float32 array (batch, seq or 1, vocab)
+        loss : float32 scalar or None
+            Mean cross-entropy to the targets, in nats.
+
+        Raises
+        ------
+        ConfigError
+            If the sequence has more positions than were trained.
+        """
+        if idx.shape[1] > self.config.block_size:
             raise ConfigError(
-                f"loopformer: {input_ids.shape[1]} positions, but the learned ones end at "
+                f"loopformer: {idx.shape[1]} positions, but the learned ones end at "
                 f"block_size {self.config.block_size}: cut the sequences"
             )
-        embeds: Tensor = (
-            self.transformer["wte"](input_ids) + self.transformer["wpe"].weight[: input_ids.shape[1]]
-        )
-        return embeds
-
-    def initialize_state(self, input_embeds: Tensor, seed: int | None = None, first_row: int = 0) -> Tensor:
-        """Return the embeddings themselves; there is no noise, so ``seed`` changes nothing."""
-        return input_embeds
-
-    def iterate_one_step(
-        self, input_embeds: Tensor, input_states: Tensor, step: int = 0, num_steps: int | None = None
-    ) -> Tensor:
-        depth = self.config.n_steps if num_steps is None else num_steps
-        ones = torch.ones(input_states.shape[0], device=input_states.device)
-        c = self.time_embedder(ones * (step / depth)) + self.dt_embedder(ones / depth)
-        out: Tensor = self.transformer["h"](input_states, c)
-        return out
-
-    def predict_from_latents(self, latents: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.transformer["norm_f"](latents))
-        return logits.float()
+        parts = self.transformer
+        x = parts["wte"](idx) + parts["wpe"](torch.arange(idx.shape[1], device=idx.device))
+        now = torch.zeros(idx.shape[0], dtype=x.dtype, device=idx.device)
+        for dt in steps:
+            x = parts["h"](x, self.time_embedder(now) + self.dt_embedder(torch.ones_like(now) * dt))
+            now = now + dt
+        x = parts["norm_f"](x)
+        logits = self.lm_head(x if targets is not None else x[:, -1:]).float()
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss

@@ -1,4 +1,4 @@
-"""Tiny models, at least one of every registered system: what the conformance suite runs on."""
+"""Tiny models of every registered system: what the conformance suite runs on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from loopq import zoo
-from loopq.systems.base import Batch
-
-from . import remote
+import benches.zoo.models
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.systems.load import LoadedModel, describe, encode_bytes
+from tests.support.recursive import RecursiveModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Case:
     """A tiny model and the prompts that fit it.
 
     `depths` are those that a rollout is tried at; the first is the model's own. `steps` says whether there is
-    a single-step function.
+    a single-step function. A `variant` differs from another case of its system in a setting or in the class only: it
+    goes through the checks of `loopq check`, not through tests of what is the same for both.
     """
 
     system: str
@@ -30,6 +32,7 @@ class Case:
     vocabulary: int = 64
     n_shared: int = 0
     steps: bool = True
+    variant: bool = False
 
 
 def prompts(case: Case, n_prompts: int = 3, seed: int = 0, first: int = 0) -> Batch:
@@ -50,11 +53,42 @@ def build(case: Case) -> nn.Module:
     return model
 
 
-_ZOO = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 32, "n_steps": 3}
+def open_system(case: Case) -> LoopedSystem:
+    """Build the model of a case and take the adapter that fits it."""
+    model = build(case)
+    return SYSTEMS.get("generic")(model) if case.system == "generic" else find_system(model)
 
 
-def _zoo(kind: str, **changes: Any) -> Callable[[], nn.Module]:
-    return lambda: zoo.model_class(f"loopq-zoo-{kind}").from_config({**_ZOO, **changes})
+def as_loaded(system: LoopedSystem, **findings: Any) -> LoadedModel:
+    """Put an adapter in the form that the loader returns, with its findings."""
+    return LoadedModel(
+        model=system.model,
+        system=system,
+        encode=encode_bytes,
+        tokenizer=None,
+        config={},
+        folder=None,
+        config_files=(),
+        report=describe(system.model, "tiny", "registered", **findings),
+    )
+
+
+_SMALL = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 32}
+
+
+def small(kind: str, **changes: Any) -> Callable[[], nn.Module]:
+    """Return the maker of a tiny untrained model of `benches.zoo.models`."""
+    config = {"model_type": f"loopq-zoo-{kind}", **_SMALL, **changes}
+    return lambda: benches.zoo.models.build(config)
+
+
+class HubWrapper(nn.Module):
+    """Puts `gpt.` before every name, as LoopFormer's hub class does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = small("loopformer")()
+        self.config = self.gpt.config
 
 
 def _hrm_text() -> nn.Module:
@@ -173,39 +207,56 @@ def _gpt_neox(**changes: Any) -> Callable[[], nn.Module]:
 
 
 CASES: dict[str, Case] = {
-    "zoo huginn": Case("huginn", _zoo("huginn", n_prelude=1, n_coda=1), (3, 1, 5), n_shared=9),
-    "zoo rllama": Case("rllama", _zoo("rllama", n_heads=4, n_coda=1), (3, 1, 5), n_shared=9),
-    "zoo ouro": Case("ouro", _zoo("ouro", n_layers=2), (3, 1), n_shared=14),
-    "zoo ouro, early exit": Case(
-        "ouro", _zoo("ouro", n_layers=2, early_exit_threshold=0.5), (3,), n_shared=14
+    "Huginn": Case(
+        "huginn", small("huginn", n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1, 5), n_shared=9
     ),
-    "zoo nanbeige": Case(
-        "nanbeige", _zoo("nanbeige", n_steps=2, n_heads=4, head_dim=12), (2, 3), n_shared=22
+    "R-Llama": Case(
+        "rllama", small("rllama", n_heads=4, n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1), n_shared=9
     ),
-    "zoo loopformer": Case("loopformer", _zoo("loopformer"), (3, 2), n_shared=10),
-    "zoo parcae": Case("parcae", _zoo("parcae", n_prelude=1, n_coda=1), (3, 1), n_shared=13),
-    "zoo ponder": Case("ponder", _zoo("ponder", n_steps=4), (4, 1, 2), n_shared=9),
-    "zoo coconut": Case(
-        "coconut", _zoo("coconut", n_steps=5, question_length=4), (5, 1, 2), n_shared=8, steps=False
+    "Ouro": Case("ouro", small("ouro", total_ut_steps=3), (3, 1, 4), n_shared=14),
+    "Ouro, early exit": Case(
+        "ouro", small("ouro", total_ut_steps=3, early_exit_threshold=0.5), (3,), n_shared=14, variant=True
     ),
-    "zoo mamba": Case("mamba", _zoo("mamba", n_steps=1), (1,), n_shared=9, steps=False),
-    "zoo control": Case("control", _zoo("control", n_steps=1), (1,), n_shared=8),
-    "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
-    "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
-    "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4, 2), n_shared=6),
-    "transformers ALBERT, chunks": Case("albert", _albert(chunk_size_feed_forward=5), (4,), n_shared=6),
-    "transformers ALBERT, 2 groups": Case(
-        "albert", _albert(num_hidden_groups=2), (2, 1), n_shared=12, steps=False
+    "Nanbeige": Case("nanbeige", small("nanbeige", n_heads=4, head_dim=12), (2, 3), n_shared=22),
+    "Nanbeige, weighted loops": Case(
+        "nanbeige",
+        small("nanbeige", n_heads=4, head_dim=12, loop_loss_weights=[0.1, 0.2]),
+        (3, 2),
+        n_shared=22,
+        variant=True,
     ),
-    "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6, steps=False),
-    "transformers Zamba": Case("zamba", _zamba, (3,), n_shared=7, steps=False),
-    "transformers Zamba2": Case("zamba", _zamba2, (2,), n_shared=12, steps=False),
-    "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8, steps=False),
+    "LoopFormer": Case("loopformer", small("loopformer"), (8, 3), n_shared=10),
+    "LoopFormer, hub": Case("loopformer", HubWrapper, (8,), n_shared=10, variant=True),
+    "Parcae": Case("parcae", small("parcae", n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1), n_shared=13),
+    "Ponder": Case("ponder", small("ponder", pondering_steps=3), (4, 1), n_shared=9, variant=True),
     "transformers GPT-NeoX Ponder": Case("ponder", _gpt_neox(), (4, 1, 2), n_shared=9),
     "transformers GPT-NeoX Ponder, scaled": Case(
-        "ponder", _gpt_neox(scale_embeds=True, mutiply_pondering_steps=True), (4, 3), n_shared=9
+        "ponder",
+        _gpt_neox(scale_embeds=True, mutiply_pondering_steps=True),
+        (4, 3),
+        n_shared=9,
+        variant=True,
     ),
+    "COCONUT": Case(
+        "coconut", small("coconut", vocab_size=64), (5, 1), n_shared=8, steps=False, variant=True
+    ),
+    "transformers GPT-2 COCONUT": Case("coconut", _gpt2, (5, 1, 3), n_shared=8, steps=False),
+    "Mamba": Case("mamba", small("mamba"), (1,), n_shared=9, steps=False, variant=True),
+    "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6, steps=False),
+    "control": Case("control", small("control"), (1,), n_shared=8, steps=False, variant=True),
+    "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
+    "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
+    "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4,), n_shared=6, variant=True),
+    "transformers ALBERT, chunks": Case(
+        "albert", _albert(chunk_size_feed_forward=5), (4,), n_shared=6, variant=True
+    ),
+    "transformers ALBERT, 2 groups": Case(
+        "albert", _albert(num_hidden_groups=2), (2, 1), n_shared=12, steps=False, variant=True
+    ),
+    "transformers Zamba": Case("zamba", _zamba, (3,), n_shared=7, steps=False),
+    "transformers Zamba2": Case("zamba", _zamba2, (2,), n_shared=12, steps=False, variant=True),
+    "TRM": Case("trm", lambda: RecursiveModel(two=False), (4, 1), n_shared=8),
+    "HRM": Case("trm", lambda: RecursiveModel(two=True), (4,), n_shared=16, variant=True),
     "generic HRM-Text": Case("generic", _hrm_text, (6,), n_shared=32, steps=False),
-    "generic Zamba": Case("generic", _zamba, (3,), n_shared=7, steps=False),
-    **{name: Case(**fields) for name, fields in remote.CASES.items()},
+    "generic Zamba": Case("generic", _zamba, (3,), n_shared=7, steps=False, variant=True),
 }

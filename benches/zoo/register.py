@@ -1,4 +1,4 @@
-"""What `loopq --python benches/zoo/register.py COMMAND` runs, so that the folders in `weights/` can be opened.
+"""What `loopq --register benches/zoo/register.py COMMAND` runs, so that the folders in `weights/` can be opened.
 
 From Python in the repository's root, `import benches.zoo.register` does the same.
 """

@@ -119,11 +119,11 @@ def parser() -> argparse.ArgumentParser:
         sub.add_help_options()
         sub.set_defaults(run=command.run, command=command, parser=sub)
     top.add_argument(
-        "--python",
+        "--register",
         metavar="FILE",
         action="append",
         default=[],
-        help="run this Python file first; it may register model classes and adapters (may be repeated)",
+        help="run this Python file first, which registers model classes or adapters (may be repeated)",
     )
     top.add_argument(
         "--version", action="version", version=f"loopq {loopq.__version__}", help="show the version and exit"
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = parse(argv)
     try:
-        for file in args.python:
+        for file in args.register:
             _run_file(Path(file))
         code: int = args.run(args)
         return code
@@ -202,7 +202,7 @@ def _as_options(args: argparse.Namespace, message: str) -> str:
 def _run_file(path: Path) -> None:
     """Run a file as `python FILE` would: modules beside it can be imported."""
     if not path.is_file():
-        raise ConfigError(f"--python {path}: no such file")
+        raise ConfigError(f"--register {path}: no such file")
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path))
 

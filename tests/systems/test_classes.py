@@ -71,14 +71,14 @@ def test_a_users_class_is_checked_and_quantized_from_the_command_line(
     save_file(tensors, model / "model.safetensors")
     assert main(["check", str(model), "--system", "generic"]) == 2
     assert "'test-twice' is not known to transformers; a class of your own" in capsys.readouterr().err
-    assert main(["--python", str(file), "check", str(model), "--system", "generic"]) == 0
+    assert main(["--register", str(file), "check", str(model), "--system", "generic"]) == 0
     assert "registered model, 8,720 parameters" in capsys.readouterr().out
     out = tmp_path / "out"
     options = ["--method", "rtn", "--group-size", "16", "--n-prompts", "2", "--seq-len", "8"]
     assert main(["quantize", str(model), "--system", "generic", "--out", str(out), *options]) == 0
     checkpoint = native.read(out)
     assert list(checkpoint.layers) == ["core.weight"]
-    assert main(["--python", str(tmp_path / "nowhere.py"), "systems"]) == 2
+    assert main(["--register", str(tmp_path / "nowhere.py"), "systems"]) == 2
     assert "nowhere.py: no such file" in capsys.readouterr().err
 
 

@@ -1,3 +1,3 @@
-"""Analogues of the paper's tables, measured on the models of the zoo or on any looped system."""
+"""Analogues of the paper's tables, measured on any looped system, by default the embedded one."""
 
 from __future__ import annotations

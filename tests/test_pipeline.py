@@ -439,7 +439,7 @@ def test_damaged_checkpoints_are_refused(plain, tmp_path):
         (index(lambda d: d.update(version=7)), "version 7"),
         (unsealed, r"loopq\.json: altered: its sha256 is not that of its content"),
         (index(lambda d: d.pop("layers")), "'layers' is missing"),
-        (index(lambda d: d["layers"].pop(0)), "holds packed codes; no layer is known of it"),
+        (index(lambda d: d["layers"].pop(0)), "holds packed codes of no layer"),
         (index(lambda d: d["files"].clear()), "model.safetensors and report.jsonl must be among them"),
         (index(lambda d: d["layers"][0].update(bits=8)), r"transformer\.adapter\.weight_packed"),
         (

@@ -11,7 +11,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.evaluate.stats import spearman
 from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.tune.scores import loop_fisher, measured
+from loopq.tune.scores import draw_labels, loop_fisher, measured
 from loopq.tune.tuner import TuneConfig, tune
 from loopq.tune.unroll import divergence, linked, unroll
 
@@ -102,3 +102,28 @@ def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
     assert spearman([s.cost for s in truth], [s.cost for s in guess]) >= 0.9
     ratio = np.array([g.cost / t.cost for g, t in zip(guess, truth, strict=True)])
     assert np.median(np.abs(np.log(ratio))) < np.log(1.5)
+
+
+def test_labels_have_the_distribution_of_the_model():
+    logits = np.random.default_rng(0).normal(size=8).astype(np.float32) * 2
+    logp = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+    n = 40_000
+    labels = draw_labels(np.broadcast_to(logp, (n // 100, 100, 8)), [1, 2])
+    share = np.bincount(labels.ravel(), minlength=8) / n
+    p = np.exp(logp.astype(np.float64))
+    assert (np.abs(share - p) < 4 * np.sqrt(p * (1 - p) / n)).all()
+
+
+def test_rounding_changes_few_labels():
+    """No more than the total variation allows; inversion of the cumulative distribution changes many times that."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(50, 100, 512)) * 2
+    here, there = (
+        (x - np.log(np.exp(x).sum(-1, keepdims=True))).astype(np.float32)
+        for x in (logits, logits + 1e-2 * rng.normal(size=logits.shape))
+    )
+    p, q = (np.exp(x.astype(np.float64)) for x in (here, there))
+    bound = np.abs(p - q).sum()
+    changed = (draw_labels(here, [3]) != draw_labels(there, [3])).sum()
+    assert 0 < changed < bound + 4 * np.sqrt(bound)
+    assert np.abs(p.cumsum(-1) - q.cumsum(-1)).sum() > 5 * bound

@@ -19,6 +19,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--n-seeds", type=int, default=3, metavar="N", help="paired initial states (default %(default)s)"
     )
+    parser.add_argument(
+        "--n-metric-seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="draws of the loop metric; from two on their standard deviation is printed (default %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--html",
@@ -39,7 +46,12 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         return _pages(args)
     with Line() as progress:
-        result = demo.run(threads=args.threads, seeds=range(args.n_seeds), progress=progress)
+        result = demo.run(
+            threads=args.threads,
+            seeds=range(args.n_seeds),
+            metric_seeds=range(args.n_metric_seeds),
+            progress=progress,
+        )
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -51,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
         print(measurement_table([result["reference"], *grid["arms"]]))
+    drawn, n = demo.ARMS[-1][0], len(result["metric_seeds"])
+    if n > 1:
+        print(f"\n{drawn}: mean and standard deviation (sd) over {n} draws of its labels")
+    else:
+        print(f"\n{drawn}: one draw of its labels; --n-metric-seeds 8 prints the spread over eight")
     first = result["grids"][0]
     print(f"\nlayers of {first['arms'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))

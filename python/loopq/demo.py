@@ -182,8 +182,7 @@ def pages(
     for name, config in PAGES.items():
         if name == PLBERT and (data is None or not (data / "models" / "plbert_kokoro").is_dir()):
             left_out.append(
-                f"{name}: no page, since its weights are not in {data or 'a data folder'}; set LOOPQ_DATA or give "
-                "--data"
+                f"{name}: no page: its weights are not in {data or 'a data folder'}; set LOOPQ_DATA or give --data"
             )
             continue
         model = load_member(name, _PAGE_SIZES[name], data)

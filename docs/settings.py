@@ -47,8 +47,7 @@ def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | 
     for group, found in groups.items():
         lines += [f"### {group[:1].upper()}{group[1:]}\n", "| name | option | what |", "| --- | --- | --- |"]
         lines += [
-            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |"
-            for entries in found
+            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |" for entries in found
         ]
         lines.append("")
     return lines
@@ -61,9 +60,7 @@ def _option(leaf: Leaf) -> str:
 def _text(entries: list[Leaf]) -> str:
     """What is shown of a setting; of one whose option turns it off, what it is and what it is then."""
     leaf = entries[0]
-    return (
-        f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
-    )
+    return f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
 
 
 def _cell(text: str) -> str:

@@ -222,12 +222,15 @@ def test_parts_of_a_checkpoint_that_do_not_fit_are_refused_before_writing(tmp_pa
     for change, match in [
         (
             lambda c: c.dense.update({"a.b.weight": c.dense["norm.weight"]}),
-            "quantized or tied, and stored in full",
+            "is stored twice, or tied and stored",
         ),
-        (lambda c: c.dense.update({"z.weight_packed": c.dense["norm.weight"]}), "no layer is known of it"),
+        (
+            lambda c: c.dense.update({"z.weight_packed": c.dense["norm.weight"]}),
+            "holds packed codes of no layer",
+        ),
         (
             lambda c: c.ties.update({"lm_head.weight": "nothing.weight"}),
-            "tied to 'nothing.weight', which is not stored",
+            "is tied to nothing.weight, which is not stored",
         ),
         (lambda c: c.settings.pop("system"), "settings: 'system' is missing"),
         (lambda c: c.side_files.update({"model.safetensors": b""}), "among the config and tokenizer files"),
@@ -238,7 +241,7 @@ def test_parts_of_a_checkpoint_that_do_not_fit_are_refused_before_writing(tmp_pa
             write_as(tmp_path / "q", whole, "native")
     whole = checkpoint(layer(8, 32))
     whole.side_files["loopq_export.json"] = b"{}"
-    with pytest.raises(CheckpointError, match=r"brings a file loopq_export\.json, which gptq writes"):
+    with pytest.raises(CheckpointError, match=r"brings a file loopq_export\.json, which gptq uses itself"):
         write_as(tmp_path / "q", whole, "gptq")
     assert not list(tmp_path.iterdir())
 

@@ -24,7 +24,8 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def quantized(saved_model, tmp_path_factory) -> Path:
-    """A native checkpoint of the tiny model, INT4 g16, for tests that only read it."""
+    """A native checkpoint of the tiny model, GPTQ, INT4 g16, for tests that only read it."""
     out = tmp_path_factory.mktemp("quantized") / "q"
-    assert main(["quantize", str(saved_model), "--out", str(out), "--group-size", "16", *TINY]) == 0
+    settings = ["--preset", "paper", "--group-size", "16", *TINY]
+    assert main(["quantize", str(saved_model), "--out", str(out), *settings]) == 0
     return out

@@ -51,7 +51,7 @@ def test_diagnose_a_dump(saved_model, tmp_path, command):
     assert command("collect", saved_model, "--out", dump, "--hessian", "--per-step", *TINY)[0] == 0
     code, text, _ = command("diagnose", dump)
     assert code == 0
-    assert "not available: arms" in text
+    assert "not available: injection" in text
     assert command("diagnose", dump, "--quick")[0] == 2
 
 

@@ -18,7 +18,8 @@ def reports(folder):
 
 def test_quantize_says_what_it_did_to_every_layer(saved_model, tmp_path, command):
     out = tmp_path / "q"
-    code, text, err = command("quantize", saved_model, "--out", out, "--bits", 3, "--group-size", 16, *TINY)
+    asked = ("--preset", "paper", "--bits", 3, "--group-size", 16, *TINY)
+    code, text, err = command("quantize", saved_model, "--out", out, *asked)
     assert code == 0
     assert "9 layers, 3 steps: about" in err
     assert "transformer.core_block.1.mlp.proj.weight" in text

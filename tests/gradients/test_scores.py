@@ -42,3 +42,18 @@ def test_hidden_states_have_no_labels(tiny, tokens, monkeypatch):
     weight = tiny.model.get_parameter(name).detach().numpy()
     with pytest.raises(ConfigError, match="labels cannot be drawn; use measured scores"):
         loop_fisher(tiny.system, {(name, "own"): weight}, tokens)
+
+
+def test_rounding_changes_few_labels():
+    """No more than the total variation allows; inversion of the cumulative distribution changes many times that."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(50, 100, 512)) * 2
+    here, there = (
+        (x - np.log(np.exp(x).sum(-1, keepdims=True))).astype(np.float32)
+        for x in (logits, logits + 1e-2 * rng.normal(size=logits.shape))
+    )
+    p, q = (np.exp(x.astype(np.float64)) for x in (here, there))
+    bound = np.abs(p - q).sum()
+    changed = (draw_labels(here, [3]) != draw_labels(there, [3])).sum()
+    assert 0 < changed < bound + 4 * np.sqrt(bound)
+    assert np.abs(p.cumsum(-1) - q.cumsum(-1)).sum() > 5 * bound

@@ -34,11 +34,11 @@ from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files
 from loopq.checkpoint.schema import (
     Allowed,
     Count,
+    Depth,
     Name,
     Object,
     Positive,
     Seed,
-    between,
     checked,
     parse_json,
     sealed,
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 FORMAT = "loopq-dump"
 MANIFEST = "manifest.json"
-#: Loop steps: a depth beyond it is no model's, and lists of steps are made of it.
-Depth = Annotated[int, between(1, 1 << 20)]
 Rows = dict[str, dict[int, Count]]
 _NUMBERED = re.compile(r"(shards|hessians)/[0-9]{3,9}\.safetensors")
 _Number = Annotated[str, Allowed("shards/ or hessians/, a number, .safetensors", _NUMBERED.fullmatch)]
@@ -150,7 +148,7 @@ class Manifest:
         if not path.exists():
             check_folder(folder, DumpError)
             raise DumpError(f"{folder}: not a dump: it has no {MANIFEST} (was its collection interrupted?)")
-        data, _ = unsealed(read_json(inside(folder, MANIFEST, DumpError), DumpError), FORMAT, path, DumpError)
+        data = unsealed(read_json(inside(folder, MANIFEST, DumpError), DumpError), FORMAT, path, DumpError)
         return checked(cls, data, path, DumpError)
 
 
@@ -240,8 +238,8 @@ class Dump:
             raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
         if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):
             raise DumpError(
-                f"{self.folder}: layer {leader}: steps {list(steps)} asked for; this file holds "
-                f"{'each of' if entry.per_step else 'only the sum over'} steps {have}. Collect again with "
+                f"{self.folder}: layer {leader}: steps {shown(list(steps))} asked for; this file holds "
+                f"{'each of' if entry.per_step else 'only the sum over'} steps {shown(have)}. Collect again with "
                 "those steps, or with --per-step"
             )
         return acc

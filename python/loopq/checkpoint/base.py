@@ -33,14 +33,8 @@ class StoredLayer:
 class Export:
     """All that a format needs to know to write its config.
 
-    Parameters
-    ----------
-    layers : mapping of str to QuantizedLayer
-        Layers as the format stores them, by module name; a tied weight stands under each of its modules.
-    dense : tuple of str
-        Names of modules that hold a matrix which stays as it is.
-    report : mapping of str to Any
-        Further facts: version of loopq, damping.
+    Layers as the format stores them, by module (a tied weight stands under each of its modules), modules that hold a
+    matrix which stays as it is, and further facts: version of loopq, damping.
     """
 
     layers: Mapping[str, QuantizedLayer]

@@ -42,22 +42,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Written:
-    """What an export wrote and what it cost.
+    """What an export wrote and what it cost: bytes of the quantized layers as loopq stores them and in the format.
 
-    Parameters
-    ----------
-    folder : Path
-        Where.
-    format : str
-        Name of the format.
-    n_bytes_before, n_bytes : int
-        Bytes of the quantized layers as loopq stores them, and in the format.
-    notes : dict of str to tuple of str
-        Layer name to what had to be changed for the format: groups cut, padding; empty where nothing was.
-    checked : int
-        Layers that were read back from the disk and compared, number by number.
-    remarks : tuple of str
-        What readers of the format are known not to do with this file.
+    `notes` says by layer what had to be changed (groups cut, padding), `checked` how many layers were read back and
+    compared, `remarks` what readers of the format are known not to do with this file.
     """
 
     folder: Path
@@ -97,9 +85,7 @@ def format_of(folder: Path) -> str:
         return NATIVE
     if not (folder / hf_folder.CONFIG).is_file():
         check_folder(folder)
-        raise CheckpointError(
-            f"{folder}: no checkpoint: neither {store.INDEX} nor {hf_folder.CONFIG} is there"
-        )
+        raise CheckpointError(f"{folder}: no checkpoint: neither {store.INDEX} nor config.json is there")
     _, quantization = hf_folder.read_config(folder)
     if quantization is None:
         raise CheckpointError(f"{folder}: a model that is not quantized: config.json has no {hf_folder.KEY}")
@@ -119,18 +105,10 @@ def _target(folder: Path, quantization: Mapping[str, Any]) -> Format:
 
 
 def read_any(folder: str | Path) -> Checkpoint:
-    """Read a checkpoint of any format that loopq knows, whoever wrote it.
+    """Read a native checkpoint, or a folder with config.json and safetensors in one of `FORMATS`, whoever wrote it.
 
-    Parameters
-    ----------
-    folder : path
-        Native checkpoint, or a folder with config.json and safetensors in one of `FORMATS`.
-
-    Returns
-    -------
-    Checkpoint
-        Of files that loopq did not export, `settings["system"]` is None, ties are those that the model itself
-        makes, and there is no run report.
+    Of files that loopq did not export, `settings["system"]` is None, ties are those that the model itself makes, and
+    there is no run report.
 
     Raises
     ------
@@ -150,9 +128,7 @@ def read_any(folder: str | Path) -> Checkpoint:
         layer = target.read(module, reader, quantization)
         layers[layer.name] = layer
     if not layers:
-        raise CheckpointError(
-            f"{folder}: no quantized layer: config.json says {target.name}, the tensors do not"
-        )
+        raise CheckpointError(f"{folder}: config.json says {target.name}, but there is no quantized layer")
     dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
     side = hf_folder.side_files(folder, frozenset({RECORD, store.REPORT}))
     if (folder / RECORD).exists():
@@ -165,7 +141,7 @@ def read_any(folder: str | Path) -> Checkpoint:
 
 
 def _read_record(folder: Path) -> Record:
-    data, _ = unsealed(read_json(inside(folder, RECORD)), RECORD_FORMAT, folder / RECORD)
+    data = unsealed(read_json(inside(folder, RECORD)), RECORD_FORMAT, folder / RECORD)
     return checked(Record, data, folder / RECORD)
 
 
@@ -190,15 +166,11 @@ def _recorded(
         restored[name] = dataclasses.replace(layer, report=reports.get(name, {}))
     again = {name: stored.layer for name, stored in prepare_all(target, restored, record.ragged).items()}
     for name, layer in layers.items():
-        source = record.ties.get(name, name)
-        if source not in again:
-            raise CheckpointError(
-                f"{folder}: layer {name!r} is quantized and not in {RECORD}, nor tied to one that is"
-            )
-        if layer.group_size != again[source].group_size or not layer.same_as(again[source]):
-            raise CheckpointError(
-                f"{folder}: layer {name!r}: the tensors or {RECORD} were changed after the export"
-            )
+        same = again.get(record.ties.get(name, name))
+        if same is None:
+            raise CheckpointError(f"{folder}: layer {name!r} is not in {RECORD}, nor tied to one that is")
+        if layer.group_size != same.group_size or not layer.same_as(same):
+            raise CheckpointError(f"{folder}: layer {name!r}: it or {RECORD} was changed after the export")
     if record.config is not None:
         side = {hf_folder.CONFIG: record.config.encode(), **side}
     return Checkpoint(restored, dense, record.ties, record.settings, side)
@@ -212,20 +184,10 @@ def write_as(
     ragged: Ragged | None = None,
     also: Callable[[Checkpoint], None] | None = None,
 ) -> Written:
-    """Write a checkpoint in a format; it gets its name when it has been read back and compared.
+    """Write a checkpoint to a new folder, "native" or in one of `FORMATS`.
 
-    Parameters
-    ----------
-    out : path
-        New folder; whole or not there.
-    checkpoint : Checkpoint
-        What to write.
-    format_name : str
-        "native" or a name in `FORMATS`.
-    ragged : {"keep", "split", "pad"}, optional
-        What to do with a last group that is shorter than the others; asked for where there is one.
-    also : callable, optional
-        A further check of what was read back.
+    The folder gets its name when it has been read back and compared, and `also` has checked what was read. `ragged`
+    says what to do with a last group that is shorter than the others; it is asked for where there is one.
 
     Raises
     ------
@@ -252,12 +214,7 @@ def write_as(
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Checkpoint:
-    """Read a folder back and compare settings, codes, scales, zero points and dense tensors, bit for bit.
-
-    Returns
-    -------
-    Checkpoint
-        What was read.
+    """Read a folder back, compare every layer, tensor, tie and file with the checkpoint, and return what was read.
 
     Raises
     ------
@@ -308,9 +265,7 @@ def _foreign(
     n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
     clash = sorted(set(tensors) & set(checkpoint.dense))
     if clash:
-        raise CheckpointError(
-            f"tensor {clash[0]!r} of the model has a name that {target.name} gives to its own"
-        )
+        raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {target.name} uses itself")
     tensors.update(checkpoint.dense)
     whole = Export(layers, _dense_modules(checkpoint), _facts(checkpoint))
     notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
@@ -348,9 +303,7 @@ def _files(
         own[hf_folder.QUANTIZE_CONFIG] = json_bytes(quantization)
     clash = sorted({*own, hf_folder.SHARDS} & set(side))
     if clash:
-        raise CheckpointError(
-            f"the checkpoint brings a file {clash[0]}, which {target.name} writes or reads itself"
-        )
+        raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {target.name} uses itself")
     return side | own
 
 

@@ -56,17 +56,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor as bytes: what every storage type has in common.
-
-    Parameters
-    ----------
-    dtype : str
-        Name of the safetensors specification.
-    shape : tuple of int
-        Shape.
-    data : ndarray, uint8, 1-D
-        Little-endian bytes in row-major order.
-    """
+    """A tensor as little-endian bytes (uint8, 1-D) in row-major order: what every storage type has in common."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -193,16 +183,10 @@ def read_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[
 def write_tensors(
     path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file whole.
+    """Write a safetensors file whole; return its SHA-256 in hexadecimal.
 
-    Tensors lie in the order of falling item size and then of names, as the safetensors library puts them, so
-    that each is aligned. The library would write the same bytes, but not give their SHA-256 on the way: hashing them
-    afterwards reads a large file once more.
-
-    Returns
-    -------
-    str
-        SHA-256 of the file, in hexadecimal.
+    Tensors lie in the order of falling item size and then of names, so that each is aligned. The safetensors library
+    writes files too, but gives no SHA-256 on the way: hashing afterwards reads a large file once more.
     """
     order = sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}

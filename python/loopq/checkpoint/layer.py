@@ -238,9 +238,8 @@ class QuantizedLayer:
         n_groups = 1 if group == -1 else -(-columns // group)
         shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
         if shape != [rows, columns]:
-            raise CheckpointError(
-                f"{reader.where}: tensor '{module}.weight_shape' says {shape}, expected {[rows, columns]}"
-            )
+            stated = f"'{module}.weight_shape' says {shape}"
+            raise CheckpointError(f"{reader.where}: tensor {stated}, expected {[rows, columns]}")
         offset = 1 << (bits - 1) if settings.symmetric else 0
         codes = reader.codes(f"{module}.weight_packed", bits, columns, rows, offset=offset)
         kind = DTYPE_NAMES[settings.scale_dtype]
@@ -285,15 +284,14 @@ def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | Non
     if told == {"type": "channel_scale"}:
         name = f"{settings.name.removesuffix('.weight')}.input_scale"
         arrays["input_scale"] = reader.scales(name, (columns,), ["F16"])
-    elif checked(_Rotation, told, where).dim != columns or told["block"] > columns:
-        raise CheckpointError(
-            f"{where}: dim {told['dim']}, block {told['block']}; the layer has {columns} inputs"
-        )
+    else:
+        # A rotation is made anew, and takes the square of its block in memory.
+        rotation = checked(_Rotation, told, where)
+        if rotation.dim != columns or rotation.block > columns:
+            raise CheckpointError(f"{where}: {shown(told)} for a layer of {columns} inputs")
     found = from_description(told, arrays)
     if found.describe() != told:
-        raise CheckpointError(
-            f"{where}: this loopq makes {found.describe()}, which is another; got {shown(told)}"
-        )
+        raise CheckpointError(f"{where}: {shown(told)}; this loopq makes another: {shown(found.describe())}")
     return found
 
 

@@ -65,25 +65,16 @@ def to_torch(tensor: RawTensor) -> Tensor:
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, RawTensor], dict[str, str]]:
-    """Read every tensor of a model's state once.
-
-    Returns
-    -------
-    tensors : dict of str to RawTensor
-        By the first name that holds the tensor.
-    ties : dict of str to str
-        Every further name to the first.
-    """
+    """Read every tensor of a model's state once, by the first name that holds it; further names go to that name."""
     tensors: dict[str, RawTensor] = {}
     ties: dict[str, str] = {}
-    first: dict[tuple[int, str], str] = {}
+    first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        key = (id(tensor), "")
-        if key in first:
-            ties[name] = first[key]
-            continue
-        first[key] = name
-        tensors[name] = raw(tensor)
+        source = first.setdefault(id(tensor), name)
+        if source == name:
+            tensors[name] = raw(tensor)
+        else:
+            ties[name] = source
     return tensors, ties
 
 

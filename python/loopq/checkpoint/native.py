@@ -22,7 +22,7 @@ from loopq.checkpoint.files import (
 )
 from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files, to_torch, write_files
-from loopq.checkpoint.schema import Count, Name, Object, checked, parse_json, sealed, shown, unsealed
+from loopq.checkpoint.schema import Depth, Name, Object, checked, parse_json, sealed, shown, unsealed
 from loopq.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,11 +33,10 @@ INDEX = "loopq.json"
 REPORT = "report.jsonl"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Index:
-    """What `loopq.json` holds; `version` 1 has no digest, so that a change of it is not noticed."""
+    """What `loopq.json` holds."""
 
-    version: int
     loopq_version: str
     settings: Object
     layers: tuple[LayerSettings, ...]
@@ -50,7 +49,7 @@ class _Settings:
     """What every reader needs of the settings; the rest is for those who wrote them."""
 
     system: str | None
-    n_steps: Count | None = None
+    n_steps: Depth | None = None
 
 
 @dataclass(frozen=True)
@@ -100,20 +99,14 @@ class Checkpoint:
             A tensor that is stored twice, packed codes of no layer, a tie to nothing, settings without a system.
         """
         checked(_Settings, self.settings, f"{where}: settings", others=True)
-        for name in self.dense:
-            if name in self.layers or name in self.ties:
-                raise CheckpointError(
-                    f"{where}: tensor {shown(name)} is quantized or tied, and stored in full too"
-                )
+        for name in [*self.layers, *self.dense]:
+            if name in self.ties or (name in self.dense and name in self.layers):
+                raise CheckpointError(f"{where}: tensor {shown(name)} is stored twice, or tied and stored")
             if name.endswith(".weight_packed"):
-                raise CheckpointError(
-                    f"{where}: tensor {shown(name)} holds packed codes; no layer is known of it"
-                )
+                raise CheckpointError(f"{where}: tensor {shown(name)} holds packed codes of no layer")
         for name, source in self.ties.items():
-            if name in self.layers or not (source in self.layers or source in self.dense):
-                raise CheckpointError(
-                    f"{where}: {shown(name)} is tied to {shown(source)}, which is not stored"
-                )
+            if source not in self.layers and source not in self.dense:
+                raise CheckpointError(f"{where}: {name} is tied to {source}, which is not stored")
         return self
 
 
@@ -165,8 +158,7 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX
     if not path.exists():
         raise CheckpointError(f"{folder}: not a loopq checkpoint: it has no {INDEX}")
-    data, version = unsealed(read_json(inside(folder, INDEX)), FORMAT, path)
-    index = checked(Index, {**data, "version": version}, path)
+    index = checked(Index, unsealed(read_json(inside(folder, INDEX)), FORMAT, path), path)
     files = [entry.file for entry in index.files]
     layers = [layer.name for layer in index.layers]
     for what, names in (("files", files), ("layers", layers)):
@@ -219,15 +211,12 @@ def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
     filled = {id(own[name]) for name in names if name in own}
     names |= {name for name, tensor in own.items() if id(tensor) in filled}
     if names != set(own):
-        raise CheckpointError(
-            f"the checkpoint does not fit the model: missing {sorted(set(own) - names)[:5]}, "
-            f"unexpected {sorted(names - set(own))[:5]}"
-        )
+        missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
+        raise CheckpointError(f"the checkpoint does not fit the model: missing {missing}, unexpected {more}")
     for name, tensor in state.items():
         if tuple(own[name].shape) != tensor.shape:
-            raise CheckpointError(
-                f"tensor {name!r}: shape {list(tensor.shape)}, the model has {list(own[name].shape)}"
-            )
+            shape = list(own[name].shape)
+            raise CheckpointError(f"tensor {name!r}: shape {list(tensor.shape)}, the model has {shape}")
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(to_torch(tensor))

@@ -60,6 +60,8 @@ def between(low: int, high: int) -> Allowed:
 Object = dict[str, Any]
 Count = Annotated[int, between(0, 2**62)]
 Positive = Annotated[int, between(1, 2**31 - 1)]
+#: Loop steps: a depth beyond it is no model's, and lists of steps are made of it.
+Depth = Annotated[int, between(1, 2**20)]
 Seed = Annotated[int, between(-(2**63), 2**64 - 1)]
 Sha256 = Annotated[str, Allowed("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
 Name = Annotated[str, Allowed("a plain name, no path, no leading dot, at most 200 bytes", plain_name)]
@@ -236,10 +238,8 @@ def sealed(format_name: str, data: Mapping[str, Any]) -> Object:
     return {**plain, "sha256": _digest(plain)}
 
 
-def unsealed(
-    data: Any, format_name: str, where: object, error: type[LoopqError] = CheckpointError
-) -> tuple[Object, int]:
-    """Return the content of what `sealed` gave and its version; version 1 has no sum.
+def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError] = CheckpointError) -> Object:
+    """Return the content of what `sealed` gave; version 1, which has no sum, is read as it is.
 
     Raises
     ------
@@ -253,4 +253,4 @@ def unsealed(
         raise error(f"{where}: version {shown(version)}; this loopq reads versions 1 to {VERSION}")
     if version > 1 and data.pop("sha256", None) != _digest(data):
         raise error(f"{where}: altered: its sha256 is not that of its content")
-    return {k: v for k, v in data.items() if k not in ("format", "version")}, version
+    return {k: v for k, v in data.items() if k not in ("format", "version")}

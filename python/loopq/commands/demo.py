@@ -22,6 +22,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="paired initial states (default %(default)s)",
     )
+    parser.add_argument(
+        "--n-metric-seeds",
+        type=whole(1, 1 << 16),
+        default=1,
+        metavar="N",
+        help="draws of the loop metric; from two on their standard deviation is printed (default %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--html",
@@ -43,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         return _pages(args)
     with Line() as progress:
-        result = demo.run(threads=execution(args).threads, seeds=range(args.n_seeds), progress=progress)
+        result = demo.run(
+            threads=execution(args).threads,
+            seeds=range(args.n_seeds),
+            metric_seeds=range(args.n_metric_seeds),
+            progress=progress,
+        )
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -55,6 +67,13 @@ def run(args: argparse.Namespace) -> int:
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
         print(measurement_table([result["reference"], *grid["variants"]]))
+    n = len(result["metric_seeds"])
+    if n > 1:
+        print(f"\nrows of loopq: mean and standard deviation (sd) over {n} draws of the loop metric's labels")
+    else:
+        print(
+            "\nrows of loopq: one draw of the loop metric's labels; --n-metric-seeds 8 prints the spread over eight"
+        )
     first = result["grids"][0]
     print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))

@@ -82,6 +82,8 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
         ("weights", [s["name"] for s in summaries]),
         ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
     ]
+    if any("kl_sd" in s for s in summaries):
+        columns.append(("sd", [_divergence(s["kl_sd"]) if "kl_sd" in s else None for s in summaries]))
     if any(s.get("kl_95") for s in summaries):
         columns.append(("95 %", [_ends(s.get("kl_95")) for s in summaries]))
     if hidden:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopq.checkpoint.schema import checked, parse_json
 from loopq.errors import CheckpointError
 from loopq.lazy import require
 from loopq.systems import hf
@@ -39,10 +39,8 @@ def build_model(
     """
     if "config.json" not in side_files:
         raise CheckpointError("the checkpoint carries no config.json: give the model it is to be loaded into")
-    try:
-        config = json.loads(side_files["config.json"])
-    except ValueError as cause:
-        raise CheckpointError(f"config.json of the checkpoint is not valid JSON ({cause})") from cause
+    where = "config.json of the checkpoint"
+    config = checked(dict[str, Any], parse_json(side_files["config.json"], where, finite=False), where)
     registered = find_class(config, system)
     if registered is None:
         hf.check_remote_code(config, "the checkpoint", trust_remote_code)

@@ -218,7 +218,7 @@ def load_model(
     """
     wanted = parse_dtype(dtype)
     folder = _find_folder(spec, revision, allow_pickle)
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", finite=False)
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'}: not a JSON object")
     registered = find_class(config, system)

@@ -19,7 +19,7 @@ from tests.support.systems import CASES, Case, build, open_system, prompts
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
 
 # Zamba2 and others whose tiny weights are narrower than a group are covered by the short last group.
-SETTINGS = {"bits": 4, "group_size": 16, "rank_threshold": None}
+SETTINGS = {"method": "gptq", "bits": 4, "group_size": 16, "rank_threshold": None}
 
 
 # A variant is collected and solved as the case beside it; Zamba2 ties other modules than Zamba.

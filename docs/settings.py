@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings
 
 Every setting has one name: a keyword in Python (`loopq.quantize(model, bits=3)`), an option (`--bits 3`), and, where it
-belongs to a layer, a name in `--layer 'PATTERN=>bits=3'` and in `Override`. A setting that nothing would read is refused.
+belongs to a layer, a name in `--layer 'PATTERN=>bits=3'` and in `Override`. A setting that nothing reads is refused.
 This page is written by `python docs/settings.py` out of the settings' declarations; `--help-all` of a command says the
 same.
 """

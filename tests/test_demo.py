@@ -79,7 +79,7 @@ def test_readme_shows_what_the_demo_prints(whole):
     }
     assert set(shown) == set(made)
     for key, (kl, sd, agreement) in shown.items():
-        drawn = key[2].startswith("loopq")
+        drawn = key[2] == "loopq, preset best"
         assert drawn == bool(sd), key
         margin = DRAW * float(sd) if drawn else ROUNDING["kl"] * float(kl)
         assert made[key]["kl"] == pytest.approx(float(kl), abs=margin), key

@@ -18,7 +18,7 @@ from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
@@ -132,7 +132,11 @@ def _output(out: str | Path | None, execution: Execution) -> Iterator[Execution]
     check_new(Path(out))
     with locked(Path(out)):
         work = own_folder(work_folder(out))
-        yield dataclasses.replace(execution, work=work)
+        try:
+            yield dataclasses.replace(execution, work=work)
+        except LoopqError:
+            remove_own(work, if_empty=True)
+            raise
         remove_own(work)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ import loopq
 from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.calibrate.dump import Dump, merge
 from loopq.errors import ConfigError, DumpError
+from tests.support.checkpoints import reseal
 from tests.support.runs import SETTINGS, damaged, digest, job_of
 
 
@@ -34,8 +33,7 @@ def test_damaged_dumps_are_refused(dump, tmp_path):
 
     def manifest(**changes):
         def change(copy):
-            data = json.loads((copy / "manifest.json").read_text())
-            (copy / "manifest.json").write_text(json.dumps(data | changes))
+            reseal(copy / "manifest.json", lambda data: data.update(changes))
 
         return change
 
@@ -46,10 +44,10 @@ def test_damaged_dumps_are_refused(dump, tmp_path):
         (lambda c: (c / "manifest.json").write_text("{"), "not valid JSON"),
         (manifest(version=9), "version 9; this loopq reads versions 1 to 2"),
         (manifest(format="other"), "its format is not"),
-        (manifest(kind="pictures"), "kind 'pictures'"),
-        (manifest(rows={}), "not in the manifest"),
+        (manifest(kind="pictures"), "kind: 'pictures'"),
+        (manifest(rows={}), "is not in the manifest"),
         (manifest(rows_dtype="F16"), r"the manifest says F16"),
-        (manifest(parameters=[{"name": "x"}]), "damaged"),
+        (manifest(parameters=[{"name": "x"}]), r"parameters\[0\]"),
     ]:
         with pytest.raises(DumpError, match=match):
             Dump(damaged(dump, change, tmp_path / "copy"))

@@ -197,6 +197,6 @@ def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):
     assert f"page: {page}" in capsys.readouterr().out
     text = page.read_text("utf-8")
     whole = store.read(tmp_path / "q")
-    assert text.count(">GPTQ INT3 g16, calibrated on 3 steps, loss") == len(whole.layers) == 7
-    assert text.count(">left as it is<") == 2
+    assert text.count(">GPTQ-CD INT3 g16, calibrated on 3 steps, loss") == len(whole.layers) == 7
+    assert text.count(">not quantized<") == 2
     assert "INT3 g16" in text

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from loopq.checkpoint import native as store
 from loopq.errors import CheckpointError
+from tests.support.checkpoints import reseal
 from tests.support.runs import damaged
 
 
@@ -18,9 +17,7 @@ def test_damaged_checkpoints_are_refused(checkpoint_folder, tmp_path):
 
     def index(change):
         def apply(copy):
-            data = json.loads((copy / "loopq.json").read_text())
-            change(data)
-            (copy / "loopq.json").write_text(json.dumps(data))
+            reseal(copy / "loopq.json", change)
 
         return apply
 
@@ -28,7 +25,7 @@ def test_damaged_checkpoints_are_refused(checkpoint_folder, tmp_path):
         (cut, "truncated or altered"),
         (lambda c: (c / "loopq.json").unlink(), "not a loopq checkpoint"),
         (index(lambda d: d.update(version=7)), "version 7"),
-        (index(lambda d: d.pop("layers")), "no layers"),
+        (index(lambda d: d.pop("layers")), "'layers' is missing"),
         (index(lambda d: d["layers"][0].update(bits=8)), r"transformer\.adapter\.weight_packed"),
         (
             index(lambda d: d["layers"][0].update(scale_dtype="float32")),

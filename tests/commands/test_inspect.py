@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from tests.support.checkpoints import reseal
+
 # Settings of a checkpoint of version 1, as loopq wrote them: flat, those of every method.
 VERSION_1 = {
     "layer": {
@@ -42,9 +44,7 @@ def test_inspect_says_the_settings_by_their_flat_names(quantized, command):
 def test_inspect_reads_the_settings_of_version_1(quantized, tmp_path, command):
     old = tmp_path / "old"
     shutil.copytree(quantized, old)
-    index = json.loads((old / "loopq.json").read_text())
-    index["settings"]["quantization"] = VERSION_1
-    (old / "loopq.json").write_text(json.dumps(index))
+    reseal(old / "loopq.json", lambda index: index["settings"].update(quantization=VERSION_1))
     code, text, err = command("inspect", old)
     assert code == 0, err
     assert "layer settings: bits 3, group_size 16" in text
@@ -54,16 +54,14 @@ def test_inspect_reads_the_settings_of_version_1(quantized, tmp_path, command):
     assert "inputs asymmetric, alpha 0.5, sweeps 2" in text
     assert "exclude *wte*, rank_threshold none" in text
     (override,) = (line for line in text.splitlines() if line.startswith("for layers *adapter*: "))
-    assert override.endswith("method=gptq-cd,bits=8")
+    assert {"method=gptq-cd", "bits=8"} <= set(override.partition(": ")[2].split(","))
 
 
 def test_settings_that_are_damaged_are_told(quantized, tmp_path, command):
     old = tmp_path / "old"
     shutil.copytree(quantized, old)
-    index = json.loads((old / "loopq.json").read_text())
     for damage in ({"layer": {"method": "gptq"}}, {"layer": {}}, {}, {"layer": None}, 3):
-        index["settings"]["quantization"] = damage
-        (old / "loopq.json").write_text(json.dumps(index))
+        reseal(old / "loopq.json", lambda index, damage=damage: index["settings"].update(quantization=damage))
         code, _, err = command("inspect", old)
         assert code == 1
         assert f"{old}: settings that loopq cannot read" in err

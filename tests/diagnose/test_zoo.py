@@ -12,7 +12,7 @@ from loopq.quantizers.config import LayerConfig
 from loopq.systems.load import load_model
 from tests.support.looptoys import under
 
-PER_CHANNEL = LayerConfig.of(method="rtn", bits=4, group_size=-1)
+PER_CHANNEL = LayerConfig.of(method="rtn", scale_search="max", bits=4, group_size=-1)
 ADAPTER = "transformer.adapter.weight"
 
 

@@ -106,4 +106,4 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     assert (report["metric"], report["inputs"], report["alpha"]) == ("loop", "asymmetric", 0.5)
     assert (report["step_weighting"], report["damping_kind"]) == ("balanced", "diagonal")
     assert main([*base, "--tune-n-updates", "3", "--out", str(tmp_path / "r")]) == 2
-    assert "tune_n_updates goes with tune" in capsys.readouterr().err
+    assert "--tune-n-updates goes with --tune" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from loopq.checkpoint.files import RawTensor, read_json, write_json
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.schema import sealed
+from loopq.run.config import QuantConfig
 
 _TYPES = {"float16": np.float16, "float32": np.float32}
 
@@ -46,7 +47,13 @@ def checkpoint(*layers, ties=None, dense=None):
         **(dense or {}),
     }
     config = json.dumps({"model_type": "made", "hidden_size": 8, "name": "größe"}, indent=4).encode()
-    settings = {"system": "made", "seed": 3, "quantization": {"layer": {"damping": 0.01}}}
+    settings = {
+        "system": "made",
+        "n_steps": 3,
+        "seed": 3,
+        "calibration": {"n_prompts": 2, "n_tokens": 16, "source": "made"},
+        "quantization": QuantConfig.of(method="gptq").to_json(),
+    }
     side = {"config.json": config, "tokenizer.json": b'{"a": 1}', "modeling_made.py": b"# code\n"}
     return Checkpoint({x.name: x for x in layers}, tensors, ties or {}, settings, side)
 

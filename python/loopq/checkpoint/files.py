@@ -252,8 +252,13 @@ def own_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Path:
     return folder
 
 
-def remove_own(folder: Path) -> None:
-    """Remove a folder that `own_folder` made, with all that is in it; leave any other as it is."""
+def remove_own(folder: Path, *, if_empty: bool = False) -> None:
+    """Remove a folder that `own_folder` made, with all that is in it; leave any other as it is.
+
+    With `if_empty`, only where there is no file of work in it.
+    """
+    if if_empty and any(p.is_file() and p.name != _MARKER for p in folder.rglob("*")):
+        return
     if (folder / _MARKER).is_file() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
 

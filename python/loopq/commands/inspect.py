@@ -69,13 +69,16 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
     """What was asked, one line a group; `--json` has all of it."""
     try:
         asked = QuantConfig.from_json(settings["quantization"])
-    except ConfigError as error:
-        raise CheckpointError(f"{folder}: settings that loopq cannot read: {error}") from error
+        calibration = settings["calibration"]
+        made = (
+            f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
+            f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}"
+        )
+    except (ConfigError, KeyError, TypeError) as cause:
+        raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause
     layer, run = asked.layer.flat(), asked.flat()
-    calibration = settings["calibration"]
     lines = [
-        f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
-        f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}",
+        made,
         "layer settings: " + ", ".join(f"{k} {_word(v)}" for k, v in layer.items()),
         "run settings: "
         + ", ".join(f"{k} {_word(v)}" for k, v in run.items() if k not in (*layer, "overrides")),

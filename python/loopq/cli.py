@@ -20,7 +20,7 @@ from loopq.registry import did_you_mean
 
 _FIRST = """first steps:
   loopq demo                                     compare methods on the embedded model
-  loopq quantize MODEL --out DIR --preset best   quantize a model
+  loopq quantize MODEL --out DIR                 quantize a model
   loopq evaluate MODEL DIR                       measure what that did to it
 `loopq COMMAND --help` lists the options of a command"""
 

@@ -140,7 +140,7 @@ def _radius(found: dict[str, Any]) -> str:
 
 COMMANDS.register("diagnose")(
     Command(
-        "show what the loop does to its own error, as numbers and as a page",
+        "show what the loop does to its own error",
         add,
         run,
         22,

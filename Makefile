@@ -4,11 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 GPTQ := .cache/venv-gptq
+# What the tests of tools/ptx rest on; they run again where one of these is newer than their last pass.
+PTX_STAMP := .cache/ptx.stamp
+PTX_SOURCES := $(shell find tools/ptx kernels python/loopq/kernels tests/support/kernels -type f ! -name '*.pyc')
 RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -name '*.cu*') Cargo.toml Cargo.lock
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-slow interop test-gpu fmt fmt-check lint types docs bench check wheel clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop test-gpu fmt fmt-check lint types docs bench check wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -36,9 +39,9 @@ demo: build ## The main job: quantize the embedded model and print the compariso
 	$(BIN)/loopq demo
 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
-	$(BIN)/loopq demo --html out
+	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))
 
-test: test-rust test-py ## The whole test suite
+test: test-rust test-py test-ptx ## The whole test suite
 
 test-rust: ## Tests of the Rust core
 ifeq ($(NEXTEST),yes)
@@ -50,8 +53,14 @@ endif
 test-py: setup $(GPTQ)/stamp ## Tests of the Python package
 	$(PY) -m pytest -m "not slow and not gpu"
 
+test-ptx: $(PTX_STAMP) ## The kernels' PTX, interpreted: runs where a kernel or the interpreter changed
+
+$(PTX_STAMP): $(PTX_SOURCES) | setup
+	$(PY) -m pytest -m "not slow" tools/ptx
+	@mkdir -p $(@D) && touch $@
+
 test-slow: setup ## Tests that take minutes
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow tests tools/ptx
 
 $(GPTQ)/stamp: $(VENV)/dev.stamp
 	@# It sees torch and transformers of the development environment and has its own setuptools: pins clash.
@@ -77,16 +86,16 @@ test-gpu: setup ## Tests that need a CUDA device
 
 fmt: setup ## Format everything
 	cargo fmt
-	$(BIN)/ruff format python tests benches
-	$(BIN)/ruff check --fix python tests benches
+	$(BIN)/ruff format python tests benches tools
+	$(BIN)/ruff check --fix python tests benches tools
 
 fmt-check: setup
 	cargo fmt --check
-	$(BIN)/ruff format --check python tests benches
+	$(BIN)/ruff format --check python tests benches tools
 
 lint: setup ## Lints, import direction
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check python tests benches
+	$(BIN)/ruff check python tests benches tools
 	$(BIN)/lint-imports
 
 types: setup ## Types, and the stub against the binary

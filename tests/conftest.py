@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# As the command line does: threads of torch that spin while they wait take a busy machine's cores from other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture
 def data_folder() -> Path:
@@ -17,37 +20,89 @@ def data_folder() -> Path:
     return folder
 
 
-@pytest.fixture
-def tiny():
-    """A Huginn-like model of width 32 with random weights, depth 3, as loaded by loopq."""
+def tiny_model():
+    """A Huginn-like model of width 32 with random weights, depth 3."""
     import torch
 
-    from loopq.systems.huginn import Huginn
-    from loopq.systems.load import LoadedModel, describe, encode_bytes
-    from loopq.zoo.huginn import HuginnConfig, ZooHuginn
+    from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, n_steps=3, block_size=64)
-        model = ZooHuginn(config).eval()
+        config = HuginnConfig(n_embd=32, n_heads=2, intermediate_size=48, mean_recurrence=3)
+        return SmallHuginn(config).eval()
+
+
+@pytest.fixture
+def tiny():
+    """The tiny model as loaded by loopq."""
+    from loopq.systems.huginn import Huginn
+    from loopq.systems.load import LoadedModel, describe, encode_bytes
+
+    model = tiny_model()
     return LoadedModel(
         model=model,
         system=Huginn(model),
         encode=encode_bytes,
         tokenizer=None,
-        config=config.to_dict(),
+        config=model.config.to_dict(),
         folder=None,
         config_files=(),
-        report=describe(model, "tiny", "zoo"),
+        report=describe(model, "tiny", "registered"),
     )
 
 
 @pytest.fixture
 def tiny_folder(tiny, tmp_path: Path) -> Path:
     """The tiny model as a folder."""
+    from benches.zoo.store import save_model
+
     folder = tmp_path / "tiny-model"
-    tiny.model.save(folder)
+    save_model(tiny.model, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory) -> Path:
+    """A folder with the tiny model, for tests that only read it."""
+    from benches.zoo.store import save_model
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-model"
+    save_model(tiny_model(), folder)
+    return folder
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command of the command line in this process; gives its exit code, output and errors."""
+    from loopq.cli import main
+
+    def run(*args: object) -> tuple[int, str, str]:
+        try:
+            code = main([str(a) for a in args])
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def loaded(tiny_folder: Path):
+    """The tiny model as loaded from its folder."""
+    from loopq.systems.load import load_model
+
+    return load_model(tiny_folder)
+
+
+@pytest.fixture
+def checkpoint_folder(loaded, tokens, tmp_path: Path) -> Path:
+    """Checkpoint of the tiny model as `tests.support.runs.SETTINGS` say."""
+    import loopq
+    from tests.support.runs import SETTINGS
+
+    out = tmp_path / "plain"
+    loopq.quantize(loaded, tokens, out=out, batch_size=3, **SETTINGS)
+    return out
 
 
 @pytest.fixture

@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet, windows
-from loopq.config import LayerConfig
 from loopq.diagnose.feedback import feedback_curve, split_weights
-from loopq.diagnose.rollouts import run_arms, trace
+from loopq.diagnose.rollouts import run_variants, trace
 from loopq.diagnose.survey import setting_name
-from loopq.diagnose.weights import quantizable, replaced, rounded, weight_of
-from loopq.evaluate.stats import geometric_mean_ratio, mean_interval
+from loopq.diagnose.weights import as_stored, quantizable, rounded, weight_of
+from loopq.quantizers.config import LayerConfig
+from loopq.stats import geometric_mean_ratio, mean_interval
 from loopq.systems.base import LoopedSystem
 from loopq.systems.load import load_model
+from loopq.systems.replace import replaced
 from loopq.table import render
 from loopq.zoo import evaluation_text
 
@@ -36,12 +37,12 @@ def damages(
     system: LoopedSystem, tokens: TokenSet, bits: int, group_size: int, seeds: int
 ) -> dict[str, dict[str, Floats]]:
     """Damage of each layer rounded alone, by measure: one number for each prompt, mean over paired start states."""
-    config = LayerConfig(method="rtn", bits=bits, group_size=group_size)
+    config = LayerConfig.of(method="rtn", scale_search="max", bits=bits, group_size=group_size)
     every = rounded(system, quantizable(system.shared_parameters(system.n_steps)), config)
-    arms = {name: {name: value} for name, value in every.items()}
-    totals: dict[str, dict[str, Floats]] = {name: {} for name in arms}
+    variants = {name: {name: value} for name, value in every.items()}
+    totals: dict[str, dict[str, Floats]] = {name: {} for name in variants}
     for seed in range(seeds):
-        for name, run in run_arms(system, tokens, system.n_steps, arms, seed=seed).items():
+        for name, run in run_variants(system, tokens, system.n_steps, variants, seed=seed).items():
             assert run.kl is not None
             values = {
                 "changed": 1.0 - run.agreement.mean(axis=1),
@@ -83,7 +84,7 @@ def places(damage: dict[str, dict[str, Floats]], exposed: str) -> dict[str, Any]
 
 def weight_errors(system: LoopedSystem, bits: int, group_size: int) -> dict[str, dict[str, float]]:
     """Scales a row and ||dW|| / ||W|| of each layer; of a concatenated input the size of both halves too."""
-    config = LayerConfig(method="rtn", bits=bits, group_size=group_size)
+    config = LayerConfig.of(method="rtn", scale_search="max", bits=bits, group_size=group_size)
     out = {}
     for p in quantizable(system.shared_parameters(system.n_steps)):
         w = weight_of(system, p)
@@ -103,7 +104,7 @@ def lambda_curve(
     system: LoopedSystem, tokens: TokenSet, bits: int, group_size: int, seeds: int
 ) -> dict[str, Any]:
     """Final error against the share that is fed back, each share against none: ratio over prompts."""
-    config = LayerConfig(method="rtn", bits=bits, group_size=group_size)
+    config = LayerConfig.of(method="rtn", scale_search="max", bits=bits, group_size=group_size)
     weights = split_weights(system, system.n_steps, config)["all columns"]
     curve = feedback_curve(
         system, tokens, system.n_steps, weights, lambdas=LAMBDAS, seeds=tuple(range(seeds))
@@ -132,7 +133,7 @@ def _cosines(system: LoopedSystem, tokens: TokenSet, weights: Any) -> Floats:
         reference = trace(system, batch, n, read=(n,))
         with torch.no_grad():
             e = system.embed(batch)
-            with replaced(system, weights, n):
+            with replaced(system, as_stored(system, weights, n)):
                 before = system.step(reference.states[n - 2], e, n - 2, n)
                 after = system.step(reference.states[n - 1], e, n - 1, n)
                 handed = system.step(before, e, n - 1, n) - after

@@ -1,25 +1,20 @@
 """What the kernel's cuts can reach on paper: the table of docs/kernels.md. No GPU, no measurement.
 
-usage: python benches/kernels/estimate.py [slots]
+usage (in the root of the repository): python -m benches.kernels.estimate [slots]
 
-Registers are read from cubins that NVRTC makes (tests/kernels/kernel_nvrtc.py); the rest is the planner's own model
+Registers are read from cubins that NVRTC makes (tests/support/kernels/nvrtc.py); the rest is the planner's own model
 (python/loopq/kernels/plan.py) with a launch and the memory's latency added. `slots` counts what a warp issues for one
-stage in the machine code instead (tests/kernels/kernel_sass.py; needs nvdisasm).
+stage in the machine code instead (tests/support/kernels/sass.py; needs nvdisasm).
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / part) for part in ("python", "tests/kernels")]
-
-import kernel_nvrtc  # noqa: E402 (found by the line above)
-import kernel_sass  # noqa: E402
-
-from loopq.kernels import plan as planner  # noqa: E402
-from loopq.kernels.shapes import HUGINN, Projection  # noqa: E402
-from loopq.kernels.sources import translation_unit  # noqa: E402
+from loopq.kernels import plan as planner
+from loopq.kernels.shapes import HUGINN, Projection
+from loopq.kernels.sources import translation_unit
+from tests.support.kernels import nvrtc, sass
 
 GHZ = 1.755
 # Copy speeds in bytes per second: measured on these chips, read plus written.
@@ -38,7 +33,7 @@ def row(layer: Projection, tokens: int) -> tuple[str, ...]:
     shape = planner.GemmShape(layer.out_features, 0, layer.in_features, 128, tiles)
     plan = planner.make_plan(shape, planner.H200)
     variant = planner.Variant("bf16", tiles, plan.fold, plan.stages, plan.bulk, "bf16")
-    registers = kernel_nvrtc.resources(_cubin(variant), "loopq_w4a16_gemm").registers
+    registers = nvrtc.resources(_cubin(variant), "loopq_w4a16_gemm").registers
     in_flight = (plan.stages - 1) * plan.warps * 2048
     cells = [
         layer.name, str(tokens), f"{plan.blocks} x {plan.slices}", f"{plan.warps} x {plan.stages}", str(registers),
@@ -51,9 +46,7 @@ def row(layer: Projection, tokens: int) -> tuple[str, ...]:
 
 def _cubin(variant: planner.Variant) -> bytes:
     source = translation_unit("w4a16_gemm.cu")
-    return kernel_nvrtc.compile_cubin(
-        source, "w4a16_gemm.cu", ["-arch=sm_90", "-std=c++17", *variant.defines]
-    )
+    return nvrtc.compile_cubin(source, "w4a16_gemm.cu", ["-arch=sm_90", "-std=c++17", *variant.defines])
 
 
 def slots() -> None:
@@ -64,7 +57,7 @@ def slots() -> None:
         for tiles, depth in ((1, 6), (2, 4), (4, 4)):
             for bulk in (False, True):
                 variant = planner.Variant("bf16", tiles, fold, depth, bulk, "bf16")
-                found = kernel_sass.stage_slots(kernel_sass.disassemble(_cubin(variant)))
+                found = sass.stage_slots(sass.disassemble(_cubin(variant)))
                 parts = [found[op] for op in ("LOP3", "SHF", "HFMA2", "HMMA")] + [
                     found["LDS"] + found["LDSM"]
                 ]
@@ -91,11 +84,11 @@ def _time(
 
 def main() -> None:
     if sys.argv[1:] not in ([], ["slots"]):
-        sys.exit("usage: python benches/kernels/estimate.py [slots]")
-    if kernel_nvrtc.library() is None:
+        sys.exit("usage: python -m benches.kernels.estimate [slots]")
+    if nvrtc.library() is None:
         sys.exit("no NVRTC: install the extra cuda12 or cuda13")
     if sys.argv[1:]:
-        if kernel_sass.disassembler() is None:
+        if sass.disassembler() is None:
             sys.exit("no nvdisasm: put CUDA's on the PATH, or install triton, whose wheel carries one")
         slots()
         return

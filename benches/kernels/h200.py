@@ -1,11 +1,11 @@
 """GPU measurements of the kernels, one section at a time, into one JSON record; `run_h200.sh` runs them all.
 
-usage: python benches/kernels/h200.py SECTION RECORD [--dry-run] [--seconds S]
-       python benches/kernels/h200.py rows RECORD
+usage (in the root of the repository): python -m benches.kernels.h200 SECTION RECORD [--dry-run] [--seconds S]
+                                       python -m benches.kernels.h200 rows RECORD
 
 A section adds itself to the record. `rows` prints the goals of docs/kernels.md with what the record says of each.
-`--dry-run` runs a section's every line on tiny shapes with the host emulation of tests/kernels in the GPU's place:
-nothing it reports as a time means anything.
+`--dry-run` runs a section's every line on tiny shapes with the host emulation (tests/support/kernels) in the GPU's
+place: nothing it reports as a time means anything.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-
 try:
     importlib.import_module("loopq._native")
 except ImportError:
@@ -31,7 +29,7 @@ except ImportError:
     stand_in.__version__ = "0"  # type: ignore[attr-defined]
     sys.modules["loopq._native"] = stand_in
 
-from loopq.kernels.shapes import HUGINN, MODELS, Projection  # noqa: E402 (after the stand-in)
+from loopq.kernels.shapes import HUGINN, MODELS, Projection
 
 
 @dataclass(frozen=True)
@@ -79,18 +77,16 @@ def on_gpu(seconds: float) -> Setting:
 
 
 def emulated(seconds: float) -> Setting:
-    sys.path.insert(0, str(ROOT / "tests" / "kernels"))
-    backend_of = importlib.import_module("kernel_backend").EmulatedBackend
-
     from loopq.kernels.bench import Procedure
     from loopq.kernels.bench_rollout import LoopSize
+    from tests.support.kernels.backend import EmulatedBackend
 
     tiny = tuple(Projection(layer.name, 96 if layer.in_features < 8000 else 160, 32, 1) for layer in HUGINN)
     loop = LoopSize(width=32, heads=1, inner=64, blocks=1)
     return Setting(
         device_name="emulation",
-        backend=backend_of(),
-        overlapping=backend_of(),
+        backend=EmulatedBackend(),
+        overlapping=EmulatedBackend(),
         procedure=Procedure(warm_ups=0, trials=2, cold_bytes=1, calls_per_graph=1, copy_bytes=1 << 16),
         layers=tiny,
         edges=(Projection("edge", 32, 16, 1), Projection("edge", 96, 48, 1)),

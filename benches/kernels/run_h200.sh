@@ -45,7 +45,7 @@ measure() {
         return
     fi
     # shellcheck disable=SC2086
-    if ! timeout "$seconds" "$python" benches/kernels/h200.py "$1" "$record" $dry --seconds $((seconds - 15)) \
+    if ! timeout "$seconds" "$python" -m benches.kernels.h200 "$1" "$record" $dry --seconds $((seconds - 15)) \
         2>"$log.part"; then
         failed=$((failed + 1))
         echo "$1 FAILED:"
@@ -66,7 +66,7 @@ sanitize() {
         elif [ "$seconds" -lt 15 ]; then
             verdict="not run: no time was left"
         elif timeout "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 \
-            "$python" benches/kernels/h200.py small "$record" >"$log.part" 2>&1; then
+            "$python" -m benches.kernels.h200 small "$record" >"$log.part" 2>&1; then
             verdict=clean
         elif grep -q "Device not supported" "$log.part"; then
             verdict="not run: it refuses this device"
@@ -79,7 +79,7 @@ sanitize() {
             { echo "== sanitizer $tool"; tail -n 200 "$log.part"; } >>"$log"
             rm -f "$log.part"
         fi
-        [ -e "$record" ] && "$python" benches/kernels/h200.py note "$record" --note "$tool" "$verdict"
+        [ -e "$record" ] && "$python" -m benches.kernels.h200 note "$record" --note "$tool" "$verdict"
     done
 }
 
@@ -87,6 +87,6 @@ for section in $sections; do
     if [ "$section" = sanitizer ]; then sanitize; else measure "$section"; fi
 done
 if [ -e "$record" ]; then
-    "$python" benches/kernels/h200.py rows "$record" | tee "$out/kernels.md"
+    "$python" -m benches.kernels.h200 rows "$record" | tee "$out/kernels.md"
 fi
 exit "$failed"

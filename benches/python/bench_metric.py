@@ -18,13 +18,14 @@ from bench_core import pairs
 
 from loopq import zoo
 from loopq.calibrate.data import windows
-from loopq.config import LayerConfig, QuantConfig
-from loopq.quantizers.arms import LOOP, collect_all_steps
-from loopq.quantizers.metric import LoopMetric
-from loopq.quantizers.solve import tasks_of
+from loopq.execution import Execution
+from loopq.gradients.collect_metrics import collect_metrics
+from loopq.journal import Journal
+from loopq.quantizers.loop_metric import LoopMetric
+from loopq.run.config import QuantConfig
+from loopq.run.engine import Run
 from loopq.systems.load import load_model
 from loopq.threads import OneThread
-from loopq.tune.metric import loop_metrics
 from record import write
 
 
@@ -40,11 +41,13 @@ def main() -> None:
     args = parser.parse_args()
     loaded = load_model(args.model)
     text = windows(zoo.calibration_text().decode(), loaded.encode, 128, args.prompts, "calibration text")
-    sums, selection = collect_all_steps(loaded.system, text)
-    tasks, _ = tasks_of(selection.parameters, selection.leaders, QuantConfig(LayerConfig(**LOOP)))
+    execution = Execution()
+    config = QuantConfig.of(metric="loop", metric_prompts=args.prompts)
+    run = Run.prepare(loaded.system, text, config, execution=execution)
+    sums, n_steps = run.all_steps(), run.job.selection.n_steps
 
     def one() -> dict[str, LoopMetric]:
-        return loop_metrics(sums, loaded.system, text, tasks)
+        return collect_metrics(sums, loaded.system, text, run.tasks, n_steps, execution, Journal(None))
 
     def every() -> dict[str, LoopMetric]:
         with mock.patch.object(OneThread, "where_small", return_value=contextlib.nullcontext()):

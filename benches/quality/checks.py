@@ -11,20 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.config import LayerConfig, QuantConfig
 from loopq.evaluate.compare import compare
-from loopq.evaluate.stats import spearman
-from loopq.quantizers import QUANTIZERS
-from loopq.quantizers.allocate import Choice, allocate
-from loopq.quantizers.arms import LOOP
+from loopq.gradients.scores import loop_fisher, measured
 from loopq.quantizers.base import Problem
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
-from loopq.reproduce.quality import Workshop
-from loopq.tune.scores import loop_fisher, measured
+from loopq.quantizers.config import LayerConfig
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
+from loopq.reproduce.quality import LOOP, SolutionCache
+from loopq.run.allocate import Candidate, choose_bits
+from loopq.run.config import QuantConfig
+from loopq.stats import spearman
 
 Rows = list[dict[str, Any]]
 Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
-FULL = {"method": "full"}
+FULL = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "mean"}
 SAFE = {"step_weights": "balanced", "damping_kind": "diagonal"}
 SPIKED = {"sum, mean": {}, "balanced, diagonal": SAFE, "sum, diagonal, loop metric": LOOP}
 KAPPAS = (1.0, 1e2, 1e4, 1e6)
@@ -33,56 +32,54 @@ UNIFORM = (3, 64)
 
 
 class Bench:
-    """One member, opened when first needed."""
+    """One model, loaded at its first use."""
 
     def __init__(self, name: str, sizes: Sizes, data: Path | None, threads: int) -> None:
         self._open = (name, sizes, data)
         self._threads = threads
-        self._shop: Workshop | None = None
+        self._solutions: SolutionCache | None = None
 
     @property
-    def shop(self) -> Workshop:
-        if self._shop is None:
-            self._shop = Workshop(load_member(*self._open), self._threads)
-        return self._shop
+    def solutions(self) -> SolutionCache:
+        if self._solutions is None:
+            self._solutions = SolutionCache(prepare_model(*self._open), self._threads)
+        return self._solutions
 
     @property
-    def member(self) -> Member:
-        return self.shop.member
+    def model(self) -> PreparedModel:
+        return self.solutions.model
 
     def layers(self, layer: dict[str, Any], steps: str = "all", asymmetric: bool = False) -> Any:
-        return self.shop.closed(
-            QuantConfig(LayerConfig(**layer), steps=steps, rank_threshold=None), asymmetric
-        )
+        return self.solutions.closed(QuantConfig.of(**layer, steps=steps, rank_threshold=None), asymmetric)
 
     def measure(self, variants: dict[str, Any]) -> dict[str, Any]:
         weights = {k: {n: x.in_model_orientation() for n, x in v.items()} for k, v in variants.items()}
         found = compare(
-            self.member.loaded.system, weights, self.member.evaluation, scored_from=self.member.scored_from
+            self.model.loaded.system, weights, self.model.evaluation, scored_from=self.model.scored_from
         )
         return {m.name: m for m in found[1:]}
 
 
 def each(
-    check: str, cache: Any, members: list[str], make: Callable[[str], Any], kinds: tuple[str, ...] = ("",)
+    check: str, cache: Any, models: list[str], make: Callable[[str], Any], kinds: tuple[str, ...] = ("",)
 ) -> Iterator[tuple[str, Any]]:
-    """Short name and result of every zoo member whose name holds one of the kinds; members without one are left out."""
-    for name in members:
-        if name != PLBERT and any(kind in name for kind in kinds):
-            result = cache.get({"check": check, "member": Path(name).name}, lambda name=name: make(name))
+    """Short name and result of every small model whose name contains one of the kinds, if it has a result."""
+    for name in models:
+        if name != PLBERT and any(kind in Path(name).name for kind in kinds):
+            result = cache.get({"check": check, "model": Path(name).name}, lambda name=name: make(name))
             if result:
                 yield Path(name).name, result
 
 
-def adapters(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+def adapters(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Per-channel INT4 on models with an adapter: agreement with full precision."""
 
     def make(name: str) -> dict[str, Any]:
         bench = Bench(name, sizes, data, threads)
         grid = {"bits": 4, "group_size": -1}
         variants = {
-            "RTN": bench.layers({"method": "rtn"} | grid),
-            "GPTQ, trajectory": bench.layers({"method": "gptq"} | grid),
+            "RTN": bench.layers({"method": "rtn", "scale_search": "max"} | grid),
+            "GPTQ, trajectory": bench.layers({"method": "gptq", "scale_search": "max"} | grid),
             "full": bench.layers(FULL | grid),
             "full, loop metric": bench.layers(LOOP | grid),
         }
@@ -91,47 +88,53 @@ def adapters(cache: Any, members: list[str], sizes: Sizes, data: Path | None, th
             k: {"agreement": float(m.agreement.mean()), "kl": float(m.kl.mean())} for k, m in found.items()
         }
 
-    kept = each("adapters", cache, members, make, ("huginn", "rllama"))
-    return [{"member": name, "arm": arm} | row for name, result in kept for arm, row in result.items()]
+    kept = each("adapters", cache, models, make, ("huginn", "rllama"))
+    return [
+        {"model": name, "variant": variant} | row for name, result in kept for variant, row in result.items()
+    ]
 
 
-def exposure(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+def exposure(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Rank correlation over layers of predicted with measured KL of one layer quantized alone."""
 
     def make(name: str) -> dict[str, Any]:
         bench = Bench(name, sizes, data, threads)
-        layers = bench.layers({"method": "rtn", "bits": 4, "group_size": 128})
-        ways = {(n, "INT4"): x.in_model_orientation() for n, x in layers.items()}
-        system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 48)
-        truth = [s.cost for s in measured(system, ways, tokens)]
-        guess = [s.cost for s in loop_fisher(system, ways, tokens, n_samples=8)]
+        layers = bench.layers({"method": "rtn", "scale_search": "max", "bits": 4, "group_size": 128})
+        candidates = {(n, "INT4"): x.in_model_orientation() for n, x in layers.items()}
+        system, tokens = bench.model.loaded.system, bench.model.calibration.take(0, 48)
+        truth = [s.cost for s in measured(system, candidates, tokens)]
+        guess = [s.cost for s in loop_fisher(system, candidates, tokens, n_samples=8)]
         return {
-            "n_layers": len(ways),
+            "n_layers": len(candidates),
             "spearman": spearman(truth, guess),
-            "layers": [n for n, _ in ways],
+            "layers": [n for n, _ in candidates],
             "measured": truth,
             "predicted": guess,
         }
 
-    return [{"member": name} | result for name, result in each("exposure", cache, members, make)]
+    return [{"model": name} | result for name, result in each("exposure", cache, models, make)]
 
 
-def mixed(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+def mixed(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Bits by score, by size and at random, all within the bytes of uniform INT3 g64 (3.25 bits a weight)."""
-    kept = each("mixed", cache, members, lambda name: _mixed(Bench(name, sizes, data, threads)))
-    return [{"member": name, "arm": arm} | row for name, result in kept for arm, row in result.items()]
+    kept = each("mixed", cache, models, lambda name: _mixed(Bench(name, sizes, data, threads)))
+    return [
+        {"model": name, "variant": variant} | row for name, result in kept for variant, row in result.items()
+    ]
 
 
 def _mixed(bench: Bench) -> dict[str, Any]:
     solved = {
         (b, g): bench.layers(FULL | {"bits": b, "group_size": g}) for b in (2, 3, 4, 8) for g in (32, 64, 128)
     }
-    ways = {(n, f"{b}:{g}"): x.in_model_orientation() for (b, g), v in solved.items() for n, x in v.items()}
-    system, tokens = bench.member.loaded.system, bench.member.calibration.take(0, 24)
+    candidates = {
+        (n, f"{b}:{g}"): x.in_model_orientation() for (b, g), v in solved.items() for n, x in v.items()
+    }
+    system, tokens = bench.model.loaded.system, bench.model.calibration.take(0, 24)
     budget = sum(x.n_bytes for x in solved[UNIFORM].values())
     costs = {
-        "by ablation": {s.name: s.cost for s in measured(system, ways, tokens)},
-        "by loop-Fisher": {s.name: s.cost for s in loop_fisher(system, ways, tokens, n_samples=4)},
+        "by ablation": {s.name: s.cost for s in measured(system, candidates, tokens)},
+        "by loop-Fisher": {s.name: s.cost for s in loop_fisher(system, candidates, tokens, n_samples=4)},
     }
     rng = np.random.default_rng(0)
     names = list(solved[UNIFORM])
@@ -146,15 +149,15 @@ def _mixed(bench: Bench) -> dict[str, Any]:
     costs["by size"] = {k: e / size[k[0]] for k, e in error.items()}
     variants = {"uniform INT3 g64": solved[UNIFORM]}
     chosen: dict[str, Any] = {}
-    for arm, cost in costs.items():
+    for variant, cost in costs.items():
         choices = [
-            Choice(n, b, x.n_bytes, cost[n, f"{b}:{g}"], g)
+            Candidate(n, b, x.n_bytes, cost[n, f"{b}:{g}"], g)
             for (b, g), v in solved.items()
             for n, x in v.items()
         ]
-        found = allocate(choices, budget)
-        variants[arm] = {n: solved[b, found.group_sizes[n]][n] for n, b in found.bits.items()}
-        chosen[arm] = {n: f"INT{b} g{found.group_sizes[n]}" for n, b in found.bits.items()}
+        found = choose_bits(choices, budget)
+        variants[variant] = {c.layer: solved[c.bits, c.group_size][c.layer] for c in found}
+        chosen[variant] = {c.layer: f"INT{c.bits} g{c.group_size}" for c in found}
     kl = {k: float(m.kl.mean()) for k, m in bench.measure(variants).items()}
     base = kl["uniform INT3 g64"]
     return {
@@ -168,18 +171,24 @@ def _mixed(bench: Bench) -> dict[str, Any]:
     }
 
 
-def defaults(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+def defaults(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Step weightings that need no knob against the best of N-step, skip-0, alpha and last step; INT3 g32."""
-    kept = each("defaults", cache, members, lambda name: _defaults(Bench(name, sizes, data, threads)))
+    kept = each("defaults", cache, models, lambda name: _defaults(Bench(name, sizes, data, threads)))
     return [
-        {"member": name, "arm": arm, "best": result["best"], "over_best": over, "noise": result["noise"][arm]}
+        {
+            "model": name,
+            "variant": variant,
+            "best": result["best"],
+            "over_best": over,
+            "noise": result["noise"][variant],
+        }
         for name, result in kept
-        for arm, over in result["over_best"].items()
+        for variant, over in result["over_best"].items()
     ]
 
 
 def _defaults(bench: Bench) -> dict[str, Any]:
-    n = bench.member.loaded.system.n_steps
+    n = bench.model.loaded.system.n_steps
     grid = FULL | {"bits": 3, "group_size": 32}
     fixed = {
         "N-step": bench.layers(grid),
@@ -207,22 +216,22 @@ def _defaults(bench: Bench) -> dict[str, Any]:
     }
 
 
-def spikes(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+def spikes(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """Codes that change when one hidden unit is made kappa times louder; the planted column itself is left out."""
     kept = each(
-        "spikes", cache, members, lambda name: _spikes(name, sizes, data, threads),
+        "spikes", cache, models, lambda name: _spikes(name, sizes, data, threads),
         ("huginn", "rllama", "ouro", "nanbeige", "parcae"),
     )  # fmt: skip
-    return [{"member": name} | row for name, result in kept for row in result["rows"]]
+    return [{"model": name} | row for name, result in kept for row in result["rows"]]
 
 
 def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[str, Any]:
     import torch
 
+    from benches.zoo.planted import plant_kappa_spike
     from loopq.systems.load import describe
-    from loopq.zoo.planted import plant_kappa_spike
 
-    plain = load_member(name, dataclasses.replace(sizes, n_calibration=24), data)
+    plain = prepare_model(name, dataclasses.replace(sizes, n_calibration=24), data)
     ids = torch.from_numpy(np.stack(plain.calibration.sequences[:8]))
     solved: dict[tuple[str, float], Any] = {}
     units: dict[str, int] = {}
@@ -234,10 +243,10 @@ def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[st
             system=type(plain.loaded.system)(model),
             report=describe(model, name, "planted"),
         )
-        shop = Workshop(dataclasses.replace(plain, loaded=loaded), threads)
+        solutions = SolutionCache(dataclasses.replace(plain, loaded=loaded), threads)
         for label, extra in SPIKED.items():
-            config = LayerConfig(**FULL | extra, bits=4, group_size=128, scale_dtype="float32")
-            solved[label, kappa] = shop.closed(QuantConfig(config, rank_threshold=None), False)
+            layer = FULL | extra | {"bits": 4, "group_size": 128, "scale_dtype": "float32"}
+            solved[label, kappa] = solutions.closed(QuantConfig.of(**layer, rank_threshold=None), False)
     rows = []
     for label in SPIKED:
         # From 100 on the planted column rounds to nothing, so that its group has one scale for all larger kappa.
@@ -264,7 +273,7 @@ def _changed(a: Any, b: Any, units: dict[str, int]) -> float:
     return different / total
 
 
-def plain_layer(cache: Any, members: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
+def plain_layer(cache: Any, models: list[str], sizes: Sizes, data: Path | None, threads: int) -> Rows:
     """One 2048 x 2048 layer without a loop: W ~ N, inputs with a rank-1 common part; INT4 g128, no g_idx."""
     result = cache.get({"check": "plain layer"}, lambda: {"rows": _plain(threads)})
     return list((result or {}).get("rows", []))
@@ -276,24 +285,30 @@ def _plain(threads: int, rows: int = 512, dim: int = 2048) -> Rows:
     x = rng.normal(size=(2 * dim, dim)) + 0.3 * rng.normal(size=(2 * dim, 1)) * rng.normal(size=(1, dim))
     hessian: NDArray[np.float64] = x.T @ x
     total = native.proxy(weight, np.zeros_like(weight), hessian, threads=threads)
-    arms = {
-        "RTN": {"method": "rtn"},
-        "GPTQ, no order": {"method": "gptq"},
-        "GPTQ, static act-order": {"method": "gptq", "act_order": True, "scales": "static"},
+    variants = {
+        "RTN": {"method": "rtn", "scale_search": "max"},
+        "GPTQ, no order": {"method": "gptq", "scale_search": "max"},
+        "GPTQ, static act-order": {
+            "method": "gptq",
+            "act_order": True,
+            "scales": "static",
+            "scale_search": "max",
+        },
         "GPTQ, static act-order, searched scales": {
             "method": "gptq",
             "act_order": True,
             "scales": "static",
-            "scale_search": "mse",
         },
         "full": FULL,
     }
     out = []
-    for arm, layer in arms.items():
-        config = LayerConfig(**layer, bits=4, group_size=128)
-        problem = Problem("layer", weight, hessian, config, "out_in", threads, {})
-        found = QUANTIZERS.get(config.method)(problem).dequantize()
-        out.append({"arm": arm, "proxy": native.proxy(weight, found, hessian, threads=threads) / total})
+    for variant, layer in variants.items():
+        config = LayerConfig.of(**layer, bits=4, group_size=128)
+        problem = Problem("layer", weight, hessian, config.grid, threads=threads)
+        found = config.quantize(problem).dequantize()
+        out.append(
+            {"variant": variant, "proxy": native.proxy(weight, found, hessian, threads=threads) / total}
+        )
     return out
 
 
@@ -306,19 +321,21 @@ CHECKS: dict[str, Check] = {
     "defaults": defaults,
 }
 _COLUMNS = {
-    "plain layer": [("arm", "arm", ""), ("proxy", "relative proxy", ".3e")],
-    "exposure": [("member", "member", ""), ("n_layers", "layers", "d"), ("spearman", "Spearman", ".3f")],
-    "adapters": [("member", "member", ""), ("arm", "arm", ""), ("agreement", "agreement", ".4f"), ("kl", "KL", ".5f")],
+    "plain layer": [("variant", "variant", ""), ("proxy", "relative proxy", ".3e")],
+    "exposure": [("model", "model", ""), ("n_layers", "layers", "d"), ("spearman", "Spearman", ".3f")],
+    "adapters": [
+        ("model", "model", ""), ("variant", "variant", ""), ("agreement", "agreement", ".4f"), ("kl", "KL", ".5f"),
+    ],
     "mixed": [
-        ("member", "member", ""), ("arm", "arm", ""), ("n_bytes", "bytes", ",d"), ("kl", "KL", ".5f"),
+        ("model", "model", ""), ("variant", "variant", ""), ("n_bytes", "bytes", ",d"), ("kl", "KL", ".5f"),
         ("less", "less than uniform", ".3f"),
     ],
     "spikes": [
-        ("member", "member", ""), ("weighting", "step weights, damping", ""), ("kappa", "kappa", "g"),
+        ("model", "model", ""), ("weighting", "step weights, damping", ""), ("kappa", "kappa", "g"),
         ("against", "against", "g"), ("changed", "codes changed", ".5f"),
     ],
     "defaults": [
-        ("member", "member", ""), ("arm", "arm", ""), ("best", "best fixed", ""),
+        ("model", "model", ""), ("variant", "variant", ""), ("best", "best fixed", ""),
         ("over_best", "KL over the best", "+.3f"), ("noise", "standard error", ".3f"),
     ],
 }  # fmt: skip

@@ -1,7 +1,7 @@
-"""The quality tables, one command: `python benches/quality/run.py`; a dated record goes to benches/record/.
+"""The quality tables, one command: `python -m benches.quality.run`; a dated record goes to benches/record/.
 
-Every (member, draw of calibration prompts, setting) is kept in `.cache/quality` as soon as it is there: a run that is
-stopped goes on where it stopped, and `--only` picks a part. Checks beside the table are in `checks.py`.
+Every (model, draw of calibration prompts, setting) is saved in `.cache/quality` as soon as it is done: an interrupted
+run is resumed, and `--only` selects a part. Checks beside the table are in `checks.py`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checks import CHECKS, check_tables
-
+import benches.zoo.register  # noqa: F401  opens the folders of the small models
 import loopq
+from benches.quality.checks import CHECKS, check_tables
+from benches.zoo import folders
 from loopq import zoo
 from loopq.errors import LoopqError
-from loopq.reproduce.members import PLBERT, Sizes, load_member
-from loopq.reproduce.quality import ARMS, GRIDS, Arm, Workshop, record_of, related, summary
+from loopq.reproduce.models import PLBERT, Sizes, data_folder, prepare_model
+from loopq.reproduce.quality import GRIDS, VARIANTS, SolutionCache, Variant, record_of, related, summary
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent / "record"
 ROOT = HERE.parents[1]
 
 
-def data_folder() -> Path | None:
-    folder = Path(os.environ.get("LOOPQ_DATA", HERE.parents[2] / "shared" / "data"))
-    return folder if folder.is_dir() else None
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("members", nargs="*", help="zoo names, folders, plbert (default: all there are)")
+    parser.add_argument("models", nargs="*", help="huginn_small, folders, plbert (default: all there are)")
+    parser.add_argument("--data", type=Path, help="data folder, for plbert (default: LOOPQ_DATA)")
     parser.add_argument("--grid", action="append", help="BITS:GROUP, as in 3:32 (default: 4:128 3:32 2:32)")
-    parser.add_argument("--only", action="append", default=[], help="arms or checks whose name holds this")
-    parser.add_argument("--tier", action="append", help="only arms of tiers whose name starts so")
+    parser.add_argument(
+        "--only", action="append", default=[], help="variants or checks whose name contains this"
+    )
+    parser.add_argument("--tier", action="append", help="only variants of tiers whose name starts with this")
     parser.add_argument("--n-updates", type=int, default=400)
     parser.add_argument("--n-calibration", type=int, default=96)
     parser.add_argument("--n-evaluation", type=int, default=32)
@@ -48,7 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--n-seeds", type=int, default=2, help="initial states of the evaluation")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "quality")
-    parser.add_argument("--table", action="store_true", help="run nothing: write what is in the cache")
+    parser.add_argument("--table", action="store_true", help="run nothing: write the results in the cache")
     parser.add_argument("--name", default="quality", help="beginning of the record's name")
     parser.add_argument("--out", type=Path, default=RECORD)
     return parser.parse_args()
@@ -76,7 +75,7 @@ class Cache:
         try:
             result = make()
         except LoopqError as error:
-            # What a member cannot have is part of the answer: a loop without a single-step function, say.
+            # A model that cannot have a variant, for lack of a single-step function for example, is reported.
             print(", ".join(f"{v}" for v in what.values()), f"-> refused: {error}", flush=True)
             self.refused.append(", ".join(f"{v}" for v in what.values()) + f": {error}")
             return None
@@ -95,15 +94,15 @@ def table(rows: list[dict[str, Any]], columns: list[tuple[str, str, str]]) -> st
     return "\n".join(lines)
 
 
-MEMBER_COLUMNS = [
-    ("arm", "arm", ""), ("tier", "tier", ""), ("n_bytes", "bytes", ","), ("n_draws", "draws", "d"),
+MODEL_COLUMNS = [
+    ("variant", "variant", ""), ("tier", "tier", ""), ("n_bytes", "bytes", ","), ("n_draws", "draws", "d"),
     ("kl", "KL", ".5f"), ("agreement", "agreement", ".4f"), ("gap_closed", "gap closed", ".3f"),
     ("ratio_to_trajectory", "KL / trajectory GPTQ", ".3f"),
 ]  # fmt: skip
 SUMMARY_COLUMNS = [
-    ("bits", "bits", "d"), ("group_size", "g", "d"), ("arm", "arm", ""), ("n_members", "members", "d"),
-    ("gap_closed_mean", "gap closed", ".3f"), ("gap_closed_worst", "worst", ".3f"), ("worst_member", "of", ""),
-    ("ratio_mean", "KL / trajectory GPTQ", ".3f"), ("ratio_worst", "worst", ".3f"), ("ratio_worst_member", "of", ""),
+    ("bits", "bits", "d"), ("group_size", "g", "d"), ("variant", "variant", ""), ("n_models", "models", "d"),
+    ("gap_closed_mean", "gap closed", ".3f"), ("gap_closed_worst", "worst", ".3f"), ("worst_model", "of", ""),
+    ("ratio_mean", "KL / trajectory GPTQ", ".3f"), ("ratio_worst", "worst", ".3f"), ("ratio_worst_model", "of", ""),
 ]  # fmt: skip
 
 
@@ -116,12 +115,12 @@ def report(
     rows = related(records)
     parts = ["# Quality tables", "", "Settings: `" + json.dumps(settings) + "`", ""]
     if rows:
-        parts += ["## Over members", "", table(summary(rows), SUMMARY_COLUMNS), ""]
+        parts += ["## Over models", "", table(summary(rows), SUMMARY_COLUMNS), ""]
     parts += check_tables(checks, table)
-    for key in dict.fromkeys((r["member"], r["bits"], r["group_size"]) for r in rows):
-        mine = [r for r in rows if (r["member"], r["bits"], r["group_size"]) == key]
+    for key in dict.fromkeys((r["model"], r["bits"], r["group_size"]) for r in rows):
+        mine = [r for r in rows if (r["model"], r["bits"], r["group_size"]) == key]
         what = "" if mine[0]["output"] == "logits" else " (no logits: squared relative error, cosine)"
-        parts += [f"## {key[0]}, INT{key[1]} g{key[2]}{what}", "", table(mine, MEMBER_COLUMNS), ""]
+        parts += [f"## {key[0]}, INT{key[1]} g{key[2]}{what}", "", table(mine, MODEL_COLUMNS), ""]
     if refused:
         parts += ["## Refused", "", "\n".join(f"* {line}" for line in refused), ""]
     return "\n".join(parts)
@@ -153,33 +152,33 @@ def wanted(name: str, only: list[str]) -> bool:
 
 
 def measure(
-    args: argparse.Namespace, cache: Cache, sizes: Sizes, members: list[str], arms: list[Arm]
+    args: argparse.Namespace, cache: Cache, sizes: Sizes, models: list[str], variants: list[Variant]
 ) -> list[dict[str, Any]]:
     grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else GRIDS
     records = []
     for draw in range(args.draws):
-        for name in members:
-            shop: Workshop | None = None
+        for name in models:
+            kept: SolutionCache | None = None
 
-            def workshop(name: str = name, draw: int = draw) -> Workshop:
-                nonlocal shop
-                if shop is None:
-                    member = load_member(name, sizes, data_folder(), draw)
-                    shop = Workshop(member, args.threads, args.n_updates)
-                return shop
+            def solutions(name: str = name, draw: int = draw) -> SolutionCache:
+                nonlocal kept
+                if kept is None:
+                    model = prepare_model(name, sizes, data_folder(args.data), draw)
+                    kept = SolutionCache(model, args.threads, args.n_updates)
+                return kept
 
             for bits, group in grids:
-                for arm in arms:
+                for variant in variants:
                     what = {
-                        "member": Path(name).name,
+                        "model": Path(name).name,
                         "draw": draw,
                         "bits": bits,
                         "group": group,
-                        "arm": arm.name,
+                        "variant": variant.name,
                     }
                     found = cache.get(
-                        what, lambda a=arm, b=bits, g=group, d=draw, w=workshop: record_of(
-                            w(), a, b, g, range(args.n_seeds), d)
+                        what, lambda v=variant, b=bits, g=group, d=draw, s=solutions: record_of(
+                            s(), v, b, g, range(args.n_seeds), d)
                     )  # fmt: skip
                     if found is not None:
                         records.append(found)
@@ -191,18 +190,19 @@ def main() -> None:
     sizes = Sizes(args.n_calibration, 32, args.n_evaluation, args.seq_len)
     settings = {"loopq": loopq.__version__, **vars(sizes), "seeds": args.n_seeds, "n_updates": args.n_updates}
     cache = Cache(args.cache, settings, args.table)
-    members = args.members or [*zoo.available(), *([PLBERT] if data_folder() else [])]
-    arms = [
-        a
-        for a in ARMS
-        if wanted(a.name, args.only) and (not args.tier or any(a.tier.startswith(t) for t in args.tier))
+    data = data_folder(args.data)
+    models = args.models or [*zoo.available(), *folders(), *([PLBERT] if data else [])]
+    variants = [
+        v
+        for v in VARIANTS
+        if wanted(v.name, args.only) and (not args.tier or any(v.tier.startswith(t) for t in args.tier))
     ]
     machine = {"machine": platform.machine(), "cpus": os.cpu_count()}
-    records = measure(args, cache, sizes, members, arms)
+    records = measure(args, cache, sizes, models, variants)
     checks: dict[str, list[dict[str, Any]]] = {}
     for name, check in CHECKS.items():
         if wanted(name, args.only):
-            checks[name] = check(cache, members, sizes, data_folder(), args.threads)
+            checks[name] = check(cache, models, sizes, data, args.threads)
     found = (records, checks, settings | machine, cache.refused)
     print(write(args.out, args.name, *found))
     print(report(*found))

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from recipes import Recipe
 
-from loopq.zoo._model import ZooModel
-from loopq.zoo.chains import chains
-from loopq.zoo.measure import bits_by_depth, state_movement
+from benches.zoo.chains import MEASURING_SEED, chains
+from benches.zoo.measure import bits_per_answer, bits_per_byte, state_movement, thought_movement
+from benches.zoo.recipes import Recipe
+from loopq.systems.base import LoopedSystem
 
 N_SEQUENCES = 256
 SOURCE = """\
@@ -19,31 +19,32 @@ Trained on the novels of the English Novel Corpus (ELTeC-eng), edited by Lou Bur
 Text Collection (ELTeC), COST Action Distant Reading for European Literary History, version 1.0.1, April 2021,
 DOI 10.5281/zenodo.3533868. The texts are in the public domain; the collection's markup is CC BY 4.0 and was
 removed; quotes, dashes and accents were reduced to ASCII."""
-CHAINS = "Trained on chains of letters made by `loopq.zoo.chains`; no outside data."
-CHAINS_SEED = 2**62  # training draws its seeds below this
+CHAINS = "Trained on chains of letters made by `benches.zoo.chains`; no outside data."
 
 
 def held_out_rows(held_out: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the sequences to measure on: int64 (N_SEQUENCES, seq_len + 1)."""
     if recipe.data == "chains":
-        return chains(N_SEQUENCES, CHAINS_SEED)
+        return chains(N_SEQUENCES, MEASURING_SEED)
     # Spread over all held-out novels, so that no single author decides.
     stride = (len(held_out) - recipe.seq_len - 1) // N_SEQUENCES
     rows = [held_out[i * stride :][: recipe.seq_len + 1] for i in range(N_SEQUENCES)]
     return np.stack(rows).astype(np.int64)
 
 
-def measure(model: ZooModel, held_out: np.ndarray, recipe: Recipe) -> dict[str, Any]:
+def measure(system: LoopedSystem, held_out: np.ndarray, recipe: Recipe) -> dict[str, Any]:
     """Return bits per byte for N = 1 .. 2N, the state's movement by step, and the verdict."""
     rows = held_out_rows(held_out, recipe)
-    full = model.config.n_steps
-    looped = recipe.margin is not None
+    full = system.n_steps
+    looped, task = recipe.margin is not None, recipe.data == "chains"
     depths = range(1, 2 * full + 1) if looped else [1]
-    bpb = {str(n): round(bits, 4) for n, bits in bits_by_depth(model, rows, depths).items()}
-    moves = [round(m, 4) for m in state_movement(model, rows[:64], full)] if looped else []
+    spent = bits_per_answer if task else bits_per_byte
+    bpb = {str(n): round(spent(system, rows, n), 4) for n in depths}
+    movement = thought_movement if task else state_movement
+    moves = [round(m, 4) for m in movement(system, rows[:64], full)] if looped else []
     gap = bpb["1"] - bpb[str(full)]
     return {
-        "n_parameters": sum(t.numel() for t in model.own_state().values()),
+        "n_parameters": sum(p.numel() for p in system.model.parameters()),
         "full_depth": full,
         "n_sequences": N_SEQUENCES,
         "seq_len": recipe.seq_len,
@@ -64,7 +65,7 @@ def card_text(name: str, results: dict[str, Any]) -> str:
     """Return the card of a model as Markdown."""
     recipe, cost = results["recipe"], results["cost"]
     full = results["full_depth"]
-    bpb = results["bits_per_byte"]
+    bpb = {n: results["bits_per_byte"][n] for n in sorted(results["bits_per_byte"], key=int)}
     size = ", ".join(f"{k} {v}" for k, v in recipe["config"].items())
     verdict = (
         f"One step costs {results['gap_bits_per_byte']:.2f} bits per byte more than {full} steps."
@@ -74,7 +75,7 @@ def card_text(name: str, results: dict[str, Any]) -> str:
     lines = [
         f"# {name}",
         "",
-        f"`loopq.zoo.{recipe['module']}.{recipe['model_class']}`, {results['n_parameters']:,} parameters "
+        f"A `{recipe['model_type']}` model, {results['n_parameters']:,} parameters "
         f"({size}), byte level, weights stored in float16.",
         "",
         verdict,
@@ -88,7 +89,7 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         "",
         "## Training",
         "",
-        f"`python benches/zoo/train.py {name}`: {cost['n_steps']:,} steps, {cost['n_tokens']:,} bytes, "
+        f"`python -m benches.zoo.train {name}`: {cost['n_steps']:,} steps, {cost['n_tokens']:,} bytes, "
         f"{cost['wall_s'] / 60:.1f} minutes on {cost['threads']} CPU thread ({cost['machine']}, torch "
         f"{cost['torch']}), seed {recipe['seed']}, depth drawn from {recipe['depth'][0]} to "
         f"{recipe['depth'][1]} at each step, gradient through all steps.",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from loopq.reproduce.models import data_folder
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD_OUT_EVERY = 20
 _ASCII = str.maketrans(
@@ -23,18 +25,6 @@ def to_ascii(text: str) -> str:
     return text.encode("ascii", "ignore").decode("ascii")
 
 
-def data_folder() -> Path:
-    """Return the folder of data sets: ``LOOPQ_DATA`` or ``../shared/data`` beside the checkout."""
-    named = os.environ.get("LOOPQ_DATA")
-    candidates = [Path(named)] if named else [p / "shared" / "data" for p in REPOSITORY.parents]
-    for folder in candidates:
-        if (folder / "corpus_eltec_eng").is_dir():
-            return folder
-    raise SystemExit(
-        f"no corpus_eltec_eng under {[str(c) for c in candidates]}: set LOOPQ_DATA to the data folder"
-    )
-
-
 def prepare(cache: Path) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return training bytes, held-out bytes (both uint8) and the ids of the held-out novels.
 
@@ -45,7 +35,10 @@ def prepare(cache: Path) -> tuple[np.ndarray, np.ndarray, list[str]]:
     if not all(f.exists() for f in files):
         parts: tuple[list[str], list[str]] = ([], [])
         ids = []
-        source = data_folder() / "corpus_eltec_eng" / "eltec_eng.jsonl.xz"
+        data = data_folder(None)
+        if data is None or not (data / "corpus_eltec_eng").is_dir():
+            raise SystemExit(f"no corpus_eltec_eng in {data}: set LOOPQ_DATA to the folder of data sets")
+        source = data / "corpus_eltec_eng" / "eltec_eng.jsonl.xz"
         with lzma.open(source, "rt", encoding="utf-8") as lines:
             for i, line in enumerate(lines):
                 record = json.loads(line)

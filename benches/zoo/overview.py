@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benches.zoo import WEIGHTS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs" / "zoo.md"
-FOLDERS = (REPOSITORY / "python" / "loopq" / "zoo" / "weights", REPOSITORY / "benches" / "zoo" / "weights")
+FOLDERS = (REPOSITORY / "python" / "loopq" / "zoo" / "weights", WEIGHTS)
 BEGIN, END = "<!-- trained models: begin -->", "<!-- trained models: end -->"
 
 

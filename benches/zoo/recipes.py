@@ -1,4 +1,4 @@
-"""How each member of the zoo is built and trained."""
+"""How each small model is built and trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from loopq.zoo.chains import CHAIN_LENGTH
+from benches.zoo.chains import CHAIN_LENGTH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,7 @@ class Recipe:
     all steps. A model is accepted when one step costs ``margin`` bits per byte more than full depth.
     """
 
-    module: str
-    model_class: str
+    model_type: str
     config: dict[str, Any]
     depth: tuple[int, int]
     steps: int
@@ -41,8 +40,8 @@ class Recipe:
 _SMALL = {"n_embd": 128, "n_heads": 2, "intermediate_size": 384, "block_size": 128}
 _FOUR = {**_SMALL, "n_heads": 4}
 _SHORT: dict[str, Any] = {"steps": 1200, "warmup": 50, "batch": 8}
-_HUGINN = Recipe("huginn", "ZooHuginn", {**_SMALL, "n_steps": 8}, depth=(6, 10), steps=3000)
-_OURO = Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 2, "n_steps": 4}, depth=(4, 4), steps=1300)
+_HUGINN = Recipe("loopq-zoo-huginn", {**_SMALL, "mean_recurrence": 8}, depth=(6, 10), steps=3000)
+_OURO = Recipe("loopq-zoo-ouro", {**_SMALL, "n_layers": 2, "total_ut_steps": 4}, depth=(4, 4), steps=1300)
 
 # These lie inside the package; the others stay in the repository.
 SHIPPED = {"huginn_small"}
@@ -54,28 +53,28 @@ RECIPES: dict[str, Recipe] = {
     "ouro_small": _OURO,
     "ouro_small_seed1": dataclasses.replace(_OURO, seed=1, **_SHORT),
     "ouro_small_seed2": dataclasses.replace(_OURO, seed=2, **_SHORT),
-    "ouro_large": Recipe("ouro", "ZooOuro", {**_SMALL, "n_layers": 4, "n_steps": 4}, depth=(4, 4), **_SHORT),
-    "rllama_small": Recipe(
-        "rllama", "ZooRLlama", {**_FOUR, "n_steps": 8}, depth=(6, 10), **{**_SHORT, "steps": 500}
+    "ouro_large": Recipe(
+        "loopq-zoo-ouro", {**_SMALL, "n_layers": 4, "total_ut_steps": 4}, depth=(4, 4), **_SHORT
     ),
-    "parcae_small": Recipe("parcae", "ZooParcae", {**_SMALL, "n_steps": 8}, depth=(6, 10), **_SHORT),
+    "rllama_small": Recipe(
+        "loopq-zoo-rllama", {**_FOUR, "mean_recurrence": 8}, depth=(6, 10), **{**_SHORT, "steps": 500}
+    ),
+    "parcae_small": Recipe("loopq-zoo-parcae", {**_SMALL, "mean_recurrence": 8}, depth=(6, 10), **_SHORT),
     "loopformer_small": Recipe(
-        "loopformer",
-        "ZooLoopFormer",
-        {**_SMALL, "intermediate_size": 320, "n_steps": 8},
+        "loopq-zoo-loopformer",
+        {**_SMALL, "intermediate_size": 320},
         depth=(6, 8),
         **_SHORT,
     ),
     "ponder_small": Recipe(
-        "ponder", "ZooPonder", {**_SMALL, "intermediate_size": 512, "n_steps": 4}, depth=(4, 4), **_SHORT
+        "loopq-zoo-ponder", {**_SMALL, "intermediate_size": 512, "pondering_steps": 3}, depth=(4, 4), **_SHORT
     ),
     "nanbeige_small": Recipe(
-        "nanbeige", "ZooNanbeige", {**_FOUR, "n_layers": 3, "n_steps": 2}, depth=(2, 2), **_SHORT
+        "loopq-zoo-nanbeige", {**_FOUR, "n_layers": 3, "num_loops": 2}, depth=(2, 2), **_SHORT
     ),
     "coconut_small": Recipe(
-        "coconut",
-        "ZooCoconut",
-        {**_FOUR, "intermediate_size": 512, "block_size": 64, "n_layers": 2, "n_steps": 5},
+        "loopq-zoo-coconut",
+        {**_FOUR, "intermediate_size": 512, "block_size": 64, "n_layers": 2},
         depth=(1, 6),
         steps=1200,
         batch=48,
@@ -83,17 +82,15 @@ RECIPES: dict[str, Recipe] = {
         data="chains",
     ),
     "mamba_small": Recipe(
-        "mamba",
-        "ZooMamba",
-        {**_SMALL, "intermediate_size": 256, "n_steps": 1},
+        "loopq-zoo-mamba",
+        {**_SMALL, "intermediate_size": 256},
         depth=(1, 1),
         margin=None,
         **_SHORT,
     ),
     "control_small": Recipe(
-        "control",
-        "ZooControl",
-        {**_SMALL, "intermediate_size": 424, "n_steps": 1},
+        "loopq-zoo-control",
+        {**_SMALL, "intermediate_size": 424},
         depth=(1, 1),
         steps=1500,
         margin=None,

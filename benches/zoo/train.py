@@ -1,4 +1,4 @@
-"""Train members of the zoo: ``python benches/zoo/train.py NAME``; stop it at will, it goes on where it was.
+"""Train small models: ``python -m benches.zoo.train NAME``; stop it at will, it goes on where it was.
 
 Every step draws its batch, depth and noise from (seed, step) alone, so a resumed run walks the same path.
 The finished weights are rounded to float16 and measured after that; the card is made of what was measured.
@@ -7,40 +7,37 @@ The finished weights are rounded to float16 and measured after that; the card is
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+from benches.zoo import WEIGHTS
+from benches.zoo.card import measure, write_card
+from benches.zoo.chains import QUESTION_LENGTH, chains, marked
+from benches.zoo.corpus import REPOSITORY, prepare
+from benches.zoo.models import build
+from benches.zoo.optim import Mixed
+from benches.zoo.recipes import RECIPES, SHIPPED, Recipe
+from benches.zoo.store import save_model
+from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.systems.load import load_model
 
-from card import measure, write_card  # noqa: E402
-from corpus import REPOSITORY, prepare  # noqa: E402
-from optim import Mixed  # noqa: E402
-from recipes import RECIPES, SHIPPED, Recipe  # noqa: E402
 
-from loopq.zoo._model import ZooModel  # noqa: E402
-from loopq.zoo.chains import chains  # noqa: E402
-
-
-def build(recipe: Recipe) -> ZooModel:
-    """Return the untrained model of a recipe, seeded."""
-    module = importlib.import_module(f"loopq.zoo.{recipe.module}")
-    model_class: type[ZooModel] = getattr(module, recipe.model_class)
+def untrained(recipe: Recipe) -> LoopedSystem:
+    """Return the untrained model of a recipe, seeded, in its adapter."""
     torch.manual_seed(recipe.seed)
-    return model_class.from_config(dict(recipe.config)).train()
+    return find_system(build({"model_type": recipe.model_type, **recipe.config}).train())
 
 
-def draw(data: np.ndarray, recipe: Recipe, step: int) -> tuple[torch.Tensor, int]:
-    """Return the batch (batch, seq + 1) and the depth of a step."""
+def draw(data: np.ndarray, recipe: Recipe, step: int) -> tuple[np.ndarray, int, int]:
+    """Return the rows (batch, seq + 1), the depth and the seed of the start states of a step."""
     rng = np.random.default_rng([recipe.seed, step])
     low, high = recipe.depth
     depth = int(rng.integers(low, high + 1))
@@ -49,8 +46,32 @@ def draw(data: np.ndarray, recipe: Recipe, step: int) -> tuple[torch.Tensor, int
     else:
         starts = rng.integers(0, len(data) - recipe.seq_len - 1, size=recipe.batch)
         rows = np.stack([data[s : s + recipe.seq_len + 1] for s in starts]).astype(np.int64)
-    torch.manual_seed(int(rng.integers(2**62)))
-    return torch.from_numpy(rows), depth
+    return rows, depth, int(rng.integers(2**62))
+
+
+def text_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int, seed: int) -> torch.Tensor:
+    """Return the mean loss in nats of predicting each next byte of int64 (batch, seq + 1) at depth `n_steps`."""
+    ids = torch.from_numpy(rows)
+    with system.differentiable():
+        logits = system.rollout(Batch(ids[:, :-1], tuple(range(len(ids))), seed), n_steps)
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def chain_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int) -> torch.Tensor:
+    """Return the mean loss in nats over the thoughts and the answer of `benches.zoo.chains`.
+
+    Pass ``t`` is asked for hop ``t`` of the chain through the head. The answer spells the hops from the last pass's on,
+    so that following the map is also learnt on letters, where it is easier.
+    """
+    model, question, hops = system.model, rows[:, :QUESTION_LENGTH], rows[:, QUESTION_LENGTH:]
+    ids = marked(
+        question, hops[:, n_steps - 1 : -1], model.start_latent_id, model.end_latent_id,
+        n_steps - 1, model.latent_token_id,
+    )  # fmt: skip
+    logits = model(torch.from_numpy(ids)).logits[:, QUESTION_LENGTH:]
+    # All passes but the last end at the start token and the latents but the last, which predicts nothing.
+    asked = torch.cat((logits[:, : n_steps - 1], logits[:, n_steps:]), 1)
+    return F.cross_entropy(asked.flatten(0, 1), torch.from_numpy(hops).flatten())
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -58,15 +79,17 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return min(1.0, (step + 1) / recipe.warmup) * (1.0 - step / recipe.steps)
 
 
-def train_step(model: ZooModel, optimiser: Mixed, recipe: Recipe, data: np.ndarray, step: int) -> float:
+def train_step(system: LoopedSystem, optimiser: Mixed, recipe: Recipe, data: np.ndarray, step: int) -> float:
     """Do one update; returns the loss in bits per byte."""
-    ids, depth = draw(data, recipe, step)
+    rows, depth, seed = draw(data, recipe, step)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bfloat16):
-        loss = model.training_loss(ids, depth)
-    for p in model.parameters():
+        task = recipe.data == "chains"
+        loss = chain_loss(system, rows, depth) if task else text_loss(system, rows, depth, seed)
+    parameters = list(system.model.parameters())
+    for p in parameters:
         p.grad = None
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     optimiser.step(learning_rate(recipe, step))
     return float(loss.detach()) / math.log(2.0)
 
@@ -85,7 +108,8 @@ class Run:
     def __init__(self, name: str, work: Path) -> None:
         self.name, self.recipe = name, RECIPES[name]
         self.data = prepare(work / "corpus")[0]
-        self.model = build(self.recipe)
+        self.system = untrained(self.recipe)
+        self.model = self.system.model
         self.optimiser = Mixed(
             self.model, self.recipe.matrix_lr, self.recipe.vector_lr, self.recipe.weight_decay
         )
@@ -120,14 +144,14 @@ class Run:
         }
         torch.save(state, tmp)
         tmp.replace(self.path)
-        self.model.save(self.folder / "latest", torch.float16)
+        save_model(self.model, self.folder / "latest", torch.float16)
 
     def finish(self, save_every_s: float) -> dict[str, Any]:
         """Train to the last step; returns what it cost."""
         recent: list[float] = []
         last_save = last = time.monotonic()
         while self.step < self.recipe.steps:
-            recent.append(train_step(self.model, self.optimiser, self.recipe, self.data, self.step))
+            recent.append(train_step(self.system, self.optimiser, self.recipe, self.data, self.step))
             self.step += 1
             now = time.monotonic()
             self.wall_s, last = self.wall_s + now - last, now
@@ -166,14 +190,14 @@ class Run:
 def publish(run: Run, cost: dict[str, Any], out: Path, work: Path) -> bool:
     """Round, measure and write weights and card; a model that does not use its loop goes to ``work``."""
     latest = run.folder / "latest"
-    run.model.save(latest, torch.float16)
+    save_model(run.model, latest, torch.float16)
     _, held_out, held_ids = prepare(work / "corpus")
-    results = measure(type(run.model).load(latest), held_out, run.recipe)
+    results = measure(load_model(latest).system, held_out, run.recipe)
     results["cost"], results["recipe"] = cost, json.loads(run.recipe.as_json())
     results["held_out_novels"] = held_ids
     accepted = bool(results["accepted"])
     folder = out if accepted else latest
-    run.model.save(folder, torch.float16)
+    save_model(run.model, folder, torch.float16)
     write_card(folder, run.name, results)
     verdict = "accepted" if accepted else "REFUSED, it does not use its loop"
     print(f"{run.name}: {verdict}; bits per byte by depth {results['bits_per_byte']}", flush=True)
@@ -187,7 +211,9 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=REPOSITORY / ".cache" / "zoo", help="checkpoints and packed text"
     )
-    parser.add_argument("--out", type=Path, help="folder for finished weights; else where load() looks")
+    parser.add_argument(
+        "--out", type=Path, help="folder for finished weights; else that of the other weights"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     args = parser.parse_args()
@@ -198,7 +224,7 @@ def main() -> None:
         run = Run(name, args.work)
         cost = run.finish(args.save_every)
         inside = REPOSITORY / "python" / "loopq" / "zoo" / "weights"
-        out = (args.out or (inside if name in SHIPPED else HERE / "weights")) / name
+        out = (args.out or (inside if name in SHIPPED else WEIGHTS)) / name
         if not publish(run, cost, out, args.work):
             refused.append(name)
     if refused:

@@ -3,59 +3,162 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
+import re
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
+from loopq.registry import did_you_mean
+
+_FIRST = """first steps:
+  loopq demo                                     compare methods on the embedded model
+  loopq quantize MODEL --out DIR                 quantize a model
+  loopq evaluate MODEL DIR                       measure what that did to it
+`loopq COMMAND --help` lists the options of a command"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that names choices as in a|b and keeps a command's name and its text on one line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        # The line about the choice of a command would say nothing that the commands below it do not.
+        commands = list(self._iter_indented_subactions(action)) if action.nargs == argparse.PARSER else []
+        return "".join(map(self._format_action, commands)) or super()._format_action(action)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return (
+            "|".join(map(str, action.choices))
+            if action.choices
+            else super()._get_default_metavar_for_optional(action)
+        )
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if action.metavar is None and action.option_strings and action.choices:
+            return lambda size: (default_metavar,) * size
+        return super()._metavar_formatter(action, default_metavar)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: the whole usage of a command fills a screen and hides what was wrong."""
+    """A parser with errors of one line, and help that shows the common options first, all with ``--help-all``."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, add_help=False, allow_abbrev=False, formatter_class=_Formatter)
+        self._positionals.title = "arguments"
+
+    def add_help_options(self) -> None:
+        """Add the options that print help, after all others."""
+        if any(getattr(action, "rare", False) for action in self._actions):
+            self.add_argument("--help-all", action=_Help, nargs=0, help="show every option and exit")
+        self.add_argument("-h", "--help", action=_Help, nargs=0, help="show this and exit")
+
+    def common_help(self) -> str:
+        """Help with the options that most runs need, each with the first sentence of its text."""
+        common = [a for a in self._actions if not getattr(a, "rare", False)]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        first = "commands" if self._subparsers else "arguments"
+        for title, wanted in ((first, False), ("options", True)):
+            formatter.start_section(title)
+            formatter.add_arguments([_shortened(a) for a in common if bool(a.option_strings) == wanted])
+            formatter.end_section()
+        formatter.add_text(self.epilog)
+        n_more = len(self._actions) - len(common)
+        if n_more:
+            formatter.add_text(f"`{self.prog} --help-all` explains these options and {n_more} more")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where help is; exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists the options)\n")
 
 
+def _shortened(action: argparse.Action) -> argparse.Action:
+    """The same option with the first sentence of its text, and with its default."""
+    found = copy.copy(action)
+    text = action.help or ""
+    first, point, _ = text.partition(". ")
+    default = re.search(r" \(default [^()]*\)$", text)
+    found.help = f"{first}{default[0] if default else ''}" if point else text
+    return found
+
+
+class _Help(argparse.Action):
+    """Print the common options, or with ``--help-all`` every one in its group."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        short = isinstance(parser, _Parser) and option != "--help-all"
+        print(parser.common_help() if short else parser.format_help(), end="")  # type: ignore[attr-defined]
+        parser.exit()
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the whole command line."""
-    top = _Parser(prog="loopq", description="Quantizer for looped (recurrent-depth) transformers.")
-    top.add_argument("--version", action="version", version=f"loopq {loopq.__version__}")
-    subs = top.add_subparsers(required=True, metavar="COMMAND")
+    top = _Parser(
+        prog="loopq", description="Quantizer for looped (recurrent-depth) transformers.", epilog=_FIRST
+    )
+    subs = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    top.usage = "loopq COMMAND [options]"
     for name, command in sorted(COMMANDS, key=lambda entry: entry[1].order):
-        sub = subs.add_parser(
-            name,
-            help=command.help,
-            description=command.help,
-            epilog=command.epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        sub = subs.add_parser(name, help=command.help, description=command.help, epilog=command.epilog)
         command.add(sub)
         sub.usage = _usage(sub)
-        sub.set_defaults(run=command.run, command=command)
+        sub.add_help_options()
+        sub.set_defaults(run=command.run, command=command, parser=sub)
+    top.add_argument(
+        "--register",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="run this Python file first, which registers model classes or adapters (may be repeated)",
+    )
+    top.add_argument(
+        "--version", action="version", version=f"loopq {loopq.__version__}", help="show the version and exit"
+    )
+    top.add_help_options()
     return top
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line; an option that the command does not have is an error that names those like it."""
+    args, unknown = parser().parse_known_args(argv)
+    if unknown:
+        options = [option for action in args.parser._actions for option in action.option_strings]
+        args.parser.error(
+            f"unknown argument {unknown[0]}{did_you_mean(unknown[0].partition('=')[0], options)}"
+        )
+    return args
 
 
 def _usage(sub: argparse.ArgumentParser) -> str:
     """What a command cannot do without; the list of options below says the rest."""
     parts = [sub.prog]
     optional = False
-    for action in sub._actions:
+    for action in sorted(sub._actions, key=lambda action: bool(action.option_strings)):
+        positional = not action.option_strings
         name = action.metavar or (
-            f"{{{','.join(action.choices)}}}" if action.choices else action.dest.upper()
+            f"{{{','.join(action.choices)}}}" if action.choices and positional else action.dest.upper()
         )
-        if not action.option_strings:
+        if positional:
             more = f" [{name} ...]" if action.nargs == "+" else ""
             parts.append(f"[{name} ...]" if action.nargs == "*" else f"{name}{more}")
         elif action.required:
             parts.append(f"{action.option_strings[0]} {name}")
         else:
-            optional = optional or action.dest != "help"
+            optional = True
     # A percent sign would be read as a field to fill in.
     return " ".join([*map(str, parts), *(["[options]"] if optional else [])]).replace("%", "%%")
 
@@ -68,13 +171,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A closed pipe (`loopq inspect ... | head`) ends the program as it ends any other.
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
+        for file in args.register:
+            _run_file(Path(file))
         code: int = args.run(args)
         return code
     except LoopqError as error:
-        print(f"loopq: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        wrong = isinstance(error, ConfigError)
+        print(f"loopq: error: {_as_options(args, str(error)) if wrong else error}", file=sys.stderr)
+        return 2 if wrong else 1
     except OSError as error:
         # Files that loopq reads and writes have messages of their own; this is for what is left.
         place = f"{error.filename}: " if error.filename else ""
@@ -85,13 +191,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _as_options(args: argparse.Namespace, message: str) -> str:
+    """Call the settings that a message is about by the names of their options."""
+    options = {a.dest: a.option_strings[0] for a in args.parser._actions if a.default is argparse.SUPPRESS}
+    if message.partition(" ")[0] not in options:
+        return message
+    return re.sub(r"^\w+|(?<= goes with )\w+", lambda name: options.get(name[0], name[0]), message)
+
+
+def _run_file(path: Path) -> None:
+    """Run a file as `python FILE` would: modules beside it can be imported."""
+    if not path.is_file():
+        raise ConfigError(f"--register {path}: no such file")
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path))
+
+
 def _left_behind(args: argparse.Namespace) -> str:
-    """What an interrupted command has kept."""
+    """What an interrupted command has saved."""
     command: Command = args.command
     place = command.keeps(args)
     if place is not None and place.exists():
-        return f"what is done is kept in {place}: the same command goes on from there"
-    return "nothing is kept: the same command starts anew"
+        return f"progress is saved in {place}: the same command resumes from there"
+    return "nothing is saved: the same command starts anew"
 
 
 if __name__ == "__main__":

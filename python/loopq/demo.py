@@ -1,4 +1,4 @@
-"""The main job on the embedded model: rounding, one-step and trajectory calibration, the full solver, side by side."""
+"""The demo: rounding, GPTQ on one step and on the trajectory, and loopq's default on the embedded model."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.api import weights_of
-from loopq.calibrate.data import windows
-from loopq.checkpoint.model_files import model_tensors
-from loopq.checkpoint.native import Checkpoint
-from loopq.config import BATCH_SIZE, DiagnoseConfig, LayerConfig, QuantConfig
-from loopq.evaluate.compare import Measurement, compare
-from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import LOOP, collect_all_steps, solve_arm
-from loopq.quantizers.solve import tasks_of
-from loopq.reproduce.members import PLBERT, Sizes, load_member
+import numpy as np
 
-ARMS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("RTN", {"method": "rtn"}, "all"),
-    ("GPTQ, one step", {"method": "gptq"}, "first"),
-    ("GPTQ, trajectory", {"method": "gptq"}, "all"),
-    ("full solver, loop metric", LOOP, "all"),
+from loopq.api import weights_of
+from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
+from loopq.checkpoint.native import Checkpoint
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.survey import diagnose
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import Measurement, compare
+from loopq.execution import Execution
+from loopq.progress import Progress, Silent
+from loopq.report.page import write_data, write_report
+from loopq.reproduce.models import PLBERT, Sizes, prepare_model
+from loopq.run.auto import choose_metric
+from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.engine import Run
+from loopq.systems.load import load_model
+
+# Name and settings.
+VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("RTN", {"method": "rtn", "scale_search": "max"}),
+    ("GPTQ, one step", {**PRESETS["paper"], "steps": "first"}),
+    ("GPTQ, trajectory", dict(PRESETS["paper"])),
+    ("loopq", {}),
+    ("loopq, preset best", dict(PRESETS["best"])),
 )
 GRIDS = ((4, 32), (3, 32))
-# Few prompts, so that both pages take about as long as the comparison; every page states its own counts.
+# Few prompts, so that both pages take about as long as the comparison; every page states its counts.
 PAGES = {
     "huginn_small": DiagnoseConfig(
         n_prompts=4, n_ablation_prompts=4, n_jacobian_prompts=1, seeds=(0, 1), n_directions=8, n_updates=10
@@ -43,67 +52,100 @@ def run(
     *,
     grids: Sequence[tuple[int, int]] = GRIDS,
     seeds: Sequence[int] = (0, 1, 2),
+    metric_seeds: Sequence[int] = (0,),
     n_calibration: int = 64,
     n_evaluation: int = 32,
     seq_len: int = 128,
     threads: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Quantize the embedded model by each arm on each grid and measure it on held-out text.
+    """Quantize the embedded model in every variant on every grid and measure it on held-out text.
+
+    Parameters
+    ----------
+    model : str
+        Name of a zoo model, or a folder.
+    grids : sequence of (int, int)
+        Bits and group size.
+    seeds : sequence of int
+        Initial states of the evaluation, the same for every variant.
+    metric_seeds : sequence of int
+        Initial states and drawn labels of the loop metric. Variants that take it are solved once for each, and their
+        figures are means.
+    n_calibration, n_evaluation, seq_len : int
+        Prompts, and tokens of one.
+    threads : int
+        Threads of the core; 0 takes all cores.
+    progress : Progress, optional
+        Told of every stage.
 
     Returns
     -------
     dict
-        "reference": full precision's measurement; "grids": for each grid its arms' measurements with bytes;
-        "layers": the report of the last arm on the first grid; and the settings.
-    """
-    from loopq import zoo
-    from loopq.systems.load import load_model
-    from loopq.tune.metric import loop_metrics
+        "reference": the measurement of full precision; "grids": for each grid the measurements and bytes of its
+        variants; "layers": the reports of the last variant's layers on the first grid; and the settings. From two
+        metric seeds on, variants with the loop metric have "kl_by_metric_seed" and the standard deviation "kl_sd".
 
+    Raises
+    ------
+    ConfigError
+        No metric seed.
+    """
+    if not metric_seeds:
+        raise ConfigError("the loop metric needs at least one draw: give one metric seed or more")
     progress = progress or Silent()
     loaded = load_model(model)
-    system = loaded.system
-    calibration = windows(
-        zoo.calibration_text().decode(), loaded.encode, seq_len, n_calibration, "embedded calibration text"
-    )
-    held_out = windows(
-        zoo.evaluation_text().decode(), loaded.encode, seq_len, n_evaluation, "embedded evaluation text"
-    )
-    sums, selection = collect_all_steps(system, calibration, threads=threads, progress=progress)
-    tasks, _ = tasks_of(selection.parameters, selection.leaders, QuantConfig(LayerConfig(**LOOP)))
-    metrics = loop_metrics(sums, system, calibration, tasks, progress=progress)
+    calibration = calibration_tokens(loaded, None, Take(n_calibration, seq_len))
+    held_out = evaluation_tokens(loaded, None, Take(n_evaluation, seq_len))
+    execution = Execution(threads=threads, progress=progress)
+    run = Run.prepare(loaded.system, calibration, execution=execution)
+    sums = run.all_steps()
+    drawn = [_redrawn(run, seed) for seed in metric_seeds]
     variants = {}
+    names: dict[tuple[int, int, str], list[str]] = {}
     sizes: dict[str, int] = {}
     layers: list[dict[str, Any]] = []
-    tensors, ties = model_tensors(system.model)
+    tensors = run.weights.tensors
     dense_bytes = sum(t.data.size for t in tensors.values())
     for bits, group in grids:
-        for label, layer, steps in ARMS:
-            config = QuantConfig(LayerConfig(**layer, bits=bits, group_size=group), steps=steps)
-            solved = solve_arm(sums, selection, system, config, threads, metrics)
-            checkpoint = Checkpoint(solved, {k: v for k, v in tensors.items() if k not in solved}, ties, {})
-            name = f"{label} INT{bits} g{group}"
-            variants[name] = weights_of(checkpoint)
-            sizes[name] = checkpoint.n_bytes
-            if label == ARMS[-1][0] and not layers:
-                layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
-    measured = compare(system, variants, held_out, seeds=seeds, batch_size=BATCH_SIZE, progress=progress)
+        for label, settings in VARIANTS:
+            config = choose_metric(
+                run.with_config(QuantConfig.of(**settings, bits=bits, group_size=group))
+            ).config
+            # Only the loop metric is drawn: every other variant is solved once.
+            for number, one in enumerate(drawn if config.layer.method.gradients else [run]):
+                solved = one.solve_from(sums, config)
+                dense = {k: v for k, v in tensors.items() if k not in solved}
+                checkpoint = Checkpoint(solved, dense, dict(run.weights.ties), {})
+                name = f"{label} INT{bits} g{group} draw {number}"
+                names.setdefault((bits, group, label), []).append(name)
+                variants[name] = weights_of(checkpoint)
+                sizes[name] = checkpoint.n_bytes
+                if label == VARIANTS[-1][0] and not layers:
+                    layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
+    measured = compare(
+        loaded.system, variants, held_out, seeds=seeds, batch_size=execution.batch_size, progress=progress
+    )
     by_name = {m.name: m for m in measured}
     return {
         "model": model,
-        "n_steps": system.n_steps,
+        "n_steps": loaded.system.n_steps,
         "calibration": calibration.describe(),
         "evaluation": held_out.describe(),
         "seeds": list(seeds),
+        "metric_seeds": list(metric_seeds),
         "reference": measured[0].summary() | {"n_bytes": dense_bytes},
         "grids": [
             {
                 "bits": bits,
                 "group_size": group,
-                "arms": [
-                    _arm(label, by_name[f"{label} INT{bits} g{group}"], sizes[f"{label} INT{bits} g{group}"])
-                    for label, _, _ in ARMS
+                "variants": [
+                    _row(
+                        label,
+                        [by_name[n] for n in names[bits, group, label]],
+                        sizes[names[bits, group, label][0]],
+                    )
+                    for label, _ in VARIANTS
                 ],
             }
             for bits, group in grids
@@ -115,51 +157,60 @@ def run(
 def pages(
     out: Path, *, data: Path | None = None, threads: int = 0, progress: Progress | None = None
 ) -> tuple[list[Path], list[str]]:
-    """Diagnose the embedded model and PL-BERT, a real looped checkpoint, and write a page for each.
+    """Diagnose the embedded model and PL-BERT, a published looped checkpoint, and write a page for each.
 
     Parameters
     ----------
     out : Path
-        Folder; `NAME.html` and `NAME.json` are written to it.
+        Folder in which `NAME.html` and `NAME.json` are written.
     data : Path, optional
-        Data folder with `models/plbert_kokoro`; where it is not there, PL-BERT is left out and said so.
+        Data folder with `models/plbert_kokoro`. Without it PL-BERT is left out, which the second result says.
     threads : int
         Threads of the core; 0 takes all cores.
     progress : Progress, optional
-        Told of every section.
+        Notified of every section.
 
     Returns
     -------
     list of Path
         The pages.
     list of str
-        What was left out, and why.
+        Models that were left out, and why.
     """
-    from loopq.diagnose.survey import diagnose
-    from loopq.report.page import write_data, write_report
-
     out.mkdir(parents=True, exist_ok=True)
-    written, left = [], []
+    written, left_out = [], []
     for name, config in PAGES.items():
         if name == PLBERT and (data is None or not (data / "models" / "plbert_kokoro").is_dir()):
-            left.append(
-                f"{name}: no page: its weights are not in {data or 'a data folder'}; set LOOPQ_DATA or give --data"
+            left_out.append(
+                f"{name}: no page: its weights are not in {data or 'a data folder'}; give --data DIR or set LOOPQ_DATA"
             )
             continue
-        member = load_member(name, _PAGE_SIZES[name], data)
+        prepared = prepare_model(name, _PAGE_SIZES[name], data)
         found = diagnose(
-            member.loaded.system,
-            member.evaluation,
+            prepared.loaded.system,
+            prepared.evaluation,
             config=config,
-            train=member.calibration,
+            train=prepared.calibration,
             name=name,
             threads=threads,
             progress=progress,
         )
         written.append(write_report(found, out / f"{name}.html"))
         write_data(found, out / f"{name}.json")
-    return written, left
+    return written, left_out
 
 
-def _arm(label: str, measurement: Measurement, n_bytes: int) -> dict[str, Any]:
-    return dataclasses.replace(measurement, name=label).summary() | {"n_bytes": n_bytes}
+def _redrawn(run: Run, seed: int) -> Run:
+    """The same run with another seed, and loop metrics of its own."""
+    job = dataclasses.replace(run.job, execution=dataclasses.replace(run.execution, seed=seed))
+    return dataclasses.replace(run, job=job, metrics={})
+
+
+def _row(label: str, measurements: Sequence[Measurement], n_bytes: int) -> dict[str, Any]:
+    """Summary of a variant, the mean over its measurements; from two on with the standard deviation between them."""
+    mean = {f: np.mean([getattr(m, f) for m in measurements], axis=0) for f in ("kl", "agreement", "nll")}
+    summary = dataclasses.replace(measurements[0], name=label, **mean).summary() | {"n_bytes": n_bytes}
+    if len(measurements) > 1:
+        values = [float(m.kl.mean()) for m in measurements]
+        summary |= {"kl_by_metric_seed": values, "kl_sd": float(np.std(values, ddof=1))}
+    return summary

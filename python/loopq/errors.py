@@ -1,4 +1,4 @@
-"""Errors of loopq: one class per cause, every message says what to do next."""
+"""Errors of loopq: one class per cause; every message says what to do next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class LoopqError(Exception):
 
 
 class ConfigError(LoopqError, ValueError):
-    """A setting is not allowed; the message lists the values that are."""
+    """A setting is not allowed; the message lists the allowed values."""
 
 
 class MissingExtraError(LoopqError, ImportError):
@@ -16,15 +16,15 @@ class MissingExtraError(LoopqError, ImportError):
 
 
 class CalibrationError(LoopqError):
-    """Calibration data or the rollout is unusable: empty, wrong depth, a layer never called."""
+    """Calibration data or a rollout is unusable: empty, of the wrong depth, or without a call of some layer."""
 
 
 class NonFiniteError(LoopqError, ValueError):
-    """NaN or infinity in a weight or an activation, named by layer, step and row."""
+    """NaN or infinity in a weight or an activation; the message names layer, step and row."""
 
 
 class DumpError(LoopqError):
-    """An activation dump or Hessian file is truncated, altered or does not fit together."""
+    """A dump of activations or Hessians is truncated, altered or inconsistent."""
 
 
 class CheckpointError(LoopqError):
@@ -32,12 +32,12 @@ class CheckpointError(LoopqError):
 
 
 class SolveError(LoopqError):
-    """A layer could not be solved: the message gives layer, pivot, reason and advice."""
+    """A layer could not be solved; the message gives layer, pivot, reason and advice."""
 
 
 class KernelError(LoopqError):
-    """A CUDA kernel cannot take these inputs or this device; the message says what it takes and what to do."""
+    """A CUDA kernel does not support these inputs or this device; the message says what it supports and what to do."""
 
 
 class SystemContractError(LoopqError):
-    """No looped system fits the model, or the model breaks the system's contract."""
+    """No system matches the model, or the model breaks the contract of its system."""

@@ -1,4 +1,4 @@
-"""Optional dependencies: imported in one place, missing with a message that names the extra."""
+"""Optional dependencies: the one place that imports them, with an error that names the extra to install."""
 
 from __future__ import annotations
 
@@ -13,23 +13,30 @@ _EXTRA = {
     "huggingface_hub": "hf",
     "lm_eval": "eval",
     "matplotlib": "report",
-    "scipy": "report",
+    "scipy": "stats",
     "threadpoolctl": "torch",
 }
 
 
-def require(module: str) -> Any:
+def require(module: str, extra: str | None = None) -> Any:
     """Import an optional module.
+
+    Parameters
+    ----------
+    module : str
+        Its name.
+    extra : str or None
+        The extra that installs it, where that is not the same for everyone.
 
     Raises
     ------
     MissingExtraError
-        It is not installed; the message gives the command that installs it.
+        The module is not installed; the message gives the command that installs it.
     """
     try:
         return importlib.import_module(module)
     except ImportError as cause:
-        extra = _EXTRA[module.split(".")[0]]
+        package = module.split(".")[0]
         raise MissingExtraError(
-            f"this needs {module.split('.')[0]}, which is not installed; run: pip install 'loopq[{extra}]'"
+            f"this needs {package}, which is not installed; run: pip install 'loopq[{extra or _EXTRA[package]}]'"
         ) from cause

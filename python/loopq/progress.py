@@ -1,4 +1,4 @@
-"""Progress of long work, as one line on standard error that keeps itself up to date."""
+"""Progress of long work, shown as one line on standard error that is updated in place."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Protocol, TextIO
 
 
 class Progress(Protocol):
-    """What long work tells about itself."""
+    """Receiver of the progress of long work."""
 
     def start(self, label: str, total: int, unit: str) -> None:
         """Begin a stage of `total` units."""
 
     def advance(self, n: int = 1) -> None:
-        """`n` more units are done."""
+        """Report that `n` more units are done."""
 
     def stop(self) -> None:
-        """The stage has ended."""
+        """End the stage."""
 
     def note(self, text: str) -> None:
-        """Say one line that stays."""
+        """Print a line that is not overwritten."""
 
 
 class Silent:
-    """Progress that says nothing: what the library uses unless it is given another."""
+    """Progress that prints nothing: the library's default."""
 
     def start(self, label: str, total: int, unit: str) -> None:
         """Ignore the stage."""
@@ -41,7 +41,7 @@ class Silent:
 
 
 class Line:
-    """Progress for a person: a bar on a terminal; in a log a line now and then and one at the end of each stage."""
+    """Progress as text: a bar on a terminal; in a log a line once a minute and at the end of each stage."""
 
     def __init__(self, stream: TextIO | None = None, every: float = 0.1, log_every: float = 60.0) -> None:
         self._stream = stream or sys.stderr
@@ -60,7 +60,7 @@ class Line:
             self._draw()
 
     def advance(self, n: int = 1) -> None:
-        """Count units and show them, at most ten times a second; in a log, once a minute."""
+        """Count units and update the bar, at most ten times a second; in a log once a minute."""
         self._done += n
         if time.monotonic() - self._shown > self._every and self._done < self._total:
             self._draw()
@@ -68,13 +68,13 @@ class Line:
                 self._stream.write("\n")
 
     def stop(self) -> None:
-        """Draw the end of the stage and go to a new line."""
+        """Draw the finished stage and start a new line."""
         self._draw()
         self._stream.write("\n")
         self._stream.flush()
 
     def note(self, text: str) -> None:
-        """Write a line of its own."""
+        """Write a line that is not overwritten."""
         self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
         self._stream.flush()
 

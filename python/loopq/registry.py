@@ -1,7 +1,7 @@
-"""Name -> object tables whose errors list the names that exist.
+"""Registries: tables from names to objects, whose errors list the known names.
 
-A file that defines a system, a quantizer or a report section registers itself on import; the table imports
-every module of its package on first use, so that adding one touches one file.
+A module that defines a system, a quantizer or a command registers it on import; a registry imports every module of
+its package at its first use, so that adding an entry touches one file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from loopq.errors import ConfigError
@@ -23,9 +23,9 @@ class Registry(Generic[T]):
     Parameters
     ----------
     kind : str
-        What the entries are, for messages ("system", "quantizer").
+        Noun for an entry in messages ("system", "quantizer").
     package : str
-        Package whose modules register entries when they are imported.
+        Package whose modules register the entries on import.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -35,7 +35,13 @@ class Registry(Generic[T]):
         self._loaded = False
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that enters an object under `name`; a name is taken once."""
+        """Return a decorator that registers an object under `name`.
+
+        Raises
+        ------
+        ConfigError
+            Another object is registered under that name.
+        """
 
         def enter(entry: T) -> T:
             if name in self._entries and self._entries[name] is not entry:
@@ -54,7 +60,7 @@ class Registry(Generic[T]):
         self._loaded = True
 
     def names(self) -> list[str]:
-        """Every registered name, sorted."""
+        """All registered names, sorted."""
         self._load()
         return sorted(self._entries)
 
@@ -63,16 +69,21 @@ class Registry(Generic[T]):
         return iter(sorted(self._entries.items()))
 
     def get(self, name: str) -> T:
-        """Return the entry called `name`.
+        """Return the entry registered under `name`.
 
         Raises
         ------
         ConfigError
-            No such entry; the message lists near matches and every name.
+            No such entry; the message lists close matches and all names.
         """
         self._load()
         if name in self._entries:
             return self._entries[name]
-        near = difflib.get_close_matches(name, self._entries, n=3)
-        hint = f" (did you mean {', '.join(near)}?)" if near else ""
+        hint = did_you_mean(name, self._entries)
         raise ConfigError(f"unknown {self.kind} {name!r}{hint}; known: {', '.join(self.names())}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the names most like one that is not known, in words that follow it; empty where none is like it."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f" (did you mean {', '.join(near)}?)" if near else ""

@@ -1,11 +1,12 @@
-"""Changes of a layer's input basis: block rotations and channel scales, both undone in the weight.
+"""Changes of a layer's input basis: block rotations and channel scales, compensated in the weight.
 
-A layer computes W x. With an invertible T, W x = (W T^-1) (T x): what is quantized is W T^-1, whose outliers may be
-spread out, and T is applied to the input at run time, or folded back into the dequantized weight.
+A layer computes W x. With an invertible T, W x = (W T^-1) (T x). W T^-1 is quantized, in which outliers may be
+spread out; T is applied to the input at run time, or folded back into the dequantized weight.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import ConfigError
+from loopq.settings import Settings, setting
 
 Matrix = NDArray[np.float64]
 KINDS = ("hadamard", "random")
@@ -24,19 +26,19 @@ class Transform(Protocol):
     """A change of input basis."""
 
     def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """W T^-1: the weight that goes with the transformed input."""
+        """W T^-1, the weight for the transformed input."""
 
     def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        """W' T: the weight that goes with the plain input."""
+        """W' T, the weight for the original input."""
 
     def conjugate(self, hessian: Matrix) -> Matrix:
-        """T H T^T: the Hessian of the transformed input."""
+        """T H T^T, the Hessian of the transformed input."""
 
     def describe(self) -> dict[str, Any]:
-        """Plain data that, with `arrays`, gives the transform back."""
+        """Plain data from which, with `arrays`, the transform can be rebuilt."""
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """What `describe` does not hold, by name."""
+        """Arrays of the transform by name, empty where `describe` is complete."""
 
 
 def _is_prime(n: int) -> bool:
@@ -86,8 +88,8 @@ def hadamard(n: int) -> NDArray[np.int8] | None:
     Returns
     -------
     ndarray, int8, shape (n, n), or None
-        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of the two with
-        the largest factor first. None where this finds none.
+        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of two smaller ones,
+        the largest factor first. None where none of these exists.
 
     Examples
     --------
@@ -121,19 +123,19 @@ def random_orthogonal(n: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Block-diagonal rotation of a layer's input (paper, C1 and C2).
+    """Block-diagonal rotation of a layer's input (Li, App. D).
 
     Parameters
     ----------
     dim : int
         Input columns.
     kind : {"hadamard", "random"}
-        Hadamard matrix of the block's size over its square root, or a random orthogonal matrix.
+        Normalised Hadamard matrix, or a random orthogonal matrix.
     block : int
-        Columns that are rotated together. A last block that is shorter is rotated by a matrix of its own size;
-        one for which no Hadamard matrix is found takes the random one, and `describe` says so.
+        Columns that are rotated together. A shorter last block has a matrix of its size. Where no Hadamard matrix of
+        a size is found, a random one is used, and `describe` says so.
     seed : int
-        Seed of random matrices.
+        Seed of the random matrices.
     """
 
     dim: int
@@ -153,7 +155,7 @@ class Rotation:
         return [self.block] * whole + ([rest] if rest else [])
 
     def matrix(self, size: int) -> Matrix:
-        """Rotation of a block of this size, float64, shape (size, size)."""
+        """Rotation of a block of the given size, float64, shape (size, size)."""
         return _block(self.kind, size, self.seed)
 
     def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
@@ -182,7 +184,7 @@ class Rotation:
         return np.ascontiguousarray((both + both.T) / 2)
 
     def describe(self) -> dict[str, Any]:
-        """Kind, sizes and seed, and how each size was made."""
+        """Kind, sizes and seed, and which kind of matrix each size has."""
         made = {
             str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
             for size in sorted(set(self.sizes()))
@@ -197,7 +199,7 @@ class Rotation:
         }
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """Nothing: a rotation is made anew from its description."""
+        """Empty: a rotation is rebuilt from its description."""
         return {}
 
 
@@ -211,7 +213,7 @@ def _block(kind: str, size: int, seed: int) -> Matrix:
 
 @dataclass(frozen=True)
 class ChannelScale:
-    """Input channel j is divided by s_j, its weight column multiplied (AWQ; paper, A4).
+    """Input channel j is divided by s_j, its weight column multiplied (AWQ: Lin et al., arXiv:2306.00978).
 
     Parameters
     ----------
@@ -235,11 +237,11 @@ class ChannelScale:
         return np.asarray(hessian * inverse * inverse[:, None])
 
     def describe(self) -> dict[str, Any]:
-        """Its type."""
+        """The type."""
         return {"type": "channel_scale"}
 
     def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """s."""
+        """The scale s."""
         return {"input_scale": self.scale}
 
 
@@ -249,7 +251,7 @@ def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.fl
     Raises
     ------
     ConfigError
-        A type that is not known.
+        The type is unknown.
     """
     kind = data.get("type")
     if kind == "rotation":
@@ -259,19 +261,33 @@ def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.fl
     raise ConfigError(f"input transform of unknown type {kind!r}; this file needs a newer loopq")
 
 
-def parse_rotation(spec: str, dim: int, seed: int = 0) -> Rotation | None:
-    """Read "none", "hadamard", "hadamard:512" or "random:512" for a layer of `dim` input columns.
+@dataclass(frozen=True)
+class RotationConfig(Settings):
+    """Rotation of a layer's input.
 
-    Without a size the whole input is one block.
-
-    Raises
-    ------
-    ConfigError
-        Another spelling.
+    Parameters
+    ----------
+    kind : str
+        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. Blocks of SIZE input columns, or one block as
+        wide as the layer, are rotated at run time, the weight against it.
+    seed : int
+        Seed of random rotations.
     """
-    kind, _, size = spec.partition(":")
-    if spec == "none":
-        return None
-    if kind not in KINDS or (size and not size.isdigit()):
-        raise ConfigError(f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {spec!r}")
-    return Rotation(dim, kind, min(int(size), dim) if size else dim, seed)
+
+    kind: str = setting("none", metavar="KIND")
+    seed: int = setting(0, at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, _, size = self.kind.partition(":")
+        if self.kind != "none" and (
+            kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
+        ):
+            raise ConfigError(
+                f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
+            )
+
+    def of(self, dim: int) -> Rotation | None:
+        """The rotation of a layer of `dim` input columns, or None."""
+        kind, _, size = self.kind.partition(":")
+        return None if kind == "none" else Rotation(dim, kind, min(int(size or dim), dim), self.seed)

@@ -61,7 +61,13 @@ def test_bytes_of_prompts_are_those_of_the_tokens_that_are_kept(tmp_path):
     [
         ("a.txt", b"abc", "3 tokens make no window of 8"),
         ("b.txt", b"\xff\xfe", "not UTF-8 text"),
-        ("c.jsonl", b"{]", "line 1: not JSON"),
+        ("c.jsonl", b"{]", "line 1: not valid JSON"),
+        (
+            "k.jsonl",
+            b'{"text": ' + b"[" * 9000 + b"]" * 9000 + b"}",
+            "line 1: not valid JSON .more than 64 levels",
+        ),
+        ("l.jsonl", rb'{"text": "\ud800"}', "line 1: not valid JSON .*surrogates not allowed"),
         ("d.jsonl", b'{"body": "x"}', "no field 'text'"),
         ("e.jsonl", b"", "no token sequences"),
         ("f.jsonl", b'{"text": ""}', "prompt 0 is empty"),

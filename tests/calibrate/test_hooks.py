@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
+import loopq
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.hooks import Observer, find_input_groups
-from loopq.calibrate.select import select, treat
-from loopq.errors import CalibrationError, ConfigError, NonFiniteError
+from loopq.calibrate.select import select
+from loopq.errors import CalibrationError, NonFiniteError
 
 
 def _batch(tokens, n=2):
@@ -161,21 +162,6 @@ def test_input_groups_of_separate_projections(tokens):
     assert groups == {"q.weight": "q.weight", "k.weight": "q.weight", "o.weight": "o.weight"}
 
 
-def test_patterns_must_match(tiny):
-    parameters = tiny.system.shared_parameters(3)
-    with pytest.raises(ConfigError, match="matches no shared parameter"):
-        treat(parameters, (), ("*nothing*",))
-    with pytest.raises(ConfigError, match="nothing is left"):
-        treat(parameters, (), ("*",))
-    kept = treat(parameters, (), ("*adapter*",))
-    assert [p.treatment for p in kept] == ["dense"] + ["gptq"] * 8
-    for treatment in ("dense", "rtn"):
-        first = dataclasses.replace(parameters[0], treatment=treatment, reason="outside the loop")
-        assert treat([first, *parameters[1:]], (), ())[0].treatment == treatment
-        included = treat([first, *parameters[1:]], (first.name,), ())[0]
-        assert (included.treatment, included.reason) == ("gptq", "")
-
-
 def test_initial_states_do_not_depend_on_the_batch(tiny, tokens):
     together = tiny.system.initial_state(_batch(tokens, 3), None)
     alone = [tiny.system.initial_state(b, None) for b in tokens.take(0, 3).batches(1)]
@@ -183,3 +169,13 @@ def test_initial_states_do_not_depend_on_the_batch(tiny, tokens):
     before = torch.random.get_rng_state()
     tiny.system.rollout(_batch(tokens), 3)
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_the_weight_that_is_not_finite_is_named_where_activations_show_it(loaded, tokens):
+    with torch.no_grad():
+        loaded.model.get_parameter("transformer.core_block.0.mlp.fc.weight")[0, 0] = float("nan")
+    with pytest.raises(
+        NonFiniteError,
+        match=r"core_block\.0\.mlp\.proj.*own transformer\.core_block\.0\.mlp\.fc\.weight holds NaN",
+    ):
+        loopq.quantize(loaded, tokens)

@@ -7,9 +7,8 @@ import pytest
 
 import loopq._native as native
 from loopq.checkpoint.files import float_to_raw
-from loopq.config import LayerConfig
 from loopq.errors import ConfigError
-from loopq.quantizers.base import core_scale_dtype
+from loopq.grid import Grid
 
 RNG = np.random.default_rng(5)
 WEIGHT = RNG.standard_t(4, (48, 96)).astype(np.float32)
@@ -58,10 +57,10 @@ def test_codes_are_the_nearest_for_the_stored_scales():
 
 
 def test_settings():
-    assert core_scale_dtype(LayerConfig(scale_dtype="bfloat16", scale_bits=5)) == "bfloat16:5"
-    assert core_scale_dtype(LayerConfig()) == "float16"
+    assert Grid(scale_dtype="bfloat16", scale_bits=5).core_scale_dtype == "bfloat16:5"
+    assert Grid().core_scale_dtype == "float16"
     with pytest.raises(ConfigError, match="between 1 and 8, the significant bits of bfloat16"):
-        LayerConfig(scale_dtype="bfloat16", scale_bits=9)
+        Grid(scale_dtype="bfloat16", scale_bits=9)
     for wrong in ("bfloat16:9", "bfloat16:0", "bfloat16:", "int8:3", "bfloat16:five"):
         with pytest.raises(ConfigError, match="scale_dtype"):
             native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype=wrong)

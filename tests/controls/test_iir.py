@@ -1,9 +1,7 @@
-"""The filter table of the paper, every row, and what another realisation of the same poles does."""
+"""Every row of Li, Table 20, and what another realisation of the same poles does."""
 
 import numpy as np
 import pytest
-
-pytest.importorskip("scipy.signal", reason="the filter designs need SciPy: pip install 'loopq[report]'")
 
 from loopq.controls import iir
 from loopq.controls.rounding import round_signed

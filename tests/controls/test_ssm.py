@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from loopq.controls import ssm
 from loopq.errors import ConfigError, SystemContractError
@@ -62,8 +64,6 @@ def test_gaussian_error_has_its_norm():
 
 @pytest.fixture(scope="module")
 def mamba():
-    torch = pytest.importorskip("torch", reason="the Mamba class needs torch")
-    transformers = pytest.importorskip("transformers", reason="the Mamba class needs transformers")
     torch.manual_seed(0)
     config = transformers.MambaConfig(
         vocab_size=64,
@@ -83,8 +83,6 @@ def prompts():
 
 def test_captured_scan_gives_the_real_class_its_output(mamba, prompts):
     # `capture` compares with the model's own scan and refuses another one; here that it is exact.
-    import torch
-
     seen = []
     hook = mamba.backbone.layers[1].mixer.out_proj.register_forward_pre_hook(
         lambda m, i: seen.append(i[0][0])
@@ -148,7 +146,5 @@ def test_bad_input_says_what_is_wrong(mamba, prompts):
         ssm.component_study(mamba, [[1, 2, 3]], layers=[0])
     with pytest.raises(ConfigError, match="A_log, in_proj"):
         ssm.component_weight(mamba.backbone.layers[0].mixer, "conv1d")
-    import torch
-
     with pytest.raises(SystemContractError, match="no selective-scan layer"):
         ssm.find_mixers(torch.nn.Linear(2, 2))

@@ -1,15 +1,15 @@
-"""Arms, interventions and displacements on a linear loop, against closed forms."""
+"""Injections, interventions and displacements on a linear loop, against closed forms."""
 
 import numpy as np
 import pytest
 import torch
-from looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
-from loopq.config import LayerConfig
 from loopq.diagnose import displacement, exposure, feedback, rollouts, weights
 from loopq.errors import ConfigError, NonFiniteError
+from loopq.quantizers.config import LayerConfig
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
-INT4 = LayerConfig(bits=4, group_size=-1)
+INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_weights_come_back_bit_for_bit_also_after_an_error(system):
     new = {"adapter.weight": np.zeros((6, 12), np.float32)}
 
     def fail():
-        with weights.replaced(system, new):
+        with under(system, new):
             assert (system.model.adapter.weight == 0).all()
             raise RuntimeError("on purpose")
 
@@ -41,11 +41,11 @@ def test_bad_weights_are_refused_before_anything_is_changed(system):
     bad = np.zeros((6, 6), np.float32)
     bad[2, 3] = np.nan
     for new, error, text in [
-        ({"adapter.weight": good, "head.weight": good}, ConfigError, "head.weight is no shared parameter"),
+        ({"adapter.weight": good, "head.weight": good}, ConfigError, "head.weight is not a shared parameter"),
         ({"adapter.weight": good, "core.weight": good}, ConfigError, r"shape \(6, 6\) is needed"),
         ({"adapter.weight": good, "core.weight": bad}, NonFiniteError, r"weight\[2, 3\]"),
     ]:
-        with pytest.raises(error, match=text), weights.replaced(system, new):
+        with pytest.raises(error, match=text), under(system, new):
             pass
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
 
@@ -69,13 +69,13 @@ def test_transposed_storage_is_written_transposed():
     assert (p.out_features, p.in_features) == (3, 6)
     np.testing.assert_array_equal(weights.weight_of(system, p), model.conv.weight.detach().numpy().T)
     new = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
-    with weights.replaced(system, {"conv.weight": new}, 1):
+    with under(system, {"conv.weight": new}, 1):
         np.testing.assert_array_equal(model.conv.weight.detach().numpy(), new.T)
         np.testing.assert_array_equal(weights.weight_of(system, p), new)
 
 
 def test_a_model_agrees_with_itself_and_kl_is_zero(system):
-    found = rollouts.run_arms(system, tokens(), 8, {"same": {}})["same"]
+    found = rollouts.run_variants(system, tokens(), 8, {"same": {}})["same"]
     assert (found.agreement == 1).all()
     assert (found.kl == 0).all()
     assert (found.state_error == 0).all()
@@ -96,19 +96,19 @@ def test_kl_is_positive_unless_equal():
 def test_unpaired_states_disagree_at_first_and_forget(system):
     # A contraction forgets its initial state: agreement of two unchanged runs rises to 1.
     data = tokens(n_prompts=6, n_tokens=40)
-    found = rollouts.run_arms(system, data, 60, {"same": {}}, arm_seed=9)["same"].curve("agreement")
+    found = rollouts.run_variants(system, data, 60, {"same": {}}, variant_seed=9)["same"].curve("agreement")
     assert found[0] < 0.95
     assert found[-1] == 1.0
 
 
-def test_arm_sets_partition_the_layers_and_the_noise_has_its_norm(system):
-    arms = exposure.arm_weights(system, 8, INT4, rounder=numpy_rounder)
-    assert set(arms["exposed"]) | set(arms["core"]) == set(arms["all"])
-    assert not set(arms["exposed"]) & set(arms["core"])
-    for name, value in arms["exposed"].items():
-        np.testing.assert_array_equal(value, arms["all"][name])
+def test_injected_sets_partition_the_layers_and_the_noise_has_its_norm(system):
+    variants = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)
+    assert set(variants["exposed"]) | set(variants["core"]) == set(variants["all"])
+    assert not set(variants["exposed"]) & set(variants["core"])
+    for name, value in variants["exposed"].items():
+        np.testing.assert_array_equal(value, variants["all"][name])
     weight = system.model.adapter.weight.detach().numpy()
-    norms = [np.linalg.norm(arms[a]["adapter.weight"] - weight) for a in ("exposed", "gaussian")]
+    norms = [np.linalg.norm(variants[v]["adapter.weight"] - weight) for v in ("exposed", "gaussian")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
@@ -160,19 +160,19 @@ def test_adapter_output_ratio_of_a_known_map():
 
 
 def test_full_feedback_is_the_natural_rollout_bit_for_bit(system):
-    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
     (batch,) = tokens().batches(8)
     reference = rollouts.trace(system, batch, 8)
-    natural = rollouts.run_under(system, batch, 8, arms, None).states[-1]
-    with weights.replaced(system, arms):
+    natural = rollouts.run_under(system, batch, 8, changed, None).states[-1]
+    with under(system, changed):
         assert torch.equal(feedback.intervened(system, batch, 8, reference, 1.0), natural)
 
 
 def test_no_feedback_is_the_error_of_one_step(system):
-    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
     (batch,) = tokens().batches(8)
     reference = rollouts.trace(system, batch, 8)
-    with weights.replaced(system, arms):
+    with under(system, changed):
         found = feedback.intervened(system, batch, 8, reference, 0.0)
         single = system.step(reference.states[7], system.embed(batch), 7, 8)
     assert torch.equal(found, single)
@@ -181,8 +181,8 @@ def test_no_feedback_is_the_error_of_one_step(system):
 @pytest.mark.parametrize("strength", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_feedback_follows_the_closed_form(system, strength):
     # e_{t+1} = D(s_t) + lambda J^ e_t with D the map's error: e_N = sum_j (lambda J^)^j D(s_{N-1-j}).
-    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
-    new = arms["adapter.weight"].astype(np.float64)
+    changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    new = changed["adapter.weight"].astype(np.float64)
     (batch,) = tokens(n_prompts=1).batches(8)
     reference = rollouts.trace(system, batch, 8)
     states = [s[0].numpy() for s in reference.states]
@@ -193,7 +193,7 @@ def test_feedback_follows_the_closed_form(system, strength):
         for t in range(8)
     ]
     expected = sum(defects[7 - k] @ np.linalg.matrix_power(strength * j, k).T for k in range(8))
-    with weights.replaced(system, arms):
+    with under(system, changed):
         found = feedback.intervened(system, batch, 8, reference, strength)[0].numpy()
     np.testing.assert_allclose(found - states[8], expected, atol=1e-12)
 
@@ -218,13 +218,13 @@ def test_error_rises_with_feedback_where_errors_add_up():
 
 
 def test_split_columns_partition_the_error(system):
-    arms = feedback.split_weights(system, 8, INT4, numpy_rounder)
-    assert set(arms) == {"all columns", "state columns", "embedding columns"}
+    variants = feedback.split_weights(system, 8, INT4, numpy_rounder)
+    assert set(variants) == {"all columns", "state columns", "embedding columns"}
     weight = weights.weight_of(system, system.shared_parameters(8)[0])
-    parts = [arms[f"{b} columns"]["adapter.weight"] - weight for b in ("state", "embedding")]
+    parts = [variants[f"{b} columns"]["adapter.weight"] - weight for b in ("state", "embedding")]
     np.testing.assert_array_equal(parts[0][:, 6:], 0)
     np.testing.assert_array_equal(parts[1][:, :6], 0)
-    np.testing.assert_allclose(sum(parts), arms["all columns"]["adapter.weight"] - weight, atol=1e-7)
+    np.testing.assert_allclose(sum(parts), variants["all columns"]["adapter.weight"] - weight, atol=1e-7)
 
 
 def test_feedback_study_is_plain_data(system):
@@ -281,7 +281,7 @@ def test_contraction_bound_holds_on_a_linear_loop():
     assert modulus < 1
     (batch,) = data.batches(1)
     star = rollouts.trace(system, batch, 100, read=()).states[-1]
-    with weights.replaced(system, new):
+    with under(system, new):
         defect = float((system.step(star, system.embed(batch), 0, 1) - star).detach().norm())
     bound = displacement.contraction_bound(defect, modulus)
     assert found.distance.max() <= bound * (1 + 1e-9)
@@ -296,5 +296,7 @@ def test_feedback_without_exposed_layers_rounds_all():
         def shared_parameters(self, n_steps):
             return BlindSystem(self.model).shared_parameters(n_steps)
 
-    arms = feedback.split_weights(Covered(LinearLoop()), 8, INT4, numpy_rounder)
-    assert {name: sorted(w) for name, w in arms.items()} == {"all columns": ["adapter.weight", "core.weight"]}
+    variants = feedback.split_weights(Covered(LinearLoop()), 8, INT4, numpy_rounder)
+    assert {name: sorted(w) for name, w in variants.items()} == {
+        "all columns": ["adapter.weight", "core.weight"]
+    }

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
-from loopq.config import LayerConfig
 from loopq.diagnose import perturbation, rollouts, sensitivity, weights
 from loopq.errors import ConfigError
+from loopq.quantizers.config import LayerConfig
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
-INT4 = LayerConfig(bits=4, group_size=-1)
+INT4 = LayerConfig.of(bits=4, group_size=-1)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_ablation_averages_over_all_steps(system):
     data = tokens(n_prompts=4, n_tokens=30)
     found = sensitivity.ablation(system, data, 6, INT4, rounder=numpy_rounder)["adapter.weight"]
     new = weights.rounded(system, system.shared_parameters(6)[:1], INT4, numpy_rounder)
-    run = rollouts.run_arms(system, data, 6, {"a": new})["a"]
+    run = rollouts.run_variants(system, data, 6, {"a": new})["a"]
     assert found["changed"] == pytest.approx(1 - run.agreement.mean())
     assert found["changed_last"] == pytest.approx(1 - run.agreement[:, -1].mean())
     assert found["changed"] > 0
@@ -119,7 +119,7 @@ def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
 
     plain = loss()
     new = (weights.weight_of(system, system.shared_parameters(4)[0]) + found).astype(np.float32)
-    with weights.replaced(system, {"adapter.weight": new}):
+    with under(system, {"adapter.weight": new}):
         assert loss() < plain
 
 
@@ -157,7 +157,7 @@ def test_perturbation_study_compares_places_at_one_norm(system):
     assert len(low_rank) == 2 * (2 + 1)
     assert all(r["norm"] == pytest.approx(found["norm"]) for r in low_rank)
     assert all(0 <= r["agreement"] <= 1 for r in found["rows"])
-    with pytest.raises(ConfigError, match="no exposed layer"):
+    with pytest.raises(ConfigError, match="needs an exposed layer"):
         perturbation.perturbation_study(BlindSystem(LinearLoop()), tokens(), 4, INT4, rounder=numpy_rounder)
     with pytest.raises(ConfigError, match="single-step"):
         perturbation.trained_low_rank(BlindSystem(LinearLoop()), tokens(), 4, ["core.weight"], 1.0)

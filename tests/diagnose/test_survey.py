@@ -5,13 +5,11 @@ import json
 
 import numpy as np
 import pytest
-from looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
-pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip install 'loopq[report]'")
-
-from loopq.config import DiagnoseConfig
 from loopq.diagnose import rank, sections, survey, verdict
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError, MissingExtraError
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_directions=4, n_updates=2,
@@ -84,7 +82,7 @@ def test_estimate_is_told_before_the_run(whole):
     # 2 prompts, 2 layers and the reference at two settings, and the inputs of gain and trace.
     assert estimate["sections"]["ablation"]["n_prompt_rollouts"] == 2 * 8
     assert estimate["hessian_bytes"] == 8 * 16 * 17 * 5 + 8 * 8 * 9 * 5
-    assert {"hessians", "ranks", "ablation", "arms", "jacobian", "bypass"} <= set(notes.stages)
+    assert {"hessians", "ranks", "ablation", "paired", "unpaired", "jacobian", "bypass"} <= set(notes.stages)
     assert {"feedback grouped", "feedback per channel"} <= set(notes.stages)
 
 
@@ -133,7 +131,7 @@ def test_systems_without_steps_say_what_is_missing_and_do_the_rest():
     assert "single-step function" in reasons["jacobian"]
     assert "Jacobian" in reasons["jacobian"]
     assert "identity path" in reasons["perturbation"]
-    assert set(found["sections"]) == {"ranks", "ablation", "arms", "groups"}
+    assert set(found["sections"]) == {"ranks", "ablation", "injection", "groups"}
     assert found["layers"][0]["verdict"]["exposed"] is False
 
 
@@ -147,7 +145,7 @@ def test_parts_that_a_system_cannot_have_are_named():
         tokens(n_tokens=12),
         5,
         config=QUICK,
-        only=["ablation", "arms"],
+        only=["ablation", "injection"],
         threads=1,
     )
     reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
@@ -159,7 +157,7 @@ def test_parts_that_a_system_cannot_have_are_named():
     assert ranked["unavailable"] == []
 
 
-def test_finished_sections_are_taken_over(tmp_path, monkeypatch):
+def test_finished_sections_are_resumed(tmp_path, monkeypatch):
     system, data = LinearSystem(LinearLoop(width=8)), tokens(n_tokens=12)
     arguments = {"config": QUICK, "only": ["ranks", "groups"], "work": tmp_path, "threads": 1}
 
@@ -170,18 +168,19 @@ def test_finished_sections_are_taken_over(tmp_path, monkeypatch):
         patch.setitem(sections.SECTIONS, "groups", broken)
         with pytest.raises(KeyboardInterrupt):
             survey.diagnose(system, data, 5, **arguments)
-    assert [p.name for p in tmp_path.iterdir()] == ["ranks.json"]
-    stamp = (tmp_path / "ranks.json").stat().st_mtime_ns
+    (saved,) = (p for p in tmp_path.rglob("*") if p.is_file())
+    assert saved.name == "ranks.safetensors"
+    stamp = saved.stat().st_mtime_ns
     notes = Notes()
     found = survey.diagnose(system, data, 5, **arguments, progress=notes)
-    assert any("taken from" in n for n in notes.notes)
-    assert (tmp_path / "ranks.json").stat().st_mtime_ns == stamp
+    assert any("read from" in n for n in notes.notes)
+    assert saved.stat().st_mtime_ns == stamp
     fresh = survey.diagnose(system, data, 5, **(arguments | {"work": None}))
     assert found["sections"] == fresh["sections"]
     other = arguments | {"config": dataclasses.replace(QUICK, bits=3)}
     again = Notes()
     survey.diagnose(system, data, 5, **other, progress=again)
-    assert not any("taken from" in n for n in again.notes)
+    assert not any("read from" in n for n in again.notes)
 
 
 def test_unknown_sections_are_refused():
@@ -232,14 +231,14 @@ OURO = ranks_of(1, [974, 1100, 1194], share=0.995, total=1)
 @pytest.mark.parametrize(
     ("ranks", "blind", "dominated", "text"),
     [
-        (OURO, True, True, "Sees 1 of 5,632 directions at step 0"),
+        (OURO, True, True, "Its input has 1 of 5,632 directions at step 0"),
         (OURO, True, True, "one-step calibration will mislead"),
         (OURO, True, True, "99.5 % of the energy"),
         (ranks_of(43, [259, 363, 361], dim=10560), True, False, "will mislead the solver"),
-        (ranks_of(65, [70, 80, 89], dim=17920), False, False, "already shows most"),
+        (ranks_of(65, [70, 80, 89], dim=17920), False, False, "already covers most"),
         (ranks_of(2000, [4500, 4600], dim=5280), False, False, "misses part"),
         (ranks_of(2111, [900, 800], dim=5280), False, False, "more than the 850"),
-        (ranks_of(7, [], dim=10), False, False, "one step only"),
+        (ranks_of(7, [], dim=10), False, False, "at one step only"),
     ],
 )  # fmt: skip
 def test_verdicts_in_plain_words(ranks, blind, dominated, text):
@@ -248,25 +247,25 @@ def test_verdicts_in_plain_words(ranks, blind, dominated, text):
     assert text in found["text"]
 
 
-def test_verdict_of_unsurveyed_and_exposed_layers():
+def test_verdict_of_unmeasured_and_exposed_layers():
     found = verdict.judge(LAYER | {"reason": "data-independent"}, None)
     assert found["blind"] is None
-    assert "not surveyed (data-independent)" in found["text"]
+    assert "not measured (data-independent)" in found["text"]
     exposed = LAYER | {"exposed": True, "feedback_ratio": 1.989}
     assert "1.99 times that of one step" in verdict.judge(exposed, None)["text"]
     noise = LAYER | {"noise": {"overlap": 0.0057, "chance": 0.00606}}
-    assert "state half is noise: it shares 0.6 %" in verdict.judge(noise, None)["text"]
+    assert "state half is noise: 0.6 %" in verdict.judge(noise, None)["text"]
     assert "adds little" in verdict.judge(exposed | {"feedback_ratio": 1.01}, None)["text"]
     hidden = LAYER | {
         "ablation": {"place": 2, "of": 6, "setting": "INT4 g128", "changed": None, "output_error_last": 0.03}
     }
-    assert "moves the output by 3 % (place 2 of 6)" in verdict.judge(hidden, None)["text"]
+    assert "moves the output by 3 % (ranked 2 of 6)" in verdict.judge(hidden, None)["text"]
 
 
 def test_wide_layers_are_counted_at_a_few_steps_only():
-    assert sections.steps_to_count(32, 128) == list(range(32))
-    assert sections.steps_to_count(32, 10_560) == [0, 1, 4, 8, 16, 31]
-    assert sections.steps_to_count(1, 10_560) == [0]
+    assert rank.steps_to_count(32, 128) == list(range(32))
+    assert rank.steps_to_count(32, 10_560) == [0, 1, 4, 8, 16, 31]
+    assert rank.steps_to_count(1, 10_560) == [0]
 
 
 def test_not_finite_numbers_become_none():

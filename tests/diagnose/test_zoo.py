@@ -1,18 +1,18 @@
-"""The diagnoses on the model that ships with the package: what the paper says, as far as it shows here."""
+"""The diagnoses on the model that ships with the package: findings of Li, Sec. 3 and 4, as far as they show here."""
 
 import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("scipy.sparse.linalg", reason="Arnoldi needs SciPy: pip install 'loopq[report]'")
-
 from loopq import zoo
 from loopq.calibrate.data import windows
-from loopq.config import DiagnoseConfig, LayerConfig
 from loopq.diagnose import exposure, feedback, rollouts, sensitivity, spectral, survey, weights
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.quantizers.config import LayerConfig
 from loopq.systems.load import load_model
+from tests.support.looptoys import under
 
-PER_CHANNEL = LayerConfig(method="rtn", bits=4, group_size=-1)
+PER_CHANNEL = LayerConfig.of(method="rtn", scale_search="max", bits=4, group_size=-1)
 ADAPTER = "transformer.adapter.weight"
 
 
@@ -32,21 +32,21 @@ def prompts(loaded):
 
 
 def test_full_feedback_is_the_natural_rollout_bit_for_bit(system, prompts):
-    arms = feedback.split_weights(system, 8, PER_CHANNEL)["all columns"]
+    changed = feedback.split_weights(system, 8, PER_CHANNEL)["all columns"]
     (batch,) = prompts.batches(8)
     reference = rollouts.trace(system, batch, 8)
-    natural = rollouts.run_under(system, batch, 8, arms, None).states[-1]
-    with weights.replaced(system, arms):
+    natural = rollouts.run_under(system, batch, 8, changed, None).states[-1]
+    with under(system, changed):
         assert torch.equal(feedback.intervened(system, batch, 8, reference, 1.0), natural)
     with torch.no_grad():
         torch.testing.assert_close(reference.outputs[8], system.rollout(batch, 8))
 
 
-def test_arms_with_paired_and_unpaired_states(system, prompts):
+def test_injections_with_paired_and_unpaired_states(system, prompts):
     found = exposure.controlled_injection(system, prompts, 8, PER_CHANNEL)
     paired, unpaired = found["paired"], found["unpaired"]
     assert paired["none"]["agreement"] == [1.0] * 8
-    # As the paper's two bf16 runs: most tokens differ at first, nearly none at the end.
+    # As the two bf16 runs of Li, Table 3: many tokens differ at first, nearly none at the end.
     assert unpaired["none"]["agreement"][0] < 0.8
     assert unpaired["none"]["agreement"][-1] > 0.97
     assert 0 < paired["exposed"]["state_error"][-1] < paired["all"]["state_error"][-1]
@@ -63,8 +63,8 @@ def test_adapter_costs_most_with_one_scale_per_row(system, prompts):
 
 
 def test_feedback_adds_to_the_error(system, prompts):
-    arms = feedback.split_weights(system, 8, PER_CHANNEL)["all columns"]
-    curve = feedback.feedback_curve(system, prompts, 8, arms, lambdas=(0, 0.5, 1), seeds=(0, 1)).to_json()
+    changed = feedback.split_weights(system, 8, PER_CHANNEL)["all columns"]
+    curve = feedback.feedback_curve(system, prompts, 8, changed, lambdas=(0, 0.5, 1), seeds=(0, 1)).to_json()
     assert curve["ratio"]["low"] > 1.0
     assert curve["error"][2] > curve["error"][1]
 

@@ -1,7 +1,7 @@
-"""Codes and scales of every method and calibration mode on one small model, as checksums that no refactoring may change.
+"""Codes and scales of every method and calibration mode on one small model, as checksums for refactoring.
 
-The model computes with small whole numbers over powers of two, so that its full-precision rollouts have the same bits on
-every processor. `python -m tests.golden.quantized` writes the record `quantized.json` and `quantized.npz` anew.
+The model computes with small whole numbers over powers of two, so that its full-precision rollouts have the same bits
+on every processor. `python -m tests.golden.quantized` writes the record `quantized.json` and `quantized.npz` anew.
 """
 
 from __future__ import annotations
@@ -87,50 +87,51 @@ def machine():
     return f"{names[0] if names else platform.processor()}, torch {torch.__version__}, numpy {np.__version__}"
 
 
-G = {"group_size": 16}
-FULL = {"method": "full", "damping_kind": "diagonal", **G, "bits": 3}
+PAPER = {"method": "gptq", "scale_search": "max"}
+G = {**PAPER, "group_size": 16}
+FULL = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal", "group_size": 16, "bits": 3}
 LOOP = {**FULL, "metric": "loop"}
 EXACT = {
-    **{f"rtn-{b}": {"method": "rtn", "bits": b, **G} for b in (2, 3, 4, 8)},
-    "rtn-mse": {"method": "rtn", "bits": 3, "scale_search": "mse", **G},
-    "rtn-asymmetric": {"method": "rtn", "bits": 3, "symmetric": False, **G},
-    "rtn-channel": {"method": "rtn", "bits": 4, "group_size": -1},
-    **{f"gptq-{b}": {"bits": b, **G} for b in (2, 3, 4, 8)},
-    "gptq-channel": {"bits": 4, "group_size": -1},
-    "gptq-ragged": {"bits": 4, "group_size": 20},
-    "gptq-asymmetric": {"bits": 3, "symmetric": False, **G},
-    "gptq-static": {"bits": 3, "scales": "static", **G},
-    "gptq-order": {"bits": 3, "scales": "static", "act_order": True, **G},
-    "gptq-mse": {"bits": 3, "scale_search": "mse", **G},
-    "gptq-float32": {"bits": 3, "precision": "float32", **G},
-    "gptq-block": {"bits": 3, "block_size": 5, **G},
-    "gptq-scale-bits": {"bits": 4, "scale_dtype": "bfloat16", "scale_bits": 5, **G},
-    "gptq-scale-float32": {"bits": 4, "scale_dtype": "float32", **G},
-    "gptq-damping": {"bits": 3, "damping": 0.1, **G},
-    **{f"gptq-damping-{k}": {"bits": 3, "damping_kind": k, **G} for k in ("median", "diagonal", "tail")},
+    **{f"rtn-{b}": {**G, "method": "rtn", "bits": b} for b in (2, 3, 4, 8)},
+    "rtn-mse": {**G, "method": "rtn", "bits": 3, "scale_search": "mse"},
+    "rtn-asymmetric": {**G, "method": "rtn", "bits": 3, "symmetric": False},
+    "rtn-channel": {**PAPER, "method": "rtn", "bits": 4, "group_size": -1},
+    **{f"gptq-{b}": {**G, "bits": b} for b in (2, 3, 4, 8)},
+    "gptq-channel": {**PAPER, "bits": 4, "group_size": -1},
+    "gptq-ragged": {**PAPER, "bits": 4, "group_size": 20},
+    "gptq-asymmetric": {**G, "bits": 3, "symmetric": False},
+    "gptq-static": {**G, "bits": 3, "scales": "static"},
+    "gptq-order": {**G, "bits": 3, "scales": "static", "act_order": True},
+    "gptq-mse": {**G, "bits": 3, "scale_search": "mse"},
+    "gptq-float32": {**G, "bits": 3, "precision": "float32"},
+    "gptq-block": {**G, "bits": 3, "block_size": 5},
+    "gptq-scale-bits": {**G, "bits": 4, "scale_dtype": "bfloat16", "scale_bits": 5},
+    "gptq-scale-float32": {**G, "bits": 4, "scale_dtype": "float32"},
+    "gptq-damping": {**G, "bits": 3, "damping": 0.1},
+    **{f"gptq-damping-{k}": {**G, "bits": 3, "damping_kind": k} for k in ("median", "diagonal", "tail")},
     **{
-        f"gptq-steps-{n}": {"bits": 3, "steps": s, **G}
+        f"gptq-steps-{n}": {**G, "bits": 3, "steps": s}
         for n, s in (("first", "first"), ("skip-first", "1:"), ("last", "3"))
     },
     **{
-        f"gptq-weights-{w}": {"bits": 3, "step_weights": w, **G}
+        f"gptq-weights-{w}": {**G, "bits": 3, "step_weights": w}
         for w in ("trace", "balanced", "loss", "minimax", "alpha=1/2")
     },
-    "gptq-equal-rows": {"bits": 3, "inputs": "equal-rows", **G},
-    "gptq-memory": {"bits": 3, "memory": 40_000, **G},
-    "gptq-exclude": {"bits": 3, "exclude": ("k.weight",), **G},
+    "gptq-equal-rows": {**G, "bits": 3, "inputs": "equal-rows"},
+    "gptq-memory": {**G, "bits": 3, "memory": 40_000},
+    "gptq-exclude": {**G, "bits": 3, "exclude": ("k.weight",)},
     "gptq-overrides": {
         "bits": 3,
         **G,
         "overrides": (
             loopq.Override("adapter.weight", {"bits": 8, "steps": "first"}),
             loopq.Override("re:^[qkv]", {"method": "rtn", "group_size": 8}),
-            loopq.Override("fc.weight", {"method": "full", "damping_kind": "diagonal"}),
+            loopq.Override("fc.weight", {"method": "gptq-cd", "damping_kind": "diagonal"}),
             loopq.Override("proj.weight", {"symmetric": False, "step_weights": "trace"}),
         ),
     },
-    "awq": {"method": "awq", "bits": 3, **G},
-    "awq-first": {"method": "awq", "bits": 3, "steps": "first", **G},
+    "awq": {**G, "method": "awq", "bits": 3},
+    "awq-first": {**G, "method": "awq", "bits": 3, "steps": "first"},
     "full": FULL,
     "full-4": {**FULL, "bits": 4, "damping_kind": "mean"},
     "full-asymmetric": {**FULL, "symmetric": False},
@@ -140,20 +141,20 @@ EXACT = {
 }
 #: Products by NumPy or torch whose last bits depend on the processor: elsewhere nearly all codes agree.
 ROUNDED = {
-    "gptq-hadamard": {"bits": 3, "rotation": "hadamard:8", **G},
-    "gptq-random": {"bits": 3, "rotation": "random", "rotation_seed": 2, **G},
+    "gptq-hadamard": {**G, "bits": 3, "rotation": "hadamard:8"},
+    "gptq-random": {**G, "bits": 3, "rotation": "random", "rotation_seed": 2},
     "full-hadamard": {**FULL, "rotation": "hadamard:8"},
-    "gptq-closed-loop": {"bits": 3, "inputs": "closed-loop", **G},
-    "gptq-asymmetric-inputs": {"bits": 3, "inputs": "asymmetric", **G},
+    "gptq-closed-loop": {**G, "bits": 3, "inputs": "closed-loop"},
+    "gptq-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric"},
     "full-asymmetric-inputs": {**FULL, "inputs": "asymmetric", "alpha": 0.5, "sweeps": 2},
-    "weights-asymmetric-inputs": {"bits": 3, "inputs": "asymmetric", "step_weights": "loss", **G},
-    "gptq-validated": {"bits": 3, "step_weights": "validated", **G},
+    "weights-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric", "step_weights": "loss"},
+    "gptq-validated": {**G, "bits": 3, "step_weights": "validated"},
     "loop": LOOP,
     "loop-2": {**LOOP, "bits": 2},
     "loop-passes": {**LOOP, "passes": 2, "metric_draws": 2},
     "loop-memory": {**LOOP, "memory": 40_000},
     "loop-asymmetric-inputs": {**LOOP, "inputs": "asymmetric"},
-    "best": {"preset": "best", "bits": 4, **G},
+    "best": {"preset": "best", "bits": 4, "group_size": 16},
 }
 
 
@@ -167,18 +168,18 @@ def solved(case):
 
 def beyond():
     """Cases whose settings are objects: bits under a budget, tuning by gradient."""
-    from loopq.config import AllocateConfig
-    from loopq.tune.tuner import TuneConfig
+    from loopq.gradients.tuner import Tune
+    from loopq.run.allocate import Allocate
 
     few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4}
     return {
-        "allocate-ablation": {**G, "allocate": AllocateConfig(4.0, **few)},
-        "allocate-fisher": {**G, "allocate": AllocateConfig(3500, score="fisher", **few)},
-        "tune-scales": {"bits": 3, **G, "tune": TuneConfig("scales", n_updates=12, every=4, scale_rate=0.02)},
+        "allocate-ablation": {**G, "allocate": Allocate(4.0, **few)},
+        "allocate-fisher": {**G, "allocate": Allocate(3500, score="fisher", **few)},
+        "tune-scales": {"bits": 3, **G, "tune": Tune("scales", n_updates=12, every=4, scale_rate=0.02)},
         "tune-codes": {
             "bits": 3,
             **G,
-            "tune": TuneConfig("codes", n_updates=12, every=4, scale_rate=0.02, code_rate=0.2),
+            "tune": Tune("codes", n_updates=12, every=4, scale_rate=0.02, code_rate=0.2),
         },
     }
 

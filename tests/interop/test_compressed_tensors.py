@@ -10,9 +10,8 @@ import pytest
 
 from loopq.checkpoint.convert import read_any, write_as
 from loopq.checkpoint.hf_folder import read_all_tensors
-
-from . import models
-from .environments import run
+from tests.support.interop import models
+from tests.support.interop.environments import run
 
 CT = "compressed-tensors"
 

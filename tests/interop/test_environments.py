@@ -2,7 +2,7 @@
 
 import pytest
 
-from . import environments
+from tests.support.interop import environments
 
 
 @pytest.fixture

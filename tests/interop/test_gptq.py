@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from loopq.checkpoint.convert import read_any, write_as
-
-from . import models
-from .environments import run
-
-# The fixtures run all cases in one process of the other environment.
-pytestmark = pytest.mark.timeout(1000)
+from tests.support.interop import models
+from tests.support.interop.environments import run
 
 
 @dataclasses.dataclass(frozen=True)

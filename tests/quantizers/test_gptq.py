@@ -5,25 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loopq.calibrate.collect import Collection, HessianSet
-from loopq.calibrate.select import select
-from loopq.config import LayerConfig
-from loopq.errors import SolveError
-from loopq.quantizers import QUANTIZERS, Problem
-from tests.quantizers.reference import gptq
-
-
-def solve(method, weight, hessian, **settings):
-    return QUANTIZERS.get(method)(
-        Problem("layer.weight", weight, hessian, LayerConfig(method=method, **settings), "out_in", 2, {})
-    )
-
-
-def correlated(rng, d, rows=None):
-    """A Hessian with a few strong directions, as activations have them."""
-    x = rng.normal(size=(rows or 2 * d, d)) @ (np.eye(d) + 0.5 * rng.normal(size=(d, d)) / np.sqrt(d))
-    x += 3 * rng.normal(size=(len(x), 1)) * rng.normal(size=d)
-    return x.T @ x
+import loopq
+from loopq.errors import ConfigError, SolveError
+from tests.support.gptq_reference import gptq
+from tests.support.problems import correlated, solve
+from tests.support.runs import run_of
 
 
 def assert_same_codes(layer, codes, scale):
@@ -77,14 +63,12 @@ def test_asymmetric_codes_equal_the_reference():
 
 
 def test_codes_equal_the_reference_on_collected_hessians(tiny, tokens):
-    selection = select(tiny.system, tokens)
-    sums = HessianSet(
-        Collection(tiny.system, tokens, selection), {p.name: [0, 1, 2] for p in selection.input_groups}
-    )
+    run = run_of(tiny, tokens)
+    sums = run.sums()
     sums.run_pass(list(sums.steps))
-    for p in selection.observed:
+    for p in run.job.selection.observed:
         weight = tiny.system.parameter(p).detach().numpy()
-        hessian = sums.accumulators[selection.leaders[p.name]].matrix()
+        hessian = sums.accumulators[run.job.selection.leaders[p.name]].matrix()
         layer = solve("gptq", weight, hessian, bits=3, group_size=20, damping=0.01, scale_dtype="float32")
         codes, scale, _ = gptq(weight, hessian, bits=3, group_size=20, damping=0.01)
         assert_same_codes(layer, codes, scale)
@@ -113,13 +97,12 @@ def test_scaling_the_hessian_changes_no_code():
 def test_block_size_and_threads_change_no_code():
     rng = np.random.default_rng(3)
     weight, hessian = rng.normal(size=(40, 150)).astype(np.float32), correlated(rng, 150)
-    config = LayerConfig(bits=3, group_size=32)
-    gptq_ = QUANTIZERS.get("gptq")
-    plain = gptq_(Problem("x", weight, hessian, config, "out_in", 1, {}))
+    settings = {"bits": 3, "group_size": 32}
+    plain = solve("gptq", weight, hessian, threads=1, **settings)
     for block in (1, 7, 32, 100, 1000):
         for threads in (1, 2):
-            other = LayerConfig(bits=3, group_size=32, block_size=block)
-            assert gptq_(Problem("x", weight, hessian, other, "out_in", threads, {})).same_as(plain)
+            other = solve("gptq", weight, hessian, threads=threads, block_size=block, **settings)
+            assert other.same_as(plain)
 
 
 def test_permuting_rows_permutes_the_result():
@@ -157,11 +140,22 @@ def test_gptq_without_activations_is_an_error():
         solve("gptq", np.ones((2, 4), np.float32), None)
 
 
-def test_rtn_is_idempotent_and_within_half_a_step():
-    rng = np.random.default_rng(7)
-    weight = rng.normal(size=(16, 90)).astype(np.float32)
-    layer = solve("rtn", weight, None, bits=4, group_size=32, scale_dtype="float32")
-    again = solve("rtn", layer.dequantize(), None, bits=4, group_size=32, scale_dtype="float32")
-    np.testing.assert_array_equal(again.dequantize(), layer.dequantize())
-    step = np.repeat(layer.scales, [32, 32, 26], axis=1)
-    assert (np.abs(weight - layer.dequantize()) <= step * 0.5000001).all()
+def test_columns_in_the_order_of_their_energy_need_static_scales(tiny_folder, tokens, tmp_path):
+    with pytest.raises(ConfigError, match="act_order needs static scales"):
+        solve("gptq", np.ones((2, 4), np.float32), np.eye(4), act_order=True)
+    out = tmp_path / "ordered"
+    found = loopq.quantize(
+        tiny_folder, tokens, out=out, method="gptq", group_size=16, scales="static", act_order=True
+    )
+    plain = loopq.quantize(tiny_folder, tokens, method="gptq", group_size=16, scales="static")
+    assert any(not x.same_as(plain.layers[n]) for n, x in found.layers.items())
+    assert (out / "loopq.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("scales", "best"), ("scale_search", "l1"), ("precision", "float16"), ("block_size", 0)],
+)
+def test_settings_that_do_not_exist(field, value):
+    with pytest.raises(ConfigError, match=field):
+        solve("gptq", np.ones((2, 4), np.float32), np.eye(4), **{field: value})

@@ -1,4 +1,7 @@
-"""`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser."""
+"""`loopq demo --html`: the pages of the embedded model and of PL-BERT, small, in a real browser.
+
+They take half a minute each. What is quick is the same page of a small system: `test_page.py`.
+"""
 
 import html
 import json
@@ -6,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the page's figures need matplotlib: pip install 'loopq[report]'")
-pytest.importorskip("scipy", reason="the Jacobian needs SciPy: pip install 'loopq[report]'")
-
-from browser import check, needs_browser
-
 from loopq import demo
 from loopq.cli import main
-from loopq.config import DiagnoseConfig
 from loopq.diagnose import sections
-from loopq.reproduce.members import PLBERT, Sizes
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.reproduce.models import PLBERT, Sizes
+from tests.support.browser import check, needs_browser
 
 SMALL = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), n_directions=2, n_updates=1,
@@ -29,6 +28,7 @@ def make(monkeypatch, name, folder, data=None, **sizes):
     return demo.pages(folder, data=data)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_page_of_the_embedded_model(monkeypatch, tmp_path):
     (page,), left = make(monkeypatch, "huginn_small", tmp_path, seq_len=32)
@@ -39,9 +39,9 @@ def test_page_of_the_embedded_model(monkeypatch, tmp_path):
     check(page.read_text("utf-8"), tmp_path, n_figures=11)
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.data
-@pytest.mark.timeout(900)
 def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):
     # Ranks of the widest input at half of the steps: an eigenvalue problem of 2,048 takes seconds.
     monkeypatch.setattr(sections, "_MAX_DIM_ALL_STEPS", 1024)
@@ -53,7 +53,7 @@ def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_fol
     assert "hidden states and no logits" in reasons["agreement and KL"]
     assert "not drawn" in reasons["unpaired runs"]
     assert set(found["sections"]) == {
-        "ranks", "overlap", "ablation", "arms", "feedback", "groups", "displacement", "jacobian",
+        "ranks", "overlap", "ablation", "injection", "feedback", "groups", "displacement", "jacobian",
     }  # fmt: skip
     acceptance = found["sections"]["jacobian"]["acceptance"]
     assert acceptance["n_accepted"] == acceptance["n_maps"] == 2

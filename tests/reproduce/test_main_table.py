@@ -11,23 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from loopq import zoo  # noqa: E402
-from loopq.calibrate.data import TokenSet, from_ids  # noqa: E402
-from loopq.cli import main  # noqa: E402
-from loopq.errors import ConfigError  # noqa: E402
-from loopq.evaluate.compare import compare  # noqa: E402
-from loopq.progress import Line  # noqa: E402
-from loopq.reproduce import main_table, main_text  # noqa: E402
-from loopq.reproduce.main_table import ALL, ARMS, GRIDS, ONE, RTN, Settings, layer_class  # noqa: E402
-from loopq.reproduce.members import Member, Sizes, load_member  # noqa: E402
-from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states  # noqa: E402
-from loopq.systems.load import load_model  # noqa: E402
-
-from ..systems.models import CASES  # noqa: E402
-from ..systems.test_check import _loaded, _open  # noqa: E402
+import benches.zoo.models
+from benches.zoo.chains import QUESTION_LENGTH, marked
+from benches.zoo.store import save_model
+from loopq.calibrate.data import TokenSet, from_ids
+from loopq.cli import main
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import compare
+from loopq.progress import Line
+from loopq.reproduce import main_table, main_text
+from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
+from loopq.reproduce.models import PreparedModel, Sizes, data_folder, prepare_model, register_prompts
+from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states
+from loopq.systems.load import load_model
+from tests.support.systems import CASES, as_loaded, open_system
 
 TINY = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 64}
 SMALL = Settings(n_calibration=2, n_evaluation=3, seq_len=24, n_seeds=2, n_probe=4)
@@ -40,10 +39,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(folder: Path, kind: str, **changes: Any) -> str:
-    """Save a tiny model of the zoo and return its folder."""
+    """Save a tiny untrained model and return its folder."""
     torch.manual_seed(0)
-    model = zoo.model_class(f"loopq-zoo-{kind}").from_config({**TINY, **changes}).eval()
-    model.save(folder)
+    save_model(benches.zoo.models.build({"model_type": f"loopq-zoo-{kind}", **TINY, **changes}), folder)
     return str(folder)
 
 
@@ -52,106 +50,122 @@ def measure(name: str, **options: Any) -> dict[str, Any]:
 
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
-    found = measure(save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=3))
-    assert found["member"] == "tiny"
+    found = measure(save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=3))
+    assert found["model"] == "tiny"
     assert (found["system"], found["n_steps"], found["looped"]) == ("ouro", 3, True)
-    assert [(a["bits"], a["group_size"], a["arm"]) for a in found["arms"]] == [
-        (bits, group, arm) for bits, group in GRIDS for arm, _, _ in ARMS
+    assert [(a["bits"], a["group_size"], a["variant"]) for a in found["variants"]] == [
+        (bits, group, variant) for bits, group in GRIDS for variant, _, _ in VARIANTS
     ]
-    for arm in found["arms"]:
+    for variant in found["variants"]:
         # Rounding looks at no text, so it has one seed.
-        assert np.shape(arm["kl"]) == np.shape(arm["nll"]) == ((1 if arm["arm"] == RTN else 2), 3)
-        assert np.min(arm["kl"]) > 0
-    first, second = found["arms"][1]["kl"]
+        assert (
+            np.shape(variant["kl"])
+            == np.shape(variant["nll"])
+            == ((1 if variant["variant"] == RTN else 2), 3)
+        )
+        assert np.min(variant["kl"]) > 0
+    first, second = found["variants"][1]["kl"]
     assert first != second, "calibration seeds see the same prompts"
     assert len(found["full_precision"]) == 3
 
 
 def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny", "huginn", n_steps=3)
+    folder = save(tmp_path / "tiny", "huginn", mean_recurrence=3)
     found = measure(folder)
-    member = load_member(folder, Sizes(4, 4, 3, 24))
-    system = member.loaded.system
-    base = compare(system, {}, member.evaluation)[0]
+    model = prepare_model(folder, Sizes(4, 4, 3, 24))
+    system = model.loaded.system
+    base = compare(system, {}, model.evaluation)[0]
     assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
-    row = main_text.summarize_member(found)
+    row = main_text.summarize_model(found)
     assert row["bits_per_byte"]["estimate"] == pytest.approx(base.bits_per_byte)
     # A byte-level model: nats over ln 2 are bits of a byte.
-    arm = found["arms"][-1]
-    lost = (np.mean(arm["nll"]) - base.nll.mean()) / math.log(2)
-    assert row["grids"][1]["arms"][ALL]["bits_lost"]["estimate"] == pytest.approx(lost)
-    gap = row["grids"][1]["arms"][ALL]["gap_closed"]
-    assert gap["estimate"] == pytest.approx(1 - np.mean(arm["kl"]) / np.mean(found["arms"][3]["kl"]))
+    variant = found["variants"][-1]
+    lost = (np.mean(variant["nll"]) - base.nll.mean()) / math.log(2)
+    assert row["grids"][1]["variants"][ALL]["bits_lost"]["estimate"] == pytest.approx(lost)
+    gap = row["grids"][1]["variants"][ALL]["gap_closed"]
+    assert gap["estimate"] == pytest.approx(1 - np.mean(variant["kl"]) / np.mean(found["variants"][3]["kl"]))
     assert gap["low"] < gap["estimate"] < gap["high"]
 
 
 def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = main_table.solve_arm
+    plain = main_table.Run.solve_from
 
-    def watch(sums: Any, selection: Any, system: Any, config: Any, threads: int) -> Any:
+    def watch(run: Any, sums: Any, config: Any) -> Any:
         seen.append(config)
-        return plain(sums, selection, system, config, threads)
+        return plain(run, sums, config)
 
-    monkeypatch.setattr(main_table, "solve_arm", watch)
-    measure(save(tmp_path / "tiny", "rllama", n_steps=2, n_heads=4))
-    assert seen[0].for_layer("transformer.adapter.weight")[0].damping == 0.1
-    assert seen[0].for_layer("transformer.core_block.0.mlp.fc.weight")[0].damping == 0.01
+    monkeypatch.setattr(main_table.Run, "solve_from", watch)
+    measure(save(tmp_path / "tiny", "rllama", mean_recurrence=2, n_heads=4))
+    # Rounding, which has no damping, comes first.
+    assert seen[1].for_layer("transformer.adapter.weight").method.damping.fraction == 0.1
+    assert seen[1].for_layer("transformer.core_block.0.mlp.fc.weight").method.damping.fraction == 0.01
 
 
 def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
-    found = measure(save(tmp_path / "tiny", "control", n_steps=1))
+    found = measure(save(tmp_path / "tiny", "control"))
     assert not found["looped"]
-    arms = {a["arm"]: a for a in found["arms"][:3]}
-    assert arms[ONE]["kl"] == arms[ALL]["kl"]
-    grid = main_text.summarize_member(found)["grids"][0]
+    variants = {a["variant"]: a for a in found["variants"][:3]}
+    assert variants[ONE]["kl"] == variants[ALL]["kl"]
+    grid = main_text.summarize_model(found)["grids"][0]
     assert grid["holds"] is None
-    assert "both arms are one" in grid["in_words"]
-    assert main_text.headline(main_text.summarize([found]))[-1].endswith("both calibrations are one: tiny.")
+    assert "both variants are the same" in grid["in_words"]
+    assert main_text.headline(main_text.summarize([found]))[-1].endswith(
+        "both calibrations are the same: tiny."
+    )
 
 
 def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, n_steps=2, head_dim=8)
+    folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, num_loops=2, head_dim=8)
     work = tmp_path / "work"
     first = measure(folder, work=work)
-    plain = main_table.run_member
+    plain = main_table.measure_model
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(main_table, "run_member", refuse)
+    monkeypatch.setattr(main_table, "measure_model", refuse)
     assert measure(folder, work=work) == first
     log = io.StringIO()
     main_table.run([folder], SMALL, work=work, progress=Line(log))
-    assert log.getvalue().splitlines() == ["all 1 models were measured before", "1/1 tiny: measured before"]
+    assert log.getvalue().splitlines() == [
+        "all 1 models are saved already",
+        f"1/1 tiny: read from {work}",
+    ]
     with pytest.raises(AssertionError, match="measured again"):
         main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
-    model = zoo.load(folder)
+    model = load_model(folder).model
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1
-    model.save(folder)
+    save_model(model, folder)
     with pytest.raises(AssertionError, match="measured again"):
         measure(folder, work=work)
-    monkeypatch.setattr(main_table, "run_member", plain)
-    (work / "tiny.json").write_text("{")
-    assert measure(folder, work=work)["key"] != first["key"]
+    monkeypatch.setattr(main_table, "measure_model", plain)
+    again = measure(folder, work=work)
+    assert again["full_precision"] != first["full_precision"]
+    for saved in work.rglob("*.safetensors"):
+        saved.write_text("{")
+    runs = []
+    monkeypatch.setattr(main_table, "measure_model", lambda *a, **k: runs.append(1) or plain(*a, **k))
+    assert measure(folder, work=work)["variants"] == again["variants"]
+    assert runs == [1], "a damaged record was taken over"
 
 
 def test_how_long_it_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
-    member = main_table.load_member(str(folder), main_table._sizes(SMALL), None)
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
+    prepared = main_table.prepare_model(str(folder), main_table._sizes(SMALL), None)
     clock = iter([0.0, 6.0, 10.0, 16.0])
     monkeypatch.setattr(main_table.time, "monotonic", lambda: next(clock))
-    # Three seconds a prompt: calibration of each seed, then full precision, RTN, and two arms of each seed, per grid.
+    # Three seconds a prompt: calibration of each seed; per grid full precision, RTN, and two variants of each seed.
     n_rollouts = SMALL.n_seeds * SMALL.n_calibration + SMALL.n_evaluation * (1 + 2 * (1 + 2 * SMALL.n_seeds))
-    assert main_table.expected_seconds(member, SMALL) == 3 * n_rollouts
-    said = main_table._estimate([(member, SMALL)], 4)
+    assert main_table.expected_seconds(prepared, SMALL) == 3 * n_rollouts
+    said = main_table._estimate([(prepared, SMALL)], 4)
     assert said.startswith("1 of 4 models to measure: about ")
-    assert "of it tiny" in said
+    assert "of which tiny" in said
 
 
 def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_table, "run_member", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(main_table, "measure_model", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(ConfigError, match="no model 'nothing'"):
         main_table.run([save(tmp_path / "tiny", "ouro"), "nothing"], SMALL)
     with pytest.raises(ConfigError, match="n_seeds must be at least 1"):
@@ -159,40 +173,62 @@ def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: py
 
 
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny", "coconut", n_steps=3)
-    member = load_member(folder, Sizes(2, 2, 3, 24))
-    assert member.scored_from == 31
-    assert [s.size for s in member.evaluation.sequences] == [32 + 12 - 2] * 3
-    assert not {s.tobytes() for s in member.calibration.sequences} & {
-        s.tobytes() for s in member.evaluation.sequences
+    folder = save(tmp_path / "tiny", "coconut")
+    prepared = prepare_model(folder, Sizes(2, 2, 3, 24))
+    first = prepared.scored_from
+    assert first == QUESTION_LENGTH + 1
+    assert [s.size for s in prepared.evaluation.sequences] == [QUESTION_LENGTH + 2 + 12 - 4] * 3
+    assert not {s.tobytes() for s in prepared.calibration.sequences} & {
+        s.tobytes() for s in prepared.evaluation.sequences
     }
     found = measure(folder)
-    assert found["task"] == "chains"
+    assert found["task"] == "the answers of its letter task"
     loaded = load_model(folder)
-    ids = torch.from_numpy(np.stack(member.evaluation.sequences))
+    ids = np.stack(prepared.evaluation.sequences)
+    answer = torch.from_numpy(ids[:, first + 1 :])
     with torch.no_grad():
-        log = loaded.model(ids).double().log_softmax(-1)
-    nll = -log[:, 31:-1].gather(-1, ids[:, 32:, None]).squeeze(-1).mean(-1)
+        whole = marked(ids[:, :QUESTION_LENGTH], ids[:, first + 1 :], 256, 257, 4, 258)
+        log = loaded.model(torch.from_numpy(whole)).logits.double().log_softmax(-1)
+    nll = -log[:, first + 4 : -1].gather(-1, answer[..., None]).squeeze(-1).mean(-1)
     assert found["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
-    with pytest.raises(ConfigError, match="at least two tokens after 41"):
-        compare(loaded.system, {}, member.evaluation, scored_from=41)
+    (table, *_) = main_text.tables(main_text.summarize([found]))
+    assert "tiny is measured on the answers of its letter task instead of text." in table.text
+    last = len(ids[0]) - 1
+    with pytest.raises(ConfigError, match=f"at least two tokens after {last}"):
+        compare(loaded.system, {}, prepared.evaluation, scored_from=last)
+    with pytest.raises(ConfigError, match="'loopq-zoo-coconut' are registered twice"):
+        register_prompts("loopq-zoo-coconut", lambda *_: prepared)
+
+
+def test_data_sets_are_looked_for_where_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOOPQ_DATA", raising=False)
+    assert data_folder(None) is None
+    with pytest.raises(ConfigError, match="plbert needs a data folder: give --data DIR or set LOOPQ_DATA"):
+        prepare_model("plbert", Sizes())
+    monkeypatch.setenv("LOOPQ_DATA", str(tmp_path))
+    assert data_folder(None) == tmp_path
+    assert data_folder(tmp_path.parent) == tmp_path.parent
+    with pytest.raises(ConfigError, match="no data folder nowhere"):
+        data_folder(Path("nowhere"))
 
 
 def test_ranks_are_those_of_the_inputs(tmp_path: Path) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
     survey = measure(folder)["ranks"]
-    member = load_member(folder, Sizes(4, 4, 3, 24))
+    prepared = prepare_model(folder, Sizes(4, 4, 3, 24))
     assert survey["threshold"] == 1e-3
     by_class = {row["class"]: row for row in survey["layers"]}
     assert set(by_class) == {
         "self_attn.q_proj+k_proj+v_proj", "self_attn.o_proj", "mlp.gate_proj+up_proj", "mlp.down_proj",
     }  # fmt: skip
     rows: list[Any] = []
-    hook = member.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
+    hook = prepared.loaded.model.get_submodule("model.layers.0.mlp.down_proj").register_forward_pre_hook(
         lambda _, args: rows.append(args[0].flatten(0, 1).double())
     )
-    batch = next(member.calibration.take(0, 2).batches(8))
-    member.loaded.system.rollout(batch, 2)
+    batch = next(prepared.calibration.take(0, 2).batches(8))
+    prepared.loaded.system.rollout(batch, 2)
     hook.remove()
     ranks = []
     for x in (rows[0], rows[1], torch.cat(rows)):
@@ -227,9 +263,13 @@ def ratios(rtn: float, one: float, first: float, width: float = 0.1) -> dict[str
 @pytest.mark.parametrize(
     ("given", "holds", "says"),
     [
-        (ratios(0.5, 0.6, 1.4), True, "holds: N steps beat both; one step is worse than rounding"),
-        (ratios(0.5, 0.95, 0.5), False, "better than rounding and not to be told from one step"),
-        (ratios(1.3, 1.2, 1.0), False, "worse than rounding and worse than one step; one step is level with"),
+        (ratios(0.5, 0.6, 1.4), True, "holds: N steps are better than both; one step is worse than rounding"),
+        (ratios(0.5, 0.95, 0.5), False, "better than rounding and not significantly different from one step"),
+        (
+            ratios(1.3, 1.2, 1.0),
+            False,
+            "worse than rounding and worse than one step; one step is not significantly",
+        ),
         (
             ratios(0.5, 1.2, 0.4),
             False,
@@ -244,30 +284,30 @@ def test_the_ordering_is_said_in_words(given: Any, holds: bool, says: str) -> No
 
 
 def test_training_seeds_are_put_together(tmp_path: Path) -> None:
-    names = [save(tmp_path / n, "ouro", n_layers=1, n_steps=2) for n in ("a", "a_seed1", "b")]
+    names = [save(tmp_path / n, "ouro", n_layers=1, total_ut_steps=2) for n in ("a", "a_seed1", "b")]
     record = main_text.summarize(main_table.run(names, SMALL, threads=1))
     assert {r["kind"] for r in record["training_seeds"]} == {"a"}
     for row in record["training_seeds"]:
-        assert row["members"] == ["a", "a_seed1"]
+        assert row["models"] == ["a", "a_seed1"]
         assert row["gap_closed"]["estimate"] == pytest.approx(np.mean(row["by_seed"]))
 
 
-def encoder() -> Member:
+def encoder() -> PreparedModel:
     """A tiny model whose output are hidden states."""
     case = CASES["transformers ALBERT"]
     torch.manual_seed(0)
-    loaded = _loaded(_open(case))
+    loaded = as_loaded(open_system(case))
     rng = np.random.default_rng(0)
     text = [from_ids(rng.integers(1, 50, (n, 12))) for n in (4, 8, 5)]
-    return Member("tiny", loaded, *text)
+    return PreparedModel("tiny", loaded, *text)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
-    found = main_table.run_member(encoder(), SMALL, threads=1)
+    found = main_table.measure_model(encoder(), SMALL, threads=1)
     assert found["output"] == "hidden"
     assert found["full_precision"] is None
-    assert all(arm["nll"] is None for arm in found["arms"])
+    assert all(variant["nll"] is None for variant in found["variants"])
     depth = found["n_steps"]
     exact = found["states"]["full precision"]
     assert exact["error"] == [0.0] * depth
@@ -278,7 +318,7 @@ def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
     assert sum(fine["same"]) <= sum(fine["masked"])
     tables = main_text.tables(main_text.summarize([found]))
     assert tables[-1].title == "tiny: hidden states by step, and a probe"
-    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(ARMS)
+    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(VARIANTS)
 
 
 def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
@@ -294,32 +334,32 @@ def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
 
 
 def test_the_probe_finds_what_the_states_tell() -> None:
-    member = encoder()
-    system = member.loaded.system
+    prepared = encoder()
+    system = prepared.loaded.system
     plain = system.rollout
     # States that spell the masked token's own number: what a probe can read, it must read.
-    answers = {b.prompts: t for b, t in masked(member.evaluation)}
+    answers = {b.prompts: t for b, t in masked(prepared.evaluation)}
 
     def telling(batch: Any, n_steps: int) -> Any:
         return torch.nn.functional.one_hot(torch.from_numpy(answers[batch.prompts]).clamp_min(0), 64).float()
 
     system.rollout = telling  # type: ignore[method-assign]
-    probe = fit_probe(system, member.evaluation)
+    probe = fit_probe(system, prepared.evaluation)
     system.rollout = plain  # type: ignore[method-assign]
-    truth = np.concatenate([t for _, t in masked(member.evaluation)])
+    truth = np.concatenate([t for _, t in masked(prepared.evaluation)])
     states = np.eye(64)[truth[truth >= 0]]
     assert (probe.predict(states) == truth[truth >= 0]).all()
 
 
 def test_states_are_those_of_the_rollout() -> None:
-    member = encoder()
-    system = member.loaded.system
-    probe = fit_probe(system, member.tuning_held_out)
+    prepared = encoder()
+    system = prepared.loaded.system
+    probe = fit_probe(system, prepared.tuning_held_out)
     name = system.shared_parameters(system.n_steps)[0].name
     weight = system.model.get_parameter(name).detach().numpy() * 1.01
-    found = measure_states(system, {"bent": {name: weight}}, member.evaluation, probe)["bent"]
+    found = measure_states(system, {"bent": {name: weight}}, prepared.evaluation, probe)["bent"]
     with torch.no_grad():
-        ids = torch.cat([b.input_ids for b, _ in masked(member.evaluation)])
+        ids = torch.cat([b.input_ids for b, _ in masked(prepared.evaluation)])
         exact = system.model(ids).last_hidden_state.double()
         system.model.get_parameter(name).copy_(torch.from_numpy(weight))
         bent = system.model(ids).last_hidden_state.double()
@@ -328,7 +368,7 @@ def test_states_are_those_of_the_rollout() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, n_steps=2)
+    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
     flags = [
         "--n-calibration",
         "2",
@@ -365,7 +405,7 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "letter task" not in text
     data = next((tmp_path / "o").glob("main-table-*.json"))
     record = json.loads(data.read_text())
-    assert record["members"][0]["member"] == "tiny"
+    assert record["models"][0]["model"] == "tiny"
     page = data.with_suffix(".md").read_text()
     assert "## Rank survey" in page
     assert f"]({data.name})" in page

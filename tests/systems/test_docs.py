@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loopq.systems import SYSTEMS
 from loopq.systems.check import systems_table
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -17,7 +18,8 @@ PAGES = ("systems.md", "check-your-checkpoint.md")
 
 def test_table_is_that_of_the_registry() -> None:
     text = (DOCS / "systems.md").read_text("utf-8")
-    for row in systems_table():
+    # Other tests register adapters of their own.
+    for row in (r for r in systems_table() if SYSTEMS.get(r.name).__module__.startswith("loopq.")):
         models = ", ".join(f"{name}: {n}" for name, n in row.checkpoints) or "-"
         line = f"| `{row.name}` | {row.summary} | {models} | {', '.join(row.exposed) or '-'} |"
         assert line in text

@@ -1,4 +1,4 @@
-"""The paper's layer counts, on full-size models without memory, built from the published configurations."""
+"""The layer counts of Li, App. Q, on full-size models without memory, built from the published configurations."""
 
 from __future__ import annotations
 

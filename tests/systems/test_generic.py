@@ -12,8 +12,7 @@ from loopq.systems.base import Batch
 from loopq.systems.generic import Generic, discover
 from loopq.systems.load import choose_system
 from loopq.systems.trace import trace
-
-from .models import CASES, build, prompts
+from tests.support.systems import CASES, build, prompts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
@@ -80,7 +79,7 @@ def test_hooks_are_gone_after_an_error() -> None:
     assert all(not m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("name", ["transformers HRM-Text", "zoo ouro", "transformers ALBERT", "remote TRM"])
+@pytest.mark.parametrize("name", ["transformers HRM-Text", "Ouro", "transformers ALBERT", "TRM"])
 def test_discovery_finds_what_the_adapters_declare(name: str) -> None:
     case = CASES[name]
     model = build(case)

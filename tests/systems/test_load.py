@@ -18,8 +18,7 @@ from loopq.systems.check import check_model
 from loopq.systems.coconut import wrap_gpt2
 from loopq.systems.hf import auto_class
 from loopq.systems.load import load_model
-
-from .models import CASES, build, prompts
+from tests.support.systems import CASES, build, prompts
 
 # A published class in small: its own weight initialisation, and rotary frequencies that no checkpoint holds.
 REMOTE = """
@@ -314,7 +313,9 @@ def test_auto_class(config: dict[str, Any], trusted: bool, expected: str) -> Non
 
 
 def test_names_that_are_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither a folder .* nor a hub id .* nor one of the zoo"):
+    with pytest.raises(
+        ConfigError, match=r"neither a folder .* nor a hub id .* nor an embedded model: huginn_small"
+    ):
         load_model("no such model")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no config\.json in it"):

@@ -1,22 +1,28 @@
-"""Every zoo model, tiny and untrained: determinism, steps, invocation counts, save and load."""
+"""The small models of published classes: what each class does by itself, beside what its adapter makes of it."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from benches.zoo.chains import CHAIN_LENGTH, QUESTION_LENGTH, chains
+from benches.zoo.measure import bits_per_byte, thought_movement
+from benches.zoo.models import CLASSES
+from benches.zoo.models import build as build_model
+from benches.zoo.models.mamba import selective_scan
+from benches.zoo.store import save_model
+from loopq.errors import ConfigError
+from loopq.systems.base import Batch, find_system
+from loopq.systems.load import load_model
+from tests.support.systems import CASES, build, small
 
-from loopq import zoo  # noqa: E402
-from loopq.errors import CheckpointError, ConfigError  # noqa: E402
-from loopq.zoo._model import ZooModel  # noqa: E402
-from loopq.zoo.measure import bits_by_depth, bits_per_byte  # noqa: E402
-
-from .tiny import TINY, Tiny, tiny  # noqa: E402
-
-IDS = torch.arange(3 * 12).reshape(3, 12) * 7 % 251
+IDS = torch.arange(3 * 12).reshape(3, 12) * 7 % 56
+KINDS = sorted(name.removeprefix("loopq-zoo-") for name in CLASSES)
 
 
 @pytest.fixture(autouse=True)
@@ -24,174 +30,230 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=sorted(TINY))
-def model(request: pytest.FixtureRequest) -> ZooModel:
-    return tiny(request.param)
-
-
-def spec(model: ZooModel) -> Tiny:
-    """Return what the tiny model must show."""
-    return TINY[model.config.model_type.removeprefix("loopq-zoo-")]
-
-
-def linear_calls(model: ZooModel, depth: int) -> Counter[str]:
-    """Return how often each linear module is called in one rollout of the given depth."""
-    calls: Counter[str] = Counter()
-    hooks = []
-    for name, module in model.named_modules():
-        if hasattr(module, "weight") and module.weight is not None and module.weight.ndim == 2:
-            calls[name] = 0
-            hooks.append(module.register_forward_hook(lambda *_, key=name: calls.update([key])))
-    with torch.no_grad():
-        model(IDS, num_steps=depth, seed=0)
-    for hook in hooks:
-        hook.remove()
-    return calls
+def rollout(model: torch.nn.Module, ids: torch.Tensor = IDS, n_steps: int | None = None) -> torch.Tensor:
+    system = find_system(model)
+    return system.rollout(Batch(ids, tuple(range(len(ids))), 3), n_steps or system.n_steps)
 
 
 @torch.no_grad()
-def test_same_seed_gives_the_same_bits(model: ZooModel) -> None:
-    first = model(IDS, seed=3)
-    assert first.shape == (3, 12, 256)
-    assert first.dtype == torch.float32
-    assert torch.equal(first, model(IDS, seed=3))
-    assert torch.isfinite(first).all()
+@pytest.mark.parametrize("name", ["Huginn", "R-Llama", "Ouro", "Nanbeige", "LoopFormer", "Parcae", "Ponder"])
+def test_logits_look_only_back(name: str) -> None:
+    system = find_system(build(CASES[name]))
+    n_steps = system.n_steps
 
+    def run(ids: torch.Tensor, start: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = Batch(ids, (0, 1, 2))
+        embedding = system.embed(batch)
+        first = state = system.initial_state(batch, embedding) if start is None else start
+        for t in range(system.n_updates(n_steps)):
+            state = system.step(state, embedding, t, n_steps)
+        return first, system.predict(state, embedding)
 
-@torch.no_grad()
-def test_logits_look_only_back(model: ZooModel) -> None:
-    full = model(IDS, seed=3)
-    init = model.states(IDS, seed=3)[0][:, :7]
-    part = model(IDS[:, :7], init_state=init)
+    start, full = run(IDS, None)
+    _, part = run(IDS[:, :7], start[:, :7] if system.state_is_random else None)
     torch.testing.assert_close(part, full[:, :7], atol=2e-5, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_chained_single_steps_are_the_rollout(model: ZooModel) -> None:
-    depth = max(spec(model).depths)
-    embeds = model.embed_inputs(IDS)
-    state = model.initialize_state(embeds, seed=5)
-    for step in range(model.n_updates(depth)):
-        state = model.iterate_one_step(embeds, state, step, depth)
-    assert torch.equal(model.predict_from_latents(state), model(IDS, num_steps=depth, seed=5))
-
-
-@torch.no_grad()
-def test_depth_changes_the_answer(model: ZooModel) -> None:
-    if spec(model).depths == (1,):
-        with pytest.raises(ConfigError, match="num_steps must be 1, got 3"):
-            model(IDS, num_steps=3)
-        return
-    one, three = model(IDS, num_steps=1, seed=1), model(IDS, num_steps=3, seed=1)
-    assert (one - three).abs().max() > 1e-3
-
-
-def test_bits_by_depth_are_the_bits_of_each_rollout(model: ZooModel) -> None:
-    depths = spec(model).depths
-    found = bits_by_depth(model, IDS.numpy(), depths, seed=4, batch=2)
-    assert list(found) == list(depths)
-    for n, bits in found.items():
-        assert abs(bits - bits_per_byte(model, IDS.numpy(), n, seed=4)) < 1e-5
-
-
-def test_rows_do_not_depend_on_the_batch_they_are_in(model: ZooModel) -> None:
-    with torch.no_grad():
-        whole = model.rollout(IDS, seed=2)
-        last = model.rollout(IDS[1:], seed=2, first_row=1)
-    torch.testing.assert_close(last, whole[1:], atol=2e-5, rtol=1e-4)
-
-
-def test_each_shared_linear_is_called_once_a_step(model: ZooModel) -> None:
-    for depth in spec(model).depths:
-        assert dict(linear_calls(model, depth)) == spec(model).calls(model, depth)
-
-
-def test_gradient_reaches_every_used_parameter(model: ZooModel) -> None:
-    model.training_loss(IDS, max(spec(model).depths)).backward()
-    unused = {n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
-    assert unused == spec(model).unused
-
-
-def test_save_then_load_is_exact(model: ZooModel, tmp_path: Path) -> None:
-    model.save(tmp_path / "m")
-    again = zoo.load(tmp_path / "m")
-    assert type(again) is type(model)
-    assert not again.training
-    assert again.config == model.config
-    for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
-        assert name == other
-        assert torch.equal(a, b), name
-    with torch.no_grad():
-        assert torch.equal(model(IDS, seed=1), again(IDS, seed=1))
-
-
-def test_stored_in_half_precision_is_the_rounded_model(model: ZooModel, tmp_path: Path) -> None:
-    model.save(tmp_path, torch.float16)
-    again = type(model).load(tmp_path)
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_then_load_is_exact(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = small(kind)().eval()
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path)
+    assert type(loaded.model) is type(model)
+    assert loaded.model.config == model.config
+    assert loaded.report.missing == loaded.report.unexpected == ()
+    assert loaded.tokenizer is None
+    assert loaded.encode("ab") == [97, 98]
+    assert torch.equal(rollout(loaded.model), rollout(model))
+    save_model(model, tmp_path, torch.float16)
+    for a, b in zip(model.parameters(), load_model(tmp_path).model.parameters(), strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a.half().float(), b)
 
 
-def test_damaged_folders_are_refused(model: ZooModel, tmp_path: Path) -> None:
-    model.save(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match="not a readable zoo model"):
-        zoo.load(tmp_path)
-    weights.write_bytes(content)
-    config = tmp_path / "config.json"
-    config.write_text(config.read_text().replace('"n_embd": 32', '"n_embd": 64'))
-    with pytest.raises(CheckpointError, match="do not fit the config"):
-        zoo.load(tmp_path)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
-def test_half_precision_is_the_same_model(model: ZooModel, dtype: torch.dtype, tolerance: float) -> None:
-    exact = model(IDS, seed=1)
-    half = model.to(dtype)
-    embeds = half.embed_inputs(IDS)
-    state = half.initialize_state(embeds, seed=1)
-    if half.n_updates(half.config.n_steps):
-        state = half.iterate_one_step(embeds, state, 0, half.config.n_steps)
-    assert state.dtype == dtype
-    logits = half(IDS, seed=1)
-    assert logits.dtype == torch.float32
-    assert (logits - exact).norm() / exact.norm() < tolerance
-
-
-# Besides the kinds' own demands: an odd rotated width, heads that do not divide, a depth that is not there.
-WRONG = [
+# Besides the classes' own demands: an odd rotated width, heads that do not divide, a depth that is not there.
+WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("huginn", {"n_embd": 34}, r"n_embd must be a multiple of 4 \(2 \* n_heads\), got 34"),
     ("huginn", {"n_core": 0}, "n_core must be an integer of at least 1, got 0"),
     ("huginn", {"n_coda": -1}, "n_coda must be an integer of at least 0, got -1"),
-    ("huginn", {"n_steps": 2.0}, r"n_steps must be an integer of at least 1, got 2\.0"),
-    ("rllama", {"n_kv_heads": 3}, r"n_heads must be a multiple of 3 \(1 \* n_kv_heads\), got 4"),
-    ("ouro", {"n_layers": 0}, "n_layers must be an integer of at least 1, got 0"),
+    ("huginn", {"mean_recurrence": 2.0}, r"mean_recurrence must be an integer of at least 1, got 2\.0"),
+    (
+        "rllama",
+        {"n_heads": 4, "n_kv_heads": 3},
+        r"n_heads must be a multiple of 3 \(1 \* n_kv_heads\), got 4",
+    ),
     ("nanbeige", {"head_dim": 5}, "head_dim must be a multiple of 2, got 5"),
-    ("loopformer", {"n_heads": 3}, r"n_embd must be a multiple of 3 \(1 \* n_heads\), got 32"),
     ("parcae", {"n_embd": 16}, "n_embd must be an integer of at least 32, got 16"),
     ("ponder", {"rotary_pct": 0.0}, "rotary_dim must be an integer of at least 2, got 0"),
-    ("mamba", {"n_steps": 2}, "there is no loop over depth, so n_steps must be 1, got 2"),
-    ("control", {"n_steps": 2}, "there is no loop over depth, so n_steps must be 1, got 2"),
     ("mamba", {"dt_rank": True}, "dt_rank must be an integer of at least 1, got True"),
+    ("ouro", {"widht": 3}, r"unknown settings \['widht'\]"),
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "message"), WRONG)
-def test_bad_settings_are_refused(name: str, change: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"loopq-zoo-{name}: {message}"):
-        zoo.model_class(f"loopq-zoo-{name}").from_config({**TINY[name].config, **change})
+@pytest.mark.parametrize(("kind", "change", "message"), WRONG)
+def test_bad_settings_are_refused(kind: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"loopq-zoo-{kind}: {message}"):
+        small(kind, **change)()
 
 
-def test_bad_inputs_are_refused(model: ZooModel) -> None:
-    with pytest.raises(ConfigError, match="num_steps must be at least 1"):
-        model(IDS, num_steps=0)
-    with pytest.raises(ConfigError, match="input_ids must be an integer array"):
-        model(IDS.float())
-    with pytest.raises(ConfigError, match="unknown settings"):
-        type(model).from_config({"n_embd": 32, "widht": 3})
-    with pytest.raises(ConfigError, match="model_type"):
-        type(model).from_config({"model_type": "other"})
+def test_a_config_of_another_class_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_type 'other', this class is 'loopq-zoo-huginn'"):
+        CLASSES["loopq-zoo-huginn"][0].from_dict({"model_type": "other"})
+
+
+@torch.no_grad()
+def test_huginn_draws_its_start_from_the_global_generator() -> None:
+    model = small("huginn")()
+    noise = model.initialize_state(torch.zeros(4, 64, 32))
+    std = math.sqrt(0.4)
+    assert noise.abs().max() <= 3 * std
+    # Cutting at three standard deviations takes 2.7 % of the variance.
+    assert abs(float(noise.var()) / std**2 - 0.973) < 0.05
+    torch.manual_seed(1)
+    a, b = model(IDS).logits, model(IDS).logits
+    torch.manual_seed(1)
+    assert torch.equal(a, model(IDS).logits)
+    assert not torch.equal(a, b)
+
+
+def test_huginn_counts_steps_with_gradient_apart() -> None:
+    model = small("huginn", mean_recurrence=3)()
+    states = torch.randn(3, 12, 32)
+    plain = model(IDS, input_states=states, num_steps=3).logits
+    pair = model(IDS, input_states=states, num_steps=(1, 2)).logits
+    assert torch.equal(plain, pair)
+    adapter = model.transformer.adapter.weight
+    assert torch.autograd.grad(plain.sum(), adapter, allow_unused=True)[0] is None
+    assert torch.autograd.grad(pair.sum(), adapter)[0].abs().sum() > 0
+
+
+def test_sequences_longer_than_the_tables_and_caches_are_refused() -> None:
+    long = torch.zeros(1, 33, dtype=torch.int64)
+    for kind in ("huginn", "parcae", "loopformer"):
+        with pytest.raises(ConfigError, match="block_size 32"):
+            small(kind)()(long)
+    with pytest.raises(ConfigError, match="has no cache"):
+        small("huginn")()(IDS, use_cache=True)
+
+
+@torch.no_grad()
+def test_ouro_without_a_step_reads_the_loop_that_the_gate_chooses() -> None:
+    model = build(CASES["Ouro, early exit"])
+    loops = [model(IDS, exit_at_step=t).logits for t in range(3)]
+    model.model.early_exit_gate.weight.zero_()
+    for bias, chosen in ((50.0, 0), (-50.0, 2)):
+        model.model.early_exit_gate.bias.fill_(bias)
+        assert torch.equal(model(IDS).logits, loops[chosen])
+    # Left with a third at the first loop and at the second: past a half after two.
+    model.model.early_exit_gate.bias.fill_(math.log(0.5))
+    assert torch.equal(model(IDS).logits, loops[1])
+
+
+@torch.no_grad()
+def test_parcae_without_a_pair_draws_a_depth_for_each_sequence() -> None:
+    model = build(CASES["Parcae"])
+    model.initialize_state = lambda embeds: torch.zeros_like(embeds)
+    torch.manual_seed(0)
+    drawn = model(IDS, return_logits=True)["logits"]
+    fixed = [model(IDS, return_logits=True, num_steps_pair=[n, 0])["logits"] for n in range(10)]
+    depths = [next(n for n, f in enumerate(fixed) if torch.allclose(f[i], drawn[i])) for i in range(3)]
+    assert len(set(depths)) > 1
+
+
+def test_parcae_starts_with_the_decay_of_its_paper() -> None:
+    model = small("parcae")()
+    state = torch.randn(2, 3, 32)
+    after = model.transformer.adapter(state, torch.zeros_like(state))
+    torch.testing.assert_close(after, state * math.sqrt(0.2))
+
+
+@torch.no_grad()
+def test_loopformer_gives_the_last_position_unless_there_are_targets() -> None:
+    model = build(CASES["LoopFormer"])
+    last, nothing = model(IDS)
+    full, loss = model(IDS, targets=IDS)
+    assert nothing is None
+    assert loss > 0
+    torch.testing.assert_close(last, full[:, -1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Ponder", "Mamba", "control", "Nanbeige"])
+def test_forward_is_the_rollout(name: str) -> None:
+    model = build(CASES[name])
+    torch.testing.assert_close(model(IDS).logits, rollout(model), atol=1e-6, rtol=1e-5)
+
+
+def test_nanbeige_heads_are_not_width_over_heads() -> None:
+    attention = small("nanbeige", n_heads=4, head_dim=6)().model.layers[0].self_attn
+    assert attention.q_proj.weight.shape == (24, 32)
+    assert attention.k_proj.weight.shape == (12, 32)
+    assert attention.o_proj.weight.shape == (32, 24)
+
+
+def test_scan_follows_the_recurrence() -> None:
+    decay, drive = torch.rand(2, 5, 3, 2), torch.randn(2, 5, 3, 2)
+    states = selective_scan(decay, drive)
+    assert torch.equal(states[0], drive[:, 0])
+    assert torch.equal(states[3], decay[:, 3] * states[2] + drive[:, 3])
+
+
+def test_chains_follow_their_own_map() -> None:
+    rows = chains(20, seed=4)
+    assert rows.shape == (20, CHAIN_LENGTH)
+    assert np.array_equal(rows, chains(20, seed=4))
+    for row in rows:
+        text = bytes(row.astype(np.uint8)).decode()
+        question, start, hops = text[: QUESTION_LENGTH - 2], text[QUESTION_LENGTH - 1], text[QUESTION_LENGTH:]
+        follow = dict(question.split())  # type: ignore[arg-type]
+        assert len(follow) == 10
+        for hop in hops:
+            start = follow[start]
+            assert start == hop
+
+
+def thinking(n_latents: int) -> torch.Tensor:
+    """Seven tokens of question, start, latents, end, three tokens of answer; vocabulary 64."""
+    middle = torch.tensor([[61] + [63] * n_latents + [62]]).expand(3, -1)
+    return torch.cat((IDS[:, :7], middle, IDS[:, 7:10]), 1)
+
+
+@torch.no_grad()
+def test_coconut_equals_full_runs_that_write_each_latent_in_turn() -> None:
+    model = build(CASES["COCONUT"])
+    seen: list[int] = []
+    base = model.base_causallm
+    ids = thinking(3)
+    with base.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1])):
+        got = model(ids)
+    assert seen == [8, 1, 1, 1 + 1 + 3]
+    embeds = model.embedding(ids)
+    for position in (8, 9, 10):
+        embeds[:, position] = base.transformer(inputs_embeds=embeds).last_hidden_state[:, position - 1]
+    expected = base.lm_head(base.transformer(inputs_embeds=embeds).last_hidden_state)
+    torch.testing.assert_close(got.logits, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.inputs_embeds, embeds, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_coconuts_adapter_makes_the_latents_between_the_marks() -> None:
+    model = build(CASES["COCONUT"])
+    whole = model(thinking(3)).logits
+    got = rollout(model, thinking(0), 4)
+    torch.testing.assert_close(got, torch.cat((whole[:, :8], whole[:, 11:]), 1), atol=1e-5, rtol=1e-4)
+
+
+def test_movement_of_thoughts_has_a_number_for_each_pass_but_the_last_two() -> None:
+    torch.manual_seed(0)
+    model = build_model({"model_type": "loopq-zoo-coconut", "n_embd": 32, "block_size": 64}).eval()
+    moves = thought_movement(find_system(model), chains(3, 0), 5)
+    assert len(moves) == 3
+    assert min(moves) > 0
+
+
+def test_bits_per_byte_do_not_depend_on_the_batch() -> None:
+    system = find_system(build(CASES["Huginn"]))
+    rows = IDS.numpy()
+    a = bits_per_byte(system, rows, 3, size=3)
+    assert abs(a - bits_per_byte(system, rows, 3, size=2)) < 1e-5

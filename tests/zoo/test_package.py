@@ -1,4 +1,4 @@
-"""What ships in the wheel: texts, names, and an import that needs no torch."""
+"""What ships in the wheel: texts, the embedded model's folder, and an import that needs no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from loopq import zoo
-from loopq.errors import ConfigError, MissingExtraError
+from loopq.errors import ConfigError
 
 DATA = Path(zoo.__file__).parent / "data"
 
@@ -38,43 +37,22 @@ def test_texts_are_ascii_prose_and_share_no_line() -> None:
     assert not lines[0] & lines[1]
 
 
-def test_batches_cut_consecutive_bytes() -> None:
-    text = bytes(range(100))
-    rows = zoo.batches(text, 3, 10, offset=5)
-    assert rows.dtype == np.int64
-    assert rows.tolist() == [list(range(5 + 10 * i, 15 + 10 * i)) for i in range(3)]
-
-
-@pytest.mark.parametrize("args", [(0, 10, 0), (3, 0, 0), (3, 10, -1), (11, 10, 0), (10, 10, 1)])
-def test_batches_refuse_what_does_not_fit(args: tuple[int, int, int]) -> None:
-    with pytest.raises(ConfigError, match=r"sequences|n_sequences"):
-        zoo.batches(bytes(100), *args)
-
-
 def test_import_and_texts_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from loopq import zoo\n"
-        "zoo.available(); zoo.batches(zoo.calibration_text(), 2, 3)\n"
+        "zoo.available(); zoo.calibration_text()\n"
         "from loopq.errors import MissingExtraError\n"
-        "try: zoo.model_class('loopq-zoo-huginn')\n"
+        "from loopq.systems.load import load_model\n"
+        "try: load_model('huginn_small')\n"
         "except MissingExtraError as exc: print(exc)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "loopq[torch]" in done.stdout
 
 
-def test_a_models_folder_holds_its_config() -> None:
-    for name in zoo.available():
-        assert (zoo.folder(name) / "config.json").is_file()
-    assert zoo.folder("huginn_small").parent.name == "weights"
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no zoo model 'nothing': use one of \[.*'huginn_small'"):
+def test_the_embedded_model_is_a_folder() -> None:
+    assert zoo.available() == ["huginn_small"]
+    assert (zoo.folder("huginn_small") / "config.json").is_file()
+    with pytest.raises(ConfigError, match=r"no embedded model 'nothing': use one of \['huginn_small'\]"):
         zoo.folder("nothing")
-    with pytest.raises(ConfigError, match="no zoo model 'nothing'"):
-        zoo.load("nothing")
-    with pytest.raises(ConfigError, match="is no zoo model"):
-        zoo.model_class("llama")
-    assert issubclass(MissingExtraError, ImportError)

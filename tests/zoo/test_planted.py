@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from loopq import zoo  # noqa: E402
-from loopq.errors import ConfigError  # noqa: E402
-from loopq.zoo._model import ZooModel  # noqa: E402
-from loopq.zoo.planted import plant_adapter_outlier, plant_kappa_spike  # noqa: E402
-
-from .tiny import TINY, tiny  # noqa: E402
+from benches.zoo import WEIGHTS
+from benches.zoo.measure import rows_of
+from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
+from benches.zoo.store import save_model
+from loopq import zoo
+from loopq.errors import ConfigError
+from loopq.systems.base import Batch, find_system
+from loopq.systems.load import load_model
+from tests.support.systems import CASES, build, small
 
 IDS = torch.arange(4 * 12).reshape(4, 12) * 7 % 251
 
@@ -21,7 +26,18 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def spectra(model: ZooModel, linear: str, ids: torch.Tensor = IDS) -> list[torch.Tensor]:
+def logits(model: nn.Module, ids: torch.Tensor = IDS) -> torch.Tensor:
+    """Return the rollout at the model's own depth from seed 1."""
+    system = find_system(model)
+    return system.rollout(Batch(ids, tuple(range(len(ids))), 1), system.n_steps)
+
+
+def trained(name: str) -> nn.Module:
+    """Return a trained model by its name."""
+    return load_model(name if name in zoo.available() else WEIGHTS / name).model
+
+
+def spectra(model: nn.Module, linear: str, ids: torch.Tensor = IDS) -> list[torch.Tensor]:
     """Return the eigenvalues of the linear's input Hessian at every step, ascending."""
     found = []
 
@@ -30,13 +46,12 @@ def spectra(model: ZooModel, linear: str, ids: torch.Tensor = IDS) -> list[torch
         found.append(torch.linalg.eigvalsh(x.T @ x))
 
     handle = model.get_submodule(linear).register_forward_pre_hook(hook)
-    with torch.no_grad():
-        model(ids, seed=0)
+    logits(model, ids)
     handle.remove()
     return found
 
 
-def stable_ranks(model: ZooModel, linear: str) -> list[float]:
+def stable_ranks(model: nn.Module, linear: str) -> list[float]:
     """Return trace over largest eigenvalue of the linear's input Hessian at every step."""
     return [float(values.sum() / values[-1]) for values in spectra(model, linear)]
 
@@ -46,32 +61,33 @@ def rank(values: torch.Tensor) -> int:
     return int((values > 1e-3 * values[-1]).sum())
 
 
-# Trained members whose loop has an MLP that can be scaled, and those with an adapter.
-SPIKED = [n for n in zoo.available() if n.split("_")[0] in {"huginn", "rllama", "ouro", "nanbeige", "parcae"}]
-ADAPTED = [n for n in zoo.available() if n.split("_")[0] in {"huginn", "rllama"}]
-TEXT = torch.from_numpy(zoo.batches(zoo.calibration_text(), 4, 64))
+# One trained model of each class whose loop has an MLP that can be scaled, and of each with an adapter.
+SPIKED = ["huginn_small", "rllama_small", "ouro_small", "nanbeige_small", "parcae_small"]
+ADAPTED = ["huginn_small", "rllama_small"]
+TEXT = torch.from_numpy(rows_of(zoo.calibration_text(), 4, 64))
 
 
-@pytest.mark.parametrize("name", ["huginn", "rllama", "ouro", "nanbeige", "parcae"])
+@pytest.mark.parametrize("name", ["Huginn", "R-Llama", "Ouro", "Nanbeige", "Parcae"])
 @torch.no_grad()
 def test_spike_keeps_the_function(name: str) -> None:
-    model = tiny(name)
-    before = model(IDS, seed=1)
+    model = build(CASES[name])
+    before = logits(model)
     exact, units = plant_kappa_spike(model, IDS, kappa=256.0)
-    assert torch.equal(exact(IDS, seed=1), before)
+    assert torch.equal(logits(exact), before)
     rounded, _ = plant_kappa_spike(model, IDS, kappa=300.0)
-    torch.testing.assert_close(rounded(IDS, seed=1), before, atol=1e-4, rtol=1e-4)
-    assert torch.equal(model(IDS, seed=1), before)
-    assert len(units) == 2
+    torch.testing.assert_close(logits(rounded), before, atol=1e-4, rtol=1e-4)
+    assert torch.equal(logits(model), before)
+    n_mlps = {"Nanbeige": 3}.get(name, 2)
+    assert len(units) == n_mlps
     changed = {
         n for (n, a), b in zip(model.named_parameters(), exact.parameters(), strict=True) if (a != b).any()
     }
-    assert len(changed) == 4
+    assert len(changed) == 2 * n_mlps
     assert not any("prelude" in n or "coda" in n for n in changed)
 
 
 def test_spike_makes_step_zero_nearly_rank_one() -> None:
-    model = tiny("huginn")
+    model = build(CASES["Huginn"])
     planted, units = plant_kappa_spike(model, IDS, kappa=4096.0)
     for mlp in units:
         assert stable_ranks(model, f"{mlp}.proj")[0] > 1.5
@@ -81,9 +97,9 @@ def test_spike_makes_step_zero_nearly_rank_one() -> None:
 @pytest.mark.parametrize("name", SPIKED)
 @torch.no_grad()
 def test_spike_blinds_step_zero_of_a_trained_model(name: str) -> None:
-    model = zoo.load(name)
+    model = trained(name)
     planted, units = plant_kappa_spike(model, TEXT, kappa=1024.0)
-    assert torch.equal(planted(TEXT, seed=1), model(TEXT, seed=1))
+    assert torch.equal(logits(planted, TEXT), logits(model, TEXT))
     assert units
     for mlp in units:
         out = next(n for n in ("proj", "down_proj") if hasattr(model.get_submodule(mlp), n))
@@ -95,11 +111,11 @@ def test_spike_blinds_step_zero_of_a_trained_model(name: str) -> None:
 @pytest.mark.parametrize("name", ADAPTED)
 @torch.no_grad()
 def test_outlier_column_spoils_the_scales_of_a_trained_adapter(name: str) -> None:
-    model = zoo.load(name)
+    model = trained(name)
     planted, column = plant_adapter_outlier(model, factor=64.0)
-    assert torch.equal(planted(TEXT, seed=1), model(TEXT, seed=1))
+    assert torch.equal(logits(planted, TEXT), logits(model, TEXT))
 
-    def rounding_error(of: ZooModel) -> float:
+    def rounding_error(of: nn.Module) -> float:
         """Relative error of all other columns under one INT4 scale a row."""
         weight = of.transformer["adapter"].weight
         scale = weight.abs().amax(1, keepdim=True) / 7
@@ -110,15 +126,15 @@ def test_outlier_column_spoils_the_scales_of_a_trained_adapter(name: str) -> Non
     assert rounding_error(planted) > 5 * rounding_error(model)
 
 
-@pytest.mark.parametrize("config", [{}, {"n_prelude": 0, "n_coda": 0}])
+@pytest.mark.parametrize("config", [{}, {"n_prelude": 1, "n_coda": 1}])
 @torch.no_grad()
 def test_outlier_column_keeps_the_function_of_huginn(config: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model = zoo.model_class("loopq-zoo-huginn").from_config({**TINY["huginn"].config, **config}).eval()
-    before = model(IDS, seed=1)
+    model = small("huginn", mean_recurrence=3, **config)().eval()
+    before = logits(model)
     planted, column = plant_adapter_outlier(model, factor=64.0)
-    assert torch.equal(planted(IDS, seed=1), before)
-    assert torch.equal(model(IDS, seed=1), before)
+    assert torch.equal(logits(planted), before)
+    assert torch.equal(logits(model), before)
     old, new = model.transformer["adapter"].weight, planted.transformer["adapter"].weight
     assert column >= 32
     assert torch.equal(new[:, column], old[:, column] * 64)
@@ -128,29 +144,29 @@ def test_outlier_column_keeps_the_function_of_huginn(config: dict[str, int]) -> 
 
 @torch.no_grad()
 def test_outlier_column_keeps_the_function_of_rllama() -> None:
-    model = tiny("rllama")
+    model = small("rllama", n_coda=1)().eval()
     planted, column = plant_adapter_outlier(model, factor=32.0, column=5)
     assert column == 32 + 5
-    assert torch.equal(planted(IDS, seed=1), model(IDS, seed=1))
+    assert torch.equal(logits(planted), logits(model))
 
 
 @torch.no_grad()
-def test_planted_models_are_saved_and_loaded(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    model = zoo.model_class("loopq-zoo-huginn").from_config({"n_embd": 32, "n_heads": 2}).eval()
+def test_planted_models_are_saved_and_loaded(tmp_path: Path) -> None:
+    model = small("huginn")().eval()
     planted, _ = plant_adapter_outlier(model)
-    planted.save(tmp_path)
-    assert torch.equal(zoo.load(tmp_path)(IDS, seed=1), model(IDS, seed=1))
+    save_model(planted, tmp_path)
+    assert torch.equal(logits(load_model(tmp_path).model), logits(model))
 
 
 def test_what_cannot_be_planted_is_refused() -> None:
     with pytest.raises(ConfigError, match="no spike can be planted"):
-        plant_kappa_spike(tiny("ponder"), IDS)
+        plant_kappa_spike(build(CASES["Ponder"]), IDS)
     with pytest.raises(ConfigError, match="kappa must be positive"):
-        plant_kappa_spike(tiny("huginn"), IDS, kappa=0.0)
+        plant_kappa_spike(build(CASES["Huginn"]), IDS, kappa=0.0)
     with pytest.raises(ConfigError, match="no linear adapter"):
-        plant_adapter_outlier(tiny("ouro"))
+        plant_adapter_outlier(build(CASES["Ouro"]))
     with pytest.raises(ConfigError, match=r"column must be in 0 \.\. 31"):
-        plant_adapter_outlier(tiny("huginn"), column=32)
-    model = zoo.model_class("loopq-zoo-rllama").from_config({**TINY["rllama"].config, "n_prelude": 1})
+        plant_adapter_outlier(build(CASES["Huginn"]), column=32)
+    model = small("rllama", n_prelude=1)()
     with pytest.raises(ConfigError, match="residual prelude"):
         plant_adapter_outlier(model)

@@ -7,48 +7,47 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from loopq import zoo  # noqa: E402
-from loopq.zoo._model import ZooModel  # noqa: E402
-from loopq.zoo.measure import bits_per_byte, state_movement  # noqa: E402
+from benches.zoo.measure import bits_per_byte, rows_of, state_movement
+from loopq import zoo
+from loopq.systems.base import LoopedSystem
+from loopq.systems.load import load_model
 
 FOLDER = Path(zoo.__file__).parent / "weights" / "huginn_small"
 
 
 @pytest.fixture(scope="module")
-def model() -> ZooModel:
+def system() -> LoopedSystem:
     torch.set_num_threads(1)
-    return zoo.load()
+    return load_model("huginn_small").system
 
 
 @pytest.fixture(scope="module")
 def rows() -> np.ndarray:
-    return zoo.batches(zoo.evaluation_text(), 24, 129)
+    return rows_of(zoo.evaluation_text(), 24, 129)
 
 
 def test_it_is_small_enough_to_ship() -> None:
-    assert "huginn_small" in zoo.available()
     assert sum(f.stat().st_size for f in FOLDER.iterdir()) < 4_000_000
 
 
-def test_weights_are_on_the_float16_grid(model: ZooModel) -> None:
-    for name, p in model.named_parameters():
+def test_weights_are_on_the_float16_grid(system: LoopedSystem) -> None:
+    for name, p in system.model.named_parameters():
         assert torch.equal(p, p.half().float()), name
 
 
-def test_it_uses_its_loop(model: ZooModel, rows: np.ndarray) -> None:
-    full = model.config.n_steps
-    one, half, deep = (bits_per_byte(model, rows, n) for n in (1, full // 2, full))
+def test_it_uses_its_loop(system: LoopedSystem, rows: np.ndarray) -> None:
+    full = system.n_steps
+    one, half, deep = (bits_per_byte(system, rows, n) for n in (1, full // 2, full))
     assert one - deep > 0.2
     assert half - deep > 0.01
     assert deep < 2.3
 
 
-def test_the_state_still_moves_when_half_the_steps_are_done(model: ZooModel, rows: np.ndarray) -> None:
-    moves = state_movement(model, rows)
-    assert len(moves) == model.config.n_steps
+def test_the_state_still_moves_when_half_the_steps_are_done(system: LoopedSystem, rows: np.ndarray) -> None:
+    moves = state_movement(system, rows, system.n_steps)
+    assert len(moves) == system.n_steps
     assert moves[len(moves) // 2] > 0.05
 
 
@@ -62,8 +61,3 @@ def test_the_card_says_what_was_measured() -> None:
     assert f"{measured['n_parameters']:,} parameters" in card
     assert "ELTeC" in card
     assert "CC BY 4.0" in card
-
-
-def test_bits_per_byte_do_not_depend_on_the_batch(model: ZooModel, rows: np.ndarray) -> None:
-    a = bits_per_byte(model, rows[:10], 3, batch=10)
-    assert abs(a - bits_per_byte(model, rows[:10], 3, batch=4)) < 1e-5

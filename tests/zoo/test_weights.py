@@ -1,23 +1,22 @@
-"""Every trained model of the checkout: its card, its size, and the document's table."""
+"""Every trained model of the repository: its card, its size, and the document's table."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
+from benches.zoo import WEIGHTS, overview
+from benches.zoo.card import card_text
+from benches.zoo.chains import chains
+from benches.zoo.measure import bits_per_answer, bits_per_byte, rows_of
+from loopq import zoo
+from loopq.systems.load import load_model
 
-from loopq import zoo  # noqa: E402
-from loopq.zoo.chains import chains  # noqa: E402
-from loopq.zoo.measure import bits_per_byte  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
-WEIGHTS = ROOT / "benches" / "zoo" / "weights"
 TRAINED = sorted(p.parent for p in WEIGHTS.glob("*/measured.json"))
 
 
@@ -30,25 +29,25 @@ def test_the_folder_stays_small() -> None:
 @pytest.mark.parametrize("folder", TRAINED, ids=lambda f: f.name)
 def test_a_trained_model_is_what_its_card_says(folder: Path) -> None:
     torch.set_num_threads(1)
-    model = zoo.load(folder.name)
+    system = load_model(folder).system
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
+    assert (folder / "README.md").read_text(encoding="utf-8") == card_text(folder.name, measured)
     assert measured["accepted"]
     full = measured["full_depth"]
-    assert full == model.config.n_steps
+    assert full == system.n_steps
     looped = measured["recipe"]["margin"] is not None
     task = measured["recipe"]["data"] == "chains"
-    rows: np.ndarray = chains(64, 0) if task else zoo.batches(zoo.evaluation_text(), 432, 129)[::36]
-    deep = bits_per_byte(model, rows, full)
+    spent = bits_per_answer if task else bits_per_byte
+    rows: np.ndarray = chains(64, 0) if task else rows_of(zoo.evaluation_text(), 432, 129)[::36]
+    deep = spent(system, rows, full)
     # Another text than the card's, a small slice spread over it: the size of the number is what is checked.
     assert abs(deep - measured["bits_per_byte"][str(full)]) < 0.5
     if looped:
-        assert bits_per_byte(model, rows, 1) - deep > 0.2
+        assert spent(system, rows, 1) - deep > 0.2
 
 
-def test_the_documents_table_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benches" / "zoo"))
-    overview = importlib.import_module("overview")
+def test_the_documents_table_is_what_was_measured() -> None:
     text = overview.DOCUMENT.read_text(encoding="utf-8")
     between = re.search(f"{overview.BEGIN}\n(.*)\n{overview.END}", text, re.DOTALL)
     assert between is not None
-    assert between[1] == overview.table(), "run python benches/zoo/overview.py"
+    assert between[1] == overview.table(), "run python -m benches.zoo.overview"

@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.dump import (
+    MANIFEST,
+    DumpFile,
     Manifest,
     Rows,
-    fingerprint,
-    read_accumulator,
+    accumulator_from,
+    accumulator_parts,
     rows_to_raw,
     write_accumulator,
 )
@@ -27,26 +29,29 @@ from loopq.checkpoint.files import (
     check_new,
     free_bytes,
     read_json,
-    read_tensors,
+    remove_leftovers,
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.model_files import model_tensors, to_torch, write_model
-from loopq.config import SNAPSHOT_SECONDS
+from loopq.checkpoint.model_files import model_tensors, raw, to_torch, write_files
+from loopq.checkpoint.schema import Count, Sha256, checked
 from loopq.errors import CalibrationError, ConfigError, DumpError
-from loopq.progress import Progress, Silent
+from loopq.execution import SNAPSHOT_SECONDS, Execution
+from loopq.journal import Journal, fingerprint
+from loopq.progress import Progress
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.table import size
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_CLAIM = "collecting.json"
 ROW_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What is collected from whom: the part of the settings that fixes every row.
+    """What is collected from which model: all that fixes every row.
 
     Parameters
     ----------
@@ -56,10 +61,8 @@ class Collection:
         Calibration prompts.
     selection : Selection
         Parameters, input groups and depth.
-    batch_size : int
-        Prompts that run together.
-    seed : int
-        Seed of the initial states.
+    execution : Execution
+        Seed of the initial states, prompts that run together, threads, memory limit, progress.
     side_files : mapping of str to bytes
         Config and tokenizer files that go with the model.
     """
@@ -67,20 +70,26 @@ class Collection:
     system: LoopedSystem
     tokens: TokenSet
     selection: Selection
-    batch_size: int = 8
-    seed: int = 0
+    execution: Execution = field(default_factory=Execution)
     side_files: Mapping[str, bytes] = field(default_factory=dict)
-
-    def describe(self) -> dict[str, Any]:
-        """Plain data for manifests and reports."""
-        return self.tokens.describe() | {"batch_size": self.batch_size}
 
     def fingerprint(self, *more: Any) -> str:
         """Identity of the work: weights, tokens and settings."""
         weights = {name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()}
         return fingerprint(
-            weights, self.describe(), self.seed, self.selection.n_steps, self.selection.parameters, *more
+            weights,
+            self.tokens.describe(),
+            self.execution.seed,
+            self.execution.batch_size,
+            self.selection.n_steps,
+            self.selection.parameters,
+            *more,
         )
+
+    @property
+    def n_batches(self) -> int:
+        """Batches of one run over the calibration set."""
+        return len(self.tokens.plan(self.execution.batch_size))
 
 
 def _digest(tensor: RawTensor) -> str:
@@ -117,8 +126,8 @@ def run_rollouts(
     *,
     only: Sequence[str] | None = None,
     skip: int = 0,
-    progress: Progress | None = None,
     label: str = "collect",
+    progress: Progress | None = None,
 ) -> Generator[int, None, None]:
     """Run every batch and hand the rows of each input group to a sink; yield each batch's number when done.
 
@@ -132,17 +141,17 @@ def run_rollouts(
         Leaders to observe; all when absent.
     skip : int
         Batches that are done already.
-    progress : Progress, optional
-        Told of every prompt.
     label : str
         Name of the stage.
+    progress : Progress, optional
+        Told of every prompt; the job's own when absent.
     """
-    progress = progress or Silent()
+    progress = progress or job.execution.progress
     wanted = set(only) if only is not None else None
     parameters = [
         p for p in job.selection.observed if wanted is None or job.selection.leaders[p.name] in wanted
     ]
-    batches = list(job.tokens.batches(job.batch_size, job.seed))
+    batches = list(job.tokens.batches(job.execution.batch_size, job.execution.seed))
     progress.start(label, sum(len(b.prompts) for b in batches), "prompts")
     with Observer(job.system, parameters, _GroupFilter(job.selection, sink)) as observer:
         for number, batch in enumerate(batches):
@@ -176,17 +185,14 @@ class HessianSet:
         For each leader, the steps that are summed.
     per_step : bool
         Keep each step's Hessian apart: as many times the memory.
-    threads : int
-        Threads of the accumulation; 0 takes all cores.
     """
 
     def __init__(
-        self, job: Collection, steps: Mapping[str, Sequence[int]], *, per_step: bool = False, threads: int = 0
+        self, job: Collection, steps: Mapping[str, Sequence[int]], *, per_step: bool = False
     ) -> None:
         self.job = job
         self.per_step = per_step
         self.steps = {leader: sorted(s) for leader, s in steps.items()}
-        self._threads = threads
         self._dims = {p.name: p.in_features for p in job.selection.input_groups}
         self.accumulators: dict[str, native.HessianAccumulator] = {}
 
@@ -201,19 +207,20 @@ class HessianSet:
         return {step: acc.n_rows(step) for step in self.steps[leader]}
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = False, threads: int = 0
+        self, leader: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
-        """Return the accumulator of a leader, which must hold just these steps (or each step apart).
+        """Return the accumulator of a leader, which must hold just these steps, or each step apart.
 
-        `per_step` and `threads` are for sources that sum on demand; what is here is here.
+        `per_step` is for sources that sum on demand; what is here is here.
         """
         acc = self.accumulators[leader]
         if not self.per_step and list(steps) != self.steps[leader]:
             raise ConfigError(f"layer {leader}: summed over steps {self.steps[leader]}, not {list(steps)}")
         return acc
 
-    def passes(self, memory: int | None) -> list[list[str]]:
-        """Cut the leaders in runs whose accumulators fit in `memory` bytes together."""
+    def passes(self) -> list[list[str]]:
+        """Divide the leaders into passes whose accumulators fit in the memory limit together."""
+        memory = self.job.execution.memory
         runs: list[list[str]] = []
         used = 0
         for leader in self.steps:
@@ -230,15 +237,7 @@ class HessianSet:
             used += need
         return runs
 
-    def run_pass(
-        self,
-        leaders: Sequence[str],
-        *,
-        work: Path | None = None,
-        every: float = SNAPSHOT_SECONDS,
-        progress: Progress | None = None,
-        label: str = "collect",
-    ) -> None:
+    def run_pass(self, leaders: Sequence[str], *, work: Path | None = None, label: str = "collect") -> None:
         """Collect the Hessians of some leaders in one run over the calibration set.
 
         Parameters
@@ -246,25 +245,18 @@ class HessianSet:
         leaders : sequence of str
             Leaders of this pass.
         work : Path, optional
-            Folder for snapshots; a snapshot of the same work found there is gone on with.
-        every : float
-            Seconds between snapshots: what a kill can lose.
-        progress : Progress, optional
-            Told of every prompt.
+            Folder where sums are saved now and then; those of the same work found there are resumed.
         label : str
             Name of the stage.
         """
-        progress = progress or Silent()
         parts = _Parts(self, leaders, work)
         done = parts.resume()
         if done:
-            progress.note(f"going on after batch {done}")
-        total = len(self.job.tokens.plan(self.job.batch_size))
+            self.job.execution.progress.note(f"resumed after batch {done}")
         saved = time.monotonic()
-        for number in run_rollouts(
-            self.job, parts.add, only=leaders, skip=done, progress=progress, label=label
-        ):
-            if work and (number + 1 == total or time.monotonic() - saved >= every):
+        for number in run_rollouts(self.job, parts.add, only=leaders, skip=done, label=label):
+            last = number + 1 == self.job.n_batches
+            if work and (last or time.monotonic() - saved >= SNAPSHOT_SECONDS):
                 parts.save(number + 1)
                 saved = time.monotonic()
         self.accumulators.update(parts.finish())
@@ -272,7 +264,7 @@ class HessianSet:
     def empty(self, leader: str) -> native.HessianAccumulator:
         """Return a new accumulator for a leader."""
         return native.HessianAccumulator(
-            self._dims[leader], self.steps[leader], per_step=self.per_step, threads=self._threads
+            self._dims[leader], self.steps[leader], per_step=self.per_step, threads=self.job.execution.threads
         )
 
     def drop(self, leader: str) -> None:
@@ -280,24 +272,40 @@ class HessianSet:
         self.accumulators.pop(leader, None)
 
 
-class _Parts:
-    """The accumulators of one pass, saved to disk part by part so that a kill loses little.
+@dataclass(frozen=True)
+class _ShardJournal:
+    sha256: Sha256
+    n_bytes: Count
+    batches: tuple[Count, Count]
+    rows: Rows
 
-    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole
-    blocks only, and the rows of the block that is still open are saved beside it. Parts are integer sums:
-    added up at the end they are the bits of a run without a stop.
+
+@dataclass(frozen=True)
+class _Claim:
+    key: str
+
+
+class _Parts:
+    """The accumulators of one pass, saved part by part so that a kill loses little.
+
+    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole blocks
+    only, and the rows of the block that is still open are saved beside it. Parts are integer sums: added up at the
+    end they are the bits of a run without a stop.
     """
 
     def __init__(self, owner: HessianSet, leaders: Sequence[str], work: Path | None) -> None:
         self._owner = owner
         self._leaders = list(leaders)
         self._chosen = {leader: set(owner.steps[leader]) for leader in leaders}
-        self._work = work
+        key = owner.job.fingerprint(self._leaders, owner.steps, owner.per_step) if work else ""
+        self._journal = Journal(work, key)
         self._n_parts = 0
         self._accs = {leader: owner.empty(leader) for leader in leaders}
         self._open: dict[tuple[str, int], Tensor] = {}
         self._device: dict[str, DeviceSums] = {}
-        self._key = owner.job.fingerprint(self._leaders, owner.steps, owner.per_step) if work else ""
+        self._rows: dict[str, dict[int, int]] = {
+            leader: dict.fromkeys(owner.steps[leader], 0) for leader in leaders
+        }
 
     def add(self, leader: str, step: int, rows: Tensor) -> None:
         """Take the rows of one invocation."""
@@ -305,6 +313,7 @@ class _Parts:
 
         if step not in self._chosen[leader]:
             return
+        self._rows[leader][step] += rows.shape[0]
         waiting = self._open.pop((leader, step), None)
         rows = rows if waiting is None else torch.cat([waiting, rows])
         whole = rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
@@ -323,39 +332,39 @@ class _Parts:
         self._device[leader].add(step, rows)
 
     def save(self, batches: int) -> None:
-        """Write what was added since the last part; switch to it by one rename."""
-        from loopq.checkpoint.model_files import raw
-
-        assert self._work is not None
-        place = self._work / f"part-{self._n_parts:05d}"
+        """Save what was added since the last part: each sum, then the rows of the open blocks, which make it count."""
         for i, leader in enumerate(self._leaders):
             if leader in self._device:
                 self._device[leader].move(self._accs[leader])
             self._accs[leader].finish()
-            write_accumulator(place / f"{i:03d}.safetensors", self._accs[leader])
+            arrays, state = accumulator_parts(self._accs[leader])
+            self._journal.save(f"part-{self._n_parts}-{i}", arrays, state=state)
             self._accs[leader] = self._owner.empty(leader)
-        write_tensors(place / "open.safetensors", {f"{k}/{t}": raw(v) for (k, t), v in self._open.items()})
+        waiting = {f"{leader}/{step}": raw(rows) for (leader, step), rows in self._open.items()}
+        self._journal.save(f"part-{self._n_parts}", waiting, batches=batches, rows=self._rows)
         self._n_parts += 1
-        write_json(
-            self._work / "parts.json", {"key": self._key, "n_parts": self._n_parts, "batches": batches}
-        )
 
     def resume(self) -> int:
-        """Go on with parts of the same work, if there are any; return the batches that are done."""
-        if self._work is None or not (self._work / "parts.json").is_file():
-            return 0
-        found = read_json(self._work / "parts.json", DumpError)
-        if found.get("key") != self._key:
-            return 0
-        self._n_parts = int(found["n_parts"])
-        place = self._work / f"part-{self._n_parts - 1:05d}"
-        for name, tensor in read_tensors(place / "open.safetensors", DumpError).items():
-            leader, _, step = name.rpartition("/")
-            self._open[leader, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
-        return int(found["batches"])
+        """Take over parts of the same work, if there are any; return the batches that are done."""
+        batches = 0
+        while (part := self._journal.find(f"part-{self._n_parts}")) is not None:
+            self._n_parts += 1
+            batches = int(part.facts["batches"])
+            self._rows = {k: {int(t): n for t, n in v.items()} for k, v in part.facts["rows"].items()}
+            self._open.clear()
+            for name, tensor in part.tensors.items():
+                leader, _, step = name.rpartition("/")
+                self._open[leader, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
+        return batches
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
-        """Close the open blocks and add the parts up."""
+        """Close the open blocks and add the parts up.
+
+        Raises
+        ------
+        CalibrationError
+            The sums hold other rows than the rollouts gave.
+        """
         for (leader, step), rows in self._open.items():
             self._take(leader, step, rows)
         for leader, sums in self._device.items():
@@ -363,9 +372,21 @@ class _Parts:
         for i, leader in enumerate(self._leaders):
             self._accs[leader].finish()
             for number in range(self._n_parts):
-                assert self._work is not None
-                part = self._work / f"part-{number:05d}" / f"{i:03d}.safetensors"
-                self._accs[leader].merge(read_accumulator(part))
+                part = self._journal.find(f"part-{number}-{i}")
+                if part is None:
+                    raise CalibrationError(
+                        f"{self._journal.folder}: part {number} was removed or altered; start anew"
+                    )
+                where = str(self._journal.folder)
+                self._accs[leader].merge(accumulator_from(part.tensors, part.facts["state"], where))
+        for leader, steps in self._rows.items():
+            for step, n_rows in steps.items():
+                if self._accs[leader].n_rows(step) != n_rows:
+                    raise CalibrationError(
+                        f"layer {leader}, step {step}: {self._accs[leader].n_rows(step)} rows were summed, the "
+                        f"rollouts gave {n_rows}: the saved sums are of another run; remove "
+                        f"{self._journal.folder} and start anew"
+                    )
         return self._accs
 
 
@@ -375,9 +396,8 @@ def collect_rows(
     *,
     rows_dtype: str | None = None,
     shard_batches: int = 8,
-    progress: Progress | None = None,
 ) -> Manifest:
-    """Write an activation dump; one that was interrupted is gone on with.
+    """Write an activation dump; one that was interrupted is resumed.
 
     Parameters
     ----------
@@ -389,8 +409,6 @@ def collect_rows(
         Storage type of the rows; the activations' own when absent, so that nothing is rounded.
     shard_batches : int
         Batches of one shard: what a kill can lose.
-    progress : Progress, optional
-        Told of every prompt.
 
     Raises
     ------
@@ -403,7 +421,8 @@ def collect_rows(
     if shard_batches < 1:
         raise ConfigError(f"shard_batches must be at least 1; got {shard_batches}")
     key = job.fingerprint(kind, shard_batches)
-    begun = _claimed(out, key)
+    if _begin(out, key):
+        return _finish(out)
     written = sum(path.stat().st_size for path in (out / "shards").glob("*.safetensors"))
     need, free = _rows_bytes(job, kind), free_bytes(out)
     if need - written > free:
@@ -411,18 +430,16 @@ def collect_rows(
             f"{out}: the rows take {size(need)}, {size(written)} of them are there, the disk has {size(free)}; free "
             "some space, take fewer prompts, or keep Hessians instead (--hessian)"
         )
-    if not begun:
-        _claim(out, key)
-    (progress or Silent()).note(f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens")
+    write_json(out / _CLAIM, {"key": key})
+    job.execution.progress.note(f"about {need / 2**20:.1f} MiB of rows for {job.tokens.n_tokens} tokens")
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
 
     def sink(leader: str, step: int, rows: Tensor) -> None:
         buffer.setdefault(f"{leader}/{step}", []).append(rows.detach().clone())
 
-    n_batches = len(job.tokens.plan(job.batch_size))
-    for number in run_rollouts(job, sink, skip=done * shard_batches, progress=progress):
-        if (number + 1) % shard_batches == 0 or number + 1 == n_batches:
+    for number in run_rollouts(job, sink, skip=done * shard_batches):
+        if (number + 1) % shard_batches == 0 or number + 1 == job.n_batches:
             index = number // shard_batches
             _write_shard(out, index, (index * shard_batches, number + 1), buffer, ROW_TYPES[kind])
             buffer.clear()
@@ -434,23 +451,31 @@ def _rows_bytes(job: Collection, kind: str) -> int:
     return job.tokens.n_tokens * width * (4 if kind == "float32" else 2)
 
 
-def _claimed(out: Path, key: str) -> bool:
-    """Whether the folder holds the beginnings of this very collection; anything else in it is an error."""
-    pointer = out / "collecting.json"
-    if (out / "manifest.json").exists():
-        raise DumpError(f"{out}: holds a finished dump; choose a new folder")
-    if pointer.is_file():
-        if read_json(pointer, DumpError).get("key") != key:
+def _begin(out: Path, key: str) -> bool:
+    """Whether the folder holds a finished dump of this very collection, killed while it cleared up behind itself.
+
+    What another collection left there is an error.
+    """
+    claim = out / _CLAIM
+    if claim.is_file():
+        if checked(_Claim, read_json(claim, DumpError), claim, DumpError).key != key:
             raise DumpError(
                 f"{out}: holds the beginnings of another collection; choose a new folder or remove it"
             )
-        return True
-    check_new(out, DumpError)
-    return False
+        for folder in (out, out / "shards", out / "hessians", out / "model"):
+            remove_leftovers(folder)
+    elif (out / MANIFEST).exists():
+        raise DumpError(f"{out}: holds a finished dump; choose a new folder")
+    else:
+        check_new(out, DumpError)
+    return (out / MANIFEST).exists()
 
 
-def _claim(out: Path, key: str) -> None:
-    write_json(out / "collecting.json", {"key": key})
+def _finish(out: Path) -> Manifest:
+    """Remove what only a collection that goes on needs, the claim last."""
+    shutil.rmtree(out / "work", ignore_errors=True)
+    (out / _CLAIM).unlink(missing_ok=True)
+    return Manifest.read(out)
 
 
 def _finished_shards(out: Path) -> int:
@@ -480,38 +505,42 @@ def _finish_rows(job: Collection, out: Path, dtype: str) -> Manifest:
     rows: Rows = {p.name: {} for p in job.selection.input_groups}
     files = []
     for path in sorted((out / "shards").glob("*.json")):
-        journal = read_json(path, DumpError)
-        file = f"shards/{path.stem}.safetensors"
-        files.append({"file": file, "sha256": journal["sha256"], "n_bytes": journal["n_bytes"]})
-        for leader, steps in journal["rows"].items():
+        journal = checked(_ShardJournal, read_json(path, DumpError), path, DumpError)
+        files.append(DumpFile(f"shards/{path.stem}.safetensors", journal.sha256, journal.n_bytes))
+        for leader, steps in journal.rows.items():
+            if leader not in rows:
+                raise DumpError(f"{path}: rows of {leader!r}, which is not collected here")
             for step, n in steps.items():
-                rows[leader][int(step)] = rows[leader].get(int(step), 0) + int(n)
+                rows[leader][step] = rows[leader].get(step, 0) + n
     return _write_manifest(job, out, "rows", dtype, rows, files)
 
 
 def _write_manifest(
-    job: Collection, out: Path, kind: str, dtype: str, rows: Rows, files: Sequence[dict[str, Any]]
+    job: Collection,
+    out: Path,
+    kind: Literal["rows", "hessian"],
+    dtype: str,
+    rows: Rows,
+    files: Sequence[DumpFile],
 ) -> Manifest:
     tensors, ties = model_tensors(job.system.model)
-    model = write_model(out / "model", tensors, job.side_files)
     manifest = Manifest(
         kind=kind,
         system=job.system.name,
         n_steps=job.selection.n_steps,
-        seed=job.seed,
-        calibration=job.describe(),
-        rows_dtype=dtype,
+        seed=job.execution.seed,
+        calibration=job.tokens.describe(),
+        rows_dtype=cast(Any, dtype),
         parameters=job.selection.parameters,
         leaders=job.selection.leaders,
         rows=rows,
         files=tuple(files),
-        model=tuple(model),
+        model=tuple(write_files(out / "model", tensors, job.side_files)),
         ties=ties,
         loopq_version=native.__version__,
     )
     manifest.write(out)
-    (out / "collecting.json").unlink(missing_ok=True)
-    return manifest
+    return _finish(out)
 
 
 def collect_hessians(
@@ -520,9 +549,6 @@ def collect_hessians(
     *,
     steps: Sequence[int] | None = None,
     per_step: bool = False,
-    memory: int | None = None,
-    threads: int = 0,
-    progress: Progress | None = None,
 ) -> Manifest:
     """Write a Hessian dump: exact sums that parts collected apart can be merged into.
 
@@ -536,41 +562,29 @@ def collect_hessians(
         Steps to keep; every invocation of each parameter when absent.
     per_step : bool
         Keep each step apart, so that any choice of steps can be made later.
-    memory : int, optional
-        Bytes that accumulators may take; the calibration set is run again for each part that fits.
-    threads : int
-        Threads of the accumulation; 0 takes all cores.
-    progress : Progress, optional
-        Told of every prompt.
     """
     wanted = {
         p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
         for p in job.selection.input_groups
     }
-    sums = HessianSet(job, wanted, per_step=per_step, threads=threads)
+    sums = HessianSet(job, wanted, per_step=per_step)
     key = job.fingerprint(wanted, per_step)
-    if not _claimed(out, key):
-        _claim(out, key)
-    files: list[dict[str, Any]] = []
+    if _begin(out, key):
+        return _finish(out)
+    write_json(out / _CLAIM, {"key": key})
+    files: list[DumpFile] = []
     rows: Rows = {}
-    index = 0
-    passes = sums.passes(memory)
+    passes = sums.passes()
     held = max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)
-    (progress or Silent()).note(
+    job.execution.progress.note(
         f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
     )
     for number, leaders in enumerate(passes):
-        sums.run_pass(leaders, work=out / "work" / str(number), progress=progress)
+        sums.run_pass(leaders, work=out / "work" / str(number))
         for leader in leaders:
-            file = f"hessians/{index:03d}.safetensors"
+            file = f"hessians/{len(files):03d}.safetensors"
             digest = write_accumulator(out / file, sums.accumulators[leader])
-            n_bytes = (out / file).stat().st_size
-            files.append(
-                {"file": file, "sha256": digest, "n_bytes": n_bytes, "leader": leader, "per_step": per_step}
-            )
+            files.append(DumpFile(file, digest, (out / file).stat().st_size, leader, per_step))
             rows[leader] = sums.rows(leader)
             sums.drop(leader)
-            index += 1
-    manifest = _write_manifest(job, out, "hessian", "", rows, files)
-    shutil.rmtree(out / "work", ignore_errors=True)
-    return manifest
+    return _write_manifest(job, out, "hessian", "", rows, files)

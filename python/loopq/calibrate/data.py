@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.checkpoint.schema import parse_json
 from loopq.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
@@ -195,10 +195,7 @@ def prompts_from_jsonl(
             break
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except ValueError as cause:
-            raise CalibrationError(f"{path}, line {number}: not JSON ({cause})") from cause
+        record = parse_json(line, f"{path}, line {number}", CalibrationError, finite=False)
         if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
             raise CalibrationError(f"{path}, line {number}: no field {field!r} and no 'input_ids'")
         whole = _ids_of(record, encode, field, f"{path}, line {number}")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import loopq._native as native
 from loopq.checkpoint.files import (
+    MAX_SIZE,
     RawTensor,
     Stored,
     check_folder,
     check_new,
+    inside,
     new_folder,
+    read_bytes,
     read_header,
     read_json,
     read_tensor,
@@ -26,21 +29,34 @@ from loopq.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.model_files import TENSORS, check_files
-from loopq.errors import DumpError, LoopqError, NonFiniteError
+from loopq.checkpoint.layer import TensorReader
+from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files
+from loopq.checkpoint.schema import (
+    Allowed,
+    Count,
+    Depth,
+    Name,
+    Object,
+    Positive,
+    Seed,
+    checked,
+    parse_json,
+    sealed,
+    shown,
+    unsealed,
+)
+from loopq.checkpoint.weights import ModelWeights
+from loopq.errors import ConfigError, DumpError, LoopqError, NonFiniteError
 from loopq.systems.base import SharedParameter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = "loopq-dump"
-VERSION = 1
-Rows = dict[str, dict[int, int]]
-
-
-def fingerprint(*parts: Any) -> str:
-    """SHA-256 over plain data: work of another fingerprint is not gone on with."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+MANIFEST = "manifest.json"
+Rows = dict[str, dict[int, Count]]
+_NUMBERED = re.compile(r"(shards|hessians)/[0-9]{3,9}\.safetensors")
+_Number = Annotated[str, Allowed("shards/ or hessians/, a number, .safetensors", _NUMBERED.fullmatch)]
 
 
 def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
@@ -54,68 +70,97 @@ def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
 
 
 @dataclass(frozen=True)
+class DumpFile(FileEntry):
+    """A shard of rows, or the Hessian of an input group (`leader`), each step apart or their sum."""
+
+    file: _Number
+    leader: str = ""
+    per_step: bool = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    seed: Seed
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class _Calibration:
+    """What readers need of the description of the calibration set."""
+
+    source: str
+    n_prompts: Count
+    n_tokens: Count
+    parts: tuple[_Part, ...] = ()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a dump's `manifest.json` says; the format is specified in docs/formats/dump.md."""
 
-    kind: str
+    kind: Literal["rows", "hessian"]
     system: str
-    n_steps: int
-    seed: int
-    calibration: dict[str, Any]
-    rows_dtype: str
+    n_steps: Depth
+    seed: Seed
+    calibration: Object
+    rows_dtype: Literal["F32", "F16", "BF16", ""]
     parameters: tuple[SharedParameter, ...]
     leaders: dict[str, str]
     rows: Rows
-    files: tuple[dict[str, Any], ...]
-    model: tuple[dict[str, Any], ...]
-    ties: dict[str, str]
+    files: tuple[DumpFile, ...]
+    model: tuple[FileEntry, ...]
+    ties: dict[Name, Name]
     loopq_version: str
+
+    def __post_init__(self) -> None:
+        """Refuse parts that do not fit together, also before they are written."""
+        checked(_Calibration, self.calibration, "calibration", DumpError, others=True)
+        names = {p.name: p for p in self.parameters}
+        if len(names) != len(self.parameters):
+            raise DumpError("parameters: a name stands twice")
+        for p in self.parameters:
+            checked(
+                tuple[Positive, Positive], [p.in_features, p.out_features], f"{p.name}: features", DumpError
+            )
+            checked(Depth, p.invocations, f"{p.name}: invocations", DumpError)
+        if not set(self.leaders) | set(self.leaders.values()) <= set(names):
+            raise DumpError("leaders: a name that is not among the parameters")
+        if not set(self.rows) <= set(self.leaders.values()):
+            raise DumpError("rows: a name that is not among the leaders")
+        if any(step >= names[leader].invocations for leader, steps in self.rows.items() for step in steps):
+            raise DumpError("rows: a step that the parameter does not have")
+        folder, leaders = ("shards/", []) if self.kind == "rows" else ("hessians/", sorted(self.rows))
+        listed = sorted(f.leader for f in self.files if f.leader)
+        if listed != leaders or not all(f.file.startswith(folder) for f in self.files):
+            raise DumpError(f"files: not those of a dump of kind {self.kind!r} with these rows")
+        stored = [f.file for f in (*self.files, *self.model)]
+        if not self.files or TENSORS not in stored or len(set(stored)) != len(stored):
+            raise DumpError(f"files, model: none, without {TENSORS}, or a name that stands twice")
 
     def write(self, folder: Path) -> None:
         """Write `manifest.json`; the folder is a dump from then on."""
-        data = {
-            "format": FORMAT,
-            "version": VERSION,
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-        }
-        data["parameters"] = [dataclasses.asdict(p) for p in self.parameters]
-        write_json(folder / "manifest.json", data)
+        write_json(folder / MANIFEST, sealed(FORMAT, vars(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read and check `manifest.json`."""
-        path = folder / "manifest.json"
-        if not path.is_file():
+        path = folder / MANIFEST
+        if not path.exists():
             check_folder(folder, DumpError)
-            raise DumpError(
-                f"{folder}: not a dump: it has no manifest.json (was its collection interrupted?)"
-            )
-        data = read_json(path, DumpError)
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise DumpError(f"{path}: not the manifest of a loopq dump")
-        version = data.pop("version", None)
-        if version != VERSION:
-            raise DumpError(f"{path}: version {version}; this loopq reads version {VERSION}")
-        try:
-            data["parameters"] = tuple(
-                SharedParameter(**{**p, "owners": tuple(p["owners"])}) for p in data["parameters"]
-            )
-            data["rows"] = {k: {int(t): int(n) for t, n in v.items()} for k, v in data["rows"].items()}
-            data["files"], data["model"] = tuple(data["files"]), tuple(data["model"])
-            return cls(**data)
-        except (KeyError, TypeError, ValueError, AttributeError) as cause:
-            raise DumpError(f"{path}: damaged: {cause}") from cause
+            raise DumpError(f"{folder}: not a dump: it has no {MANIFEST} (was its collection interrupted?)")
+        data = unsealed(read_json(inside(folder, MANIFEST, DumpError), DumpError), FORMAT, path, DumpError)
+        return checked(cls, data, path, DumpError)
 
 
 class Dump:
-    """A dump opened for reading.
+    """A dump opened for reading, every file of it compared with its SHA-256.
 
     Parameters
     ----------
     folder : Path
         The dump.
-    deep : bool
-        Compare SHA-256 sums, not only sizes; reads every byte once.
+    threads : int
+        Threads that sum rows; 0 takes all cores.
 
     Raises
     ------
@@ -123,28 +168,27 @@ class Dump:
         A file is missing, truncated or altered, or things do not add up.
     """
 
-    def __init__(self, folder: Path, *, deep: bool = True) -> None:
+    def __init__(self, folder: Path, *, threads: int = 0) -> None:
         self.folder = folder
+        self._threads = threads
         self.manifest = Manifest.read(folder)
-        check_files(folder, list(self.manifest.files), DumpError, deep=deep)
-        check_files(folder / "model", list(self.manifest.model), DumpError, deep=deep)
+        check_files(folder, self.manifest.files, DumpError)
+        check_files(folder, self.manifest.model, DumpError, within="model")
         self._headers: dict[str, dict[str, Stored]] = {}
         if self.manifest.kind == "rows":
             self._check_rows()
-        elif self.manifest.kind != "hessian":
-            raise DumpError(f"{folder}: kind {self.manifest.kind!r}; known kinds: rows, hessian")
 
     def _check_rows(self) -> None:
         dims = {p.name: p.in_features for p in self.manifest.parameters}
         found: Rows = {leader: {} for leader in self.manifest.rows}
         for entry in self.manifest.files:
-            path = self.folder / entry["file"]
+            path = self.folder / entry.file
             header, _ = read_header(path, DumpError)
-            self._headers[entry["file"]] = header
+            self._headers[entry.file] = header
             for name, stored in header.items():
                 leader, _, step = name.rpartition("/")
-                if leader not in found or not step.isdigit():
-                    raise DumpError(f"{path}: tensor {name!r} is not in the manifest")
+                if leader not in found or not re.fullmatch("[0-9]{1,9}", step):
+                    raise DumpError(f"{path}: tensor {shown(name)} is not in the manifest")
                 if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dims[leader],):
                     raise DumpError(
                         f"{path}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; the manifest says "
@@ -156,7 +200,7 @@ class Dump:
             raise DumpError(f"{self.folder}: the rows of its shards do not add up to those of the manifest")
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = False, threads: int = 0
+        self, leader: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
         """Sum the Hessian of one input group over the steps chosen, streaming from the files.
 
@@ -168,13 +212,13 @@ class Dump:
         if self.manifest.kind == "hessian":
             return self._stored(leader, steps)
         dim = next(p.in_features for p in self.manifest.parameters if p.name == leader)
-        acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=threads)
+        acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=self._threads)
         for step in steps:
-            for entry in self.manifest.files:
-                stored = self._headers[entry["file"]].get(f"{leader}/{step}")
+            for file, header in self._headers.items():
+                stored = header.get(f"{leader}/{step}")
                 if stored is None:
                     continue
-                path = self.folder / entry["file"]
+                path = self.folder / file
                 try:
                     acc.update_file(step, str(path), stored.offset, stored.shape[0], cast(Any, stored.dtype))
                 except NonFiniteError as cause:
@@ -183,45 +227,82 @@ class Dump:
         return acc
 
     def _stored(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
-        entry = next((e for e in self.manifest.files if e["leader"] == leader), None)
+        entry = next((e for e in self.manifest.files if e.leader == leader), None)
         if entry is None:
             raise DumpError(f"{self.folder}: no Hessian for layer {leader}")
-        acc = read_accumulator(self.folder / entry["file"])
-        have = sorted(self.manifest.rows[leader])
-        if not set(steps) <= set(have) or (not entry["per_step"] and list(steps) != have):
+        acc = read_accumulator(self.folder / entry.file)
+        rows, dims = self.manifest.rows[leader], {p.name: p.in_features for p in self.manifest.parameters}
+        have = sorted(rows)
+        told = (dims[leader], have, entry.per_step, [rows[t] for t in have])
+        if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != told:
+            raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
+        if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):
             raise DumpError(
-                f"{self.folder}: layer {leader}: steps {list(steps)} asked for; this file holds "
-                f"{'each of' if entry['per_step'] else 'only the sum over'} steps {have}. Collect again with "
+                f"{self.folder}: layer {leader}: steps {shown(list(steps))} asked for; this file holds "
+                f"{'each of' if entry.per_step else 'only the sum over'} steps {shown(have)}. Collect again with "
                 "those steps, or with --per-step"
             )
         return acc
 
-    def model_tensors(self) -> dict[str, RawTensor]:
-        """Read every tensor of the model."""
-        return read_tensors(self.folder / "model" / TENSORS, DumpError)
+    def weights(self) -> ModelWeights:
+        """The stored weights of the model; each is read when it is asked for.
 
-    def weight(self, parameter: SharedParameter) -> RawTensor:
-        """Read one weight as it is stored."""
+        Raises
+        ------
+        DumpError
+            A weight is missing, or is not of the shape that the manifest says.
+        """
         path = self.folder / "model" / TENSORS
-        header, _ = read_header(path, DumpError)
-        name = self.manifest.ties.get(parameter.name, parameter.name)
-        if name not in header:
-            raise DumpError(f"{path}: no tensor {name!r}")
-        return read_tensor(path, header[name])
+        tensors = _FileTensors(path)
+        for p in self.manifest.parameters:
+            name = self.manifest.ties.get(p.name, p.name)
+            stored, shape = tensors.header.get(name), (p.out_features, p.in_features)
+            if stored is None or stored.shape != (shape if p.orientation == "out_in" else shape[::-1]):
+                found = "no tensor" if stored is None else f"shape {list(stored.shape)} of tensor"
+                raise DumpError(f"{path}: {found} {name!r}; the manifest says {list(shape)}, {p.orientation}")
+        return ModelWeights(tensors, dict(self.manifest.ties))
 
     def side_files(self) -> dict[str, bytes]:
         """Read config and tokenizer files."""
-        model = self.folder / "model"
-        return {
-            e["file"]: (model / e["file"]).read_bytes() for e in self.manifest.model if e["file"] != TENSORS
-        }
+        names = [e.file for e in self.manifest.model if e.file != TENSORS]
+        return {name: read_bytes(self.folder / "model" / name, MAX_SIZE, DumpError) for name in names}
 
 
-def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
-    """Write the exact state of a finished accumulator; return the SHA-256 of the file.
+class _FileTensors(Mapping[str, RawTensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
 
-    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for
-    each step that is kept apart; everything else is JSON under the metadata key "loopq_hessian".
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.header, _ = read_header(path, DumpError)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        if name not in self.header:
+            raise DumpError(f"{self._path}: no tensor {name!r}")
+        return read_tensor(self._path, self.header[name], DumpError)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header)
+
+    def __len__(self) -> int:
+        return len(self.header)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Metadata of a Hessian file: what is no array of the state of docs/formats/hessian.md."""
+
+    spec_version: Literal[1]
+    dim: Positive
+    steps: tuple[Count, ...]
+    per_step: bool
+    n_rows: tuple[Count, ...]
+
+
+def accumulator_parts(acc: native.HessianAccumulator) -> tuple[dict[str, RawTensor], dict[str, Any]]:
+    """Return the exact state of a finished accumulator as arrays and plain data.
+
+    Tensors `hi.<i>` and `lo.<i>`, int64, hold the packed upper triangles (docs/formats/hessian.md), one pair for each
+    step that is kept apart.
     """
     state: dict[str, Any] = dict(acc.state())
     arrays = {
@@ -229,6 +310,38 @@ def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
         for limb in ("hi", "lo")
         for i, values in enumerate(state.pop(limb))
     }
+    return arrays, state
+
+
+def accumulator_from(arrays: Mapping[str, RawTensor], state: Any, where: str) -> native.HessianAccumulator:
+    """Rebuild an accumulator from `accumulator_parts`.
+
+    Raises
+    ------
+    DumpError
+        A state that cannot be.
+    """
+    found = checked(_State, state, f"{where}: Hessian state", DumpError)
+    reader = TensorReader(where, arrays)
+    entries = found.dim * (found.dim + 1) // 2
+    names = [f"{i:03d}" for i in range(min(len(found.steps), len(arrays)) if found.per_step else 1)]
+    whole: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(found).items()}
+    try:
+        for limb in ("hi", "lo"):
+            whole[limb] = [reader.get(f"{limb}.{n}", ["I64"], (entries,)).array() for n in names]
+        if reader.used != set(arrays):
+            raise DumpError("tensors that are no part of it")
+        return native.HessianAccumulator.from_state(cast(Any, whole))
+    except (LoopqError, TypeError, ValueError, OverflowError) as cause:
+        raise DumpError(f"{where}: damaged Hessian state: {cause}") from cause
+
+
+def write_accumulator(path: Path, acc: native.HessianAccumulator) -> str:
+    """Write the exact state of a finished accumulator; return the SHA-256 of the file.
+
+    Everything but the arrays is JSON under the metadata key "loopq_hessian".
+    """
+    arrays, state = accumulator_parts(acc)
     return write_tensors(path, arrays, {"loopq_hessian": json.dumps(state, sort_keys=True)})
 
 
@@ -241,17 +354,8 @@ def read_accumulator(path: Path) -> native.HessianAccumulator:
         Not such a file, truncated, or with a state that cannot be.
     """
     _, metadata = read_header(path, DumpError)
-    try:
-        state: dict[str, Any] = json.loads(metadata["loopq_hessian"])
-    except (KeyError, ValueError) as cause:
-        raise DumpError(f"{path}: not a Hessian file of loopq") from cause
-    tensors = read_tensors(path, DumpError)
-    for limb in ("hi", "lo"):
-        state[limb] = [t.array() for name, t in sorted(tensors.items()) if name.startswith(limb)]
-    try:
-        return native.HessianAccumulator.from_state(cast(Any, state))
-    except (LoopqError, KeyError, TypeError, ValueError) as cause:
-        raise DumpError(f"{path}: damaged Hessian state: {cause}") from cause
+    state = parse_json(metadata.get("loopq_hessian", "null"), path, DumpError)
+    return accumulator_from(read_tensors(path, DumpError), state, str(path))
 
 
 def merge(parts: Sequence[Path], out: Path) -> Manifest:
@@ -269,12 +373,10 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
     DumpError
         Parts that do not fit together, or the same calibration tokens and seed twice.
     """
-    from loopq.errors import ConfigError
-
     if len(parts) < 2:
         raise ConfigError("merge needs at least two parts")
     check_new(out, DumpError)
-    ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / "manifest.json"))
+    ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / MANIFEST))
     _check_parts(ordered)
     first = ordered[0].manifest
     rows: Rows = {
@@ -282,29 +384,37 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
     }
     calibration = {
         "source": "merged",
-        "parts": [d.manifest.calibration | {"seed": d.manifest.seed} for d in ordered],
-        "n_prompts": sum(int(d.manifest.calibration["n_prompts"]) for d in ordered),
-        "n_tokens": sum(int(d.manifest.calibration["n_tokens"]) for d in ordered),
+        "parts": [part for d in ordered for part in _parts_of(d.manifest)],
+        "n_prompts": sum(d.manifest.calibration["n_prompts"] for d in ordered),
+        "n_tokens": sum(d.manifest.calibration["n_tokens"] for d in ordered),
     }
     model = ordered[0].folder / "model"
-    n_bytes = sum(int(e["n_bytes"]) for e in first.files) + sum(f.stat().st_size for f in model.rglob("*"))
+    n_bytes = sum(e.n_bytes for e in (*first.files, *first.model))
     with new_folder(out, n_bytes, DumpError) as folder:
         files = [_sum_of(entry, ordered, folder) for entry in first.files]
-        shutil.copytree(model, folder / "model")
+        (folder / "model").mkdir()
+        for entry in first.model:
+            shutil.copyfile(model / entry.file, folder / "model" / entry.file)
         merged = dataclasses.replace(first, rows=rows, files=tuple(files), calibration=calibration)
         merged.write(folder)
     return merged
 
 
-def _sum_of(entry: dict[str, Any], parts: Sequence[Dump], out: Path) -> dict[str, Any]:
+def _sum_of(entry: DumpFile, parts: Sequence[Dump], out: Path) -> DumpFile:
     """Write the sum of one input group's Hessians; return its line of the manifest."""
-    total = read_accumulator(parts[0].folder / entry["file"])
-    for other in parts[1:]:
-        match = next(e for e in other.manifest.files if e["leader"] == entry["leader"])
-        total.merge(read_accumulator(other.folder / match["file"]))
-    path = out / entry["file"]
+    steps = sorted(parts[0].manifest.rows[entry.leader])
+    total, *others = (part.accumulator(entry.leader, steps) for part in parts)
+    for other in others:
+        total.merge(other)
+    path = out / entry.file
     digest = write_accumulator(path, total)
-    return {**entry, "sha256": digest, "n_bytes": path.stat().st_size}
+    return dataclasses.replace(entry, sha256=digest, n_bytes=path.stat().st_size)
+
+
+def _parts_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """Descriptions of the calibration sets that a dump sums up, with their seeds."""
+    own = [manifest.calibration | {"seed": manifest.seed}]
+    return list(manifest.calibration.get("parts", own))
 
 
 def _check_parts(dumps: Sequence[Dump]) -> None:
@@ -319,8 +429,8 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
                 raise DumpError(f"{dump.folder}: its {what} differ from those of {dumps[0].folder}")
         if {k: sorted(v) for k, v in m.rows.items()} != {k: sorted(v) for k, v in first.rows.items()}:
             raise DumpError(f"{dump.folder}: its steps differ from those of {dumps[0].folder}")
-        for part in m.calibration.get("parts", [m.calibration | {"seed": m.seed}]):
-            key = (str(part.get("sha256")), int(part["seed"]))
+        for part in _parts_of(m):
+            key = (str(part.get("sha256")), part["seed"])
             if key in seen:
                 raise DumpError(
                     f"{dump.folder}: the same tokens and seed as {seen[key]}: they would count twice"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import find_input_groups
 from loopq.errors import ConfigError
+from loopq.patterns import check_patterns, matches
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 
 
@@ -43,13 +42,6 @@ class Selection:
         return tuple(p for p in self.observed if self.leaders[p.name] == p.name)
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(
-        re.search(p[3:], name) is not None if p.startswith("re:") else fnmatch.fnmatchcase(name, p)
-        for p in patterns
-    )
-
-
 def treat(
     parameters: Sequence[SharedParameter], include: Sequence[str], exclude: Sequence[str]
 ) -> tuple[SharedParameter, ...]:
@@ -60,17 +52,12 @@ def treat(
     ConfigError
         A pattern that matches no parameter, or nothing left to quantize.
     """
-    for pattern in (*include, *exclude):
-        if not any(_matches(p.name, [pattern]) for p in parameters):
-            raise ConfigError(
-                f"pattern {pattern!r} matches no shared parameter; there are: "
-                + ", ".join(p.name for p in parameters)
-            )
+    check_patterns("pattern", (*include, *exclude), (p.name for p in parameters))
     treated = []
     for p in parameters:
-        if _matches(p.name, exclude):
+        if any(matches(p.name, e) for e in exclude):
             treated.append(dataclasses.replace(p, treatment="dense", reason="excluded by pattern"))
-        elif p.treatment != "gptq" and _matches(p.name, include):
+        elif p.treatment != "gptq" and any(matches(p.name, i) for i in include):
             treated.append(dataclasses.replace(p, treatment="gptq", reason=""))
         else:
             treated.append(p)

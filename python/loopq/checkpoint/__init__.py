@@ -3,7 +3,7 @@
 `FORMATS` holds what other tools read; the native folder is `loopq.checkpoint.native`.
 """
 
-from loopq.checkpoint.form import Format
+from loopq.checkpoint.base import Format
 from loopq.registry import Registry
 
 FORMATS: Registry[Format] = Registry("checkpoint format", "loopq.checkpoint")

@@ -5,19 +5,51 @@ Spec: docs/formats/compressed-tensors.md. The tensors are those of the native ch
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+import loopq._native as native
 from loopq.checkpoint import FORMATS
-from loopq.checkpoint.files import RawTensor
-from loopq.checkpoint.form import Export, Fitted, Format, Ragged, Shelf, as_channel, choose, split
-from loopq.checkpoint.layer import QuantizedLayer, unpack_codes
+from loopq.checkpoint.base import (
+    Export,
+    Format,
+    Ragged,
+    StoredLayer,
+    as_channel,
+    choose,
+    matches,
+    split,
+)
+from loopq.checkpoint.files import DTYPES, RawTensor
+from loopq.checkpoint.layer import Bits, GroupSize, LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import Object, checked
 from loopq.errors import CheckpointError
 
-_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    num_bits: Bits
+    type: Literal["int"] = "int"
+    symmetric: bool = True
+    strategy: Literal["group", "channel"]
+    group_size: GroupSize | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    targets: tuple[str, ...]
+    weights: Object | None = None
+    input_activations: Object | None = None
+    format: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config:
+    config_groups: dict[str, _Group]
+    format: str | None = None
 
 
 class CompressedTensors(Format):
@@ -33,7 +65,7 @@ class CompressedTensors(Format):
         """Whether the config says compressed-tensors."""
         return config.get("quant_method") == "compressed-tensors"
 
-    def fit(self, layer: QuantizedLayer, ragged: Ragged | None) -> Fitted:
+    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Cut ragged groups where that was chosen."""
         if layer.orientation != "out_in":
             raise CheckpointError(
@@ -45,7 +77,7 @@ class CompressedTensors(Format):
         single = as_channel(layer)
         if single.layer is not layer:
             return single
-        return split(layer) if choose(layer, ragged, self) == "split" else Fitted(layer)
+        return split(layer) if choose(layer, ragged, self) == "split" else StoredLayer(layer)
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """The tensors of the native checkpoint under the module's name."""
@@ -74,30 +106,29 @@ class CompressedTensors(Format):
         """Modules with packed weights."""
         return [n.removesuffix(".weight_packed") for n in names if n.endswith(".weight_packed")]
 
-    def read(self, module: str, shelf: Shelf, config: Mapping[str, Any]) -> tuple[QuantizedLayer, list[str]]:
+    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer, also of a file that another tool wrote."""
-        args = _scheme(module, shelf.where, config)
-        bits, symmetric, group_size = args
-        shape = shelf.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array()
-        rows, columns = (int(n) for n in shape)
-        if rows < 1 or columns < 1:
-            raise CheckpointError(f"{shelf.where}: tensor '{module}.weight_shape' says {[rows, columns]}")
-        n_groups = 1 if group_size == -1 else -(-columns // group_size)
-        name = f"{module}.weight_packed"
-        packed = shelf.get(name, ("I32",), (rows, -(-columns * bits // 32))).array()
-        offset = 1 << (bits - 1) if symmetric else 0
-        codes = unpack_codes(packed, bits, columns, offset, f"{shelf.where}: tensor {name!r}")
-        scales, scale_dtype = shelf.scales(f"{module}.weight_scale", (rows, n_groups))
-        zeros = None if symmetric else _zeros(module, shelf, bits, rows, n_groups)
-        if f"{module}.weight_g_idx" in shelf.tensors:
+        where = f"{reader.where}: config.json: module {module!r}"
+        found = _scheme(module, where, config)
+        if f"{module}.weight_g_idx" in reader.tensors:
             raise CheckpointError(
-                f"{shelf.where}: tensor '{module}.weight_g_idx': groups that are not runs of columns are not "
+                f"{reader.where}: tensor '{module}.weight_g_idx': groups that are not runs of columns are not "
                 "supported; quantize without activation ordering by group"
             )
-        layer = QuantizedLayer(
-            f"{module}.weight", bits, group_size, symmetric, codes, scales, zeros, scale_dtype
+        scale = reader.get(f"{module}.weight_scale", ("F16", "BF16", "F32"), (None, None))
+        shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
+        settings = {
+            "name": f"{module}.weight",
+            "bits": found.num_bits,
+            "group_size": found.group_size or -1,
+            "symmetric": found.symmetric,
+            "scale_dtype": DTYPES[scale.dtype],
+            "shape": shape,
+        }
+        where = f"{reader.where}: tensor '{module}.weight_shape'"
+        return QuantizedLayer.from_tensors(
+            checked(LayerSettings, settings, where), _packed_zeros(module, reader, found.num_bits), {}
         )
-        return layer, [f"{module}.{p}" for p in _PARTS if f"{module}.{p}" in shelf.tensors]
 
 
 def _group(targets: list[str], bits: int, symmetric: bool, group_size: int) -> dict[str, Any]:
@@ -118,53 +149,43 @@ def _group(targets: list[str], bits: int, symmetric: bool, group_size: int) -> d
     }
 
 
-def _zeros(module: str, shelf: Shelf, bits: int, rows: int, n_groups: int) -> Any:
+def _packed_zeros(module: str, reader: TensorReader, bits: int) -> TensorReader:
+    """Pack the zero points of files of before the library did: signed, one byte each."""
     name = f"{module}.weight_zero_point"
-    stored = shelf.get(name, ("I32", "I8"), (None, n_groups))
-    if stored.dtype == "I8":
-        # Files of before zero points were packed: signed, one byte each.
-        values = shelf.get(name, ("I8",), (rows, n_groups)).array().astype(np.int16) + (1 << (bits - 1))
-        if (values < 0).any() or (values >= 1 << bits).any():
-            raise CheckpointError(f"{shelf.where}: tensor {name!r} holds zero points outside {bits} bits")
-        return values.astype(np.uint8)
-    packed = shelf.get(name, ("I32",), (-(-rows * bits // 32), n_groups)).array()
-    found = unpack_codes(packed.T, bits, rows, 0, f"{shelf.where}: tensor {name!r}")
-    return np.ascontiguousarray(found.T)
+    stored = reader.tensors.get(name)
+    if stored is None or stored.dtype != "I8":
+        return reader
+    values = reader.get(name, ["I8"], (None, None)).array().astype(np.int16) + (1 << (bits - 1))
+    if (values < 0).any() or (values >= 1 << bits).any():
+        raise CheckpointError(f"{reader.where}: tensor {name!r} holds zero points outside {bits} bits")
+    words = native.pack_dense(np.ascontiguousarray(values.T.astype(np.uint8)), bits, 0)
+    packed = RawTensor.of(np.ascontiguousarray(words.T))
+    return TensorReader(reader.where, {**reader.tensors, name: packed}, reader.used)
 
 
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target == module
-
-
-def _scheme(module: str, where: str, config: Mapping[str, Any]) -> tuple[int, bool, int]:
-    """Bits, symmetry and group size of a module: exact names and patterns come before class names."""
-    groups = [g for g in config.get("config_groups", {}).values() if isinstance(g, Mapping)]
-    named = [g for g in groups if any(_matches(str(t), module) for t in g.get("targets", ()))]
-    by_class = [g for g in groups if "Linear" in g.get("targets", ())]
-    found = next(iter(named or by_class), None)
-    if found is None or not isinstance(found.get("weights"), Mapping):
+def _scheme(module: str, where: str, config: Mapping[str, Any]) -> _Weights:
+    """Settings of a module: exact names and patterns come before class names."""
+    whole = checked(_Config, dict(config), where, others=True)
+    groups = list(whole.config_groups.values())
+    named = [g for g in groups if any(_applies(t, module, where) for t in g.targets)]
+    group = next(iter(named or [g for g in groups if "Linear" in g.targets]), None)
+    if group is None or group.weights is None:
+        raise CheckpointError(f"{where}: no config group says how it is quantized")
+    if group.input_activations is not None:
+        raise CheckpointError(f"{where}: quantized activations are not supported")
+    if (group.format or whole.format) != "pack-quantized":
+        raise CheckpointError(f"{where}: format {group.format or whole.format!r}; loopq reads pack-quantized")
+    found = checked(_Weights, group.weights, where, others=True)
+    if (found.strategy == "group") != (found.group_size not in (None, -1)):
         raise CheckpointError(
-            f"{where}: config.json: no config group says how module {module!r} is quantized"
+            f"{where}: strategy {found.strategy!r} with group_size {found.group_size!r}; loopq reads group with a "
+            "size, and channel"
         )
-    form = found.get("format") or config.get("format")
-    weights = found["weights"]
-    bits, strategy = weights.get("num_bits"), weights.get("strategy")
-    if form != "pack-quantized" or weights.get("type", "int") != "int" or bits not in (2, 3, 4, 8):
-        raise CheckpointError(
-            f"{where}: module {module!r}: format {form!r} with {bits} bits of type {weights.get('type')!r}; "
-            "loopq reads pack-quantized integers of 2, 3, 4 or 8 bits"
-        )
-    if found.get("input_activations") is not None:
-        raise CheckpointError(f"{where}: module {module!r}: quantized activations are not supported")
-    group_size = weights.get("group_size")
-    if strategy not in ("group", "channel") or (strategy == "group") != (group_size not in (None, -1)):
-        raise CheckpointError(
-            f"{where}: module {module!r}: strategy {strategy!r} with group_size {group_size!r}; loopq reads "
-            "group with a size, and channel"
-        )
-    return int(bits), bool(weights.get("symmetric", True)), int(group_size) if strategy == "group" else -1
+    return found
+
+
+def _applies(target: str, module: str, where: str) -> bool:
+    return matches(target[3:], module, where) if target.startswith("re:") else target == module
 
 
 FORMATS.register("compressed-tensors")(CompressedTensors())

@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loopq import _native
 from loopq.checkpoint import FORMATS, hf_folder
 from loopq.checkpoint import native as store
-from loopq.checkpoint.files import RawTensor, check_folder, new_folder, read_json
-from loopq.checkpoint.form import Export, Format, Ragged, Shelf, even_out, restore
-from loopq.checkpoint.layer import QuantizedLayer, check_settings
+from loopq.checkpoint.base import Export, Format, Ragged, prepare_all, restore
+from loopq.checkpoint.files import RawTensor, check_folder, inside, json_bytes, new_folder, read_json
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.model_files import write_files
 from loopq.checkpoint.native import Checkpoint
+from loopq.checkpoint.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
 from loopq.errors import CheckpointError, ConfigError
 
 NATIVE = "native"
 RECORD = "loopq_export.json"
 RECORD_FORMAT = "loopq-export"
-RECORD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `loopq_export.json` holds: all that a format loses."""
+
+    loopq_version: str
+    target: str
+    ragged: Ragged | None
+    settings: Object
+    layers: tuple[LayerSettings, ...]
+    ties: dict[Name, Name]
+    config: str | None
 
 
 @dataclass(frozen=True)
 class Written:
-    """What an export wrote and what it cost.
+    """What an export wrote and what it cost: bytes of the quantized layers as loopq stores them and in the format.
 
-    Parameters
-    ----------
-    folder : Path
-        Where.
-    format : str
-        Name of the format.
-    n_bytes_before, n_bytes : int
-        Bytes of the quantized layers as loopq stores them, and in the format.
-    notes : dict of str to tuple of str
-        Layer name to what had to be changed for the format: groups cut, padding; empty where nothing was.
-    checked : int
-        Layers that were read back from the disk and compared, number by number.
-    remarks : tuple of str
-        What readers of the format are known not to do with this file.
+    `notes` says by layer what had to be changed (groups cut, padding), `checked` how many layers were read back and
+    compared, `remarks` what readers of the format are known not to do with this file.
     """
 
     folder: Path
@@ -81,40 +85,30 @@ def format_of(folder: Path) -> str:
         return NATIVE
     if not (folder / hf_folder.CONFIG).is_file():
         check_folder(folder)
-        raise CheckpointError(
-            f"{folder}: no checkpoint: neither {store.INDEX} nor {hf_folder.CONFIG} is there"
-        )
+        raise CheckpointError(f"{folder}: no checkpoint: neither {store.INDEX} nor config.json is there")
     _, quantization = hf_folder.read_config(folder)
     if quantization is None:
         raise CheckpointError(f"{folder}: a model that is not quantized: config.json has no {hf_folder.KEY}")
-    return _form(folder, quantization).name
+    return _target(folder, quantization).name
 
 
-def _form(folder: Path, quantization: Mapping[str, Any]) -> Format:
-    for _, form in FORMATS:
-        if form.describes(quantization):
-            return form
+def _target(folder: Path, quantization: Mapping[str, Any]) -> Format:
+    for _, target in FORMATS:
+        if target.describes(quantization):
+            return target
     method = quantization.get("quant_method")
     version = quantization.get("checkpoint_format") or quantization.get("format")
     raise CheckpointError(
-        f"{folder / hf_folder.CONFIG}: quant_method {method!r}, format {version!r}: loopq reads "
+        f"{folder / hf_folder.CONFIG}: quant_method {shown(method)}, format {shown(version)}: loopq reads "
         f"{', '.join(FORMATS.names())}"
     )
 
 
 def read_any(folder: str | Path) -> Checkpoint:
-    """Read a checkpoint of any format that loopq knows, whoever wrote it.
+    """Read a native checkpoint, or a folder with config.json and safetensors in one of `FORMATS`, whoever wrote it.
 
-    Parameters
-    ----------
-    folder : path
-        Native checkpoint, or a folder with config.json and safetensors in one of `FORMATS`.
-
-    Returns
-    -------
-    Checkpoint
-        Of files that loopq did not export, `settings["system"]` is None, ties are those that the model itself
-        makes, and there is no run report.
+    Of files that loopq did not export, `settings["system"]` is None, ties are those that the model itself makes, and
+    there is no run report.
 
     Raises
     ------
@@ -125,79 +119,75 @@ def read_any(folder: str | Path) -> Checkpoint:
     if format_of(folder) == NATIVE:
         return store.read(folder)
     config, quantization = hf_folder.read_config(folder)
-    form = _form(folder, quantization or {})
-    shelf = Shelf(str(folder), hf_folder.read_all_tensors(folder))
-    layers: dict[str, QuantizedLayer] = {}
-    used: set[str] = set()
-    for module in form.modules(list(shelf.tensors)):
-        layer, names = form.read(module, shelf, quantization or {})
+    quantization = quantization or {}
+    target = _target(folder, quantization)
+    reader = TensorReader(str(folder), hf_folder.read_all_tensors(folder))
+    layers = {}
+    for module in target.modules(list(reader.tensors)):
+        checked(Name, module, f"{folder}: name of a quantized module")
+        layer = target.read(module, reader, quantization)
         layers[layer.name] = layer
-        used.update(names)
     if not layers:
-        raise CheckpointError(
-            f"{folder}: no quantized layer: config.json says {form.name}, the tensors do not"
-        )
-    dense = {name: t for name, t in shelf.tensors.items() if name not in used}
+        raise CheckpointError(f"{folder}: config.json says {target.name}, but there is no quantized layer")
+    dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
     side = hf_folder.side_files(folder, frozenset({RECORD, store.REPORT}))
-    if (folder / RECORD).is_file():
-        return _recorded(folder, layers, dense, side)
+    if (folder / RECORD).exists():
+        return _recorded(folder, target, layers, dense, side).check(folder)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    settings = {"system": None, "imported": {"format": form.name, "quantization_config": quantization}}
-    return Checkpoint(layers, dense, {}, settings, {hf_folder.CONFIG: text.encode(), **side})
+    # Read again as strictly as loopq's own files are, into which it goes.
+    kept = parse_json(json.dumps(quantization), f"{folder / hf_folder.CONFIG}: {hf_folder.KEY}")
+    settings = {"system": None, "imported": {"format": target.name, "quantization_config": kept}}
+    return Checkpoint(layers, dense, {}, settings, {hf_folder.CONFIG: text.encode(), **side}).check(folder)
+
+
+def _read_record(folder: Path) -> Record:
+    data = unsealed(read_json(inside(folder, RECORD)), RECORD_FORMAT, folder / RECORD)
+    return checked(Record, data, folder / RECORD)
 
 
 def _recorded(
-    folder: Path, layers: dict[str, QuantizedLayer], dense: dict[str, RawTensor], side: dict[str, bytes]
+    folder: Path,
+    target: Format,
+    layers: dict[str, QuantizedLayer],
+    dense: dict[str, RawTensor],
+    side: dict[str, bytes],
 ) -> Checkpoint:
     """Undo an export of loopq with the help of the record that it left."""
-    path = folder / RECORD
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("format") != RECORD_FORMAT:
-        raise CheckpointError(f"{path}: not the record of an export")
-    if record.get("version") != RECORD_VERSION:
-        raise CheckpointError(
-            f"{path}: version {record.get('version')}; this loopq reads version {RECORD_VERSION}"
-        )
-    missing = {"settings", "layers", "ties", "config"} - set(record)
-    if missing:
-        raise CheckpointError(f"{path}: damaged: no {', '.join(sorted(missing))}")
+    record = _read_record(folder)
+    if record.target != target.name:
+        raise CheckpointError(f"{folder}: config.json says {target.name}, {RECORD} {shown(record.target)}")
     reports = store.read_report(folder / store.REPORT)
-    ties = {str(k): str(v) for k, v in record["ties"].items()}
     restored = {}
-    for settings in record["layers"]:
-        check_settings(settings, str(path))
-        name = str(settings["name"])
+    for settings in record.layers:
+        name = settings.name
         if name not in layers:
             raise CheckpointError(f"{folder}: layer {name!r} is in {RECORD} and not in the tensors")
         layer = restore(layers[name], settings, str(folder))
         restored[name] = dataclasses.replace(layer, report=reports.get(name, {}))
-    for name in set(layers) - set(restored):
-        if ties.get(name) not in restored or not layers[name].same_as(layers[ties[name]]):
-            raise CheckpointError(
-                f"{folder}: layer {name!r} is quantized and not in {RECORD}, nor tied to one that is"
-            )
-    if record["config"] is not None:
-        side = {hf_folder.CONFIG: str(record["config"]).encode(), **side}
-    return Checkpoint(restored, dense, ties, dict(record["settings"]), side)
+    again = {name: stored.layer for name, stored in prepare_all(target, restored, record.ragged).items()}
+    for name, layer in layers.items():
+        same = again.get(record.ties.get(name, name))
+        if same is None:
+            raise CheckpointError(f"{folder}: layer {name!r} is not in {RECORD}, nor tied to one that is")
+        if layer.group_size != same.group_size or not layer.same_as(same):
+            raise CheckpointError(f"{folder}: layer {name!r}: it or {RECORD} was changed after the export")
+    if record.config is not None:
+        side = {hf_folder.CONFIG: record.config.encode(), **side}
+    return Checkpoint(restored, dense, record.ties, record.settings, side)
 
 
 def write_as(
-    out: str | Path, checkpoint: Checkpoint, form: str, *, ragged: Ragged | None = None, check: bool = True
+    out: str | Path,
+    checkpoint: Checkpoint,
+    format_name: str,
+    *,
+    ragged: Ragged | None = None,
+    also: Callable[[Checkpoint], None] | None = None,
 ) -> Written:
-    """Write a checkpoint in a format, read it back and compare.
+    """Write a checkpoint to a new folder, "native" or in one of `FORMATS`.
 
-    Parameters
-    ----------
-    out : path
-        New folder; whole or not there.
-    checkpoint : Checkpoint
-        What to write.
-    form : str
-        "native" or a name in `FORMATS`.
-    ragged : {"keep", "split", "pad"}, optional
-        What to do with a last group that is shorter than the others; asked for where there is one.
-    check : bool
-        Read the folder back and compare every number.
+    The folder gets its name when it has been read back and compared, and `also` has checked what was read. `ragged`
+    says what to do with a last group that is shorter than the others; it is asked for where there is one.
 
     Raises
     ------
@@ -207,21 +197,24 @@ def write_as(
     """
     out = Path(out)
     before = sum(layer.n_bytes for layer in checkpoint.layers.values())
-    if form == NATIVE:
-        store.write(out, checkpoint)
-        written = Written(out, form, before, before, {}, 0)
-    else:
-        written = _write_foreign(out, checkpoint, FORMATS.get(form), ragged, before)
-    return dataclasses.replace(written, checked=compare(out, checkpoint)) if check else written
+    written = Written(out, format_name, before, before, {}, len(checkpoint.layers))
+    files: dict[str, bytes] = {}
+    tensors: dict[str, RawTensor] = {}
+    if format_name != NATIVE:
+        written, tensors, files = _foreign(checkpoint, FORMATS.get(format_name), ragged, written)
+    with new_folder(out, max(checkpoint.n_bytes, sum(t.data.size for t in tensors.values()))) as folder:
+        if format_name == NATIVE:
+            store.write(folder, checkpoint)
+        else:
+            write_files(folder, tensors, files, {"format": "pt"})
+        again = verify(folder, checkpoint)
+        if also is not None:
+            also(again)
+    return written
 
 
-def compare(folder: Path, checkpoint: Checkpoint) -> int:
-    """Read a folder back and compare codes, scales, zero points and dense tensors, bit for bit.
-
-    Returns
-    -------
-    int
-        Layers that were compared.
+def verify(folder: Path, checkpoint: Checkpoint) -> Checkpoint:
+    """Read a folder back, compare every layer, tensor, tie and file with the checkpoint, and return what was read.
 
     Raises
     ------
@@ -229,99 +222,99 @@ def compare(folder: Path, checkpoint: Checkpoint) -> int:
         Anything differs.
     """
     again = read_any(folder)
+    equal = {"ties": again.ties == checkpoint.ties, "side files": again.side_files == checkpoint.side_files}
     for name, layer in checkpoint.layers.items():
-        if name not in again.layers or not layer.same_as(again.layers[name]):
-            raise CheckpointError(f"{folder}: layer {name} reads back differently from what was written")
+        found = again.layers.get(name)
+        equal[f"layer {name}"] = (
+            found is not None and layer.same_as(found) and layer.settings() == found.settings()
+        )
     for name, tensor in checkpoint.dense.items():
-        found = again.dense.get(name)
-        same = found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-        if found is None or not same or found.data.tobytes() != tensor.data.tobytes():
-            raise CheckpointError(f"{folder}: tensor {name} reads back differently from what was written")
-    return len(checkpoint.layers)
+        other = again.dense.get(name, RawTensor("", (), tensor.data))
+        same = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+        equal[f"tensor {name}"] = same and np.array_equal(other.data, tensor.data)
+    wrong = [what for what, same in equal.items() if not same]
+    if wrong:
+        raise CheckpointError(f"{folder}: {wrong[0]}: reads back differently from what was written")
+    return again
 
 
-def refuse_transformed(names: list[str], form: Format) -> None:
+def refuse_transformed(names: list[str], target: Format) -> None:
     """Refuse layers whose codes are for a transformed input: no other format than loopq's own holds the transform."""
     if names:
         raise CheckpointError(
-            f"layer {names[0]}: its codes are for a transformed input ({len(names)} such layers), which {form.name} "
+            f"layer {names[0]}: its codes are for a transformed input ({len(names)} such layers), which {target.name} "
             "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
         )
 
 
-def _write_foreign(
-    out: Path, checkpoint: Checkpoint, form: Format, ragged: Ragged | None, before: int
-) -> Written:
+def _foreign(
+    checkpoint: Checkpoint, target: Format, ragged: Ragged | None, written: Written
+) -> tuple[Written, dict[str, RawTensor], dict[str, bytes]]:
+    """Tensors and other files of a checkpoint in the format of another tool, and what to say of it."""
     if not checkpoint.layers:
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-    refuse_transformed([n for n, layer in checkpoint.layers.items() if layer.transform is not None], form)
-    fitted = {name: form.fit(layer, ragged) for name, layer in checkpoint.layers.items()}
-    if form.one_group_size:
-        fitted = even_out(checkpoint.layers, fitted)
+    refuse_transformed([n for n, layer in checkpoint.layers.items() if layer.transform is not None], target)
+    prepared = prepare_all(target, checkpoint.layers, ragged)
     owners = _owners(checkpoint)
     tensors: dict[str, RawTensor] = {}
     layers = {}
-    for name, fit in fitted.items():
+    for name, stored in prepared.items():
         for module in owners[name]:
-            tensors.update(form.tensors(module, fit.layer))
-            layers[module] = fit.layer
-    stored = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
+            tensors.update(target.tensors(module, stored.layer))
+            layers[module] = stored.layer
+    n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
     clash = sorted(set(tensors) & set(checkpoint.dense))
     if clash:
-        raise CheckpointError(
-            f"tensor {clash[0]!r} of the model has a name that {form.name} gives to its own"
-        )
+        raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {target.name} uses itself")
     tensors.update(checkpoint.dense)
-    original = checkpoint.side_files.get(hf_folder.CONFIG)
     whole = Export(layers, _dense_modules(checkpoint), _facts(checkpoint))
-    config = _parse(original) | {hf_folder.KEY: form.config(whole)}
-    record = _record(checkpoint, form, ragged, original)
-    side = {n: d for n, d in checkpoint.side_files.items() if n != hf_folder.CONFIG}
-    texts = {
-        RECORD: json.dumps(record, indent=1, sort_keys=True, allow_nan=False) + "\n",
-        store.REPORT: store.report_lines(checkpoint.layers.values()),
-    }
-    with new_folder(out, sum(t.data.size for t in tensors.values())) as folder:
-        hf_folder.write_files(folder, tensors, config, side, texts)
-    notes = {name: fit.notes for name, fit in fitted.items() if fit.notes}
-    copies = {name: modules[1:] for name, modules in owners.items() if len(modules) > 1}
-    for name, modules in copies.items():
-        notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(modules)}")
-    return Written(out, form.name, before, stored, notes, 0, form.remarks(whole))
+    notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
+    for name, (_, *copies) in owners.items():
+        if copies:
+            notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
+    files = _files(checkpoint, target, ragged, target.config(whole))
+    written = dataclasses.replace(written, n_bytes=n_bytes, notes=notes, remarks=target.remarks(whole))
+    return written, tensors, files
 
 
-def _parse(config: bytes | None) -> dict[str, Any]:
-    """Read the model's config, without any quantization config that it came with."""
-    if config is None:
-        return {}
-    found = json.loads(config)
-    if not isinstance(found, dict):
-        raise CheckpointError("config.json of the checkpoint is not a JSON object")
-    found.pop(hf_folder.KEY, None)
-    return found
-
-
-def _record(
-    checkpoint: Checkpoint, form: Format, ragged: Ragged | None, config: bytes | None
-) -> dict[str, Any]:
-    return {
-        "format": RECORD_FORMAT,
-        "version": RECORD_VERSION,
+def _files(
+    checkpoint: Checkpoint, target: Format, ragged: Ragged | None, quantization: Object
+) -> dict[str, bytes]:
+    """Everything but the tensors: config.json in the order of its keys, side files byte for byte, the record."""
+    side = dict(checkpoint.side_files)
+    original = side.pop(hf_folder.CONFIG, None)
+    config = {} if original is None else parse_json(original, hf_folder.CONFIG, finite=False)
+    config = checked(dict[str, Any], config, hf_folder.CONFIG) | {hf_folder.KEY: quantization}
+    record = {
         "loopq_version": _native.__version__,
-        "target": form.name,
+        "target": target.name,
         "ragged": ragged,
         "settings": checkpoint.settings,
         "layers": [layer.settings() for layer in checkpoint.layers.values()],
         "ties": checkpoint.ties,
-        "config": None if config is None else config.decode(),
+        "config": None if original is None else original.decode(),
     }
+    own = {
+        hf_folder.CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+        RECORD: json_bytes(sealed(RECORD_FORMAT, record)),
+        store.REPORT: store.report_lines(checkpoint.layers.values()).encode(),
+    }
+    if quantization["quant_method"] == "gptq":
+        own[hf_folder.QUANTIZE_CONFIG] = json_bytes(quantization)
+    clash = sorted({*own, hf_folder.SHARDS} & set(side))
+    if clash:
+        raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {target.name} uses itself")
+    return side | own
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"quantizer": [f"loopq:{_native.__version__}"]}
     layer = checkpoint.settings.get("quantization", {}).get("layer", {})
-    if "damping" in layer:
-        facts["damp_percent"] = layer["damping"]
+    method = layer.get("method")
+    # Version 1 of the native checkpoint had flat settings.
+    damping = method.get("damping", {}).get("fraction") if isinstance(method, dict) else layer.get("damping")
+    if damping is not None:
+        facts["damp_percent"] = damping
     return facts
 
 
@@ -336,53 +329,36 @@ def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
 
 def _dense_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Every module with a matrix that was left alone, tied ones too: a superset of the linear layers."""
-    dense = checkpoint.dense
-    names = {n for n, t in dense.items() if n.endswith(".weight") and len(t.shape) == 2}
-    names |= {
-        tied for tied, source in checkpoint.ties.items() if source in names and tied.endswith(".weight")
-    }
-    return tuple(sorted(n.removesuffix(".weight") for n in names))
-
-
-def convert(source: str | Path, out: str | Path, form: str, *, ragged: Ragged | None = None) -> Written:
-    """Rewrite a checkpoint in another format; see `write_as`."""
-    return write_as(out, read_any(source), form, ragged=ragged)
+    names = {n for n, t in checkpoint.dense.items() if len(t.shape) == 2}
+    names |= {tied for tied, source in checkpoint.ties.items() if source in names}
+    return tuple(sorted(n.removesuffix(".weight") for n in names if n.endswith(".weight")))
 
 
 def inspect_any(folder: str | Path) -> dict[str, Any]:
-    """Say what a checkpoint is.
+    """Say what a checkpoint is, as plain data: layers as they were solved, without what the format added.
 
-    Returns
-    -------
-    dict
-        `format`, `n_bytes`, `layers` (name, shape, bits, group_size, symmetric, scale_dtype, n_bytes, bits a
-        weight), `dense` (name, dtype, shape), `ties`, `settings`, and of other tools' formats the
-        `quantization_config`, `n_bytes_files` (the safetensors files, with padding and cut groups), and of an
-        export of loopq its version (`exported_by_loopq`) and its policy for ragged groups (`ragged`), else None.
-        Layers are those that loopq solved, without what the format added.
+    Of other tools' formats there is also the `quantization_config`, `n_bytes_files` (the safetensors files, with
+    padding and cut groups), and of an export of loopq its version (`exported_by_loopq`) and its policy for ragged
+    groups, else None.
     """
     folder = Path(folder)
-    form = format_of(folder)
+    format_name = format_of(folder)
     checkpoint = read_any(folder)
     found: dict[str, Any] = {
-        "format": form,
+        "format": format_name,
         "n_bytes": checkpoint.n_bytes,
-        "layers": [_describe(layer) for layer in checkpoint.layers.values()],
+        "layers": [
+            {**x.settings(), "n_bytes": x.n_bytes, "bits_per_weight": 8 * x.n_bytes / x.codes.size}
+            for x in checkpoint.layers.values()
+        ],
         "dense": [{"name": n, "dtype": t.dtype, "shape": list(t.shape)} for n, t in checkpoint.dense.items()],
         "ties": checkpoint.ties,
         "settings": checkpoint.settings,
     }
-    if form != NATIVE:
+    if format_name != NATIVE:
         found["quantization_config"] = hf_folder.read_config(folder)[1]
-        record = read_json(folder / RECORD) if (folder / RECORD).is_file() else None
-        found["exported_by_loopq"] = record["loopq_version"] if record else None
-        found["ragged"] = record["ragged"] if record else None
+        record = _read_record(folder) if (folder / RECORD).exists() else None
+        found["exported_by_loopq"] = record.loopq_version if record else None
+        found["ragged"] = record.ragged if record else None
         found["n_bytes_files"] = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return found
-
-
-def _describe(layer: QuantizedLayer) -> dict[str, Any]:
-    return layer.settings() | {
-        "n_bytes": layer.n_bytes,
-        "bits_per_weight": 8 * layer.n_bytes / layer.codes.size,
-    }

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and raw safetensors without a framework.
+"""Files and folders that are whole or not there, and safetensors without a framework.
 
 numpy has no bfloat16, so tensors travel as bytes with the dtype name of the safetensors specification.
 """
@@ -6,11 +6,15 @@ numpy has no bfloat16, so tensors travel as bytes with the dtype name of the saf
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
-import math
 import os
+import platform
+import re
+import secrets
 import shutil
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,61 +23,40 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
+from loopq.checkpoint.schema import parse_json, shown
 from loopq.errors import CheckpointError, LoopqError
 
-ITEM_SIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+#: Names of the safetensors specification, and of numpy and torch.
+DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "U16": "uint16", "U32": "uint32",
+    "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-_NUMPY = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
-    "I8": "i1", "U8": "u1", "BOOL": "?", "U16": "<u2", "U32": "<u4", "U64": "<u8",
-}  # fmt: skip
-_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "int16": "I16",
-    "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-}  # fmt: skip
-_MAX_HEADER = 100_000_000
+DTYPE_NAMES = {known: name for name, known in DTYPES.items()}
+_BITS = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8"}  # numpy has no such types
+_NUMPY = {name: np.dtype(_BITS.get(name, known)).newbyteorder("<") for name, known in DTYPES.items()}
+ITEM_SIZE = {name: kind.itemsize for name, kind in _NUMPY.items()}
+#: Of a file that is read whole: JSON, tokenizers, code.
+MAX_SIZE = 256 * 2**20
+_MARKER = ".made-by-loopq"
+_HOST = re.sub(r"[^0-9A-Za-z]", "", platform.node())[:16]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies in a safetensors file.
-
-    Parameters
-    ----------
-    dtype : str
-        Name of the safetensors specification: "F32", "BF16", ...
-    shape : tuple of int
-        Shape.
-    offset : int
-        First byte, counted from the start of the file.
-    """
+    """Where one tensor lies in a safetensors file: `offset` is its first byte, counted from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the tensor's data."""
-        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+    n_bytes: int
 
 
 @dataclass(frozen=True)
 class RawTensor:
-    """A tensor as bytes: what every storage type has in common.
-
-    Parameters
-    ----------
-    dtype : str
-        Name of the safetensors specification.
-    shape : tuple of int
-        Shape.
-    data : ndarray, uint8, 1-D
-        Little-endian bytes in row-major order.
-    """
+    """A tensor as little-endian bytes (uint8, 1-D) in row-major order: what every storage type has in common."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -83,9 +66,8 @@ class RawTensor:
     def of(cls, array: NDArray[Any], dtype: str | None = None) -> RawTensor:
         """Wrap an array; `dtype="BF16"` says that a uint16 array holds bfloat16 bits."""
         contiguous = np.ascontiguousarray(array)
-        return cls(
-            dtype or _NAMES[contiguous.dtype.name], tuple(array.shape), contiguous.view(np.uint8).reshape(-1)
-        )
+        name = dtype or DTYPE_NAMES[contiguous.dtype.name]
+        return cls(name, tuple(array.shape), contiguous.view(np.uint8).reshape(-1))
 
     def array(self) -> NDArray[Any]:
         """The values as an array; bfloat16 comes as uint16 bits."""
@@ -101,15 +83,7 @@ class RawTensor:
 
 
 def float_to_raw(values: NDArray[np.float32], dtype: str) -> RawTensor:
-    """Round float32 values to a storage type, half to even.
-
-    Parameters
-    ----------
-    values : ndarray, float32
-        Values.
-    dtype : str
-        "F32", "F16" or "BF16".
-    """
+    """Round float32 values to "F32", "F16" or "BF16", half to even."""
     if dtype == "BF16":
         bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -117,186 +91,102 @@ def float_to_raw(values: NDArray[np.float32], dtype: str) -> RawTensor:
     return RawTensor.of(values.astype({"F32": np.float32, "F16": np.float16}[dtype]))
 
 
+def check_regular(path: Path, error: type[LoopqError] = CheckpointError) -> int:
+    """Refuse what is missing or no plain file (opening a pipe would wait for ever); return its size in bytes."""
+    try:
+        found = path.stat()
+    except OSError as cause:
+        missing = isinstance(cause, FileNotFoundError)
+        raise error(f"{path}: {'missing' if missing else f'cannot be read ({cause.strerror})'}") from cause
+    if not stat.S_ISREG(found.st_mode):
+        raise error(f"{path}: not a plain file")
+    return found.st_size
+
+
+def inside(folder: Path, name: str, error: type[LoopqError] = CheckpointError) -> Path:
+    """Return the path of a file of a folder, which must be a plain file and no link that leads out of the folder.
+
+    The cache of the Hugging Face hub keeps files in `blobs`, beside the `snapshots` that link to them; such links pass.
+    """
+    path, root = folder / name, folder.resolve()
+    check_regular(path, error)
+    places = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(path.resolve().is_relative_to(place) for place in places):
+        raise error(f"{path}: a link that leads out of the folder")
+    return path
+
+
+def read_bytes(path: Path, limit: int, error: type[LoopqError] = CheckpointError) -> bytes:
+    """Read a file of at most `limit` bytes."""
+    size = check_regular(path, error)
+    if size > limit:
+        raise error(f"{path}: {size} bytes; allowed: {limit}")
+    try:
+        return path.read_bytes()
+    except OSError as cause:
+        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
+
+
 def read_header(
     path: Path, error: type[LoopqError] = CheckpointError
 ) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read and check the header of a safetensors file.
+    """Return the tensors and the `__metadata__` of a safetensors file, checked by the safetensors library.
 
-    Returns
-    -------
-    tensors : dict of str to Stored
-        Every tensor, with bytes that are known to lie inside the file.
-    metadata : dict of str to str
-        The `__metadata__` entry.
+    The library refuses tensors that overlap, leave holes or do not fill the file. Of two tensors of one name it
+    takes the last: that is refused here.
 
     Raises
     ------
     LoopqError
         Of the class given: the file is missing, truncated or no safetensors file.
     """
+    check_regular(path, error)
     try:
-        size = path.stat().st_size
+        with safe_open(path, framework="np") as checked_file:
+            metadata: dict[str, str] = checked_file.metadata() or {}
         with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER, size - 8):
-                raise error(f"{path}: not a safetensors file, or truncated in its header")
-            header = json.loads(file.read(length))
+            length = int.from_bytes(file.read(8), "little")
+            header = parse_json(file.read(length), path, error)
     except OSError as cause:
-        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
-    except ValueError as cause:
-        raise error(f"{path}: the safetensors header is damaged") from cause
-    metadata = header.pop("__metadata__", {})
-    start = 8 + length
+        raise error(f"{path}: cannot be read ({cause.strerror or cause})") from cause
+    except SafetensorError as cause:
+        raise error(f"{path}: damaged, truncated or not a safetensors file ({shown(str(cause))})") from cause
+    header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():
-        try:
-            first, last = entry["data_offsets"]
-            stored = Stored(entry["dtype"], tuple(int(n) for n in entry["shape"]), start + int(first))
-            n_bytes = stored.n_bytes
-        except (KeyError, TypeError, ValueError) as cause:
-            raise error(f"{path}: tensor {name!r}: its header entry is damaged") from cause
-        if n_bytes != last - first or first < 0:
-            raise error(
-                f"{path}: tensor {name!r}: {last - first} bytes for shape {list(stored.shape)} {stored.dtype}"
-            )
-        if start + last > size:
-            raise error(f"{path}: truncated: tensor {name!r} ends at byte {start + last}, the file at {size}")
-        tensors[name] = stored
+        if entry["dtype"] not in DTYPES:
+            raise error(f"{path}: tensor {shown(name)} is {entry['dtype']}; known: {', '.join(DTYPES)}")
+        first, last = entry["data_offsets"]
+        tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
     return tensors, metadata
 
 
-def read_tensor(path: Path, stored: Stored) -> RawTensor:
-    """Read one tensor; the header must have been checked by `read_header`."""
-    data = np.fromfile(path, dtype=np.uint8, count=stored.n_bytes, offset=stored.offset)
+def read_tensor(path: Path, stored: Stored, error: type[LoopqError] = CheckpointError) -> RawTensor:
+    """Read one tensor whose header comes from `read_header`."""
+    try:
+        data = np.fromfile(path, dtype=np.uint8, count=stored.n_bytes, offset=stored.offset)
+    except OSError as cause:
+        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
+    except MemoryError as cause:
+        raise error(f"{path}: a tensor of {stored.n_bytes / 2**20:.0f} MiB does not fit in memory") from cause
     if data.size != stored.n_bytes:
-        raise CheckpointError(f"{path}: shorter than its header says")
+        raise error(f"{path}: shorter than its header says")
     return RawTensor(stored.dtype, stored.shape, data)
 
 
 def read_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[str, RawTensor]:
     """Read every tensor of a safetensors file."""
     tensors, _ = read_header(path, error)
-    return {name: read_tensor(path, stored) for name, stored in tensors.items()}
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path` and rename it over `path` if the block ends well.
-
-    Readers see the old file or the new one, never a part; an error leaves nothing behind.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        # The rename may reach the disk before the data does unless the data is forced out first.
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as cause:
-        raise LoopqError(f"{path}: cannot be written ({cause.strerror or cause})") from cause
-    finally:
-        # Where nothing can be written there is nothing to remove, and the reason is what has to be told.
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
-    """Refuse an output folder that could not be made, before anything is computed for it.
-
-    Parameters
-    ----------
-    out : Path
-        Folder that is to be written; it may exist if it is empty.
-    error : type
-        Class of the error.
-
-    Raises
-    ------
-    LoopqError
-        Of the class given: something is in the folder, a file stands in its place or above it, or the place cannot
-        be written.
-    """
-    if out.is_dir():
-        if any(out.iterdir()):
-            raise error(f"{out}: exists and is not empty; choose a new folder")
-    elif out.exists() or out.is_symlink():
-        raise error(f"{out}: a file stands there; name a new folder")
-    for place in (nearest(out.parent), nearest(out)):
-        if not place.is_dir():
-            raise error(f"{out}: {place} is a file, so that no folder can be made in it")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise error(
-                f"{out}: {place} cannot be written to (read-only, or another owner's); name another folder"
-            )
-
-
-def check_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> None:
-    """Refuse what is to be read and is no folder."""
-    if not folder.is_dir():
-        raise error(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
-
-
-@contextlib.contextmanager
-def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
-    """Give a temporary folder beside `out`, renamed to it if the block ends well.
-
-    Parameters
-    ----------
-    out : Path
-        Folder that is to be written; it may exist if it is empty.
-    n_bytes : int
-        What will be written.
-    error : type
-        Class of the error.
-
-    Raises
-    ------
-    LoopqError
-        Of the class given: `out` cannot be made (`check_new`), or the disk is too small.
-    """
-    check_new(out, error)
-    free = free_bytes(out)
-    if n_bytes > free:
-        raise error(
-            f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}; free some space and give the "
-            "same command again"
-        )
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if out.exists():
-            out.rmdir()
-        temporary.rename(out)
-    except OSError as cause:
-        raise error(f"{out}: cannot be written ({cause.strerror or cause})") from cause
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def nearest(path: Path) -> Path:
-    """The path, or what is nearest above it, that exists."""
-    place = path.resolve()
-    while not place.exists():
-        place = place.parent
-    return place
+    return {name: read_tensor(path, stored, error) for name, stored in tensors.items()}
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write a safetensors file whole.
+    """Write a safetensors file whole; return its SHA-256 in hexadecimal.
 
-    Tensors lie in the order of falling item size and then of names, as the safetensors library puts them, so
-    that each is aligned. They are written from their own memory, without a copy.
-
-    Returns
-    -------
-    str
-        SHA-256 of the file, in hexadecimal.
+    Tensors lie in the order of falling item size and then of names, so that each is aligned. The safetensors library
+    writes files too, but gives no SHA-256 on the way: hashing afterwards reads a large file once more.
     """
     order = sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -317,20 +207,167 @@ def write_tensors(
     return total.hexdigest()
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON whole: sorted keys, one space of indent, a line end at the end."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+def _temporary(path: Path, suffix: str) -> Path:
+    """A path beside `path` that no other process uses; its name says which one does."""
+    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.{suffix}")
 
 
-def read_json(path: Path, error: type[LoopqError] = CheckpointError) -> Any:
-    """Read JSON; anything wrong is an error of the class given that names the file."""
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove what killed processes of this machine were writing in a folder, for files and folders of this name."""
+    for path in folder.glob(f".{glob.escape(name) if name != '*' else name}.{_HOST}-*"):
+        writer = re.fullmatch(rf".*\.{_HOST}-([0-9]{{1,9}})-[0-9a-f]{{8}}\.(tmp|partial)", path.name)
+        if writer is None or _runs(int(writer[1])):
+            continue
+        if writer[2] == "tmp":
+            path.unlink(missing_ok=True)
+        remove_own(path)
+
+
+def _runs(process: int) -> bool:
     try:
-        return json.loads(path.read_text("utf-8"))
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def own_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Path:
+    """Make a folder for intermediate work, marked as one that may be removed; one that is marked already is taken.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: something that loopq did not make stands there.
+    """
+    marker = folder / _MARKER
+    if folder.is_symlink() or (folder.exists() and not marker.is_file() and any(folder.glob("*"))):
+        raise error(f"{folder}: stands where intermediate work goes and was not made by loopq; move it away")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     except OSError as cause:
-        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
-    except ValueError as cause:
-        raise error(f"{path}: not valid JSON ({cause})") from cause
+        raise error(f"{folder}: cannot be written ({cause.strerror})") from cause
+    return folder
+
+
+def remove_own(folder: Path, *, if_empty: bool = False) -> None:
+    """Remove a folder that `own_folder` made, with all that is in it; leave any other as it is.
+
+    With `if_empty`, only where there is no file of work in it.
+    """
+    if if_empty and any(p.is_file() and p.name != _MARKER for p in folder.rglob("*")):
+        return
+    if (folder / _MARKER).is_file() and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path` and rename it over `path` if the block ends well.
+
+    Readers see the old file or the new one, never a part; an error leaves nothing behind.
+    """
+    temporary = _temporary(path, "tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        # The rename may reach the disk before the data does unless the data is forced out first.
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as cause:
+        raise LoopqError(f"{path}: cannot be written ({cause.strerror or cause})") from cause
+    finally:
+        # Where nothing can be written there is nothing to remove, and the reason is what has to be told.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse an output folder that could not be made, before anything is computed for it; an empty one may be there.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: something is in the folder, a file or a link stands in its place or a file above it, or the
+        place cannot be written.
+    """
+    if out.is_symlink():
+        raise error(f"{out}: a symbolic link; name the folder itself: {out.resolve()}")
+    if out.is_dir():
+        if any(out.iterdir()):
+            raise error(f"{out}: exists and is not empty; choose a new folder")
+    elif out.exists():
+        raise error(f"{out}: a file stands there; name a new folder")
+    for place in (nearest(out.parent), nearest(out)):
+        if not place.is_dir():
+            raise error(f"{out}: {place} is a file, so that no folder can be made in it")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise error(
+                f"{out}: {place} cannot be written to (read-only, or another owner's); name another folder"
+            )
+
+
+def check_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse what is to be read and is no folder."""
+    if not folder.is_dir():
+        raise error(f"{folder}: {'a file, not a folder' if folder.exists() else 'no such folder'}")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
+    """Give a temporary folder beside `out` for some `n_bytes`, renamed to it if the block ends well.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: `out` cannot be made (`check_new`), or the disk is too small.
+    """
+    check_new(out, error)
+    free = free_bytes(out)
+    if n_bytes > free:
+        raise error(
+            f"{out}: takes {n_bytes / 2**20:.1f} MiB, the disk has {free / 2**20:.1f}; free some space and give the "
+            "same command again"
+        )
+    remove_leftovers(out.parent, out.name)
+    # What is renamed lies inside a folder that is marked: at any moment of a kill the rest can be told to be ours.
+    outer = own_folder(_temporary(out, "partial"), error)
+    try:
+        inner = outer / out.name
+        inner.mkdir()
+        yield inner
+        inner.rename(out)
+    except OSError as cause:
+        raise error(f"{out}: cannot be written ({cause.strerror or cause})") from cause
+    finally:
+        remove_own(outer)
+
+
+def nearest(path: Path) -> Path:
+    """The path, or what is nearest above it, that exists."""
+    place = path.resolve()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON as files hold it: sorted keys, one space of indent, a line end at the end."""
+    return (json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON whole."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(json_bytes(data))
+
+
+def read_json(path: Path, error: type[LoopqError] = CheckpointError, *, finite: bool = True) -> Any:
+    """Read JSON with the limits of `parse_json`; anything wrong is an error of the class given that names the file."""
+    return parse_json(read_bytes(path, MAX_SIZE, error), path, error, finite=finite)
 
 
 def sha256(path: Path) -> str:

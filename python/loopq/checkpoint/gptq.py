@@ -7,19 +7,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.checkpoint import FORMATS
-from loopq.checkpoint.files import RawTensor, float_to_raw
-from loopq.checkpoint.form import Export, Fitted, Format, Ragged, Shelf, choose, in_scale_type, split
-from loopq.checkpoint.layer import QuantizedLayer, unpack_codes
+from loopq.checkpoint.base import (
+    Export,
+    Format,
+    Ragged,
+    StoredLayer,
+    choose,
+    in_scale_type,
+    matches,
+    split,
+)
+from loopq.checkpoint.files import DTYPES, RawTensor, float_to_raw
+from loopq.checkpoint.layer import Bits, GroupSize, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import Object, checked, shown
 from loopq.errors import CheckpointError
 
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
+@dataclass(frozen=True)
+class _Config:
+    """Settings of a module, and changes of them by pattern of its name; "-:" leaves modules as they are."""
+
+    bits: Bits
+    group_size: GroupSize
+    sym: bool = True
+    pack_dtype: Literal["int32"] = "int32"
+    dynamic: Object | None = None
 
 
 class GPTQ(Format):
@@ -49,7 +69,7 @@ class GPTQ(Format):
             return False
         return bool((config.get("checkpoint_format") or config.get("format") or "gptq") == self.name)
 
-    def fit(self, layer: QuantizedLayer, ragged: Ragged | None) -> Fitted:
+    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Cut ragged groups where that was chosen; scales must be exact in float16."""
         if not layer.name.endswith(".weight"):
             raise CheckpointError(f"layer {layer.name}: GPTQ files take a module's 'weight' alone")
@@ -59,7 +79,7 @@ class GPTQ(Format):
                 "disagree on its zero points; use the format 'gptq_v2'"
             )
         half = in_scale_type(layer, "float16", self.name)
-        return split(half) if choose(layer, ragged, self) == "split" else Fitted(half)
+        return split(half) if choose(layer, ragged, self) == "split" else StoredLayer(half)
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """qweight, qzeros, scales and g_idx of a layer."""
@@ -123,41 +143,32 @@ class GPTQ(Format):
         """Modules with a qweight."""
         return [n.removesuffix(".qweight") for n in names if n.endswith(".qweight")]
 
-    def read(self, module: str, shelf: Shelf, config: Mapping[str, Any]) -> tuple[QuantizedLayer, list[str]]:
+    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer, also of a file that another tool wrote."""
-        bits, group_size, symmetric = _settings(module, shelf.where, config)
-        words = shelf.get(f"{module}.qweight", ("I32",), (None, None)).array()
-        columns, rows = self._columns(module, shelf, words.shape[0], bits), words.shape[1]
-        packed = shelf.get(f"{module}.qweight", ("I32",), (-(-columns * bits // 32), None)).array()
+        found = _settings(module, f"{reader.where}: config.json: module {module!r}", config)
+        bits, group_size = found.bits, found.group_size
+        n_words, rows = reader.get(f"{module}.qweight", ("I32",), (None, None)).shape
+        columns = _check_order(module, reader, group_size, n_words * 32 // bits)
+        if rows < 1 or columns < 1:
+            raise CheckpointError(f"{reader.where}: tensor '{module}.qweight': no rows or no columns")
         n_groups = 1 if group_size == -1 else -(-columns // group_size)
-        _check_order(module, shelf, columns, group_size)
-        at = f"{shelf.where}: tensor '{module}."
-        codes = unpack_codes(packed.T, bits, columns, 0, f"{at}qweight'")
-        scales, scale_dtype = shelf.scales(f"{module}.scales", (n_groups, rows))
-        stored = shelf.get(f"{module}.qzeros", ("I32",), (n_groups, -(-rows * bits // 32))).array()
-        zeros = unpack_codes(stored, bits, rows, 0, f"{at}qzeros'").T
+        codes = reader.codes(f"{module}.qweight", bits, columns, rows, down=True)
+        scales = reader.scales(f"{module}.scales", (n_groups, rows))
+        zeros = reader.codes(f"{module}.qzeros", bits, rows, n_groups).T
         if self.version == 1:
             zeros = ((zeros.astype(np.int16) + 1) % (1 << bits)).astype(np.uint8)
-        if symmetric:
-            codes = _signed(codes, zeros, bits, f"{at}qzeros'")
-        layer = QuantizedLayer(
+        if found.sym:
+            codes = _signed(codes, zeros, bits, f"{reader.where}: tensor '{module}.qzeros'")
+        return QuantizedLayer(
             name=f"{module}.weight",
             bits=bits,
             group_size=group_size,
-            symmetric=symmetric,
+            symmetric=found.sym,
             codes=np.ascontiguousarray(codes),
             scales=np.ascontiguousarray(scales.T),
-            zeros=None if symmetric else np.ascontiguousarray(zeros),
-            scale_dtype=scale_dtype,
+            zeros=None if found.sym else np.ascontiguousarray(zeros),
+            scale_dtype=DTYPES[reader.tensors[f"{module}.scales"].dtype],
         )
-        return layer, [f"{module}.{p}" for p in _PARTS if f"{module}.{p}" in shelf.tensors]
-
-    def _columns(self, module: str, shelf: Shelf, n_words: int, bits: int) -> int:
-        """in_features: the length of g_idx, or what the words hold where there is none."""
-        name = f"{module}.g_idx"
-        if name in shelf.tensors:
-            return int(shelf.get(name, ("I32", "I64"), (None,)).shape[0])
-        return n_words * 32 // bits
 
 
 def _signed(codes: NDArray[Any], zeros: NDArray[Any], bits: int, what: str) -> NDArray[np.int8]:
@@ -171,19 +182,21 @@ def _signed(codes: NDArray[Any], zeros: NDArray[Any], bits: int, what: str) -> N
     return (codes.astype(np.int16) - middle).astype(np.int8)
 
 
-def _check_order(module: str, shelf: Shelf, columns: int, group_size: int) -> None:
+def _check_order(module: str, reader: TensorReader, group_size: int, columns: int) -> int:
+    """Return in_features: the length of g_idx, which must be in order, or what the words hold where there is none."""
     name = f"{module}.g_idx"
-    if name not in shelf.tensors:
-        return
-    index = shelf.get(name, ("I32", "I64"), (columns,)).array()
-    width = columns if group_size == -1 else group_size
-    wrong = np.flatnonzero(index != np.arange(columns) // width)
+    if name not in reader.tensors:
+        return columns
+    index = reader.get(name, ("I32", "I64"), (None,)).array()
+    expected = np.arange(len(index)) // (group_size if group_size != -1 else max(len(index), 1))
+    wrong = np.flatnonzero(index != expected)
     if wrong.size:
         j = int(wrong[0])
         raise CheckpointError(
-            f"{shelf.where}: tensor {name!r}: column {j} is in group {int(index[j])} instead of {j // width}: groups "
-            "in the order of activations (desc_act) are not supported; quantize with static groups"
+            f"{reader.where}: tensor {name!r}: column {j} is in group {index[j]} instead of {expected[j]}: groups in "
+            "the order of activations (desc_act) are not supported; quantize with static groups"
         )
+    return len(index)
 
 
 def _common_path(modules: Sequence[str]) -> str:
@@ -197,27 +210,14 @@ def _common_path(modules: Sequence[str]) -> str:
     return ".".join(common)
 
 
-def _settings(module: str, where: str, config: Mapping[str, Any]) -> tuple[int, int, bool]:
-    """Bits, group size and symmetry of a module, with the rules of `dynamic` applied as GPTQModel does."""
-    values = {
-        "bits": config.get("bits"),
-        "group_size": config.get("group_size"),
-        "sym": config.get("sym", True),
-    }
-    for pattern, changes in (config.get("dynamic") or {}).items():
-        if pattern.startswith("-:"):
-            continue
-        if re.match(pattern.removeprefix("+:"), module):
-            values.update({k: v for k, v in changes.items() if k in values})
-            break
-    bits, group_size, symmetric = values["bits"], values["group_size"], values["sym"]
-    if bits not in (2, 3, 4, 8):
-        raise CheckpointError(f"{where}: module {module!r}: {bits!r} bits; loopq reads 2, 3, 4 and 8")
-    if not isinstance(group_size, int) or (group_size != -1 and group_size < 1):
-        raise CheckpointError(f"{where}: module {module!r}: group_size {group_size!r}")
-    if config.get("pack_dtype", "int32") != "int32":
-        raise CheckpointError(f"{where}: pack_dtype {config['pack_dtype']!r}; loopq reads int32")
-    return int(bits), int(group_size), bool(symmetric)
+def _settings(module: str, where: str, config: Mapping[str, Any]) -> _Config:
+    """Settings of a module, with the rules of `dynamic` applied as GPTQModel does."""
+    found = checked(_Config, dict(config), where, others=True)
+    for pattern, changes in (found.dynamic or {}).items():
+        if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module, where):
+            changed = checked(dict[str, Any], changes, f"{where}: dynamic: {shown(pattern)}")
+            return checked(_Config, {**config, **changed}, where, others=True)
+    return found
 
 
 FORMATS.register("gptq")(GPTQ(1))

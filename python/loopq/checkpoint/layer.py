@@ -3,50 +3,112 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.files import ITEM_SIZE, RawTensor, float_to_raw
-from loopq.config import BITS, SCALE_DTYPES
+from loopq.checkpoint.files import DTYPE_NAMES, ITEM_SIZE, RawTensor, float_to_raw
+from loopq.checkpoint.schema import Allowed, Count, Name, Object, Positive, checked, shown
 from loopq.errors import CheckpointError
+from loopq.grid import BITS, SCALE_DTYPES
 from loopq.rotation import Transform, from_description
 
-_SCALE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
+ScaleType = Annotated[str, Allowed(", ".join(SCALE_DTYPES), SCALE_DTYPES.__contains__)]
+GroupSize = Annotated[int, Allowed("-1 or 1 to 2147483647", lambda n: n == -1 or 0 < n < 1 << 31)]
 
 
-def unpack_codes(packed: NDArray[np.int32], bits: int, count: int, offset: int, what: str) -> NDArray[Any]:
-    """Unpack the bit stream of every row.
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What an index says of a layer; `QuantizedLayer` describes the fields."""
 
-    Parameters
-    ----------
-    packed : ndarray, int32, shape (rows, ceil(count * bits / 32))
-        Words.
-    bits, count : int
-        Bits of a code and codes of a row.
-    offset : int
-        Subtracted from every code: 0 gives uint8, 2^(bits-1) gives the signed codes in int8.
-    what : str
-        File and tensor, for the message.
+    name: Name
+    bits: Bits
+    group_size: GroupSize
+    symmetric: bool
+    scale_dtype: ScaleType
+    orientation: Literal["out_in", "in_out"] = "out_in"
+    shape: tuple[Positive, Positive]
+    transform: Object | None = None
 
-    Raises
-    ------
-    CheckpointError
-        Bits after the last code are not zero: the shape or the bits are not what the file was written with.
-    """
-    used = count * bits % 32
-    words = np.ascontiguousarray(packed)
-    if used and words.size and (words[:, -1].view(np.uint32) >> np.uint32(used)).any():
-        row = int(np.flatnonzero(words[:, -1].view(np.uint32) >> np.uint32(used))[0])
-        raise CheckpointError(
-            f"{what}: row {row} has bits after its last code: {count} codes of {bits} bits do not fill it so"
-        )
-    codes: NDArray[Any] = native.unpack_dense(words, bits, count, offset)
-    return codes
+
+@dataclass(frozen=True)
+class _Rotation:
+    type: Literal["rotation"]
+    kind: Literal["hadamard", "random"]
+    dim: Positive
+    block: Positive
+    seed: Count
+    made: dict[str, str]
+
+
+@dataclass(frozen=True)
+class TensorReader:
+    """The tensors of a file (`where`, for messages), handed out only as they are expected; `used`: those that were."""
+
+    where: str
+    tensors: Mapping[str, RawTensor]
+    used: set[str] = field(default_factory=set)
+
+    def get(self, name: str, dtypes: Sequence[str], shape: Sequence[int | None]) -> RawTensor:
+        """Return a tensor; None in `shape` lets that dimension be any.
+
+        Raises
+        ------
+        CheckpointError
+            It is missing, or of another type or shape.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.where}: tensor {name!r} is missing")
+        tensor = self.tensors[name]
+        same = [want in (None, got) for want, got in zip(shape, tensor.shape, strict=False)]
+        if tensor.dtype not in dtypes or len(tensor.shape) != len(shape) or not all(same):
+            wanted = [n if n is not None else "any" for n in shape]
+            raise CheckpointError(
+                f"{self.where}: tensor {name!r} is {tensor.dtype} {shown(list(tensor.shape))}; "
+                f"expected {' or '.join(dtypes)} {wanted}"
+            )
+        self.used.add(name)
+        return tensor
+
+    def scales(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = ("F16", "BF16", "F32")
+    ) -> NDArray[np.float32]:
+        """Return scales, which must be finite and not zero."""
+        values = self.get(name, dtypes, shape).float32()
+        if not np.isfinite(values).all() or (values == 0).any():
+            raise CheckpointError(f"{self.where}: tensor {name!r} holds a scale that is zero or not finite")
+        return values
+
+    def codes(
+        self, name: str, bits: int, count: int, n_streams: int, *, offset: int = 0, down: bool = False
+    ) -> NDArray[Any]:
+        """Unpack bit streams of `count` codes each, I32, shape (n_streams, ceil(count * bits / 32)).
+
+        `offset` is subtracted from every code: 0 gives uint8, 2^(bits-1) signed codes in int8. With `down` the streams
+        run down the columns: the tensor is transposed. The result has shape (n_streams, count).
+
+        Raises
+        ------
+        CheckpointError
+            Bits after the last code are not zero: the shape or the bits are not what the file was written with.
+        """
+        shape = (n_streams, -(-count * bits // 32))
+        stored = self.get(name, ("I32",), shape[::-1] if down else shape).array()
+        words = np.ascontiguousarray(stored.T if down else stored)
+        used = count * bits % 32
+        rest = words[:, -1].view(np.uint32) >> np.uint32(used) if used else np.zeros(0)
+        if rest.any():
+            raise CheckpointError(
+                f"{self.where}: tensor {name!r}: row {np.flatnonzero(rest)[0]} has bits after its last code: "
+                f"{count} codes of {bits} bits do not fill it so"
+            )
+        codes: NDArray[Any] = native.unpack_dense(words, bits, count, offset)
+        return codes
 
 
 @dataclass(frozen=True)
@@ -114,7 +176,7 @@ class QuantizedLayer:
         words = rows * -(-columns * self.bits // 32)
         if self.zeros is not None:
             words += self.scales.shape[1] * -(-rows * self.bits // 32)
-        n_bytes = 4 * words + ITEM_SIZE[_SCALE_NAMES[self.scale_dtype]] * self.scales.size
+        n_bytes = 4 * words + ITEM_SIZE[DTYPE_NAMES[self.scale_dtype]] * self.scales.size
         if self.transform is not None:
             n_bytes += sum(ITEM_SIZE["F16"] * a.size for a in self.transform.arrays().values())
         return n_bytes
@@ -129,20 +191,13 @@ class QuantizedLayer:
         values = self.dequantize()
         return np.ascontiguousarray(values.T) if self.orientation == "in_out" else values
 
-    def tensor_names(self) -> list[str]:
-        """Names of `tensors`."""
-        keys = ["weight_packed", "weight_scale", "weight_shape"]
-        keys += ["weight_zero_point"] if self.zeros is not None else []
-        keys += list(self.transform.arrays()) if self.transform is not None else []
-        return [f"{self.module}.{key}" for key in keys]
-
     def tensors(self) -> dict[str, RawTensor]:
         """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""
         offset = 1 << (self.bits - 1) if self.symmetric else 0
         packed = native.pack_dense(self.codes, self.bits, offset)
         out = {
             "weight_packed": RawTensor.of(packed),
-            "weight_scale": float_to_raw(self.scales, _SCALE_NAMES[self.scale_dtype]),
+            "weight_scale": float_to_raw(self.scales, DTYPE_NAMES[self.scale_dtype]),
             "weight_shape": RawTensor.of(np.array(self.shape, dtype=np.int64)),
         }
         if self.zeros is not None:
@@ -168,11 +223,7 @@ class QuantizedLayer:
 
     @classmethod
     def from_tensors(
-        cls,
-        settings: Mapping[str, Any],
-        tensors: Mapping[str, RawTensor],
-        report: Mapping[str, Any],
-        where: str,
+        cls, settings: LayerSettings, reader: TensorReader, report: Mapping[str, Any]
     ) -> QuantizedLayer:
         """Rebuild a layer from its stored tensors, checking every shape, dtype and code range.
 
@@ -181,52 +232,26 @@ class QuantizedLayer:
         CheckpointError
             Names the file and the tensor.
         """
-        check_settings(settings, where)
-        fields = {k: v for k, v in settings.items() if k not in ("shape", "transform")}
-        rows, columns = (int(n) for n in settings["shape"])
-        bits, group = int(settings["bits"]), int(settings["group_size"])
-        module = str(settings["name"]).removesuffix(".weight")
+        rows, columns = settings.shape
+        bits, group = settings.bits, settings.group_size
+        module = settings.name.removesuffix(".weight")
         n_groups = 1 if group == -1 else -(-columns // group)
-
-        def get(key: str, dtype: str, shape: tuple[int, ...]) -> RawTensor:
-            name = f"{module}.{key}"
-            if name not in tensors:
-                raise CheckpointError(f"{where}: tensor {name!r} is missing")
-            tensor = tensors[name]
-            if tensor.dtype != dtype or tensor.shape != shape:
-                raise CheckpointError(
-                    f"{where}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}"
-                )
-            return tensor
-
-        shape = get("weight_shape", "I64", (2,)).array()
-        if tuple(int(n) for n in shape) != (rows, columns):
-            raise CheckpointError(
-                f"{where}: tensor '{module}.weight_shape' says {shape.tolist()}, expected {[rows, columns]}"
-            )
-        words = -(-columns * bits // 32)
-        offset = 1 << (bits - 1) if settings["symmetric"] else 0
-        packed = get("weight_packed", "I32", (rows, words)).array()
-        codes = unpack_codes(packed, bits, columns, offset, f"{where}: tensor '{module}.weight_packed'")
-        scales = get("weight_scale", _SCALE_NAMES[str(settings["scale_dtype"])], (rows, n_groups)).float32()
-        if not np.isfinite(scales).all() or (scales == 0).any():
-            raise CheckpointError(
-                f"{where}: tensor '{module}.weight_scale' holds a scale that is zero or not finite"
-            )
+        shape = reader.get(f"{module}.weight_shape", ("I64", "I32"), (2,)).array().tolist()
+        if shape != [rows, columns]:
+            stated = f"'{module}.weight_shape' says {shape}"
+            raise CheckpointError(f"{reader.where}: tensor {stated}, expected {[rows, columns]}")
+        offset = 1 << (bits - 1) if settings.symmetric else 0
+        codes = reader.codes(f"{module}.weight_packed", bits, columns, rows, offset=offset)
+        kind = DTYPE_NAMES[settings.scale_dtype]
+        scales = reader.scales(f"{module}.weight_scale", (rows, n_groups), [kind])
         zeros = None
-        if not settings["symmetric"]:
-            stored = get("weight_zero_point", "I32", (-(-rows * bits // 32), n_groups)).array()
-            at = f"{where}: tensor '{module}.weight_zero_point'"
-            zeros = np.ascontiguousarray(unpack_codes(stored.T, bits, rows, 0, at).T)
-        transform = None
-        if "transform" in settings:
-            arrays = {}
-            if settings["transform"].get("type") == "channel_scale":
-                arrays["input_scale"] = get("input_scale", "F16", (columns,)).float32()
-            transform = from_description(settings["transform"], arrays)
+        if not settings.symmetric:
+            stored = reader.codes(f"{module}.weight_zero_point", bits, rows, n_groups, down=True)
+            zeros = np.ascontiguousarray(stored.T)
         return cls(
-            **fields, codes=codes, scales=scales, zeros=zeros, report=dict(report), transform=transform
-        )
+            settings.name, bits, group, settings.symmetric, codes, scales, zeros, settings.scale_dtype,
+            settings.orientation, dict(report), _transform(settings, reader),
+        )  # fmt: skip
 
     def same_as(self, other: QuantizedLayer) -> bool:
         """Whether codes, scales and zero points are equal, bit for bit."""
@@ -249,33 +274,25 @@ class QuantizedLayer:
         return dataclasses.replace(self, transform=transform)
 
 
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "bits": BITS,
-    "symmetric": (True, False),
-    "scale_dtype": SCALE_DTYPES,
-    "orientation": ("out_in", "in_out"),
-}
-
-
-def check_settings(settings: Any, where: str) -> None:
-    """Refuse an index entry whose fields are missing, unknown or not allowed."""
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(f"{where}: a layer of the index is not a JSON object")
-    name = settings.get("name")
-    expected = {"name", "group_size", "shape", *_ALLOWED}
-    wrong = sorted((expected ^ set(settings)) - {"transform"})
-    if wrong:
-        raise CheckpointError(f"{where}: layer {name!r}: missing or unknown in the index: {', '.join(wrong)}")
-    for key, allowed in _ALLOWED.items():
-        if settings[key] not in allowed:
-            raise CheckpointError(
-                f"{where}: layer {name!r}: {key} {settings[key]!r} in the index; allowed: {allowed}"
-            )
-    group, shape = settings["group_size"], settings["shape"]
-    if not isinstance(group, int) or (group != -1 and group < 1):
-        raise CheckpointError(f"{where}: layer {name!r}: group_size {group!r} in the index")
-    if not (isinstance(shape, list) and len(shape) == 2 and all(isinstance(n, int) and n > 0 for n in shape)):
-        raise CheckpointError(f"{where}: layer {name!r}: shape {shape!r} in the index")
+def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | None:
+    """Rebuild the change of a layer's input basis, which must be the one that its description says."""
+    told, arrays = settings.transform, {}
+    if told is None:
+        return None
+    columns = settings.shape[1]
+    where = f"{reader.where}: layer {settings.name}: transform"
+    if told == {"type": "channel_scale"}:
+        name = f"{settings.name.removesuffix('.weight')}.input_scale"
+        arrays["input_scale"] = reader.scales(name, (columns,), ["F16"])
+    else:
+        # A rotation is made anew, and takes the square of its block in memory.
+        rotation = checked(_Rotation, told, where)
+        if rotation.dim != columns or rotation.block > columns:
+            raise CheckpointError(f"{where}: {shown(told)} for a layer of {columns} inputs")
+    found = from_description(told, arrays)
+    if found.describe() != told:
+        raise CheckpointError(f"{where}: {shown(told)}; this loopq makes another: {shown(found.describe())}")
+    return found
 
 
 def _same_transform(a: Transform | None, b: Transform | None) -> bool:

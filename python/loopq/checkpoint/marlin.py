@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 import loopq._native as native
 from loopq.checkpoint import FORMATS
-from loopq.checkpoint.files import RawTensor, float_to_raw
-from loopq.checkpoint.form import Export, Fitted, Format, Ragged, Shelf, in_scale_type, is_ragged
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.base import Export, Format, Ragged, StoredLayer, in_scale_type, is_ragged
+from loopq.checkpoint.files import DTYPES, RawTensor, float_to_raw
+from loopq.checkpoint.layer import QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import checked
 from loopq.errors import CheckpointError
 
 #: Multiples that the kernel asks of inputs and outputs.
 K_TILE, N_TILE = 128, 256
 GROUP = 128
+
+
+@dataclass(frozen=True)
+class _Config:
+    group_size: Literal[-1, 128]
+    bits: Literal[4] = 4
 
 
 class Marlin(Format):
@@ -34,7 +42,7 @@ class Marlin(Format):
         """Whether the config says marlin."""
         return config.get("quant_method") == "marlin"
 
-    def fit(self, layer: QuantizedLayer, ragged: Ragged | None) -> Fitted:
+    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Pad inputs and outputs to whole tiles: zero codes, and a scale of 1 for rows that are not there."""
         if layer.bits != 4 or not layer.symmetric:
             raise CheckpointError(f"layer {layer.name}: Marlin holds symmetric INT4 alone")
@@ -51,7 +59,7 @@ class Marlin(Format):
         if layer.scales.shape[1] == 1 and layer.group_size not in (-1, GROUP):
             half = dataclasses.replace(half, group_size=-1)
         if (n, k) == (rows, columns):
-            return Fitted(half)
+            return StoredLayer(half)
         pad = ((0, n - rows), (0, k - columns))
         padded = dataclasses.replace(
             half,
@@ -60,7 +68,7 @@ class Marlin(Format):
         )
         more = sum(t.data.size for t in self.tensors("x", padded).values()) - layer.n_bytes
         note = f"padded from {rows}x{columns} to {n}x{k} with zeros: {more:+d} bytes ({more / layer.n_bytes:+.1%})"
-        return Fitted(padded, (note,))
+        return StoredLayer(padded, (note,))
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """`B` and `s` of a padded layer."""
@@ -93,26 +101,20 @@ class Marlin(Format):
         known = set(names)
         return [n[:-2] for n in names if n.endswith(".B") and f"{n[:-2]}.s" in known]
 
-    def read(self, module: str, shelf: Shelf, config: Mapping[str, Any]) -> tuple[QuantizedLayer, list[str]]:
+    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer with its padding: without loopq's own record the file does not say where that begins."""
-        group_size = config.get("group_size")
-        if group_size not in (-1, GROUP) or config.get("bits", 4) != 4:
-            raise CheckpointError(
-                f"{shelf.where}: config.json: {config.get('bits', 4)} bits, group_size {group_size!r}; Marlin has 4 "
-                f"bits, group_size -1 or {GROUP}"
-            )
-        words = shelf.get(f"{module}.B", ("I32",), (None, None)).array()
+        group_size = checked(_Config, dict(config), f"{reader.where}: config.json", others=True).group_size
+        words = reader.get(f"{module}.B", ("I32",), (None, None)).array()
         k, n = words.shape[0] * 16, words.shape[1] // 2
         if words.size == 0 or words.shape[1] % 128:
             raise CheckpointError(
-                f"{shelf.where}: tensor '{module}.B' has shape {list(words.shape)}; expected (K / 16, 2 N) with N a "
+                f"{reader.where}: tensor '{module}.B' has shape {list(words.shape)}; expected (K / 16, 2 N) with N a "
                 "multiple of 64"
             )
-        n_groups = 1 if group_size == -1 else -(-k // group_size)
-        stored, scale_dtype = shelf.scales(f"{module}.s", (n_groups, n))
+        stored = reader.scales(f"{module}.s", (1 if group_size == -1 else -(-k // group_size), n))
         codes, scales = native.marlin_unpack(np.ascontiguousarray(words), np.ascontiguousarray(stored))
-        layer = QuantizedLayer(f"{module}.weight", 4, int(group_size), True, codes, scales, None, scale_dtype)
-        return layer, [f"{module}.B", f"{module}.s"]
+        kind = DTYPES[reader.tensors[f"{module}.s"].dtype]
+        return QuantizedLayer(f"{module}.weight", 4, group_size, True, codes, scales, None, kind)
 
 
 FORMATS.register("marlin")(Marlin())

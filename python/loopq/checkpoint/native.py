@@ -10,27 +10,46 @@ from typing import TYPE_CHECKING, Any
 
 from loopq import _native
 from loopq.checkpoint.files import (
+    DTYPE_NAMES,
+    MAX_SIZE,
     RawTensor,
     float_to_raw,
-    new_folder,
+    inside,
+    read_bytes,
     read_json,
     read_tensors,
-    replacing,
-    sha256,
     write_json,
-    write_tensors,
 )
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.checkpoint.model_files import TENSORS, check_files, to_torch
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files, to_torch, write_files
+from loopq.checkpoint.schema import Depth, Name, Object, checked, parse_json, sealed, shown, unsealed
 from loopq.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
 
 FORMAT = "loopq-checkpoint"
-VERSION = 1
 INDEX = "loopq.json"
 REPORT = "report.jsonl"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `loopq.json` holds."""
+
+    loopq_version: str
+    settings: Object
+    layers: tuple[LayerSettings, ...]
+    ties: dict[Name, Name]
+    files: tuple[FileEntry, ...]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What every reader needs of the settings; the rest is for those who wrote them."""
+
+    system: str | None
+    n_steps: Depth | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +90,25 @@ class Checkpoint:
             out[name] = float_to_raw(layer.in_model_orientation(), weight_dtypes.get(name, "F32"))
         return out
 
+    def check(self, where: object) -> Checkpoint:
+        """Return the checkpoint if its parts fit together; asked before it is written and after it was read.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor that is stored twice, packed codes of no layer, a tie to nothing, settings without a system.
+        """
+        checked(_Settings, self.settings, f"{where}: settings", others=True)
+        for name in [*self.layers, *self.dense]:
+            if name in self.ties or (name in self.dense and name in self.layers):
+                raise CheckpointError(f"{where}: tensor {shown(name)} is stored twice, or tied and stored")
+            if name.endswith(".weight_packed"):
+                raise CheckpointError(f"{where}: tensor {shown(name)} holds packed codes of no layer")
+        for name, source in self.ties.items():
+            if source not in self.layers and source not in self.dense:
+                raise CheckpointError(f"{where}: {name} is tied to {source}, which is not stored")
+        return self
+
 
 def report_lines(layers: Iterable[QuantizedLayer]) -> str:
     """Return the run report: one JSON object for each layer, keys sorted."""
@@ -82,85 +120,57 @@ def report_lines(layers: Iterable[QuantizedLayer]) -> str:
 
 def read_report(path: Path) -> dict[str, dict[str, Any]]:
     """Read a run report: layer name to what the run said of it; empty where there is none."""
-    if not path.is_file():
+    if not path.exists():
         return {}
     reports = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            reports[entry.pop("layer")] = entry
-        except (ValueError, KeyError, AttributeError, TypeError) as cause:
-            raise CheckpointError(f"{path}: line {number} is not an entry of a run report") from cause
+    for number, line in enumerate(read_bytes(inside(path.parent, path.name), MAX_SIZE).splitlines(), 1):
+        where = f"{path}: line {number}"
+        entry = checked(dict[str, Any], parse_json(line, where), where)
+        name = entry.pop("layer", None)
+        if not isinstance(name, str) or name in reports:
+            raise CheckpointError(f"{where}: layer {shown(name)}; allowed: each layer's name, once")
+        reports[name] = entry
     return reports
 
 
-def write(out: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint folder, whole or not at all.
+def write(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the files of a checkpoint into a folder, which `convert.write_as` makes: whole or not at all.
 
     The same checkpoint gives the same bytes: no time, path or host is in it.
-
-    Raises
-    ------
-    CheckpointError
-        `out` exists and is not empty, or the disk is too small.
     """
-    with new_folder(out, checkpoint.n_bytes) as folder:
-        _write_files(folder, checkpoint)
-
-
-def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    tensors = dict(checkpoint.dense)
+    tensors = dict(checkpoint.check("the checkpoint").dense)
     for layer in checkpoint.layers.values():
         tensors.update(layer.tensors())
-    entries = []
-    for name, data in checkpoint.side_files.items():
-        with replacing(folder / name) as path:
-            path.write_bytes(data)
-        entries.append(name)
-    with replacing(folder / REPORT) as path:
-        path.write_text(report_lines(checkpoint.layers.values()), "utf-8")
-    write_tensors(folder / TENSORS, tensors, {"format": "pt", "loopq": _native.__version__})
-    files = [
-        {"file": name, "sha256": sha256(folder / name), "n_bytes": (folder / name).stat().st_size}
-        for name in sorted([*entries, REPORT, TENSORS])
-    ]
+    texts = {**checkpoint.side_files, REPORT: report_lines(checkpoint.layers.values()).encode()}
+    files = write_files(folder, tensors, texts, {"format": "pt", "loopq": _native.__version__})
     index = {
-        "format": FORMAT,
-        "version": VERSION,
         "loopq_version": _native.__version__,
         "settings": checkpoint.settings,
         "layers": [layer.settings() for layer in checkpoint.layers.values()],
         "ties": checkpoint.ties,
         "files": files,
     }
-    write_json(folder / INDEX, index)
+    write_json(folder / INDEX, sealed(FORMAT, index))
 
 
-def read_index(folder: Path) -> dict[str, Any]:
-    """Read and check `loopq.json`."""
+def read_index(folder: Path) -> Index:
+    """Read and check `loopq.json`: every version that there was becomes the same here."""
     path = folder / INDEX
-    if not path.is_file():
+    if not path.exists():
         raise CheckpointError(f"{folder}: not a loopq checkpoint: it has no {INDEX}")
-    index = read_json(path)
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not the index of a loopq checkpoint")
-    if index.get("version") != VERSION:
-        raise CheckpointError(f"{path}: version {index.get('version')}; this loopq reads version {VERSION}")
-    missing = {"settings", "layers", "ties", "files"} - set(index)
-    if missing:
-        raise CheckpointError(f"{path}: damaged: no {', '.join(sorted(missing))}")
+    index = checked(Index, unsealed(read_json(inside(folder, INDEX)), FORMAT, path), path)
+    files = [entry.file for entry in index.files]
+    layers = [layer.name for layer in index.layers]
+    for what, names in (("files", files), ("layers", layers)):
+        if len(set(names)) != len(names):
+            raise CheckpointError(f"{path}: {what}: a name stands twice")
+    if not {TENSORS, REPORT} <= set(files):
+        raise CheckpointError(f"{path}: files: {shown(files)}; {TENSORS} and {REPORT} must be among them")
     return index
 
 
-def read(folder: Path, *, deep: bool = True) -> Checkpoint:
+def read(folder: Path) -> Checkpoint:
     """Read a checkpoint folder to plain arrays; needs no torch.
-
-    Parameters
-    ----------
-    folder : Path
-        Checkpoint.
-    deep : bool
-        Compare SHA-256 sums too.
 
     Raises
     ------
@@ -168,24 +178,14 @@ def read(folder: Path, *, deep: bool = True) -> Checkpoint:
         Unknown format or version, a missing, truncated or altered file, a tensor of a wrong shape or type.
     """
     index = read_index(folder)
-    check_files(folder, index["files"], CheckpointError, deep=deep)
-    tensors = read_tensors(folder / TENSORS)
+    check_files(folder, index.files)
+    reader = TensorReader(str(folder / TENSORS), read_tensors(folder / TENSORS))
     reports = read_report(folder / REPORT)
-    layers = {}
-    used: set[str] = set()
-    for settings in index["layers"]:
-        name = settings["name"]
-        layers[name] = QuantizedLayer.from_tensors(
-            settings, tensors, reports.get(name, {}), str(folder / TENSORS)
-        )
-        used.update(layers[name].tensor_names())
-    side = {
-        e["file"]: (folder / e["file"]).read_bytes()
-        for e in index["files"]
-        if e["file"] not in (TENSORS, REPORT)
-    }
-    dense = {name: t for name, t in tensors.items() if name not in used}
-    return Checkpoint(layers, dense, dict(index["ties"]), dict(index["settings"]), side)
+    layers = {s.name: QuantizedLayer.from_tensors(s, reader, reports.get(s.name, {})) for s in index.layers}
+    side = [e.file for e in index.files if e.file not in (TENSORS, REPORT)]
+    dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
+    files = {name: read_bytes(folder / name, MAX_SIZE) for name in side}
+    return Checkpoint(layers, dense, index.ties, index.settings, files).check(folder)
 
 
 def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
@@ -202,23 +202,21 @@ def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
     import torch
 
     own = dict(model.state_dict(keep_vars=True))
-    dtypes = {"torch.float16": "F16", "torch.bfloat16": "BF16"}
-    kinds = {n: dtypes[str(t.dtype)] for n, t in own.items() if str(t.dtype) in dtypes}
-    state = checkpoint.state(kinds)
+    half = (torch.float16, torch.bfloat16)
+    state = checkpoint.state({n: DTYPE_NAMES[str(t.dtype)[6:]] for n, t in own.items() if t.dtype in half})
+    # A model that does not tie what the checkpoint ties gets the value under both names.
+    state |= {n: state[source] for n, source in checkpoint.ties.items() if own.get(n) is not own.get(source)}
     names = set(state) | set(checkpoint.ties)
     # Files of other tools store a tied tensor once and leave its other names to the model.
     filled = {id(own[name]) for name in names if name in own}
     names |= {name for name, tensor in own.items() if id(tensor) in filled}
     if names != set(own):
-        raise CheckpointError(
-            f"the checkpoint does not fit the model: missing {sorted(set(own) - names)[:5]}, "
-            f"unexpected {sorted(names - set(own))[:5]}"
-        )
+        missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
+        raise CheckpointError(f"the checkpoint does not fit the model: missing {missing}, unexpected {more}")
     for name, tensor in state.items():
         if tuple(own[name].shape) != tensor.shape:
-            raise CheckpointError(
-                f"tensor {name!r}: shape {list(tensor.shape)}, the model has {list(own[name].shape)}"
-            )
+            shape = list(own[name].shape)
+            raise CheckpointError(f"tensor {name!r}: shape {list(tensor.shape)}, the model has {shape}")
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(to_torch(tensor))

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from loopq import config as defaults
+from loopq.checkpoint.files import replacing
 from loopq.commands import COMMANDS, Command
+from loopq.commands.options import whole
 from loopq.errors import ConfigError, KernelError, MissingExtraError
+from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS
+from loopq.settings import parse_text
+from loopq.systems.base import MAX_STEPS
 from loopq.table import render
 
 # What a comparison with float64 may show (docs/kernels.md): float32 output, and bfloat16 against the correctly rounded.
@@ -19,7 +23,7 @@ _FLOAT32_ERROR, _ROUNDED_ERROR = 3e-6, 2e-4
 
 def _tokens(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        found = [parse_text(int, part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or min(found) < 1 or max(found) > 64:
@@ -42,27 +46,37 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=_tokens,
-        default=list(defaults.BENCH_TOKENS),
+        default=list(BENCH_TOKENS),
         metavar="A,B",
-        help=f"numbers of tokens (default {','.join(map(str, defaults.BENCH_TOKENS))})",
+        help=f"numbers of tokens (default {','.join(map(str, BENCH_TOKENS))})",
     )
     parser.add_argument(
         "--group-size",
-        type=int,
+        type=whole(-1, 1 << 20),
         default=128,
+        metavar="N",
         help="inputs of a scale, -1: one scale per output (default 128)",
     )
-    parser.add_argument("--steps", type=int, default=32, help="steps of a rollout (default %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=whole(1, MAX_STEPS),
+        default=32,
+        metavar="N",
+        help="steps of a rollout (default %(default)s)",
+    )
     parser.add_argument(
         "--trials",
-        type=int,
-        default=defaults.BENCH_TRIALS,
+        type=whole(1, 1 << 20),
+        default=BENCH_TRIALS,
+        metavar="N",
         help="paired trials of each comparison (default %(default)s)",
     )
     parser.add_argument(
         "--bulk", action="store_true", help="bring weights in by bulk copies (compute capability 9.0)"
     )
-    parser.add_argument("--device", type=int, default=0, help="CUDA device (default %(default)s)")
+    parser.add_argument(
+        "--device", type=whole(0, 1 << 10), default=0, metavar="N", help="CUDA device (default %(default)s)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write every number as data")
 
 
@@ -77,9 +91,8 @@ def run(args: argparse.Namespace) -> int:
     found = (_kernel if args.what == "kernel" else _rollout)(args, backend)
     if args.json:
         record = {"what": args.what, **_machine(backend), **found}
-        scratch = Path(args.json).with_name(Path(args.json).name + ".part")
-        scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        scratch.replace(args.json)
+        with replacing(Path(args.json)) as scratch:
+            scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"data: {args.json}")
     if not found["exact"]:
         print("loopq: the results above are WRONG on this device; their times mean nothing", file=sys.stderr)
@@ -94,9 +107,6 @@ def _check(args: argparse.Namespace) -> None:
 
     shapes_of(args.shapes)
     fold_of(args.group_size)
-    for name, value in (("steps", args.steps), ("trials", args.trials)):
-        if value < 1:
-            raise ConfigError(f"--{name} = {value} is not allowed; allowed: 1 and more")
     if args.what == "rollout" and (not args.shapes.startswith("huginn") or args.group_size != 128):
         raise ConfigError(
             "bench rollout runs Huginn's loop at group size 128: leave --shapes and --group-size"

@@ -7,13 +7,14 @@ import dataclasses
 import json
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_source, load
+from loopq.commands.options import add_execution, add_source, execution, load
 from loopq.table import render
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_source(parser)
+    add_execution(parser, only=("seed",))
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args)
     if not args.json:
         print("\n".join(loaded.report.lines()))
-    report = check_model(loaded, n_steps=args.n_steps, seed=args.seed)
+    report = check_model(loaded, n_steps=args.n_steps, seed=execution(args).seed)
     if args.json:
         found = {"load": dataclasses.asdict(loaded.report), "ok": report.ok, **dataclasses.asdict(report)}
         print(json.dumps(found, indent=1))

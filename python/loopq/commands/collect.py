@@ -5,82 +5,97 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_model, add_text, load, memory
+from loopq.commands.options import (
+    add_execution,
+    add_patterns,
+    add_source,
+    add_text,
+    execution,
+    load,
+    take,
+    whole,
+)
 from loopq.commands.output import print_dump
+from loopq.errors import ConfigError
 from loopq.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_model(parser)
-    parser.add_argument("--out", required=True, metavar="DUMP", help="folder for the dump")
-    add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
-    parser.add_argument(
-        "--include", action="append", default=[], metavar="PATTERN", help="observe these layers too"
-    )
-    parser.add_argument(
-        "--exclude", action="append", default=[], metavar="PATTERN", help="do not observe these layers"
-    )
+    parser.add_argument("--out", required=True, metavar="DUMP", help="new folder for the dump")
     parser.add_argument(
         "--hessian",
         action="store_true",
         help="keep exact Hessian sums instead of rows: smaller, can be merged, and enough for every method",
     )
-    parser.add_argument("--steps", default="all", help="with --hessian: steps to sum (default %(default)s)")
+    parser.add_argument("--steps", help="with --hessian: steps to sum, as of `loopq quantize` (default all)")
     parser.add_argument("--per-step", action="store_true", help="with --hessian: keep each step apart")
-    parser.add_argument(
-        "--memory", type=memory, metavar="SIZE", help="with --hessian: limit for accumulators, as in 8G"
-    )
     parser.add_argument(
         "--rows-dtype",
         choices=("float32", "float16", "bfloat16"),
         help="storage of the rows (default: the model's own)",
     )
     parser.add_argument(
-        "--shard-batches", type=int, default=8, metavar="N", help="batches of one file (default %(default)s)"
+        "--shard-batches",
+        type=whole(1, 1 << 20),
+        default=8,
+        metavar="N",
+        help="batches of one file of rows (default %(default)s)",
+    ).rare = True  # type: ignore[attr-defined]
+    add_text(parser, "calibration")
+    add_source(parser)
+    add_patterns(
+        parser,
+        {
+            "include": "observe these layers too; repeatable",
+            "exclude": "do not observe these layers; repeatable",
+        },
     )
+    add_execution(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Collect and print what the dump holds."""
-    from loopq.api import calibration_tokens
     from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
+    from loopq.calibrate.prompts import calibration_tokens
     from loopq.calibrate.select import select
-    from loopq.config import parse_steps
-    from loopq.jobs.run import side_files
+    from loopq.run.engine import side_files
+    from loopq.steps import parse_steps
 
+    _check(args)
     loaded = load(args)
-    tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
-    selection = select(
-        loaded.system,
-        tokens,
-        n_steps=args.n_steps,
-        include=args.include,
-        exclude=args.exclude,
-        seed=args.seed,
-    )
-    job = Collection(loaded.system, tokens, selection, args.batch_size, args.seed, side_files(loaded))
-    out = Path(args.out)
     with Line() as progress:
+        how = execution(args, progress=progress)
+        tokens = calibration_tokens(loaded, args.calibration, take(args))
+        selection = select(
+            loaded.system,
+            tokens,
+            n_steps=args.n_steps,
+            include=args.include,
+            exclude=args.exclude,
+            seed=how.seed,
+        )
+        job = Collection(loaded.system, tokens, selection, how, side_files(loaded))
+        out = Path(args.out)
         if args.hessian:
-            manifest = collect_hessians(
-                job,
-                out,
-                steps=parse_steps(args.steps, selection.n_steps),
-                per_step=args.per_step,
-                memory=args.memory,
-                threads=args.threads,
-                progress=progress,
-            )
+            steps = parse_steps(args.steps or "all", selection.n_steps)
+            manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step)
         else:
-            manifest = collect_rows(
-                job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches, progress=progress
-            )
+            manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)
     print_dump(manifest)
     print(f"written to {out}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that what was chosen would not read."""
+    if not args.hessian and (args.steps is not None or args.per_step):
+        raise ConfigError(
+            f"{'--per-step' if args.per_step else '--steps'} goes with --hessian: rows are kept of all steps"
+        )
+    if args.hessian and args.rows_dtype:
+        raise ConfigError("--rows-dtype goes without --hessian: no rows are kept")
 
 
 COMMANDS.register("collect")(

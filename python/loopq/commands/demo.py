@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_threads, check_place
+from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.commands.output import layer_table, measurement_table
 from loopq.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_threads(parser)
+    add_execution(parser, only=("threads",))
     parser.add_argument(
-        "--n-seeds", type=int, default=3, metavar="N", help="paired initial states (default %(default)s)"
+        "--n-seeds",
+        type=whole(1, 1 << 16),
+        default=3,
+        metavar="N",
+        help="paired initial states (default %(default)s)",
+    )
+    parser.add_argument(
+        "--n-metric-seeds",
+        type=whole(1, 1 << 16),
+        default=1,
+        metavar="N",
+        help="draws of the loop metric; from two on their standard deviation is printed (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -27,8 +37,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--data",
+        type=Path,
         metavar="DIR",
-        help="data folder with models/plbert_kokoro (default: LOOPQ_DATA, ../shared/data)",
+        help="data folder with models/plbert_kokoro (default: LOOPQ_DATA)",
     )
 
 
@@ -39,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         return _pages(args)
     with Line() as progress:
-        result = demo.run(threads=args.threads, seeds=range(args.n_seeds), progress=progress)
+        result = demo.run(
+            threads=execution(args).threads,
+            seeds=range(args.n_seeds),
+            metric_seeds=range(args.n_metric_seeds),
+            progress=progress,
+        )
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -50,9 +66,16 @@ def run(args: argparse.Namespace) -> int:
     )
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
-        print(measurement_table([result["reference"], *grid["arms"]]))
+        print(measurement_table([result["reference"], *grid["variants"]]))
+    n = len(result["metric_seeds"])
+    if n > 1:
+        print(f"\nrows of loopq: mean and standard deviation (sd) over {n} draws of the loop metric's labels")
+    else:
+        print(
+            "\nrows of loopq: one draw of the loop metric's labels; --n-metric-seeds 8 prints the spread over eight"
+        )
     first = result["grids"][0]
-    print(f"\nlayers of {first['arms'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
+    print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
     return 0
 
@@ -60,12 +83,14 @@ def run(args: argparse.Namespace) -> int:
 def _pages(args: argparse.Namespace) -> int:
     from loopq import demo
     from loopq.lazy import require
+    from loopq.reproduce.models import data_folder
 
     require("matplotlib")
     check_place(Path(args.html) / "page.html")
-    data = Path(args.data or os.environ.get("LOOPQ_DATA") or "../shared/data")
     with Line() as progress:
-        written, left = demo.pages(Path(args.html), data=data, threads=args.threads, progress=progress)
+        written, left = demo.pages(
+            Path(args.html), data=data_folder(args.data), threads=execution(args).threads, progress=progress
+        )
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")
     print("\n".join(left), end="\n" if left else "")

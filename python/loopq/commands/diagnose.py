@@ -6,43 +6,46 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loopq import config as defaults
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_model, add_text, check_place, load, memory
-from loopq.config import DiagnoseConfig
+from loopq.commands.options import (
+    add_execution,
+    add_settings,
+    add_source,
+    add_text,
+    check_place,
+    execution,
+    given,
+    load,
+    take,
+)
+from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError
+from loopq.execution import Execution
 from loopq.progress import Line
 
-QUICK = ("ranks", "overlap", "ablation", "arms")
+QUICK = ("ranks", "overlap", "ablation", "injection")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    config = DiagnoseConfig()
-    add_model(parser, "zoo name, folder or hub id; or a dump of `loopq collect`, without torch")
-    add_text(parser, "calibration", defaults.CALIBRATION_PROMPTS)
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
-    parser.add_argument("--json", metavar="FILE", help="write the same as data")
-    parser.add_argument(
-        "--only", metavar="A,B", help="sections to run (default: all that the system can have)"
+    add_source(
+        parser,
+        "embedded model (huginn_small), folder or hub id; or a dump of `loopq collect`, for which torch is not needed",
     )
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}: a minute, not many")
-    parser.add_argument("--work", metavar="DIR", help="keep finished sections here and go on with them")
-    parser.add_argument("--memory", type=memory, metavar="SIZE", help="limit for Hessians, as in 8G")
+    parser.add_argument("--html", metavar="FILE", help="write the result as one self-contained page")
+    parser.add_argument("--json", metavar="FILE", help="write the result as data")
     parser.add_argument(
-        "--bits",
-        type=int,
-        default=config.bits,
-        metavar="N",
-        help="bits of the rounding that is measured (default %(default)s)",
+        "--only", metavar="A,B", help="sections to run (default: all that the model can have)"
     )
     parser.add_argument(
-        "--group-size",
-        type=int,
-        default=config.group_size,
-        metavar="N",
-        help="its group size; -1: one scale per output row (default %(default)s)",
+        "--quick", action="store_true", help=f"run only {', '.join(QUICK)}: a minute, not many"
     )
+    parser.add_argument(
+        "--work", metavar="DIR", help="save finished sections here, so that the same command resumes"
+    )
+    add_settings(parser, DiagnoseConfig)
+    add_text(parser, "calibration")
+    add_execution(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
     kept = Path(args.work) / "section.json" if args.work else None
     for file in filter(None, (args.html, args.json, kept)):
         check_place(file)
+    config = config_of(args)
     with Line() as progress:
         found = (
-            _dump(args, progress)
+            _dump(args, config, progress)
             if (Path(args.model) / "manifest.json").is_file()
-            else _model(args, progress)
+            else _model(args, config, progress)
         )
     if args.html:
         from loopq.report.page import write_report
@@ -74,41 +78,37 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(args: argparse.Namespace) -> DiagnoseConfig:
-    return DiagnoseConfig(
-        bits=args.bits, group_size=args.group_size, batch_size=args.batch_size, seed=args.seed
-    )
+def config_of(args: argparse.Namespace) -> DiagnoseConfig:
+    """Read the settings of a diagnosis."""
+    how = execution(args)
+    return DiagnoseConfig(seed=how.seed, batch_size=how.batch_size).changed(**given(args, DiagnoseConfig))
 
 
-def _dump(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
+def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
     from loopq.diagnose.survey import diagnose_dump
 
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")
-    return diagnose_dump(Path(args.model), config=_config(args), threads=args.threads, progress=progress)
+    return diagnose_dump(Path(args.model), config=config, threads=execution(args).threads, progress=progress)
 
 
-def _model(args: argparse.Namespace, progress: Line) -> dict[str, Any]:
-    from loopq.api import calibration_tokens
-    from loopq.diagnose.survey import diagnose
+def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
+    from loopq.api import diagnose
+    from loopq.calibrate.prompts import calibration_tokens
 
     if args.only and args.quick:
         raise ConfigError("--only and --quick both choose the sections: give one of them")
     loaded = load(args)
-    tokens = calibration_tokens(loaded, args.calibration, n_prompts=args.n_prompts, seq_len=args.seq_len)
-    only = args.only.split(",") if args.only else list(QUICK) if args.quick else None
     return diagnose(
-        loaded.system,
-        tokens,
-        args.n_steps,
-        config=_config(args),
-        only=only,
-        train=tokens,
+        loaded,
+        calibration_tokens(loaded, args.calibration, take(args)),
+        config,
+        n_steps=args.n_steps,
+        only=args.only.split(",") if args.only else QUICK if args.quick else None,
         name=str(args.model),
         work=Path(args.work) if args.work else None,
-        memory=args.memory,
-        threads=args.threads,
         progress=progress,
+        **given(args, Execution),
     )
 
 
@@ -140,7 +140,7 @@ def _radius(found: dict[str, Any]) -> str:
 
 COMMANDS.register("diagnose")(
     Command(
-        "show what the loop does to its own error, as numbers and as a page",
+        "show what the loop does to its own error",
         add,
         run,
         22,

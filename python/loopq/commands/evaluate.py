@@ -6,28 +6,27 @@ import argparse
 import json
 from pathlib import Path
 
-from loopq import config as defaults
 from loopq.checkpoint.convert import format_of
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_model, add_text, load
+from loopq.commands.options import add_execution, add_source, add_text, execution, load, take, whole
 from loopq.commands.output import measurement_table
-from loopq.errors import ConfigError
 from loopq.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_model(parser)
+    add_source(parser)
     parser.add_argument(
         "checkpoints",
         nargs="+",
         metavar="DIR",
         help="checkpoints of that model, of any format that loopq reads",
     )
-    add_text(parser, "text", defaults.EVALUATION_PROMPTS)
+    add_text(parser, "text")
+    add_execution(parser, only=("seed", "batch_size"))
     parser.add_argument(
         "--n-seeds",
-        type=int,
+        type=whole(1, 1 << 16),
         default=1,
         metavar="N",
         help="paired initial states of each prompt (default %(default)s)",
@@ -37,23 +36,23 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
-    from loopq.api import evaluate, evaluation_tokens
+    from loopq.api import evaluate
+    from loopq.calibrate.prompts import evaluation_tokens
 
-    if args.n_seeds < 1:
-        raise ConfigError(f"--n-seeds must be at least 1; got {args.n_seeds}")
     for folder in args.checkpoints:
         format_of(Path(folder))
     loaded = load(args)
-    tokens = evaluation_tokens(loaded, args.text, n_prompts=args.n_prompts, seq_len=args.seq_len)
+    tokens = evaluation_tokens(loaded, args.text, take(args))
+    how = execution(args)
     with Line() as progress:
         measured = evaluate(
             loaded,
             args.checkpoints,
             tokens,
             n_steps=args.n_steps,
-            batch_size=args.batch_size,
-            seeds=range(args.seed, args.seed + args.n_seeds),
+            seeds=range(how.seed, how.seed + args.n_seeds),
             progress=progress,
+            batch_size=how.batch_size,
         )
     summaries = [m.summary() for m in measured]
     for summary, measurement in zip(summaries[1:], measured[1:], strict=True):

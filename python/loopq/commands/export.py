@@ -1,4 +1,4 @@
-"""`loopq export` and `loopq convert`: checkpoints that other tools load."""
+"""`loopq export`: checkpoints that other tools load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loopq.commands.options import add_format
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("folder", metavar="DIR", help="checkpoint of any format that loopq reads")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the new checkpoint")
+    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
     add_format(parser)
     parser.add_argument(
         "--trust-remote-code",
@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and say what it cost."""
-    from loopq.export import export
+    from loopq.run.export import export
 
     exported = export(
         args.folder, args.out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
@@ -32,4 +32,3 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMANDS.register("export")(Command("write a checkpoint in a format that other tools load", add, run, 20))
-COMMANDS.register("convert")(Command("the same as export, from any format to any other", add, run, 21))

@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import check_folder
+from loopq.checkpoint.files import check_folder, read_json
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
+from loopq.run.config import QuantConfig
 from loopq.table import render, size
 
 
@@ -37,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
             return 0
         print_checkpoint(checkpoint, None)
-        print(_settings(checkpoint.settings))
+        print(_settings(folder, checkpoint.settings))
+        _unprotected(folder / native.INDEX)
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             print((folder / "manifest.json").read_text("utf-8"))
         else:
             print_dump(dump.manifest)
+            _unprotected(folder / "manifest.json")
         return 0
     if (folder / "config.json").is_file():
         return _foreign(folder, args.json)
@@ -55,19 +58,44 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _unprotected(index: Path) -> None:
+    if read_json(index)["version"] == 1:
+        print(
+            f"{index.name}: version 1, unprotected: it has no SHA-256 of itself, so that changes go unnoticed"
+        )
+
+
+def _settings(folder: Path, settings: dict[str, Any]) -> str:
     """What was asked, one line a group; `--json` has all of it."""
-    asked = dict(settings["quantization"])
-    layer = asked.pop("layer")
-    calibration = settings["calibration"]
+    try:
+        asked = QuantConfig.from_json(settings["quantization"])
+        calibration = settings["calibration"]
+        made = (
+            f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
+            f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}"
+        )
+    except (ConfigError, KeyError, TypeError) as cause:
+        raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause
+    layer, run = asked.layer.flat(), asked.flat()
     lines = [
-        f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
-        f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}",
-        "layer settings: " + ", ".join(f"{k} {v}" for k, v in sorted(layer.items())),
+        made,
+        "layer settings: " + ", ".join(f"{k} {_word(v)}" for k, v in layer.items()),
+        "run settings: "
+        + ", ".join(f"{k} {_word(v)}" for k, v in run.items() if k not in (*layer, "overrides")),
     ]
-    asked["overrides"] = [f"{o['pattern']}=>{o['changes']}" for o in asked["overrides"]]
-    lines.append("run settings: " + ", ".join(f"{k} {v}" for k, v in sorted(asked.items())))
+    for override in asked.overrides:
+        changes = ",".join(f"{k}={_word(v)}" for k, v in override.changes.items())
+        lines.append(f"for layers {override.pattern}: {changes}")
     return "\n".join(lines)
+
+
+def _word(value: Any) -> str:
+    """A setting's value as options and overrides spell it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def _foreign(folder: Path, as_json: bool) -> int:

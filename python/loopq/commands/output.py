@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from loopq.checkpoint.schema import checked
+from loopq.errors import CheckpointError
 from loopq.table import render, short, size
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What the table shows of a layer's report; a layer that another tool solved has none of it."""
+
+    layer: str
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    n_bytes: int
+    method_asked: str | None = None
+    method_done: str | None = None
+    damping: float | None = None
+    n_rows: int | None = None
+    steps: tuple[int, ...] = ()
+    rank: int | None = None
+    proxy: float | None = None
+    proxy_rtn: float | None = None
+    proxy_total: float | None = None
+
+    def loss(self, value: float | None) -> str | None:
+        """A proxy loss relative to that of the weight itself."""
+        return short(None if value is None or not self.proxy_total else value / self.proxy_total)
 
 
 def layer_table(reports: Sequence[dict[str, Any]]) -> str:
     """Return the table of a run: one line for each layer."""
     rows = [
         (
-            r["layer"],
-            "x".join(map(str, r["shape"])),
-            r["method_asked"],
-            r["method_done"],
-            f"INT{r['bits']}",
-            r["group_size"] if r["group_size"] != -1 else "row",
-            short(r["damping"]),
-            r["n_rows"],
-            spans(r["steps"]),
-            r["rank"],
-            short(_relative(r, "proxy_rtn")),
-            short(_relative(r, "proxy")),
-            size(r["n_bytes"]),
+            r.layer,
+            "x".join(map(str, r.shape)),
+            r.method_asked,
+            r.method_done,
+            f"INT{r.bits}",
+            r.group_size if r.group_size != -1 else "row",
+            short(r.damping),
+            r.n_rows,
+            spans(r.steps),
+            r.rank,
+            r.loss(r.proxy_rtn),
+            r.loss(r.proxy),
+            size(r.n_bytes),
         )
-        for r in reports
+        for r in (checked(_Report, report, "report.jsonl", others=True) for report in reports)
     ]
     header = (
         "layer", "shape", "asked", "done", "grid", "group", "damping", "rows", "steps", "rank",
         "loss RTN", "loss", "bytes",
     )  # fmt: skip
     return render(header, rows)
-
-
-def _relative(report: dict[str, Any], key: str) -> float | None:
-    return None if report[key] is None else report[key] / report["proxy_total"]
 
 
 def spans(steps: Sequence[int]) -> str:
@@ -59,6 +82,8 @@ def measurement_table(summaries: Sequence[dict[str, Any]]) -> str:
         ("weights", [s["name"] for s in summaries]),
         ("squared relative error" if hidden else "KL (nats)", [_divergence(s["kl"]) for s in summaries]),
     ]
+    if any("kl_sd" in s for s in summaries):
+        columns.append(("sd", [_divergence(s["kl_sd"]) if "kl_sd" in s else None for s in summaries]))
     if any(s.get("kl_95") for s in summaries):
         columns.append(("95 %", [_ends(s.get("kl_95")) for s in summaries]))
     if hidden:
@@ -85,7 +110,10 @@ def _ends(interval: Sequence[float] | None) -> str | None:
 
 
 def print_checkpoint(checkpoint: Any, out: str | None) -> None:
-    reports = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
+    reports = [
+        {**x.report, **x.settings(), "layer": x.name, "n_bytes": x.n_bytes}
+        for x in checkpoint.layers.values()
+    ]
     print(layer_table(reports))
     print("loss: tr(D H D^T) / tr(W H W^T), D the weight error; RTN: the same grid, rounded to nearest")
     packed = sum(layer.n_bytes for layer in checkpoint.layers.values())
@@ -93,8 +121,13 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     print(
         f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight"
     )
-    for line in extras(checkpoint.settings):
-        print(line)
+    try:
+        lines = extras(checkpoint.settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+        raise CheckpointError(
+            f"settings: damaged: what was chosen or tuned cannot be read ({cause!r})"
+        ) from cause
+    print("\n".join(lines), end="\n" if lines else "")
     if out:
         print(f"written to {out}, read back and compared")
 
@@ -137,7 +170,7 @@ def print_dump(manifest: Any) -> None:
     ]
     print(render(("layer", "shape", "role", "treatment", "steps", "input of", "rows"), rows))
     cal = manifest.calibration
-    total = sum(int(f["n_bytes"]) for f in manifest.files)
+    total = sum(file.n_bytes for file in manifest.files)
     print(
         f"{manifest.kind} dump of system {manifest.system}, {manifest.n_steps} steps, seed {manifest.seed}; "
         f"{cal['n_prompts']} prompts, {cal['n_tokens']} tokens from {cal['source']}; {size(total)}"

@@ -1,4 +1,4 @@
-"""Linear filters: quantizing the feedback matrix moves poles, quantizing input and output does not (H1)."""
+"""Linear filters: quantizing the feedback matrix moves poles, quantizing the other matrices does not (Li, App. M)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from loopq.lazy import require
 Floats = NDArray[np.float64]
 
 BITS = (4, 6, 8, 10, 12, 16)
-# Ripple and attenuation are not in the paper: a scan over both finds these values and no others that give
-# its table to three decimals. "Order" is the prototype's; a band-pass filter has twice as many poles.
+# Li, App. M states the ripple of one design only. A scan over ripple and attenuation finds that these values, and no
+# others, give Table 20 to three decimals. "Order" is the prototype's: a band-pass filter has twice as many poles.
 DESIGNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "Butterworth 4": ("butter", (4, (0.2, 0.4))),
     "Chebyshev I, 4": ("cheby1", (4, 0.5, (0.2, 0.4))),
@@ -42,11 +42,11 @@ class Row:
     Parameters
     ----------
     filter, form : str
-        Design, and "companion" (the paper's controllable canonical form) or "modal".
+        Design, and "companion" (the controllable canonical form of Li, App. M) or "modal".
     bits : int
-        Width.
+        Bits of the quantized entries.
     n_states : int
-        Poles.
+        Number of poles.
     original, a_quantized, bcd_quantized : float
         Largest pole magnitude of the filter, with A quantized, with B, C and D quantized.
     stable : bool
@@ -64,7 +64,7 @@ class Row:
 
 
 def design(name: str) -> Realisation:
-    """Return the companion realisation of one of the paper's filters.
+    """Return the companion realisation of one of the filters of Li, Table 20.
 
     Raises
     ------
@@ -82,12 +82,12 @@ def design(name: str) -> Realisation:
 
 
 def modal(form: Realisation) -> Realisation:
-    """Rewrite a filter in real block-diagonal form: the same poles, one 2x2 rotation for each complex pair.
+    """Rewrite a filter in real block-diagonal form: the same poles, a 2x2 block for each complex pair.
 
     Raises
     ------
     ConfigError
-        A has repeated poles and no such form.
+        A has repeated poles, so that the form does not exist.
     """
     values, vectors = np.linalg.eig(form.A)
     if np.linalg.cond(vectors) > 1e12:
@@ -119,7 +119,7 @@ def transfer(form: Realisation, angles: Floats) -> NDArray[np.complex128]:
 
 
 def row(name: str, bits: int, form: str = "companion") -> Row:
-    """Quantize one filter at one width, A alone and B, C, D together."""
+    """Quantize one filter at one number of bits: A alone, and B, C and D together."""
     if form not in ("companion", "modal"):
         raise ConfigError(f"form must be companion or modal; got {form!r}")
     filter_ = design(name) if form == "companion" else modal(design(name))
@@ -133,16 +133,16 @@ def row(name: str, bits: int, form: str = "companion") -> Row:
 def table(
     forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS
 ) -> list[dict[str, Any]]:
-    """All filters at all widths, as plain data.
+    """All filters at all numbers of bits, as plain data.
 
     Returns
     -------
     list of dict
-        Fields of `Row`; the companion rows are the paper's table.
+        Fields of `Row`; the companion rows are Li, Table 20.
 
     Notes
     -----
-    The modal rows show that the failure belongs to the companion realisation as much as to feedback: the
-    same poles in block-diagonal form survive the same widths.
+    The modal rows show that the failure is due to the companion form as much as to feedback: in block-diagonal
+    form the same poles stay stable everywhere but for the Chebyshev filter of order 6 at 4 bits.
     """
     return [asdict(row(name, b, form)) for form in forms for name in DESIGNS for b in bits]

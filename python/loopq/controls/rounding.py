@@ -1,4 +1,4 @@
-"""The plain signed rounding of the controls, per tensor or per group of columns."""
+"""Signed rounding to nearest, per tensor or per group of columns, for the controls (Li, App. M)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def round_signed(matrix: ArrayLike, bits: int, group_size: int | None = None) ->
     bits : int
         At least 2.
     group_size : int, optional
-        Columns of a row that share a scale, the last group shorter where the width is no multiple; without
-        it the whole tensor has one scale.
+        Columns of a row that share a scale, the last group possibly fewer; when absent the whole tensor has one
+        scale.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""State-space controls: which part of a selective scan, when perturbed, grows along the tokens (H2, H3).
+"""State-space controls: in which component of a selective scan an error grows along the tokens (Li, App. N).
 
-The recurrence h_t = A_t h_{t-1} + B_t x_t, A_t = exp(dt_t A), runs over tokens. Its states are not returned
-by public Mamba classes, so they are recomputed in float64 from what hooks see, and every recomputation is
-checked against the model's own scan output.
+The recurrence h_t = A_t h_{t-1} + B_t x_t, A_t = exp(dt_t A), runs over tokens. Public Mamba classes do not return
+its states, so they are recomputed in float64 from hooked activations, and every recomputation is checked against the
+model's scan output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUP_SIZE = 128
 
 @dataclass(frozen=True)
 class Scan:
-    """Everything one layer's scan over one prompt is made of.
+    """Inputs and parameters of one layer's scan over one prompt.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Scan:
         return out
 
     def states(self, alpha: float = 0.0) -> Floats:
-        """States h_t, shape (n_tokens, width, n_modes), with alpha h_{t-1} added to the recurrence (H3)."""
+        """States h_t, shape (n_tokens, width, n_modes), with alpha h_{t-1} added to the recurrence (Li, Table 21)."""
         decay = self.decay() + alpha
         drive = (self.dt * self.x)[:, :, None] * self.B[:, None, :]
         h = np.zeros(self.A_log.shape)
@@ -76,7 +76,7 @@ class Scan:
 
 
 def toy_scan(n_tokens: int = 128, width: int = 32, n_modes: int = 16, seed: int = 0) -> Scan:
-    """Draw a selective scan as it is usually initialised: A = -(1..n_modes), dt log-uniform in 1e-3..0.1."""
+    """Draw a selective scan with the usual initialisation: A = -(1..n_modes), dt log-uniform in 1e-3..0.1."""
     rng = np.random.default_rng(seed)
     base = np.exp(rng.uniform(math.log(1e-3), math.log(0.1), size=width))
     return Scan(
@@ -91,15 +91,14 @@ def toy_scan(n_tokens: int = 128, width: int = 32, n_modes: int = 16, seed: int 
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far one run's states lie from another's, token by token.
+    """Distance between the states of two runs, token by token.
 
     Parameters
     ----------
     absolute : ndarray, float64, shape (n_tokens,)
         ||h_t^q - h_t||.
     norm : ndarray, float64, shape (n_tokens,)
-        ||h_t||. The three belong together: a relative error falls for a trivial reason where the states
-        themselves grow.
+        ||h_t||. Read it beside the relative error, which falls where the states grow, whatever the error does.
     """
 
     absolute: Floats
@@ -129,12 +128,12 @@ def diverge(perturbed: Floats, reference: Floats) -> Divergence:
 
 
 def find_mixers(model: nn.Module) -> dict[int, nn.Module]:
-    """Map layer number to mixer module: those that hold `A_log`, `x_proj` and `dt_proj`.
+    """Map layer number to mixer module, recognised by its components (`COMPONENTS`).
 
     Raises
     ------
     SystemContractError
-        The model has none.
+        The model has no such module.
     """
     found = [m for m in model.modules() if all(hasattr(m, n) for n in COMPONENTS)]
     if not found:
@@ -149,7 +148,7 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     Parameters
     ----------
     model : nn.Module
-        A model with the public classes' attribute names, in eval mode.
+        A model with the attribute names of the public classes, in eval mode.
     layer : int
         Layer number.
     ids : sequence of int
@@ -158,17 +157,17 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     Raises
     ------
     SystemContractError
-        The scan recomputed from what was seen does not give the model's own output.
+        The recomputed scan does not reproduce the model's output.
     """
     torch = require("torch")
     mixers = find_mixers(model)
     if layer not in mixers:
         raise ConfigError(f"the model has layers 0 to {len(mixers) - 1}; got {layer}")
     mixer: Any = mixers[layer]
-    seen: dict[str, Floats] = {}
+    hooked: dict[str, Floats] = {}
 
     def keep(name: str, value: Any) -> None:
-        seen[name] = value[0].detach().to("cpu", torch.float64).numpy()
+        hooked[name] = value[0].detach().to("cpu", torch.float64).numpy()
 
     def keep_both(module: Any, args: Any, out: Any) -> None:
         keep("x", args[0])
@@ -185,31 +184,31 @@ def capture(model: nn.Module, layer: int, ids: Sequence[int]) -> Scan:
     finally:
         for handle in handles:
             handle.remove()
-    if len(seen) != 4:
+    if len(hooked) != 4:
         raise SystemContractError(
             f"layer {layer}: x_proj or out_proj was bypassed (fused kernels in training mode?); "
             "use model.eval()"
         )
-    scan = _scan_of(mixer, seen)
-    _check_scan(scan, seen, layer, torch.finfo(mixer.out_proj.weight.dtype).eps)
+    scan = _scan_of(mixer, hooked)
+    _check_scan(scan, hooked, layer, torch.finfo(mixer.out_proj.weight.dtype).eps)
     return scan
 
 
-def _check_scan(scan: Scan, seen: dict[str, Floats], layer: int, eps: float) -> None:
-    gate = seen["in"][:, scan.x.shape[1] :]
+def _check_scan(scan: Scan, hooked: dict[str, Floats], layer: int, eps: float) -> None:
+    gate = hooked["in"][:, scan.x.shape[1] :]
     gate = gate / (1 + np.exp(-gate))
-    error = float(np.linalg.norm(scan.outputs() * gate - seen["out"]))
-    # The feed-through D x may drown the states: their own part is what has to be right, up to the rounding
-    # of the activations.
+    error = float(np.linalg.norm(scan.outputs() * gate - hooked["out"]))
+    # The feed-through D x can dominate the output: the error is compared with the part that comes from the states,
+    # plus the rounding of the activations.
     part = max(float(np.linalg.norm((scan.outputs() - scan.D * scan.x) * gate)), 1e-300)
-    if not error <= 2e-2 * part + 4 * eps * float(np.linalg.norm(seen["out"])):
+    if not error <= 2e-2 * part + 4 * eps * float(np.linalg.norm(hooked["out"])):
         raise SystemContractError(
-            f"layer {layer}: the recomputed scan differs from the model's own by {error / part:.2e} of the "
-            "states' part; its recurrence is not h = exp(dt A) h + dt B x"
+            f"layer {layer}: the recomputed scan differs from the model's by {error / part:.2e} of the part that comes "
+            "from the states; the layer's recurrence is not h = exp(dt A) h + dt B x"
         )
 
 
-def _scan_of(mixer: Any, seen: dict[str, Floats]) -> Scan:
+def _scan_of(mixer: Any, hooked: dict[str, Floats]) -> Scan:
     weights = {
         name: value.detach().double().cpu().numpy()
         for name, value in (
@@ -220,9 +219,9 @@ def _scan_of(mixer: Any, seen: dict[str, Floats]) -> Scan:
         )
     }
     n_modes, rank = weights["A_log"].shape[1], weights["dt"].shape[1]
-    step, b, c = np.split(seen["dbc"], [rank, rank + n_modes], axis=1)
+    step, b, c = np.split(hooked["dbc"], [rank, rank + n_modes], axis=1)
     dt = np.logaddexp(0.0, step @ weights["dt"].T + weights["bias"])
-    return Scan(seen["x"], dt, weights["A_log"], b, c, weights["D"])
+    return Scan(hooked["x"], dt, weights["A_log"], b, c, weights["D"])
 
 
 def component_weight(mixer: Any, component: str) -> Any:
@@ -233,7 +232,7 @@ def component_weight(mixer: Any, component: str) -> Any:
 
 
 def rounding_error(weight: Floats, component: str, bits: int = 4) -> Floats:
-    """INT4 error of a component: `A_log` with one scale, projections in groups of 128 (paper, App. Mamba)."""
+    """INT4 error of a component: `A_log` with one scale, projections in groups of 128 (Li, App. N)."""
     return round_signed(weight, bits, None if component == "A_log" else GROUP_SIZE) - weight
 
 
@@ -247,7 +246,7 @@ def gaussian_error(weight: Floats, norm: float, seed: int) -> Floats:
 def perturbed_capture(
     model: nn.Module, layer: int, component: str, error: Floats, ids: Sequence[int]
 ) -> Scan:
-    """Run with `error` added to one component's weight, which is put back afterwards."""
+    """Capture with `error` added to one component's weight, which is restored afterwards."""
     torch = require("torch")
     weight = component_weight(find_mixers(model)[layer], component)
     kept = weight.detach().clone()
@@ -268,28 +267,28 @@ def component_study(
     seeds: Sequence[int] = (0, 1, 2),
     early_late: tuple[int, int] = (8, 32),
 ) -> list[dict[str, Any]]:
-    """Perturb one component of one layer at a time and follow that layer's states (H2).
+    """Perturb one component of one layer at a time and compare that layer's states (Li, App. N).
 
     Parameters
     ----------
     model : nn.Module
         Mamba model.
     prompts : sequence of token id sequences
-        About 100 tokens each in the paper, 10 prompts.
+        Prompts; Li, App. N has 10 of about 100 tokens.
     layers : sequence of int
-        Layers, one perturbed at a time.
+        Layers to perturb, one at a time.
     components : sequence of str
         Weights to perturb.
     seeds : sequence of int
         Seeds of the Gaussian control, whose norm is the median INT4 error over all components and layers.
     early_late : (int, int)
-        Tokens whose median relative errors are compared.
+        Token positions at which the median relative errors are compared.
 
     Returns
     -------
     list of dict
-        One for each layer, component and perturbation: `error_norm`, `growth` (ratio of the median relative
-        errors), and for each prompt absolute error, relative error and state norm along the tokens.
+        An entry for each layer, component and perturbation: `error_norm`; `growth`, the ratio of the median
+        relative errors; and for each prompt absolute error, relative error and state norm at every token.
     """
     early, late = early_late
     if any(len(p) <= late for p in prompts):
@@ -334,8 +333,8 @@ def component_study(
 class AlphaPoint:
     """One row of the identity-injection sweep: medians over prompts and seeds at the last token.
 
-    `absolute`, `relative` and `norm` are recorded together: with alpha > 0 slow channels grow without bound,
-    the absolute error with them, while their ratio settles.
+    With alpha > 0 slow channels grow without bound, and the absolute error with them, while the relative error
+    settles; read `relative` beside `absolute` and `norm`.
     """
 
     alpha: float
@@ -351,21 +350,21 @@ def identity_sweep(
     alphas: Sequence[float] = (0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5),
     seeds: Sequence[int] = (0, 1, 2),
 ) -> list[dict[str, float]]:
-    """Add alpha h_{t-1} to the recurrence and perturb `A_log` by Gaussian noise of one norm (H3).
+    """Add alpha h_{t-1} to the recurrence and perturb `A_log` by Gaussian noise of a given norm (Li, Table 21).
 
     Parameters
     ----------
     scans : sequence of Scan
-        One for each prompt, of `capture` or `toy_scan`.
+        One for each prompt, from `capture` or `toy_scan`.
     error_norm : float
         Frobenius norm of the noise on `A_log`.
     alphas, seeds
-        Identity terms and noise seeds.
+        Coefficients of the identity term, and seeds of the noise.
 
     Returns
     -------
     list of dict
-        Fields of `AlphaPoint`.
+        Fields of `AlphaPoint`, one entry for each alpha.
     """
     if not scans:
         raise ConfigError("the sweep needs at least one scan")

@@ -1,1 +1,1 @@
-"""What a loop does to its own error: calibration blindness, feedback exposure, sensitivity, stability."""
+"""How a loop treats weight errors: calibration blindness, feedback exposure, sensitivity, stability."""

@@ -1,4 +1,4 @@
-"""The identity-bypass control: the same weight error with and without a path around it (G3)."""
+"""The identity-bypass control: the same weight error with and without an identity path around it (Li, App. K)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnose.stepmap import Bypass, StepMap, final_state, promoted
-from loopq.diagnose.weights import Weights, replaced
+from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
+from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,14 +32,15 @@ RADII = (0.005, 0.01, 0.02)
 
 @dataclass(frozen=True)
 class Responses:
-    """Squared sizes of the central differences of one prompt, seed and radius.
+    """Squared norms of the central differences of one prompt, seed and radius.
 
     Parameters
     ----------
     mismatch, reference : ndarray, float64, shape (2,)
-        sum_k ||r_Q - r_B||^2 and sum_k ||r_B||^2, without and with the bypass.
+        sum_k ||r_Q - r_B||^2 and sum_k ||r_B||^2, without and with the bypass; Q is the rounded, B the
+        full-precision map.
     n_directions : int
-        Directions.
+        Number of directions k.
     """
 
     mismatch: Floats
@@ -57,7 +59,7 @@ class Responses:
 
 
 def unit_directions(shape: Sequence[int], n: int, seed: int) -> Any:
-    """Unit directions in a state's space, float64 Tensor (n, *shape), the same for every arm."""
+    """Random unit directions in a state's space, float64 Tensor (n, *shape), the same for every map."""
     torch = require("torch")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
@@ -80,7 +82,7 @@ def central_differences(step: StepMap, state: Tensor, directions: Tensor, radius
 
 
 def _together(step: StepMap, n: int) -> StepMap | None:
-    """The step for n states of one prompt as a batch, where the embedding is one tensor (or none)."""
+    """The step for n states of one prompt as a batch; None where the embedding is not a single tensor."""
     e = step.embedding
     if e is None:
         return step
@@ -98,7 +100,7 @@ def prompt_responses(
     n_directions: int,
     at_bypassed: bool,
 ) -> list[Responses]:
-    """Responses of one prompt at one operating state, one entry for each radius."""
+    """Responses of one prompt at one operating state, an entry for each radius."""
     with Bypass(system, n_steps) as bypass:
         embedding, state = final_state(system, batch, n_steps, bypass if at_bypassed else None)
     directions = unit_directions(state.shape, n_directions, seed=0)
@@ -107,7 +109,7 @@ def prompt_responses(
         for bypassed in (False, True):
             with contextlib.ExitStack() as stack:
                 if changed:
-                    stack.enter_context(replaced(system, weights, n_steps))
+                    stack.enter_context(replaced(system, as_stored(system, weights, n_steps)))
                 path = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
                 step = StepMap(system, embedding, n_steps - 1, n_steps, path)
                 for radius in radii:
@@ -136,41 +138,41 @@ def bypass_study(
     n_resamples: int = 10_000,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure how much an identity path around the exposed layer takes off the response to its error (G3).
+    """Measure how much an identity path around the exposed layer reduces the effect of its error (Li, App. K).
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps and one exposed adapter.
+        The model's adapter, with a single-step function and one exposed adapter layer.
     tokens : TokenSet
         Prompts.
     n_steps : int
         Depth of the rollout that gives the operating state.
     weights : weights
-        Replaced weights of the changed map.
+        Replaced weights of the changed map, outputs first.
     radii : sequence of float
         Perturbation sizes relative to the state's norm.
     n_directions : int
-        Unit directions shared by all arms of a prompt.
+        Unit directions, shared by all maps.
     seeds : sequence of int
-        Initial states; one where the state is not drawn.
+        Seeds of the initial states; only the first is used where the state is not random.
     states : sequence of {"plain", "bypassed"}
-        Operating states: final states of the reference rollout without and with the bypass.
+        Operating states: final states of the full-precision rollout without and with the bypass.
     n_resamples : int
         Bootstrap resamples.
     progress : Progress, optional
-        Told of every prompt.
+        Advanced by every prompt.
 
     Returns
     -------
     dict
-        `rows`: for each operating state and radius mean D0 and D1, attenuation 1 - geometric mean of the
-        prompts' D1/D0 with its bootstrap interval, RMS mismatch before normalising and its attenuation, the
-        Holm-adjusted sign-flip p over the radii; `bypass_agreement`: agreement of the reference rollout with
-        the bypass in it with the one without, which is low where the bypass was never trained.
+        `rows`: for each operating state and radius the mean D0 and D1; attenuation, 1 - geometric mean of the
+        prompts' D1/D0, with its bootstrap interval; RMS mismatch before normalising and its attenuation; the
+        sign-flip p, Holm-adjusted over the radii. `bypass_agreement`: agreement of the full-precision rollouts
+        with and without the bypass, which is low where the model was not trained with one.
     """
     if not radii or min(radii) <= 0:
-        raise ConfigError(f"radii lie above 0; got {list(radii)}")
+        raise ConfigError(f"radii must be above 0; got {list(radii)}")
     Bypass(system, n_steps)
     used = tuple(seeds) if system.state_is_random else tuple(seeds)[:1]
     progress = progress or Silent()
@@ -213,7 +215,7 @@ def _rows(place: str, table: Floats, radii: Sequence[float], n_resamples: int) -
         ratio = geometric_mean_ratio(relative[:, 1], relative[:, 0], n_resamples=n_resamples)
         plain = bootstrap(
             [rms[:, 1], rms[:, 0]],
-            lambda a, b: 1 - a.mean(axis=1) / b.mean(axis=1),
+            lambda a, b, axis: 1 - a.mean(axis) / b.mean(axis),
             n_resamples=n_resamples,
             method="prompt bootstrap of a ratio of means",
         )

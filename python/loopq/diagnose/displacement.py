@@ -1,4 +1,4 @@
-"""How far a changed loop drifts from the reference's fixed point, and how fast it settles (E9, E10)."""
+"""How far a changed loop drifts from the unchanged loop's final state, and how fast it settles (Li, App. L)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnose.rollouts import trace
-from loopq.diagnose.weights import Weights, replaced
+from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -30,14 +31,14 @@ class Displacement:
     distance : ndarray, float64, shape (n_prompts, n_more)
         ||s_t^q - s_t||_2 over all positions of the prompt.
     relative : ndarray, float64, shape (n_prompts, n_more)
-        The same over ||s_t||_2.
+        The same, divided by ||s_t||_2.
     """
 
     distance: Floats
     relative: Floats
 
     def growth(self) -> Floats:
-        """Geometric mean of the consecutive ratios of each prompt, shape (n_prompts,)."""
+        """Geometric mean over updates of the ratio of consecutive distances, shape (n_prompts,)."""
         ratios = self.distance[:, 1:] / np.maximum(self.distance[:, :-1], 1e-300)
         mean: Floats = np.exp(np.log(np.maximum(ratios, 1e-300)).mean(axis=1))
         return mean
@@ -45,7 +46,7 @@ class Displacement:
     def settled_after(self, tolerance: float = 0.01) -> int | None:
         """First update from which the mean displacement stays within `tolerance` of its final value.
 
-        None where it does so only at the very last update: nothing says that it has settled.
+        None where only the last update does: it may still be moving.
         """
         mean = self.distance.mean(axis=0)
         outside = np.flatnonzero(np.abs(mean - mean[-1]) > tolerance * mean[-1])
@@ -53,7 +54,7 @@ class Displacement:
         return first if first < len(mean) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Mean curves, final mean, settling and growth."""
+        """Means over prompts at every update, and whether and when they settle."""
         mean = self.distance.mean(axis=0)
         growth = float(np.median(self.growth())) if self.distance.shape[1] > 1 else None
         return {
@@ -78,27 +79,27 @@ def displacement(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> Displacement:
-    """Start both maps from the reference's final state and follow them for further updates (E9).
+    """Run both loops on from the unchanged loop's final state and record their distance (Li, App. L).
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps.
+        The model's adapter, with a single-step function.
     tokens : TokenSet
         Prompts.
     n_steps : int
-        Depth of the reference rollout that gives the start.
+        Depth of the unchanged rollout whose final state is the start.
     weights : weights
-        Replaced weights of the second map.
+        Replaced weights of the changed loop, outputs first.
     n_more : int, optional
-        Further updates; as many as n_steps when absent. Each repeats the last step's map, which matters
-        where the step is told its number.
+        Further updates; as many as n_steps when absent. Each repeats the last step, which matters for systems
+        whose step depends on its number.
     seed, batch_size, progress
-        As in `run_arms`.
+        As in `run_variants`.
     """
     if not system.has_steps:
         raise ConfigError(
-            f"system {system.name!r} has no single-step function: it cannot be run on from a state"
+            f"system {system.name!r} has no single-step function: it cannot be continued from a state"
         )
     more = n_steps if n_more is None else n_more
     if more < 1:
@@ -131,7 +132,7 @@ def _one_batch(
         return [s.double().flatten(1) for s in states[1:]]
 
     reference = onward()
-    with replaced(system, weights, n_steps):
+    with replaced(system, as_stored(system, weights, n_steps)):
         other = onward()
     distance = torch.stack([(a - b).norm(dim=1) for a, b in zip(other, reference, strict=True)], 1)
     norm = torch.stack([a.norm(dim=1) for a in reference], 1)
@@ -139,12 +140,12 @@ def _one_batch(
 
 
 def contraction_bound(per_step: float, modulus: float) -> float:
-    """Largest displacement of a contraction that is disturbed at every step (E10).
+    """Largest displacement of a contraction that is perturbed at every step (Li, App. H).
 
     Parameters
     ----------
     per_step : float
-        Largest disturbance of one step, delta_q.
+        Largest perturbation of one step, delta_q.
     modulus : float
         Contraction modulus L below 1.
 
@@ -156,5 +157,5 @@ def contraction_bound(per_step: float, modulus: float) -> float:
     if not 0.0 <= modulus < 1.0:
         raise ConfigError(f"the bound holds for a contraction, 0 <= L < 1; got {modulus}")
     if per_step < 0.0:
-        raise ConfigError(f"a disturbance has a norm of at least 0; got {per_step}")
+        raise ConfigError(f"a perturbation has a norm of at least 0; got {per_step}")
     return per_step / (1.0 - modulus)

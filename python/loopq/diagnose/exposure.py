@@ -1,4 +1,4 @@
-"""Feedback exposure: where in the loop a weight error does its damage (E1, E2, E8, E11)."""
+"""Feedback exposure: where in the loop a weight error does its damage (Li, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loopq.config import LayerConfig
-from loopq.diagnose.rollouts import Comparison, by_depth, run_arms
+from loopq.diagnose.rollouts import Comparison, by_depth, run_variants
 from loopq.diagnose.weights import (
     Matrix,
     Rounder,
@@ -20,9 +19,10 @@ from loopq.diagnose.weights import (
     weight_of,
 )
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import mean_interval
 from loopq.lazy import require
 from loopq.progress import Progress
+from loopq.quantizers.config import LayerConfig
+from loopq.stats import mean_interval
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NONE, EXPOSED, CORE, ALL, GAUSSIAN = "none", "exposed", "core", "all", "gaussian"
 
 
-def arm_weights(
+def injection_weights(
     system: LoopedSystem,
     n_steps: int,
     config: LayerConfig,
@@ -39,7 +39,7 @@ def arm_weights(
     rounder: Rounder = core_rounder,
     noise_seed: int = 0,
 ) -> dict[str, Weights]:
-    """Weights of the controlled-injection arms (E1).
+    """Weights of the controlled-injection variants (Li, Table 3).
 
     Parameters
     ----------
@@ -48,18 +48,18 @@ def arm_weights(
     n_steps : int
         Depth.
     config : LayerConfig
-        Bits and group size of the rounding; the paper's arms are INT4 per channel.
+        Bits and group size of the rounding; Li, Table 3 has INT4 per channel.
     rounder : callable
-        Weight and settings to the dequantized weight.
+        Takes a weight and its settings, returns the dequantized weight.
     noise_seed : int
-        Seed of the Gaussian arm's one draw.
+        Seed of the Gaussian variant's single draw.
 
     Returns
     -------
     dict of str to weights
         "none", "exposed" (layers without an identity path), "core" (the others), "all", and "gaussian": one
-        draw at the exposed layers whose Frobenius norm is that of their rounding error. A system without an
-        exposed layer has "none" and "all".
+        draw at each exposed layer with the Frobenius norm of its rounding error. A system without an exposed
+        layer has "none" and "all".
     """
     parameters = quantizable(system.shared_parameters(n_steps))
     every = rounded(system, parameters, config, rounder)
@@ -87,51 +87,53 @@ def controlled_injection(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Run the arms, with paired and, where the initial state is drawn, with unpaired states (E1, E11).
+    """Round parts of the loop and compare, with paired and with unpaired initial states (Li, Table 3).
 
     Returns
     -------
     dict
-        `paired` and `unpaired` (None where the initial state is not random): arm -> curves over steps, with
-        the interval of the final agreement; `recovered`: share of the agreement lost by "all" that leaving
-        the exposed layers in full precision gives back (E11).
+        `paired` and `unpaired` (None where the initial state is not random): variant -> curves over steps, with
+        the interval of the final agreement; `recovered`: share of the agreement lost by "all" that is recovered
+        when the exposed layers stay in full precision (Li, Table 12).
     """
-    arms = arm_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
-    runs: dict[str, Any] = {"settings": {"bits": config.bits, "group_size": config.group_size, "seed": seed}}
-    paired = run_arms(
-        system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="arms"
+    variants = injection_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
+    runs: dict[str, Any] = {
+        "settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}
+    }
+    paired = run_variants(
+        system, tokens, n_steps, variants, seed=seed, batch_size=batch_size, progress=progress, label="paired"
     )
-    runs["paired"] = {name: _arm(found) for name, found in paired.items()}
+    runs["paired"] = {name: _curves(found) for name, found in paired.items()}
     runs["unpaired"] = None
     if system.state_is_random:
-        unpaired = run_arms(
+        unpaired = run_variants(
             system,
             tokens,
             n_steps,
-            arms,
+            variants,
             seed=seed,
-            arm_seed=seed + 1,
+            variant_seed=seed + 1,
             batch_size=batch_size,
             progress=progress,
             label="unpaired",
         )
-        runs["unpaired"] = {name: _arm(found) for name, found in unpaired.items()}
+        runs["unpaired"] = {name: _curves(found) for name, found in unpaired.items()}
     runs["recovered"] = _recovered(paired)
     return runs
 
 
-def _arm(found: Comparison) -> dict[str, Any]:
+def _curves(found: Comparison) -> dict[str, Any]:
     out = found.to_json()
     if found.matches is not None:
         out["final_agreement"] = mean_interval(found.agreement[:, -1], n_resamples=10_000).to_json()
     return out
 
 
-def _recovered(arms: Mapping[str, Comparison]) -> float | None:
-    if CORE not in arms or arms[ALL].matches is None:
+def _recovered(variants: Mapping[str, Comparison]) -> float | None:
+    if CORE not in variants or variants[ALL].matches is None:
         return None
-    whole = float(arms[ALL].curve("agreement")[-1])
-    protected = float(arms[CORE].curve("agreement")[-1])
+    whole = float(variants[ALL].curve("agreement")[-1])
+    protected = float(variants[CORE].curve("agreement")[-1])
     return (protected - whole) / (1.0 - whole) if whole < 1.0 else None
 
 
@@ -147,22 +149,19 @@ def group_size_sweep(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Round the whole loop at several group sizes and read the agreement at every step (E8).
+    """Round the whole loop at several group sizes and compare at every step (Li, Table 17).
 
     Returns
     -------
     list of dict
-        `group_size` (-1: per channel), and the curves of `Comparison.to_json`, paired.
+        `group_size` (-1: per channel), and the curves of `Comparison.to_json`; initial states are paired.
     """
-    import dataclasses
-
     parameters = quantizable(system.shared_parameters(n_steps))
-    arms = {
-        str(g): rounded(system, parameters, dataclasses.replace(config, group_size=g), rounder)
-        for g in group_sizes
+    variants = {
+        str(g): rounded(system, parameters, config.changed(group_size=g), rounder) for g in group_sizes
     }
-    found = run_arms(
-        system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="groups"
+    found = run_variants(
+        system, tokens, n_steps, variants, seed=seed, batch_size=batch_size, progress=progress, label="groups"
     )
     return [{"group_size": g} | found[str(g)].to_json() for g in group_sizes]
 
@@ -178,7 +177,7 @@ def depth_curve(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Round the whole loop and compare rollouts of several depths (E2); needs no step function."""
+    """Round the whole loop and compare rollouts of several depths (Li, Fig. 1b); needs no step function."""
 
     def weights(depth: int) -> Weights:
         return rounded(system, quantizable(system.shared_parameters(depth)), config, rounder)
@@ -189,26 +188,26 @@ def depth_curve(
 def adapter_output_ratio(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, *, seed: int = 0, batch_size: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """Size of each exposed layer's output relative to the state that enters the step (D12).
+    """Size of each exposed layer's output relative to the state that enters the step (Li, App. O).
 
     Returns
     -------
     dict of str to dict
-        For each exposed layer `per_step`: mean over prompts of ||output|| / ||s_t||, one for each update; `mean` and
-        `std` over prompts and all updates but the first.
+        For each exposed layer `per_step`: mean over prompts of ||output|| / ||s_t|| at each update; `mean` and `std`:
+        over prompts and all updates but the first.
     """
     if not system.has_steps:
-        raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be seen")
+        raise ConfigError(f"system {system.name!r} has no single-step function: its states cannot be read")
     torch = require("torch")
     updates = system.n_updates(n_steps)
     if updates < 1:
         raise ConfigError(f"system {system.name!r}: at depth {n_steps} no state is updated before it is read")
     names = {p.name: p.owners[0] for p in system.shared_parameters(n_steps) if p.exposed}
     ratios: dict[str, list[list[Any]]] = {name: [[] for _ in range(updates)] for name in names}
-    seen: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     handles = [
         system.model.get_submodule(owner).register_forward_hook(
-            lambda module, args, out, name=name: seen.__setitem__(name, out.detach())
+            lambda module, args, out, name=name: outputs.__setitem__(name, out.detach())
         )
         for name, owner in names.items()
     ]
@@ -221,7 +220,7 @@ def adapter_output_ratio(
                     size = state.double().flatten(1).norm(dim=1)
                     state = system.step(state, embedding, t, n_steps)
                     for name in names:
-                        out = seen[name].double().flatten(1).norm(dim=1)
+                        out = outputs[name].double().flatten(1).norm(dim=1)
                         ratios[name][t].append((out / size).cpu().numpy())
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""The feedback intervention: how much of the final error is the loop feeding its own error back (E3, E4)."""
+"""The feedback intervention: how much of the final error comes from error that is fed back (Li, App. E)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
 from loopq.diagnose.rollouts import Trace, relative_error, trace
 from loopq.diagnose.weights import (
     Rounder,
     Weights,
+    as_stored,
     core_rounder,
     input_blocks,
     keep_columns,
     quantizable,
-    replaced,
     rounded,
     weight_of,
 )
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.quantizers.config import LayerConfig
+from loopq.stats import geometric_mean_ratio
+from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,23 +40,23 @@ LAMBDAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trace, strength: float) -> Tensor:
-    """Final state of a rollout that feeds back only part of its own error.
+    """Final state of a rollout in which only part of the error is fed back.
 
-    Every step receives s_t + strength * (s'_t - s_t), s the reference's state and s' the intervened one. The
-    weights in place are used; the reference's states are taken from `reference`.
+    Every step receives s_t + strength * (s'_t - s_t), with s_t the reference's state and s'_t that of this
+    rollout, which runs with the weights the model holds now.
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps.
+        The model's adapter, with a single-step function.
     batch : Batch
         The reference's batch.
     n_steps : int
         Depth.
     reference : Trace
-        Run of the same batch with the reference weights.
+        Rollout of the same batch with the reference weights.
     strength : float
-        lambda: 1 is the natural rollout, bit for bit; 0 cuts the feedback.
+        lambda: 1 is the ordinary rollout, bit for bit; 0 cuts the feedback.
 
     Notes
     -----
@@ -73,7 +74,7 @@ def intervened(system: LoopedSystem, batch: Batch, n_steps: int, reference: Trac
 
 @dataclass(frozen=True)
 class FeedbackCurve:
-    """Final error and agreement for each feedback strength.
+    """Final error and agreement by feedback strength.
 
     Parameters
     ----------
@@ -93,16 +94,16 @@ class FeedbackCurve:
     n_seeds: int
 
     def to_json(self, seed: int = 0) -> dict[str, Any]:
-        """Curves, their monotonicity, and the ratio of both ends with its prompt bootstrap.
+        """Curves, whether they are monotone, and the ratio of both ends with its prompt bootstrap.
 
-        `ratio` is None where an end of some prompt has no error at all.
+        `ratio` is None where a prompt has an error of exactly 0 at one end.
         """
         ratio = None
         if (self.error[[0, -1]] > 0).all():
             ratio = geometric_mean_ratio(
                 self.error[-1], self.error[0], n_resamples=10_000, seed=seed
             ).to_json()
-        # A curve that falls by rounding only is not a counter-example.
+        # A fall within floating-point rounding does not count against monotonicity.
         rising = np.diff(self.error, axis=0) >= -1e-9 * self.error[1:]
         return {
             "lambdas": list(self.lambdas),
@@ -128,33 +129,33 @@ def feedback_curve(
     progress: Progress | None = None,
     label: str = "feedback",
 ) -> FeedbackCurve:
-    """Run the intervention for one set of weights (E3).
+    """Run the intervention for one set of weights (Li, App. E).
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps.
+        The model's adapter, with a single-step function.
     tokens : TokenSet
-        Prompts; the paper's are disjoint from calibration.
+        Prompts; in Li, App. E they are disjoint from calibration.
     n_steps : int
         Depth.
     weights : weights
-        Replaced weights.
+        Replaced weights, outputs first.
     lambdas : sequence of float
         Feedback strengths between 0 and 1.
     seeds : sequence of int
-        Initial states, shared by all strengths; one is enough where the state is not drawn.
+        Seeds of the initial states, the same for all strengths; one is enough where the state is not random.
     batch_size, progress, label
-        As in `run_arms`.
+        As in `run_variants`.
 
     Raises
     ------
     ConfigError
-        A system without steps, or a strength outside 0 to 1.
+        A system without a single-step function, or a strength outside 0 to 1.
     """
     if not system.has_steps:
         raise ConfigError(
-            f"system {system.name!r} has no single-step function: the loop cannot be intervened in"
+            f"system {system.name!r} has no single-step function: its feedback cannot be changed"
         )
     chosen = tuple(sorted(lambdas))
     if not chosen or chosen[0] < 0 or chosen[-1] > 1:
@@ -189,7 +190,7 @@ def _one_batch(
     progress.advance()
     top = reference.outputs[n_steps].argmax(-1)
     errors, agreements = [], []
-    with replaced(system, weights, n_steps), torch.no_grad():
+    with replaced(system, as_stored(system, weights, n_steps)), torch.no_grad():
         embedding = system.embed(batch)
         for strength in lambdas:
             state = intervened(system, batch, n_steps, reference, strength)
@@ -203,25 +204,25 @@ def _one_batch(
 def split_weights(
     system: LoopedSystem, n_steps: int, config: LayerConfig, rounder: Rounder = core_rounder
 ) -> dict[str, dict[str, Any]]:
-    """Round each exposed layer once and keep the rounded values everywhere or in one input block (E4).
+    """Round each exposed layer once and keep the rounded values in all columns or in one input block (Li, App. E).
 
     Where no layer is exposed, all layers are rounded.
 
     Returns
     -------
     dict of str to weights
-        "all columns", and one entry for each input block where the input is a concatenation. Groups of the
-        grid may straddle two blocks; they keep the scale they had.
+        "all columns", and one entry for each block of a concatenated input. A group that straddles two blocks
+        keeps its scale in both.
     """
     parameters = system.shared_parameters(n_steps)
     exposed = [p for p in parameters if p.exposed]
     full = rounded(system, exposed or quantizable(parameters), config, rounder)
-    arms: dict[str, dict[str, Any]] = {"all columns": dict(full)}
+    variants: dict[str, dict[str, Any]] = {"all columns": dict(full)}
     for p in exposed:
         for block, columns in input_blocks(p).items():
             part = keep_columns(weight_of(system, p), full[p.name], columns)
-            arms.setdefault(f"{block} columns", {})[p.name] = part
-    return arms
+            variants.setdefault(f"{block} columns", {})[p.name] = part
+    return variants
 
 
 def feedback_study(
@@ -236,12 +237,12 @@ def feedback_study(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Run the intervention for several settings: exposed layers whole and split by input block, or all layers.
+    """Run the intervention for several settings of the rounding, on the variants of `split_weights`.
 
     Parameters
     ----------
     configs : mapping of str to LayerConfig
-        Settings by name, say "per channel" and "g128".
+        Settings by name, such as "per channel" and "grouped".
 
     Returns
     -------
@@ -251,7 +252,7 @@ def feedback_study(
     used = seeds if system.state_is_random else seeds[:1]
     out: dict[str, dict[str, Any]] = {}
     for setting, config in configs.items():
-        arms = split_weights(system, n_steps, config, rounder)
+        variants = split_weights(system, n_steps, config, rounder)
         out[setting] = {
             columns: feedback_curve(
                 system,
@@ -264,7 +265,7 @@ def feedback_study(
                 progress=progress,
                 label=f"feedback {setting}",
             ).to_json()
-            for columns, weights in arms.items()
+            for columns, weights in variants.items()
             if weights
         }
     return out

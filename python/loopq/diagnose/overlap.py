@@ -1,4 +1,4 @@
-"""Overlap of eigenspaces between steps and between seeds, next to what chance would give (D8)."""
+"""Overlap of eigenspaces between steps and between seeds, beside its expectation by chance (Li, App. O)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.diagnose.rollouts import trace
 from loopq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def leading_space(moment: Floats, k: int) -> Floats:
 
 
 def overlap(a: Floats, b: Floats, k: int) -> float:
-    """Mean squared cosine of the principal angles between two top-k eigenspaces (D8).
+    """Mean squared cosine of the principal angles between two top-k eigenspaces (Li, App. O).
 
     Parameters
     ----------
@@ -40,10 +41,10 @@ def overlap(a: Floats, b: Floats, k: int) -> float:
     Returns
     -------
     float
-        ||U^T V||_F^2 / k: 1 for equal spaces, `chance(k, dim)` on average for unrelated ones.
+        ||U^T V||_F^2 / k: 1 for equal spaces, `chance(k, dim)` in expectation for independent ones.
     """
     if a.shape != b.shape:
-        raise ConfigError(f"moments of one space are compared; got shapes {a.shape} and {b.shape}")
+        raise ConfigError(f"both moments need the same shape; got {a.shape} and {b.shape}")
     return float(np.linalg.norm(leading_space(a, k).T @ leading_space(b, k)) ** 2 / k)
 
 
@@ -55,9 +56,7 @@ def chance(k: int, dim: int) -> float:
 def state_moments(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, steps: Sequence[int], seed: int, batch_size: int = 8
 ) -> dict[int, Floats]:
-    """Uncentred second moments of the state that enters some steps, float64, shape (width, width)."""
-    from loopq.diagnose.rollouts import trace
-
+    """Uncentred second moments of the states that enter the given steps, float64, shape (width, width)."""
     moments: dict[int, Floats] = {}
     for batch in tokens.batches(batch_size, seed):
         run = trace(system, batch, n_steps, read=())
@@ -71,14 +70,14 @@ def state_moments(
 def subspace_survey(
     moments: Mapping[int, Mapping[int, Floats]], ks: Sequence[int] = (32, 64)
 ) -> list[dict[str, Any]]:
-    """Compare the first and last step of every seed, and every two seeds at each of these steps.
+    """Overlap of consecutive steps for every seed, and of every pair of seeds at each step.
 
     Parameters
     ----------
     moments : mapping of seed to mapping of step to ndarray
         Second moments of the state (`state_moments`).
     ks : sequence of int
-        Dimensions of the spaces; those above half the width are left out, since chance fills them.
+        Dimensions of the spaces; those above half the width are left out, where chance alone overlaps by half.
 
     Returns
     -------

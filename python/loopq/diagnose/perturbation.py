@@ -1,4 +1,4 @@
-"""Perturbations other than rounding: random and trained rank-4 updates, output-matched noise (E5-E7)."""
+"""Perturbations other than rounding: random and trained rank-4 updates, output-matched noise (Li, App. F)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
-from loopq.diagnose.rollouts import run_arms
-from loopq.diagnose.weights import Matrix, Rounder, core_rounder, replaced, rounded, weight_of
+from loopq.diagnose.rollouts import run_variants
+from loopq.diagnose.weights import Matrix, Rounder, as_stored, core_rounder, rounded, weight_of
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.quantizers.config import LayerConfig
+from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -33,19 +34,19 @@ def scaled_to(updates: Updates, norm: float) -> dict[str, Floats]:
     """
     size = float(np.sqrt(sum(np.sum(d**2) for d in updates.values())))
     if size <= 0.0:
-        raise ConfigError("an update of size 0 has no direction to scale")
+        raise ConfigError("all updates are zero: they cannot be scaled to a norm")
     return {name: d * (norm / size) for name, d in updates.items()}
 
 
 def random_low_rank(
     shapes: Mapping[str, tuple[int, int]], norm: float, rank: int = 4, seed: int = 0
 ) -> dict[str, Floats]:
-    """Draw U V^T with Gaussian factors for each layer, the norm split evenly over them (E5).
+    """Draw U V^T with Gaussian factors for each layer, the norm split evenly over the layers (Li, Table 15).
 
     Parameters
     ----------
     shapes : mapping of str to (int, int)
-        Layers that share the norm, (out_features, in_features).
+        (out_features, in_features) of the layers that share the norm.
     norm : float
         Frobenius norm of all updates together.
     rank : int
@@ -77,12 +78,12 @@ def trained_low_rank(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Floats]:
-    """Train U V^T on next-token cross-entropy through the whole loop, then rescale to a norm (E6).
+    """Train U V^T on next-token cross-entropy through the whole loop, then scale it to a norm (Li, Table 15).
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps that carry gradients.
+        The model's adapter, with a single-step function that carries gradients.
     tokens : TokenSet
         Training prompts; update i uses prompt i modulo their number.
     n_steps : int
@@ -90,16 +91,17 @@ def trained_low_rank(
     names : sequence of str
         Layers trained together.
     norm : float
-        Frobenius norm of all updates together afterwards.
+        Frobenius norm of all updates together after scaling.
     rank, n_updates, learning_rate
-        Size of the factors and the Adam optimiser's work; U starts at 0, V Gaussian of 1/sqrt(rank).
+        Rank of the factors; updates and learning rate of Adam. U starts at 0, V with standard deviation
+        1/sqrt(rank).
     seed : int
         Seed of the factors and of the initial states.
 
     Notes
     -----
-    The factors' gradients follow from the weight's, dU = G V and dV = G^T U, so the model needs no change
-    and its own weights come back bit for bit.
+    The gradients of the factors follow from the weight's, dU = G V and dV = G^T U, so the model needs no new
+    modules, and its weights are restored bit for bit.
     """
     _needs_logits_and_steps(system)
     torch = require("torch")
@@ -118,7 +120,7 @@ def trained_low_rank(
     progress.start("train", n_updates, "updates")
     for i in range(n_updates):
         current = {n: plain[n] + (u @ v.T).detach().float().numpy() for n, (u, v) in factors.items()}
-        with replaced(system, current, n_steps):
+        with replaced(system, as_stored(system, current, n_steps)):
             gradients = _weight_gradients(
                 system, batches[i % len(batches)], n_steps, [shared[n] for n in names]
             )
@@ -162,12 +164,12 @@ def _weight_gradients(
 def output_matched_noise(
     weight: Matrix, changed: Matrix, *, n_measurements: int = 5, n_rows: int = 64, seed: int = 0
 ) -> tuple[Floats, float]:
-    """Gaussian noise whose output error on random inputs has the norm of a rounding's (E7).
+    """Gaussian weight noise with the output error that rounding has on random inputs (Li, Table 15).
 
     Parameters
     ----------
     weight, changed : ndarray, float32, shape (out_features, in_features)
-        Weight and its rounding, whose output error is the target.
+        Weight and its rounded value, whose output error is matched.
     n_measurements, n_rows : int
         Random Gaussian inputs over which both output errors are averaged.
     seed : int
@@ -192,12 +194,12 @@ def output_matched_noise(
 
 
 def locations(parameters: Sequence[SharedParameter]) -> dict[str, list[str]]:
-    """Default places to compare: the exposed layers, and the first core block's MLP layers.
+    """Layers that are compared: the exposed ones, and the MLP of the first core block.
 
     Returns
     -------
     dict of str to list of str
-        "exposed" and "core"; empty where one of them has no layer.
+        "exposed" and "core"; empty where one of them would have no layer.
     """
     exposed = [p.name for p in parameters if p.exposed]
     mlp = [p for p in parameters if p.role == "mlp" and not p.exposed]
@@ -223,20 +225,21 @@ def perturbation_study(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Compare perturbations of one size at the exposed layers and in the core, paired states (E5-E7).
+    """Compare perturbations of one norm at the exposed layers and in the core, states paired (Li, Table 15).
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     tokens : TokenSet
-        Prompts that are measured.
+        Prompts to measure on.
     n_steps : int
         Depth.
     config : LayerConfig
-        Rounding that sets the sizes.
+        Rounding whose error sets the norms.
     train : TokenSet, optional
-        Prompts of the trained update; without them, or without logits or steps, it is left out.
+        Prompts of the trained update; it is left out without them, and for systems without logits or without a
+        single-step function.
     norm : float, optional
         Common Frobenius norm of the rank-k updates; the exposed layers' rounding error when absent.
     rank : int
@@ -244,17 +247,19 @@ def perturbation_study(
     seeds : sequence of int
         Draws of the random updates.
     n_updates : int
-        Optimiser steps of the trained update.
+        Adam updates of the trained update.
 
     Returns
     -------
     dict
-        `norm`, `locations`, `rows`: perturbation, location, seed, agreement and output error at the end.
+        `norm`, `locations`, and `rows`: perturbation, location, seed, agreement and output error at the last step.
     """
     parameters = {p.name: p for p in system.shared_parameters(n_steps)}
     where = locations(list(parameters.values()))
     if not where:
-        raise ConfigError(f"system {system.name!r} has no exposed layer, or none beside it, to compare")
+        raise ConfigError(
+            f"system {system.name!r} needs an exposed layer and an MLP layer beside it: there is nothing to compare"
+        )
     plain = {name: weight_of(system, parameters[name]) for names in where.values() for name in names}
     changed = rounded(system, [parameters[name] for name in plain], config, rounder)
     errors = {name: changed[name].astype(np.float64) - plain[name] for name in where["exposed"]}
@@ -271,15 +276,15 @@ def perturbation_study(
             updates[f"trained rank {rank}", place, seeds[0]] = trained_low_rank(
                 system, train, n_steps, names, size, rank=rank, n_updates=n_updates, progress=progress
             )
-    arms = {
+    variants = {
         f"{kind}/{place}/{seed}": {n: (plain[n] + d).astype(np.float32) for n, d in update.items()}
         for (kind, place, seed), update in updates.items()
     }
-    runs = run_arms(
+    runs = run_variants(
         system,
         tokens,
         n_steps,
-        arms,
+        variants,
         read=(n_steps,),
         batch_size=batch_size,
         progress=progress,
@@ -304,11 +309,11 @@ def perturbation_study(
 def _known(names: Sequence[str], shared: Mapping[str, SharedParameter]) -> None:
     unknown = [n for n in names if n not in shared]
     if unknown or not names:
-        raise ConfigError(f"{unknown or 'no names'}: name shared parameters; there are: {', '.join(shared)}")
+        raise ConfigError(
+            f"{', '.join(unknown) or 'no name given'}: name shared parameters; those are: {', '.join(shared)}"
+        )
 
 
 def _needs_logits_and_steps(system: LoopedSystem) -> None:
     if not system.has_steps or system.output != "logits":
-        raise ConfigError(
-            f"system {system.name!r}: a trained update needs a single-step function and logits to train on"
-        )
+        raise ConfigError(f"system {system.name!r}: a trained update needs a single-step function and logits")

@@ -1,4 +1,4 @@
-"""The reconstruction proxy tr(D H_t D^T) along the rollout, and activation magnitudes (D9-D11)."""
+"""The reconstruction proxy tr(dW H_t dW^T) along the rollout, and activation magnitudes (Li, App. J and P)."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnose.hessians import StepHessians
+import loopq._native as native
+from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import pearson
+from loopq.stats import pearson
 
 Floats = NDArray[np.float64]
 
 
-def proxy(error: NDArray[np.floating], hessian: Floats) -> float:
-    """tr(D H D^T).
+def step_proxies(error: NDArray[np.float32], hessians: StepHessians, threads: int = 0) -> Floats:
+    """Reconstruction proxy tr(dW H_t dW^T) of every step, a term of Li, Eq. 3 each.
 
     Parameters
     ----------
-    error : ndarray, floating, shape (out_features, in_features)
-        D = W^ - W.
-    hessian : ndarray, float64, shape (in_features, in_features)
-        H.
+    error : ndarray, float32, shape (out_features, in_features)
+        dW = W^ - W.
+    hessians : StepHessians
+        H_t of the layer's input.
+    threads : int
+        Threads of the core; 0 takes all cores.
+
+    Returns
+    -------
+    ndarray, float64, shape (n_steps,)
     """
-    d = np.asarray(error, dtype=np.float64)
-    if d.ndim != 2 or d.shape[1] != len(hessian):
-        raise ConfigError(f"an error of shape {d.shape} does not fit a Hessian of dimension {len(hessian)}")
-    return float(np.einsum("oi,oi->", d @ hessian, d))
-
-
-def step_proxies(error: NDArray[np.floating], hessians: StepHessians) -> Floats:
-    """L_t = tr(D H_t D^T) for each step, float64, shape (n_steps,)."""
-    return np.array([proxy(error, hessians.matrix([t])) for t in hessians.steps])
+    return np.array([native.proxy(error, None, hessians.matrix([t]), threads) for t in hessians.steps])
 
 
 def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
-    """Sum per-step proxies over layers (D9).
+    """Sum per-step proxies over layers (Li, App. J).
 
     Parameters
     ----------
@@ -47,11 +46,11 @@ def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
     Returns
     -------
     dict
-        `per_step`, `max_over_min`, `step0_share`, and `uniform_share` = 1/N to hold it against.
+        `per_step`, `max_over_min`, `step0_share`, and `uniform_share`, which is 1/N.
     """
     lengths = {len(v) for v in per_layer.values()}
     if len(lengths) != 1:
-        raise ConfigError(f"layers with one number of steps are summed; got {sorted(lengths)}")
+        raise ConfigError(f"only layers with the same number of steps can be summed; got {sorted(lengths)}")
     total = np.sum(list(per_layer.values()), axis=0)
     low = float(total.min())
     return {
@@ -63,16 +62,16 @@ def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
 
 
 def late_step_wins(
-    candidate: Mapping[str, NDArray[np.floating]],
-    baseline: Mapping[str, NDArray[np.floating]],
+    candidate: Mapping[str, NDArray[np.float32]],
+    baseline: Mapping[str, NDArray[np.float32]],
     late: Mapping[str, Floats],
 ) -> tuple[int, int]:
-    """Count layers whose late-step proxy is smaller under one set of errors than under another (D10).
+    """Count layers whose late-step proxy is smaller under one set of errors than under another (Li, App. P).
 
     Parameters
     ----------
-    candidate, baseline : mapping of str to ndarray, shape (out_features, in_features)
-        Weight errors of each layer, say under skip-0 and under full accumulation.
+    candidate, baseline : mapping of str to ndarray, float32, shape (out_features, in_features)
+        Weight errors of each layer, for example under skip-0 and under full accumulation.
     late : mapping of str to ndarray, shape (in_features, in_features)
         H of the late step.
 
@@ -83,12 +82,15 @@ def late_step_wins(
 
     Notes
     -----
-    The paper counts 335 of 336 wins where perplexity improved and 168 of 168 where it did not: this count
+    Li, App. P counts 335 of 336 layers where perplexity improved and 168 of 168 where it did not: this count
     says nothing about the model's output.
     """
     if set(candidate) != set(baseline) or set(candidate) - set(late):
         raise ConfigError("both sets of errors and the Hessians must name the same layers")
-    wins = sum(proxy(candidate[name], late[name]) < proxy(baseline[name], late[name]) for name in candidate)
+    wins = sum(
+        native.proxy(candidate[name], None, late[name]) < native.proxy(baseline[name], None, late[name])
+        for name in candidate
+    )
     return wins, len(candidate)
 
 
@@ -99,9 +101,9 @@ def channel_rms(hessian: Floats, n_rows: int) -> Floats:
 
 
 def magnitude_stability(hessians: StepHessians) -> dict[str, Any]:
-    """Pearson correlation of channel magnitudes between the first step and every later one (D11).
+    """Pearson correlation of channel magnitudes between the first step and every later one (Li, Sec. 4).
 
-    Magnitudes are root mean squares, which the Hessian's diagonal holds; None where a side is constant.
+    Magnitudes are root mean squares, taken from the Hessian's diagonal; None where a side is constant.
     """
     steps: Sequence[int] = list(hessians.steps)
     rms = {t: channel_rms(hessians.matrix([t]), hessians.n_rows(t)) for t in steps}

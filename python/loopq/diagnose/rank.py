@@ -1,4 +1,4 @@
-"""Calibration blindness: which input directions a layer's Hessian sees, at which step (D1-D7)."""
+"""Calibration blindness: the rank of a layer's input Hessian at every step and over all steps (Li, Sec. 4)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.diagnose.hessians import StepHessians
+from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError, NonFiniteError
 
 Floats = NDArray[np.float64]
@@ -17,6 +17,15 @@ Floats = NDArray[np.float64]
 FOCAL = 1e-3
 THRESHOLDS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _MAX_POINTS = 400
+# Above this width the rank is counted at a few steps only: an eigenvalue problem of 10,560 takes minutes.
+_MAX_DIM_ALL_STEPS = 2048
+
+
+def steps_to_count(n_steps: int, dim: int) -> list[int]:
+    """Steps whose rank is counted: all for a narrow layer, a few for a wide one."""
+    if dim <= _MAX_DIM_ALL_STEPS:
+        return list(range(n_steps))
+    return sorted({0, 1, n_steps // 8, n_steps // 4, n_steps // 2, n_steps - 1} & set(range(n_steps)))
 
 
 def spectrum(hessian: Floats, threads: int = 0) -> Floats:
@@ -29,7 +38,7 @@ def spectrum(hessian: Floats, threads: int = 0) -> Floats:
 
     Notes
     -----
-    A sum of outer products has no negative eigenvalue; what rounding makes negative is 0.
+    A sum of outer products has no negative eigenvalue; values that rounding leaves below 0 are set to 0.
     """
     if not np.isfinite(hessian).all():
         row, column = (int(i) for i in np.argwhere(~np.isfinite(hessian))[0])
@@ -39,22 +48,22 @@ def spectrum(hessian: Floats, threads: int = 0) -> Floats:
 
 
 def thresholded_rank(values: Floats, threshold: float = FOCAL) -> int:
-    """Number of eigenvalues above `threshold` times the largest (D1); 0 for a zero matrix.
+    """Number of eigenvalues above `threshold` times the largest (Li, Sec. 2); 0 for a zero matrix.
 
     Parameters
     ----------
     values : ndarray, float64, shape (dim,)
         Eigenvalues, in any order.
     threshold : float
-        tau, between 0 and 1; the paper's is 1e-3.
+        tau, between 0 and 1; Li, Sec. 2 takes 1e-3.
     """
     if not 0.0 <= threshold < 1.0:
-        raise ConfigError(f"a rank threshold lies in [0, 1); got {threshold}")
+        raise ConfigError(f"the rank threshold must lie in [0, 1); got {threshold}")
     return int((values > threshold * values.max()).sum())
 
 
 def effective_rank(values: Floats) -> float:
-    """exp(-sum p log p) with p the eigenvalues' shares (D5): n for a flat spectrum of n directions."""
+    """exp(-sum p log p), p the eigenvalues over their sum (Li, Table 22): n for a flat spectrum of n directions."""
     total = float(values.sum())
     if total <= 0.0:
         return 0.0
@@ -63,13 +72,13 @@ def effective_rank(values: Floats) -> float:
 
 
 def stable_rank(values: Floats) -> float:
-    """tr(H) / lambda_max (D5)."""
+    """tr(H) / lambda_max (Li, Table 22)."""
     top = float(values.max())
     return float(values.sum()) / top if top > 0 else 0.0
 
 
 def felt_directions(values: Floats, damping: float) -> dict[str, float]:
-    """Directions that the solver feels through its damping.
+    """Count the directions that stand out against the solver's damping.
 
     Parameters
     ----------
@@ -82,7 +91,7 @@ def felt_directions(values: Floats, damping: float) -> dict[str, float]:
     -------
     dict
         `above`: eigenvalues above mu = damping * mean(lambda); `degrees`: sum lambda / (lambda + mu);
-        `relative_mu`: mu / lambda_max, the threshold that `above` amounts to.
+        `relative_mu`: mu / lambda_max, the threshold to which `above` corresponds.
     """
     mu = damping * float(values.mean())
     top = float(values.max())
@@ -95,7 +104,7 @@ def felt_directions(values: Floats, damping: float) -> dict[str, float]:
 def describe_spectrum(
     values: Floats, thresholds: Sequence[float] = THRESHOLDS, damping: float = 0.01
 ) -> dict[str, Any]:
-    """Every count of one spectrum: ranks by threshold, effective and stable rank, trace, felt directions."""
+    """Ranks by threshold, effective and stable rank, trace, and directions above the damping, of one spectrum."""
     return {
         "rank": thresholded_rank(values),
         "ranks": {f"{tau:g}": thresholded_rank(values, tau) for tau in thresholds},
@@ -108,7 +117,7 @@ def describe_spectrum(
 
 
 def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float]]:
-    """Spectrum for a plot: all eigenvalues, or at most `max_points` evenly spread in log index."""
+    """Spectrum for a plot: all eigenvalues, or at most `max_points`, evenly spaced in the logarithm of the index."""
     n = len(values)
     index = (
         np.arange(n) if n <= max_points else np.unique(np.geomspace(1, n, max_points).round().astype(int)) - 1
@@ -117,7 +126,7 @@ def curve(values: Floats, max_points: int = _MAX_POINTS) -> dict[str, list[float
 
 
 def rank_gain(deployed: int, first: int) -> float | None:
-    """Accumulated over step-0 rank (D3); None where step 0 has rank 0."""
+    """Rank of the sum over steps, over the rank at step 0 (Li, Table 18); None where that is 0."""
     return deployed / first if first else None
 
 
@@ -129,32 +138,33 @@ def layer_ranks(
     steps: Sequence[int] | None = None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Everything D1-D7 of one layer.
+    """Ranks, spectra and step-0 shares of one layer's input (Li, Sec. 4).
 
     Parameters
     ----------
     hessians : StepHessians
         Per-step Hessians, all over the same token positions.
     blocks : mapping of str to slice, optional
-        Parts of a concatenated input ("state", "embedding"); each is surveyed on its own too.
+        Blocks of a concatenated input ("state", "embedding"); each is measured separately as well.
     thresholds : sequence of float
-        Thresholds of the rank sweep.
+        Thresholds at which ranks are counted.
     damping : float
-        Damping of the solver, for the directions it feels.
+        Damping of the solver, for `felt_directions`.
     steps : sequence of int, optional
-        Steps whose own rank is counted; all when absent. The sum always runs over all steps.
+        Steps whose rank is counted, besides the first and the last; all when absent. The sum always runs over all
+        steps.
     threads : int
-        Threads of the eigenvalues; 0 takes all cores.
+        Threads of the eigenvalue solver; 0 takes all cores.
 
     Returns
     -------
     dict
-        `per_step`: rank, trace and rows of each H_t (D4); `first`, `last`, `all`: counts of H_0, H_{N-1} and
-        the sum (D1, D5); `rank_ratio` (D2), `rank_gain` (D3), `step0_trace_share`, `trace_ratio_0_1` (D7);
-        `spectra` (D6); `blocks`: the same for each block.
+        `per_step`: rank, trace and rows of each H_t (Li, Table 19); `first`, `last`, `all`: counts of H_0, H_{N-1}
+        and the sum (Li, Table 22); `rank_ratio`, `rank_gain` (Li, Table 18), `step0_trace_share`,
+        `trace_ratio_0_1` (Li, App. P); `spectra` (Li, Fig. 5); `blocks`: the same for each block.
     """
-    there = list(hessians.steps)
-    counted = sorted({there[0], there[-1], *(there if steps is None else steps)})
+    stored = list(hessians.steps)
+    counted = sorted({stored[0], stored[-1], *(stored if steps is None else steps)})
 
     def survey(part: slice) -> dict[str, Any]:
         return _survey(hessians, part, counted, thresholds, damping, threads)
@@ -177,11 +187,11 @@ def _survey(
     dim = len(range(*part.indices(hessians.dim)))
     per_step, kept, traces = [], {}, []
     for step in steps:
-        own = hessians.matrix([step])[part, part]
-        traces.append(float(np.trace(own)))
+        h = hessians.matrix([step])[part, part]
+        traces.append(float(np.trace(h)))
         if step not in counted:
             continue
-        values = spectrum(own, threads)
+        values = spectrum(h, threads)
         if step in (steps[0], steps[-1]):
             kept[step] = values
         per_step.append(
@@ -210,11 +220,11 @@ def _survey(
 
 
 def bottleneck(layers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Layer with the lowest step-0 rank ratio (D2); the earlier one on a tie."""
+    """Layer with the lowest step-0 rank over width (Li, Table 18); the first one on a tie."""
     return min(layers, key=lambda name: layers[name]["rank_ratio"])
 
 
 def largest_gain(layers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Layer with the largest rank gain (D3), or None where no layer has one."""
+    """Layer with the largest rank gain (Li, Table 18), or None where no layer has one."""
     known = [name for name in layers if layers[name]["rank_gain"] is not None]
     return max(known, key=lambda name: layers[name]["rank_gain"]) if known else None

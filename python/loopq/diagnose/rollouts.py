@@ -1,4 +1,4 @@
-"""Runs of one batch under different weights, and how far their outputs and states lie apart."""
+"""Rollouts of one batch under different weights, and the distances between their outputs and states."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnose.weights import Weights, replaced
+from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,14 +28,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Trace:
-    """States and read-outs of one rollout.
+    """States and outputs of one rollout.
 
     Parameters
     ----------
     states : list of Tensor
-        State before step 0 and after every update (`LoopedSystem.n_updates`); empty where the system has no steps.
+        State before step 0 and after every update (`LoopedSystem.n_updates`); empty without a step function.
     outputs : dict of int to Tensor, float32, shape (n_prompts, n_tokens, n_outputs)
-        Read-out after so many steps; where that is the last step itself, from the state before it.
+        Output by the number of steps done. Where the last step is the readout, it is read from the state before it.
     """
 
     states: list[Tensor]
@@ -42,18 +43,18 @@ class Trace:
 
 
 def trace(system: LoopedSystem, batch: Batch, n_steps: int, read: Sequence[int] | None = None) -> Trace:
-    """Run one rollout and keep its states.
+    """Run one rollout and record its states.
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter; without a step function only the end of the rollout is there.
+        The model's adapter; without a step function only the final output is recorded.
     batch : Batch
         Prompts.
     n_steps : int
         Depth.
     read : sequence of int, optional
-        Numbers of steps after which the output is read, 1 to n_steps; all when absent.
+        Step counts at which the output is read, 1 to n_steps; all when absent.
     """
     torch = require("torch")
     with torch.no_grad():
@@ -81,7 +82,7 @@ def kl_divergence(logits: Tensor, reference: Tensor) -> Floats:
     torch = require("torch")
     p = torch.log_softmax(reference.double(), dim=-1)
     q = torch.log_softmax(logits.double(), dim=-1)
-    # Rounding leaves sums of 1e-17 below 0, which no divergence is.
+    # Rounding can leave a sum of about -1e-17, and a divergence is not negative.
     found: Floats = ((p.exp() * (p - q)).sum(-1)).clamp_min(0.0).mean(dim=1).cpu().numpy()
     return found
 
@@ -93,11 +94,11 @@ class Comparison:
     Parameters
     ----------
     steps : tuple of int
-        Numbers of steps after which the output was read.
+        Step counts at which the output was read.
     positions : ndarray, int64, shape (n_prompts,)
         Token positions of each prompt.
     matches : ndarray, int64, shape (n_prompts, n_reads), or None
-        Positions whose top-1 prediction is the reference's; None where the output is no logits.
+        Positions whose top-1 prediction is the reference's; None where the output is not logits.
     kl : ndarray, float64, shape (n_prompts, n_reads), or None
         KL(reference || other) in nats, mean over positions.
     output_error : ndarray, float64, shape (n_prompts, n_reads)
@@ -127,14 +128,14 @@ class Comparison:
         return mean
 
     def pooled_agreement(self) -> Floats:
-        """Agreement with all positions of all prompts in one pool, shape (n_reads,)."""
+        """Agreement over the positions of all prompts pooled, shape (n_reads,)."""
         if self.matches is None:
             raise ConfigError("the system's output is hidden states: there is no top-1 prediction to compare")
         pooled: Floats = self.matches.sum(axis=0) / self.positions.sum()
         return pooled
 
     def to_json(self) -> dict[str, Any]:
-        """Curves over steps, and the pooled figure at the end."""
+        """Means over prompts at every step, and the pooled agreement."""
         out: dict[str, Any] = {
             "steps": list(self.steps),
             "n_prompts": len(self.positions),
@@ -154,14 +155,21 @@ class Comparison:
         return out
 
 
-def compare(run: Trace, reference: Trace, logits: bool) -> Comparison:
-    """Compare two runs of one batch."""
+def compare_traces(run: Trace, reference: Trace, logits: bool) -> Comparison:
+    """Compare two rollouts of one batch, prompt by prompt.
+
+    Raises
+    ------
+    NonFiniteError
+        An output of `run` is NaN or infinite.
+    """
     steps = tuple(sorted(reference.outputs))
     pairs = [(run.outputs[n], reference.outputs[n]) for n in steps]
     for n, (ours, _) in zip(steps, pairs, strict=True):
         if not bool(ours.isfinite().all()):
             raise NonFiniteError(
-                f"the output after {n} steps is not finite: the changed model overflows; use milder settings"
+                f"the output after {n} steps is not finite: the changed model overflows; use more bits or smaller "
+                "groups"
             )
     first = pairs[0][1]
     matches = kl = None
@@ -183,7 +191,7 @@ def compare(run: Trace, reference: Trace, logits: bool) -> Comparison:
 
 
 def gather(parts: Sequence[Comparison]) -> Comparison:
-    """Put the prompts of several batches together."""
+    """Concatenate the prompts of several batches."""
 
     def join(name: str) -> Any:
         values = [getattr(p, name) for p in parts]
@@ -196,25 +204,25 @@ def gather(parts: Sequence[Comparison]) -> Comparison:
 def run_under(
     system: LoopedSystem, batch: Batch, n_steps: int, weights: Weights, read: Sequence[int] | None
 ) -> Trace:
-    """Run one rollout with other weights in place."""
-    with replaced(system, weights, n_steps):
+    """Run one rollout under other weights."""
+    with replaced(system, as_stored(system, weights, n_steps)):
         return trace(system, batch, n_steps, read)
 
 
-def run_arms(
+def run_variants(
     system: LoopedSystem,
     tokens: TokenSet,
     n_steps: int,
-    arms: Mapping[str, Weights],
+    variants: Mapping[str, Weights],
     *,
     seed: int = 0,
-    arm_seed: int | None = None,
+    variant_seed: int | None = None,
     read: Sequence[int] | None = None,
     batch_size: int = 8,
     progress: Progress | None = None,
-    label: str = "arms",
+    label: str = "variants",
 ) -> dict[str, Comparison]:
-    """Compare several sets of weights with the model as it is.
+    """Compare several sets of weights with the unchanged model.
 
     Parameters
     ----------
@@ -224,21 +232,21 @@ def run_arms(
         Prompts.
     n_steps : int
         Depth.
-    arms : mapping of str to weights
-        Replaced weights of each arm; an empty mapping is the model as it is.
+    variants : mapping of str to weights
+        Replaced weights of each variant, outputs first; an empty mapping is the unchanged model.
     seed : int
         Seed of the reference's initial states.
-    arm_seed : int, optional
-        Seed of the arms' initial states: the reference's own when absent (paired), another one for unpaired
-        runs.
+    variant_seed : int, optional
+        Seed of the variants' initial states; the reference's when absent (paired runs), a different one for
+        unpaired runs.
     read : sequence of int, optional
-        Numbers of steps after which outputs are compared; all when absent.
+        Step counts at which outputs are compared; all when absent.
     batch_size : int
-        Prompts that run together.
+        Prompts per batch.
     progress : Progress, optional
-        Told of every rollout of a batch.
+        Advanced by every rollout of a batch.
     label : str
-        Name of the stage.
+        Name of the stage in `progress`.
 
     Returns
     -------
@@ -246,15 +254,15 @@ def run_arms(
     """
     progress = progress or Silent()
     batches = list(tokens.batches(batch_size, seed))
-    progress.start(label, len(batches) * (len(arms) + 1), "rollouts")
-    parts: dict[str, list[Comparison]] = {name: [] for name in arms}
+    progress.start(label, len(batches) * (len(variants) + 1), "rollouts")
+    parts: dict[str, list[Comparison]] = {name: [] for name in variants}
     for batch in batches:
         reference = trace(system, batch, n_steps, read)
         progress.advance()
-        other = batch if arm_seed is None else dataclasses.replace(batch, seed=arm_seed)
-        for name, weights in arms.items():
+        other = batch if variant_seed is None else dataclasses.replace(batch, seed=variant_seed)
+        for name, weights in variants.items():
             run = run_under(system, other, n_steps, weights, read)
-            parts[name].append(compare(run, reference, system.output == "logits"))
+            parts[name].append(compare_traces(run, reference, system.output == "logits"))
             progress.advance()
     progress.stop()
     return {name: gather(found) for name, found in parts.items()}
@@ -270,7 +278,7 @@ def by_depth(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Compare whole rollouts of several depths, each with the reference of its own depth (E2).
+    """Compare whole rollouts of several depths, each with the unchanged model at the same depth (Li, Fig. 1b).
 
     Parameters
     ----------
@@ -281,28 +289,28 @@ def by_depth(
     depths : sequence of int
         Numbers of recurrences.
     weights_at : callable
-        Depth to replaced weights.
+        Replaced weights for a depth.
     seed, batch_size, progress
-        As in `run_arms`.
+        As in `run_variants`.
 
     Returns
     -------
     list of dict
-        `depth`, `agreement`, `kl`, `output_error` after the last step of that depth.
+        `depth`, and `agreement`, `kl` and `output_error` after the last step of that depth.
     """
     rows = []
     for depth in depths:
-        found = run_arms(
+        found = run_variants(
             system,
             tokens,
             depth,
-            {"arm": weights_at(depth)},
+            {"changed": weights_at(depth)},
             seed=seed,
             read=(depth,),
             batch_size=batch_size,
             progress=progress,
             label=f"depth {depth}",
-        )["arm"].to_json()
+        )["changed"].to_json()
         rows.append({"depth": depth} | {k: _last(found[k]) for k in ("agreement", "kl", "output_error")})
     return rows
 

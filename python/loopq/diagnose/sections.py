@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from loopq.calibrate.data import TokenSet
-from loopq.config import PER_CHANNEL, DiagnoseConfig
-from loopq.diagnose import overlap, proxy, rank
-from loopq.diagnose.hessians import StepHessians
-from loopq.diagnose.weights import Matrix, Rounder, input_blocks, quantizable, rounded, weight_of
+from loopq.calibrate.dump import Dump
+from loopq.calibrate.hessians import StepHessians
+from loopq.calibrate.hooks import Observer
+from loopq.diagnose import overlap, proxy, rank, sensitivity
+from loopq.diagnose.bypass import bypass_study
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
+from loopq.diagnose.displacement import displacement
+from loopq.diagnose.exposure import adapter_output_ratio, controlled_injection, group_size_sweep
+from loopq.diagnose.feedback import feedback_study
+from loopq.diagnose.perturbation import perturbation_study
+from loopq.diagnose.spectral import radius_study
+from loopq.diagnose.stepmap import Bypass
+from loopq.diagnose.weights import Matrix, Rounder, input_blocks, quantizable, weight_of
+from loopq.errors import ConfigError
+from loopq.grid import PER_CHANNEL
 from loopq.progress import Progress
-from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.systems.base import SharedParameter
 
-if TYPE_CHECKING:
-    from loopq.calibrate.collect import Collection, HessianSet
-    from loopq.calibrate.dump import Dump
-    from loopq.calibrate.select import Selection
-
-# Input groups whose Hessians are there together, and how to get one.
+# Input groups whose Hessians are in memory together, and a function that returns those of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]
-
-# Above this width the rank is counted at a few steps only: an eigenvalue problem of 10,560 takes minutes.
-_MAX_DIM_ALL_STEPS = 2048
 
 LOOP_SECTIONS = {
     "overlap": "the overlap of states",
@@ -37,95 +36,20 @@ LOOP_SECTIONS = {
     "bypass": "the identity bypass",
 }
 EXPOSED_SECTIONS = ("perturbation", "bypass")
-COMPARING_SECTIONS = ("ablation", "arms", "feedback", "groups", "perturbation")
-
-
-@dataclass
-class Context:
-    """What every section works on."""
-
-    system: LoopedSystem
-    tokens: TokenSet
-    n_steps: int
-    config: DiagnoseConfig
-    rounder: Rounder
-    progress: Progress
-    train: TokenSet | None = None
-    memory: int | None = None
-    threads: int = 0
-
-    @cached_property
-    def parameters(self) -> tuple[SharedParameter, ...]:
-        """Shared parameters at this depth."""
-        return self.system.shared_parameters(self.n_steps)
-
-    @cached_property
-    def exposed(self) -> list[SharedParameter]:
-        """Feedback-exposed layers."""
-        return [p for p in self.parameters if p.exposed]
-
-    @cached_property
-    def selection(self) -> Selection:
-        """Layers that are observed, and who shares inputs."""
-        from loopq.calibrate.select import select
-
-        return select(self.system, self.tokens, n_steps=self.n_steps, seed=self.config.seed)
-
-    @cached_property
-    def job(self) -> Collection:
-        """Collection of the per-step Hessians."""
-        from loopq.calibrate.collect import Collection
-
-        return Collection(self.system, self.tokens, self.selection, self.config.batch_size, self.config.seed)
-
-    @cached_property
-    def prompts(self) -> TokenSet:
-        """Prompts of the runs that compare weights."""
-        return self.tokens.take(0, self.config.n_prompts)
-
-    def fingerprint(self) -> str:
-        """Identity of weights, prompts and depth."""
-        return self.job.fingerprint("diagnosis")
-
-    def rounded_exposed(self, group_size: int) -> dict[str, Matrix]:
-        """Rounded weights of the exposed layers, or of all where none is exposed."""
-        chosen = self.exposed or quantizable(self.parameters)
-        return rounded(self.system, chosen, self.config.layer(group_size), self.rounder)
-
-    def shared(self) -> dict[str, Any]:
-        """Keywords that the runs have in common."""
-        return {
-            "rounder": self.rounder,
-            "batch_size": self.config.batch_size,
-            "progress": self.progress,
-        }
-
-    def sums(self) -> HessianSet:
-        """Accumulators of every input group, each step apart, still empty."""
-        from loopq.calibrate.collect import HessianSet
-
-        steps = {p.name: list(range(p.invocations)) for p in self.selection.input_groups}
-        return HessianSet(self.job, steps, per_step=True, threads=self.threads)
-
-
-def steps_to_count(n_steps: int, dim: int) -> list[int]:
-    """Steps whose rank is counted: all of a narrow layer, a few of a wide one."""
-    if dim <= _MAX_DIM_ALL_STEPS:
-        return list(range(n_steps))
-    return sorted({0, 1, n_steps // 8, n_steps // 4, n_steps // 2, n_steps - 1} & set(range(n_steps)))
+COMPARING_SECTIONS = ("ablation", "injection", "feedback", "groups", "perturbation")
 
 
 def ranks(context: Context) -> dict[str, Any]:
-    """Ranks, spectra, proxies and magnitudes of every observed input (D1-D7, D9, D11, F3)."""
+    """Ranks, spectra, proxies and magnitudes of every observed input (Li, Tables 1, 18, 19 and 22)."""
     sums = context.sums()
 
-    def one(leader: str) -> StepHessians:
-        return sums.accumulators.pop(leader)  # type: ignore[return-value]
+    def take(name: str) -> StepHessians:
+        return sums.accumulators.pop(name)
 
     def passes() -> Iterator[Pass]:
-        for leaders in sums.passes(context.memory):
-            sums.run_pass(leaders, progress=context.progress, label="hessians")
-            yield leaders, one
+        for names in sums.passes():
+            sums.run_pass(names, label="hessians")
+            yield names, take
 
     def weight(p: SharedParameter) -> Matrix:
         return weight_of(context.system, p)
@@ -145,26 +69,25 @@ def ranks(context: Context) -> dict[str, Any]:
 def dump_ranks(
     dump: Dump, config: DiagnoseConfig, rounder: Rounder, threads: int, progress: Progress
 ) -> dict[str, Any]:
-    """The same from a dump."""
-    from loopq.quantizers.solve import oriented
-
+    """The same, from a calibration dump."""
     m = dump.manifest
-    leaders = {p.name: m.leaders[p.name] for p in m.parameters if p.name in m.leaders}
+    weights = dump.weights()
+    groups = {p.name: m.leaders[p.name] for p in m.parameters if p.name in m.leaders}
 
-    def one(leader: str) -> StepHessians:
-        steps = sorted(m.rows[leader])
-        return dump.accumulator(leader, steps, per_step=True, threads=threads)  # type: ignore[return-value]
+    def take(name: str) -> StepHessians:
+        steps = sorted(m.rows[name])
+        return dump.accumulator(name, steps, per_step=True)
 
     def weight(p: SharedParameter) -> Matrix:
-        return oriented(dump.weight(p), p)
+        return weights.oriented(p)
 
-    observed = [p for p in m.parameters if p.name in leaders]
-    return _ranks(observed, leaders, [(list(m.rows), one)], weight, config, rounder, threads, progress)
+    observed = [p for p in m.parameters if p.name in groups]
+    return _ranks(observed, groups, [(list(m.rows), take)], weight, config, rounder, threads, progress)
 
 
 def _ranks(
     observed: Sequence[SharedParameter],
-    leaders: Mapping[str, str],
+    input_groups: Mapping[str, str],
     passes: Iterable[Pass],
     weight: Callable[[SharedParameter], Matrix],
     config: DiagnoseConfig,
@@ -177,30 +100,30 @@ def _ranks(
     magnitudes: dict[str, Any] = {}
     proxies: dict[str, Any] = {}
     per_channel: dict[str, Any] = {}
-    for group, one in passes:
-        progress.start("ranks", len(group), "inputs")
-        for leader in group:
-            h = one(leader)
-            count = steps_to_count(len(list(h.steps)), h.dim)
-            layers[leader] = rank.layer_ranks(
-                h, input_blocks(by_name[leader]), damping=config.damping, steps=count, threads=threads
+    for names, take in passes:
+        progress.start("ranks", len(names), "inputs")
+        for name in names:
+            h = take(name)
+            count = rank.steps_to_count(len(list(h.steps)), h.dim)
+            layers[name] = rank.layer_ranks(
+                h, input_blocks(by_name[name]), damping=config.damping, steps=count, threads=threads
             )
-            magnitudes[leader] = proxy.magnitude_stability(h)
+            magnitudes[name] = proxy.magnitude_stability(h)
             for p in observed:
-                if leaders[p.name] == leader:
+                if input_groups[p.name] == name:
                     w = weight(p)
                     for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
-                        into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h)
+                        into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
             progress.advance()
         progress.stop()
     return {
         "threshold": rank.FOCAL,
-        "leaders": dict(leaders),
+        "input_groups": dict(input_groups),
         "layers": layers,
         "magnitudes": magnitudes,
         "bottleneck": rank.bottleneck(layers),
         "largest_gain": rank.largest_gain(layers),
-        "traces": {name: layers[leaders[name]]["all"]["trace"] for name in by_name},
+        "traces": {name: layers[input_groups[name]]["all"]["trace"] for name in by_name},
         "proxies": {name: values.tolist() for name, values in proxies.items()},
         "proxy_sum": {
             "grouped": _proxy_sum(proxies),
@@ -210,7 +133,7 @@ def _ranks(
 
 
 def _proxy_sum(per_layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Sum over the layers of the most common number of steps; the others are named."""
+    """Sum over the layers with the most common number of steps; `left_out` names the others."""
     lengths = [len(v) for v in per_layer.values()]
     usual = max(set(lengths), key=lengths.count)
     used = {name: v for name, v in per_layer.items() if len(v) == usual}
@@ -218,9 +141,7 @@ def _proxy_sum(per_layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlaps(context: Context) -> dict[str, Any]:
-    """Overlap of state subspaces between steps and seeds (D8), and the exposed layers' output size (D12)."""
-    from loopq.diagnose.exposure import adapter_output_ratio
-
+    """Overlap of state subspaces between steps and seeds, and the exposed layers' output size (Li, App. O)."""
     config = context.config
     seeds = (config.seed, config.seed + 1) if context.system.state_is_random else (config.seed,)
     steps = sorted({0, context.n_steps - 1})
@@ -239,9 +160,7 @@ def overlaps(context: Context) -> dict[str, Any]:
 
 
 def ablation(context: Context) -> dict[str, Any]:
-    """Single-layer ablation (F1), random-direction gain (F2), Hessian trace (F3), side by side."""
-    from loopq.diagnose import sensitivity
-
+    """Single-layer ablation, random-direction gain and Hessian trace, side by side (Li, Table 16)."""
     config = context.config
     tokens = context.tokens.take(0, config.n_ablation_prompts)
     chosen = quantizable(context.parameters)
@@ -258,7 +177,7 @@ def ablation(context: Context) -> dict[str, Any]:
         )
 
     found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)
-    # The paper disturbs inputs half-way along the rollout.
+    # Li, App. G perturbs the inputs of step 16 of 32.
     middle = context.system.check_depth(max(1, context.n_steps // 2))
     weights = {p.name: weight_of(context.system, p) for p in chosen}
     gain = sensitivity.gains(context.system, tokens, middle, weights=weights, seed=config.seed)
@@ -282,9 +201,7 @@ def ablation(context: Context) -> dict[str, Any]:
 
 
 def _input_energy(context: Context, tokens: TokenSet) -> dict[str, float]:
-    """tr(X^T X) of each observed layer over all steps: the sum of its squared inputs (F3)."""
-    from loopq.calibrate.hooks import Observer
-
+    """tr(X^T X) of each observed layer over all steps: the sum of its squared inputs (Li, App. G)."""
     total: dict[str, float] = {}
 
     def add(p: SharedParameter, step: int, rows: Any) -> None:
@@ -297,14 +214,12 @@ def _input_energy(context: Context, tokens: TokenSet) -> dict[str, float]:
     return total
 
 
-def arms(context: Context) -> dict[str, Any]:
-    """Controlled injection, per channel and grouped (E1, E11)."""
-    from loopq.diagnose import exposure
-
+def injection(context: Context) -> dict[str, Any]:
+    """Controlled injection, per channel and grouped (Li, Table 3)."""
     config = context.config
     out: dict[str, Any] = {}
     for name, g in (("per channel", PER_CHANNEL), ("grouped", config.group_size)):
-        out[name] = exposure.controlled_injection(
+        out[name] = controlled_injection(
             context.system,
             context.prompts,
             context.n_steps,
@@ -316,11 +231,9 @@ def arms(context: Context) -> dict[str, Any]:
 
 
 def groups(context: Context) -> dict[str, Any]:
-    """Group-size sweep of the whole loop (E8)."""
-    from loopq.diagnose import exposure
-
+    """Group-size sweep of the whole loop (Li, Table 17)."""
     config = context.config
-    rows = exposure.group_size_sweep(
+    rows = group_size_sweep(
         context.system,
         context.prompts,
         context.n_steps,
@@ -333,9 +246,7 @@ def groups(context: Context) -> dict[str, Any]:
 
 
 def feedback(context: Context) -> dict[str, Any]:
-    """Feedback intervention on the exposed layers, whole and split by input block, or on all (E3, E4)."""
-    from loopq.diagnose.feedback import feedback_study
-
+    """Feedback intervention on the exposed layers, whole and by input block, or on all layers (Li, App. E)."""
     config = context.config
     settings = {"per channel": config.layer(PER_CHANNEL), "grouped": config.layer(config.group_size)}
     found = feedback_study(
@@ -351,9 +262,7 @@ def feedback(context: Context) -> dict[str, Any]:
 
 
 def displacements(context: Context) -> dict[str, Any]:
-    """Displacement from the reference's final state (E9)."""
-    from loopq.diagnose.displacement import displacement
-
+    """Displacement from the final state of full precision (Li, App. L)."""
     config = context.config
     out = {}
     for name, g in (("per channel", PER_CHANNEL), ("grouped", config.group_size)):
@@ -370,9 +279,7 @@ def displacements(context: Context) -> dict[str, Any]:
 
 
 def perturbations(context: Context) -> dict[str, Any]:
-    """Rank-4 updates and output-matched noise at the exposed layers and in the core (E5-E7)."""
-    from loopq.diagnose.perturbation import perturbation_study
-
+    """Rank-4 updates and output-matched noise at the exposed layers and in the core (Li, Table 15)."""
     config = context.config
     return perturbation_study(
         context.system,
@@ -387,9 +294,7 @@ def perturbations(context: Context) -> dict[str, Any]:
 
 
 def jacobian(context: Context) -> dict[str, Any]:
-    """Spectral radius and norm of the step, and what the identity bypass does to them (G1, G2, G4)."""
-    from loopq.diagnose.spectral import radius_study
-
+    """Spectral radius and norm of the step, with and without the identity bypass (Li, App. K)."""
     tokens = context.tokens.take(0, context.config.n_jacobian_prompts)
     return radius_study(
         context.system,
@@ -403,9 +308,7 @@ def jacobian(context: Context) -> dict[str, Any]:
 
 
 def bypasses(context: Context) -> dict[str, Any]:
-    """Identity-bypass control (G3)."""
-    from loopq.diagnose.bypass import bypass_study
-
+    """Identity-bypass control (Li, App. K)."""
     config = context.config
     return bypass_study(
         context.system,
@@ -420,9 +323,6 @@ def bypasses(context: Context) -> dict[str, Any]:
 
 
 def _has_bypass(context: Context) -> bool:
-    from loopq.diagnose.stepmap import Bypass
-    from loopq.errors import ConfigError
-
     try:
         Bypass(context.system, context.n_steps)
     except ConfigError:
@@ -434,7 +334,7 @@ SECTIONS: dict[str, Callable[[Context], dict[str, Any]]] = {
     "ranks": ranks,
     "overlap": overlaps,
     "ablation": ablation,
-    "arms": arms,
+    "injection": injection,
     "feedback": feedback,
     "groups": groups,
     "displacement": displacements,
@@ -442,94 +342,3 @@ SECTIONS: dict[str, Callable[[Context], dict[str, Any]]] = {
     "jacobian": jacobian,
     "bypass": bypasses,
 }
-
-
-def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
-    """What the sections will take, from a timed batch of rollouts, a timed step and one timed eigenvalue problem.
-
-    Returns
-    -------
-    dict
-        `seconds` in all, `n_prompt_rollouts`, `hessian_bytes`, and `sections`: rollouts and seconds of each.
-    """
-    config, system = context.config, context.system
-    rollout, step = _time_rollout(context)
-    prompts = len(context.prompts.sequences)
-    n_ablation = min(config.n_ablation_prompts, len(context.tokens.sequences))
-    n_jacobian = min(config.n_jacobian_prompts, len(context.tokens.sequences))
-    seeds = len(config.seeds) if system.state_is_random else 1
-    n_layers = len(quantizable(context.parameters))
-    arms_run = (5 if context.exposed else 2) + 1
-    rollouts = {
-        "ranks": len(context.tokens.sequences),
-        "overlap": len(context.tokens.sequences) * (2 if system.state_is_random else 1),
-        "ablation": n_ablation * (2 * n_layers + 4),
-        "arms": prompts * arms_run * (2 if system.state_is_random else 1) * 2,
-        "feedback": prompts * seeds * 2 * 3 * (len(config.lambdas) + 1),
-        "groups": prompts * (len(config.group_sizes) + 1),
-        "displacement": prompts * 3 * 2,
-        "perturbation": prompts * (4 * len(config.seeds) + 1)
-        + (6 * config.n_updates if context.train else 0),
-    }
-    maps = 8 if context.exposed else 2
-    # About 300 products for a start vector and 60 for the norm, each worth two steps; a map with many
-    # eigenvalues of one size takes up to the cap. Directions of the bypass run as one batch, at half the price.
-    extra = {
-        "ranks": _eigen_seconds(context),
-        "jacobian": n_jacobian * maps * (2 * 300 + 60) * 2 * step,
-        "bypass": n_jacobian * seeds * 2 * 4 * len(config.radii) * config.n_directions * step,
-    }
-    parts = {
-        name: {
-            "n_prompt_rollouts": rollouts.get(name, 0),
-            "seconds": rollouts.get(name, 0) * rollout + extra.get(name, 0.0),
-        }
-        for name in run
-    }
-    return {
-        "seconds": sum(p["seconds"] for p in parts.values()),
-        "n_prompt_rollouts": sum(p["n_prompt_rollouts"] for p in parts.values()),
-        "seconds_per_rollout": rollout,
-        "hessian_bytes": _hessian_bytes(context) if "ranks" in run else 0,
-        "sections": parts,
-    }
-
-
-def _time_rollout(context: Context) -> tuple[float, float]:
-    """Seconds of a prompt's rollout within a batch, and of one step of a prompt alone; warmed up."""
-    from loopq.diagnose.rollouts import trace
-
-    system, n, config = context.system, context.n_steps, context.config
-
-    def timed(n_prompts: int, read: tuple[int, ...] | None) -> float:
-        batch = next(context.tokens.take(0, n_prompts).batches(n_prompts, config.seed))
-        seconds = 0.0
-        for _ in range(2):
-            began = time.monotonic()
-            trace(system, batch, n, read)
-            seconds = time.monotonic() - began
-        return seconds
-
-    together = min(config.batch_size, len(context.tokens.sequences))
-    return timed(together, None) / together, timed(1, (n,)) / n
-
-
-def _eigen_seconds(context: Context) -> float:
-    """Seconds of all eigenvalue problems, scaled by the cube of the width from a timed one."""
-    probe = 256
-    h = np.eye(probe)
-    began = time.monotonic()
-    rank.spectrum(h, context.threads)
-    unit = (time.monotonic() - began) / probe**3
-    total = 0.0
-    for p in context.selection.input_groups:
-        # The blocks of a concatenated input are solved too.
-        share = 1.25 if input_blocks(p) else 1.0
-        total += share * unit * p.in_features**3 * (len(steps_to_count(p.invocations, p.in_features)) + 1)
-    return total
-
-
-def _hessian_bytes(context: Context) -> int:
-    sums = context.sums()
-    passes = sums.passes(context.memory)
-    return max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)

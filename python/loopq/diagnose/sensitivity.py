@@ -1,4 +1,4 @@
-"""Sensitivity rankings side by side: ablation, random-direction gain, Hessian trace (F1-F3)."""
+"""Sensitivity rankings of the layers: ablation, random-direction gain, Hessian trace (Li, App. G)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
-from loopq.diagnose.rollouts import Comparison, run_arms
+from loopq.calibrate.hooks import Observer
+from loopq.diagnose.rollouts import Comparison, run_variants
 from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import spearman
 from loopq.progress import Progress
+from loopq.quantizers.config import LayerConfig
+from loopq.stats import spearman
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
@@ -34,39 +35,49 @@ def ablation(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> dict[str, dict[str, float | None]]:
-    """Round one layer at a time and measure what changes (F1).
+    """Round one layer at a time and measure the change of the output (Li, Table 16).
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     tokens : TokenSet
-        Prompts; the paper uses 10.
+        Prompts; Li, Table 16 has 10.
     n_steps : int
         Depth.
     config : LayerConfig
         Bits and group size.
     parameters : sequence of SharedParameter, optional
-        Layers; all that a run would quantize when absent.
-    rounder, seed, batch_size, progress
-        As in `run_arms`.
+        Layers; all that a run quantizes by default when absent.
+    rounder
+        As in `rounded`.
+    seed, batch_size, progress
+        As in `run_variants`.
 
     Returns
     -------
     dict of str to dict
-        For each layer `changed`: share of tokens whose top-1 differs, mean over all steps (only the last
-        where the system has no steps); `changed_last`, `kl_last`, `output_error_last`: at the end;
-        `output_error`: mean over steps. The first three are None where the output is hidden states.
+        For each layer `changed`: share of positions whose top-1 prediction differs, mean over all steps (the last
+        alone without a single-step function); `output_error`: relative error of the output, mean over steps;
+        `changed_last`, `kl_last`, `output_error_last`: at the last step. `changed`, `changed_last` and `kl_last`
+        are None where the output is hidden states.
 
     Notes
     -----
-    One rollout of the prompts for each layer and one for the reference.
+    Takes one rollout of the prompts for each layer and one for the reference.
     """
     chosen = quantizable(system.shared_parameters(n_steps)) if parameters is None else list(parameters)
     every = rounded(system, chosen, config, rounder)
-    arms = {name: {name: value} for name, value in every.items()}
-    found = run_arms(
-        system, tokens, n_steps, arms, seed=seed, batch_size=batch_size, progress=progress, label="ablation"
+    variants = {name: {name: value} for name, value in every.items()}
+    found = run_variants(
+        system,
+        tokens,
+        n_steps,
+        variants,
+        seed=seed,
+        batch_size=batch_size,
+        progress=progress,
+        label="ablation",
     )
     return {name: _ablated(run) for name, run in found.items()}
 
@@ -93,25 +104,25 @@ def _ablated(run: Comparison) -> dict[str, float | None]:
 def random_direction_gain(
     apply: Callable[[Floats], Floats], x: Floats, n_draws: int = 10, relative: float = 1e-3, seed: int = 0
 ) -> float:
-    """Mean of ||f(x + d) - f(x)||_F / ||d||_F over random directions d = relative * ||x||_F * z (F2).
+    """Mean of ||f(x + d) - f(x)||_F / ||d||_F over random directions d = relative * ||x||_F * z (Li, App. G).
 
     Parameters
     ----------
     apply : callable
-        The layer, rows to rows.
+        The layer: rows (n_rows, in_features) to rows (n_rows, out_features).
     x : ndarray, float64, shape (n_rows, in_features)
         Captured input.
     n_draws : int
         Gaussian draws z.
     relative : float
-        Size of d next to x.
+        Norm of d relative to that of x.
     seed : int
         Seed of the draws.
 
     Notes
     -----
-    For a linear layer the input cancels and the gain is ||W||_F / sqrt(in_features) in expectation: it
-    cannot know where in the loop the layer sits.
+    For a linear layer the input cancels and the expected gain is about ||W||_F / sqrt(in_features): it does not
+    depend on the layer's position in the loop.
     """
     if n_draws < 1:
         raise ConfigError(f"n_draws must be at least 1; got {n_draws}")
@@ -128,9 +139,7 @@ def random_direction_gain(
 def last_inputs(
     system: LoopedSystem, tokens: TokenSet, n_steps: int, parameters: Sequence[SharedParameter], seed: int = 0
 ) -> dict[str, list[Floats]]:
-    """Input rows of each layer's last invocation, prompt by prompt, float64 (n_rows, in_features)."""
-    from loopq.calibrate.hooks import Observer
-
+    """Input rows of each layer's last invocation, an array (n_rows, in_features) in float64 for each prompt."""
     found: dict[str, list[Floats]] = {p.name: [] for p in parameters}
 
     def keep(parameter: SharedParameter, step: int, rows: Any) -> None:
@@ -153,14 +162,14 @@ def gains(
     n_draws: int = 10,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Random-direction gain of every layer named in `weights`, mean over prompts (F2).
+    """Random-direction gain of every layer named in `weights`, mean over prompts (Li, App. G).
 
     Parameters
     ----------
     weights : mapping of str to ndarray, float32, shape (out_features, in_features)
-        Weights as they are, outputs first; a bias cancels.
+        Unchanged weights; a bias cancels and is not needed.
     n_steps : int
-        Depth of the rollout whose last inputs are disturbed; the paper's is 16 of 32.
+        Depth of the rollout whose last inputs are perturbed; Li, App. G takes 16 of 32.
     """
     parameters = [p for p in system.shared_parameters(n_steps) if p.name in weights]
     inputs = last_inputs(system, tokens, n_steps, parameters, seed)
@@ -176,7 +185,7 @@ def gains(
 
 
 def places(values: Mapping[str, float | None]) -> dict[str, int | None]:
-    """Place of each layer from 1 for the largest value; ties in the order of the layers; None stays None."""
+    """Rank of each layer, 1 for the largest value; ties keep the order of the layers, None stays None."""
     known = [(name, value) for name, value in values.items() if value is not None]
     order = sorted(range(len(known)), key=lambda i: (-known[i][1], i))
     found: dict[str, int | None] = dict.fromkeys(values)
@@ -186,20 +195,20 @@ def places(values: Mapping[str, float | None]) -> dict[str, int | None]:
 
 
 def rank_table(measures: Mapping[str, Mapping[str, float | None]], truth: str) -> dict[str, Any]:
-    """Put several rankings of the same layers side by side.
+    """Rank the layers by several measures and correlate these with one of them.
 
     Parameters
     ----------
     measures : mapping of measure to mapping of layer to value
         Larger is more sensitive.
     truth : str
-        The measure that the others are held against.
+        The measure with which the others are correlated.
 
     Returns
     -------
     dict
-        `places`: layer -> measure -> place; `spearman`: measure -> correlation with the truth over the
-        layers that both know, None with fewer than three; `truth`.
+        `places`: layer -> measure -> rank; `spearman`: measure -> rank correlation with `truth` over the layers
+        that have both values, None for fewer than three; `truth`.
     """
     ranked = {name: places(values) for name, values in measures.items()}
     layers = list(measures[truth])

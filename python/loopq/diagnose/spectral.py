@@ -1,4 +1,4 @@
-"""Spectral radius and norm of the step's Jacobian, without forming it (G1, G2, G4)."""
+"""Spectral radius and norm of the Jacobian of a recurrence step, without forming it (Li, App. K)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnose.stepmap import Bypass, StepMap, final_state, interval_json, promoted
-from loopq.diagnose.weights import Weights, replaced
+from loopq.diagnose.stepmap import Bypass, StepMap, final_state, promoted
+from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import difference_in_differences
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
+from loopq.stats import difference_in_differences, mean_interval
+from loopq.systems.replace import replaced
 from loopq.threads import OneThread
 
 if TYPE_CHECKING:
@@ -27,19 +28,21 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Product = Callable[[Floats], Floats]
 
+N_RESAMPLES = 10_000
+
 
 @dataclass(frozen=True)
 class ArnoldiSettings:
-    """The paper's settings and acceptance rules.
+    """Settings and acceptance rules of the estimate; the defaults are those of Li, App. K.
 
     Parameters
     ----------
     k, ncv : int
-        Eigenvalues asked for and Krylov vectors kept.
+        Eigenvalues requested and Krylov vectors kept.
     tol : float
         Tolerance of the iteration.
     max_products : int
-        Cap on Jacobian products of one estimate.
+        Limit of Jacobian products for one estimate.
     residual_limit : float
         Largest accepted relative Ritz residual ||Jv - theta v|| / |theta|.
     agreement_limit : float
@@ -56,7 +59,7 @@ class ArnoldiSettings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One start vector's answer: radius, relative Ritz residual, products, why it failed ("" if not)."""
+    """Result from one start vector: radius, relative Ritz residual, products, why it failed ("" if it did not)."""
 
     radius: float
     residual: float
@@ -75,13 +78,13 @@ class Radius:
     residual : float
         Largest relative Ritz residual.
     disagreement : float
-        Relative difference of the start vectors' answers.
+        Range of the start vectors' results over their mean.
     n_products : int
         Jacobian products of all start vectors.
     accepted : bool
-        Whether every rule is met.
+        Whether every acceptance rule is met.
     failure : str
-        The rule that is not, in words.
+        The rule that is not met, in words.
     """
 
     radius: float
@@ -93,7 +96,7 @@ class Radius:
 
 
 class _Cap(Exception):
-    """The cap on products is reached."""
+    """The limit of products is reached."""
 
 
 def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> Estimate:
@@ -104,7 +107,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
     product : callable
         v -> J v on float64 vectors.
     dim : int
-        Dimension; one that the Krylov space would fill anyway is formed and solved densely.
+        Dimension. Up to `settings.ncv`, the size of the Krylov space, the matrix is formed and solved densely.
     start : ndarray, float64, shape (dim,)
         Start vector.
     settings : ArnoldiSettings
@@ -136,7 +139,7 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
     best = int(np.argmax(np.abs(values)))
     theta, vector = complex(values[best]), vectors[:, best]
     image = product(np.ascontiguousarray(vector.real)) + 1j * product(np.ascontiguousarray(vector.imag))
-    # A radius of 0 has no relative residual: then the largest stretch seen is the yardstick.
+    # A radius of 0 has no relative residual: the residual is then relative to the largest ||J v|| / ||v|| met.
     scale: float = abs(theta) if abs(theta) > 1e-10 * stretch else max(stretch, 1e-300)
     residual = float(np.linalg.norm(image - theta * vector) / (scale * np.linalg.norm(vector)))
     if not residual < settings.residual_limit:
@@ -145,10 +148,10 @@ def estimate(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
 
 
 def _one_thread() -> Any:
-    """Keep the library's own vector operations on one thread.
+    """Keep ARPACK's vector operations on one thread.
 
-    They are small and come between the products: with a thread for each core they and the products' threads
-    wait for each other, which made the iteration eight times slower.
+    They are small and alternate with the products: with a thread for each core they and the threads of the
+    products wait for each other, which made the iteration eight times slower.
     """
     return OneThread()()
 
@@ -171,7 +174,7 @@ def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSetting
 def spectral_radius(
     product: Product, dim: int, starts: Sequence[Floats], settings: ArnoldiSettings | None = None
 ) -> Radius:
-    """Estimate the radius from several start vectors and apply the acceptance rules (G1).
+    """Estimate the radius from several start vectors and apply the acceptance rules (Li, App. K).
 
     Parameters
     ----------
@@ -180,15 +183,15 @@ def spectral_radius(
     dim : int
         Dimension.
     starts : sequence of ndarray, float64, shape (dim,)
-        Start vectors, the same for all maps that are compared.
+        Start vectors; use the same ones for all maps that are compared.
     settings : ArnoldiSettings, optional
-        The paper's when absent.
+        Those of Li, App. K when absent.
 
     Notes
     -----
-    Accepted when every residual is below the limit and the starts agree within theirs. For a strongly
-    non-normal map a small residual does not bound the eigenvalue's error; the paper's rules are applied as
-    they are, and `spectral_norm` stands beside them.
+    Accepted when every residual and the disagreement of the starts are below their limits. For a strongly
+    non-normal map a small residual does not bound the eigenvalue's error; the rules are applied as published,
+    and `spectral_norm` is given beside them.
     """
     settings = settings or ArnoldiSettings()
     found = [estimate(product, dim, s, settings) for s in starts]
@@ -210,7 +213,7 @@ def spectral_radius(
 
 
 def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 1e-5) -> float:
-    """Largest singular value sigma_1(J) from products with J and J^T (G4)."""
+    """Largest singular value sigma_1(J) from products with J and J^T (Li, App. K)."""
     if dim <= 64:
         return float(np.linalg.norm(np.stack([product(e) for e in np.eye(dim)], axis=1), 2))
     linalg = require("scipy.sparse.linalg")
@@ -224,7 +227,7 @@ def spectral_norm(product: Product, transposed: Product, dim: int, tol: float = 
 
 
 def vector_product(step: StepMap, state: Tensor) -> Product:
-    """Return v -> J v on float64 vectors, J the step's Jacobian at a state."""
+    """Return v -> J v on float64 vectors, with J the Jacobian of the step at a state."""
     torch = require("torch")
     times, _ = step.products(state)
 
@@ -236,7 +239,7 @@ def vector_product(step: StepMap, state: Tensor) -> Product:
 
 
 def start_vectors(dim: int, n: int = 2, seed: int = 0) -> list[Floats]:
-    """Gaussian start vectors of one dimension, shared by all maps."""
+    """Gaussian start vectors; all maps of one dimension share them."""
     rng = np.random.default_rng(seed)
     return [rng.normal(size=dim) for _ in range(n)]
 
@@ -252,7 +255,7 @@ def jacobian_at(
     settings: ArnoldiSettings | None = None,
     with_norm: bool = False,
 ) -> dict[str, Any]:
-    """Radius, and on request norm, of the last step's map at one prompt's state."""
+    """Spectral radius of the last step at one prompt's state, and its spectral norm if `with_norm`."""
     step = StepMap(system, embedding, n_steps - 1, n_steps, bypass)
     step.check(state)
     product = vector_product(step, state)
@@ -282,39 +285,39 @@ def radius_study(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Spectral radii of the reference and the changed step, with and without the identity bypass (G2).
+    """Spectral radii of the full-precision and the changed step, with and without the bypass (Li, App. K).
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps.
+        The model's adapter, with a single-step function.
     tokens : TokenSet
-        Prompts; each is one estimate per map, operating state and start vector.
+        Prompts; each gives one estimate per map, operating state and start vector.
     n_steps : int
-        Depth of the rollout that gives the operating state.
+        Depth of the rollout whose final state is the operating state.
     weights : weights
-        Replaced weights of the changed map.
+        Replaced weights of the changed map, outputs first.
     with_bypass : bool
-        Also measure both maps with the identity bypass, and all four at the bypassed rollout's state.
+        Also measure both maps with the identity bypass, and all four at the final state of the rollout with it.
     with_norm : bool
-        Also measure sigma_1 of the reference and the changed map at the plain state.
+        Also measure sigma_1 of the full-precision and the changed map, without the bypass.
     settings : ArnoldiSettings, optional
-        The paper's when absent.
+        Those of Li, App. K when absent.
     seed : int
         Seed of the initial states.
     progress : Progress, optional
-        Told of every map.
+        Advanced by every map.
 
     Returns
     -------
     dict
-        `prompts`: one entry for each prompt and operating state; `states`: per operating state the mean
-        radii, prompts above 1, and the difference in differences with its interval; `acceptance`: how many
-        estimates were accepted, largest residual and largest disagreement.
+        `prompts`: an entry for each prompt and operating state; `states`: for each operating state the mean
+        radii, the number of prompts above 1, and the difference in differences with its interval; `acceptance`:
+        how many estimates were accepted, the largest residual and the largest disagreement.
     """
     if not system.has_steps:
         raise ConfigError(
-            f"system {system.name!r} has no single-step function: there is no Jacobian of a step"
+            f"system {system.name!r} has no single-step function: a step has no Jacobian that can be measured"
         )
     progress = progress or Silent()
     places = ("plain", "bypassed") if with_bypass else ("plain",)
@@ -329,7 +332,7 @@ def radius_study(
                 for changed, bypassed in maps:
                     with contextlib.ExitStack() as stack:
                         if changed:
-                            stack.enter_context(replaced(system, weights, n_steps))
+                            stack.enter_context(replaced(system, as_stored(system, weights, n_steps)))
                         bypass = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
                         found[_map_name(changed, bypassed)] = jacobian_at(
                             system, batch, state, embedding, n_steps, bypass=bypass, settings=settings,
@@ -360,7 +363,7 @@ def _operating_state(system: LoopedSystem, batch: Batch, n_steps: int, bypassed:
 
 
 def _summary(entries: Sequence[dict[str, Any]], with_bypass: bool) -> dict[str, Any]:
-    # Estimates that miss a rule are counted and left out, prompt by prompt, so that pairs stay pairs.
+    # A prompt with an estimate that was not accepted is counted and left out whole, so that maps stay paired.
     good = [e for e in entries if all(m["accepted"] for m in e["maps"].values())]
     out: dict[str, Any] = {"n_prompts": len(entries), "n_accepted": len(good), "maps": {}, "did": None}
     if not good:
@@ -369,18 +372,22 @@ def _summary(entries: Sequence[dict[str, Any]], with_bypass: bool) -> dict[str, 
     for name, values in radii.items():
         norms = [e["maps"][name]["norm"] for e in good if "norm" in e["maps"][name]]
         out["maps"][name] = {
-            "radius": interval_json(values),
+            "radius": _interval(values),
             "above_one": int((values > 1).sum()),
-            "norm": interval_json(np.array(norms)) if norms else None,
+            "norm": _interval(np.array(norms)) if norms else None,
         }
-    out["shift"] = interval_json(radii["changed"] - radii["reference"])
+    out["shift"] = _interval(radii["changed"] - radii["reference"])
     if with_bypass:
-        out["shift_bypass"] = interval_json(radii["changed, bypass"] - radii["reference, bypass"])
+        out["shift_bypass"] = _interval(radii["changed, bypass"] - radii["reference, bypass"])
         out["did"] = difference_in_differences(
             radii["reference"], radii["changed"], radii["reference, bypass"], radii["changed, bypass"],
-            n_resamples=10_000,
+            n_resamples=N_RESAMPLES,
         ).to_json()  # fmt: skip
     return out
+
+
+def _interval(values: Floats) -> dict[str, Any]:
+    return mean_interval(values, n_resamples=N_RESAMPLES).to_json()
 
 
 def _acceptance(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

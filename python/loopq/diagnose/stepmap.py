@@ -1,4 +1,4 @@
-"""One recurrence step as a map on states: values, exact Jacobian products, and the identity bypass."""
+"""A recurrence step as a map on states: its values, exact Jacobian products, and the identity bypass."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 
@@ -20,15 +17,13 @@ if TYPE_CHECKING:
 
     from loopq.systems.base import Batch, LoopedSystem
 
-Floats = NDArray[np.float64]
-
 
 @contextlib.contextmanager
 def promoted(model: nn.Module) -> Iterator[None]:
-    """Hold the model in float32 inside the block if it is in a shorter type; nothing is rounded.
+    """Promote 16-bit parameters and buffers to float32 inside the block; no value changes.
 
-    An epsilon that norm layers take from their type (`eps` None) is pinned to what it was. Weights of
-    float32 and float64 stay as they are. The old tensors come back afterwards.
+    An epsilon that norm layers derive from the type of their weights (`eps` None) is pinned to its value in
+    that type. Tensors of float32 and float64 stay. The original tensors are restored afterwards.
     """
     torch = require("torch")
     short = (torch.float16, torch.bfloat16)
@@ -56,14 +51,19 @@ def promoted(model: nn.Module) -> Iterator[None]:
 class Bypass:
     """Adds the state to the output of the exposed adapter: a(s, e) becomes s + a(s, e).
 
-    Used as a context manager; `step` is the system's own with the identity path inside the block.
+    A context manager: inside the block, `step` is the system's step with the identity path.
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps and one exposed layer whose output is as wide as the state.
+        The model's adapter, with a single-step function and one exposed layer whose output has the state's shape.
     n_steps : int
         Depth.
+
+    Raises
+    ------
+    ConfigError
+        The system has no single-step function, or not exactly one exposed adapter.
     """
 
     def __init__(self, system: LoopedSystem, n_steps: int) -> None:
@@ -71,7 +71,7 @@ class Bypass:
         if len(exposed) != 1 or not system.has_steps:
             raise ConfigError(
                 f"system {system.name!r}: the identity bypass needs a single-step function and one exposed "
-                f"adapter; it has {len(exposed)}"
+                f"adapter; it has {len(exposed)} of them"
             )
         self._system = system
         self._owner = exposed[0].owners[0]
@@ -92,7 +92,8 @@ class Bypass:
             return out
         if out.shape != self._state.shape:
             raise SystemContractError(
-                f"{self._owner} gives shape {tuple(out.shape)}, the state has {tuple(self._state.shape)}"
+                f"{self._owner} returns shape {tuple(out.shape)} and the state has {tuple(self._state.shape)}: "
+                "the bypass needs equal shapes"
             )
         self._fired = True
         return out + self._state
@@ -106,25 +107,25 @@ class Bypass:
             self._state = None
         if not self._fired:
             raise SystemContractError(
-                f"{self._owner} was not called in a step: no bypass could be laid around it"
+                f"{self._owner} was not called in the step: no identity path could be added around it"
             )
         return after
 
 
 @dataclass
 class StepMap:
-    """One step of one prompt's state, as a map on vectors.
+    """One recurrence step, as a map from state to state.
 
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter, with steps.
+        The model's adapter, with a single-step function.
     embedding : Any
-        What the step is given besides the state.
+        What the step takes besides the state.
     t, n_steps : int
         Number of the step, and depth.
     bypass : Bypass, optional
-        Entered; the map then has the identity path.
+        An entered bypass; the map then has the identity path.
     n_products : int
         Jacobian products so far.
     """
@@ -143,7 +144,7 @@ class StepMap:
         return after
 
     def product(self, state: Tensor, direction: Tensor) -> Tensor:
-        """J v at a state by forward-mode differentiation: exact, no graph kept, several steps' time."""
+        """J v at a state by forward-mode differentiation: exact and without a graph, at the cost of a few steps."""
         torch = require("torch")
         _load_forward_mode()
         self.n_products += 1
@@ -154,12 +155,12 @@ class StepMap:
         return found
 
     def check(self, state: Tensor, tolerance: float = 0.3) -> None:
-        """Hold one product against a central difference: a step that detaches its input has no Jacobian.
+        """Compare one product with a central difference; they differ if the step detaches its input.
 
         Raises
         ------
         SystemContractError
-            They differ by more than the curvature of a step could explain.
+            They differ by more than the curvature of a step explains.
         """
         torch = require("torch")
         generator = torch.Generator().manual_seed(1)
@@ -170,25 +171,25 @@ class StepMap:
         gap = float((self.product(state, v).double() - difference).norm())
         if gap > tolerance * float(difference.norm()) + 1e-12:
             raise SystemContractError(
-                f"system {self.system.name!r}: the step's derivative differs from its finite difference by "
-                f"{gap:.2e} of {float(difference.norm()):.2e}; does the step detach its input?"
+                f"system {self.system.name!r}: the derivative of the step differs from its finite difference by "
+                f"{gap:.2e} of {float(difference.norm()):.2e}; check whether the step detaches its input"
             )
 
     def products(self, state: Tensor) -> tuple[Callable[[Tensor], Tensor], str]:
-        """Return v -> J v at a state for many products, and how it is done.
+        """Return v -> J v at a state, for many products, and the method used.
 
         Returns
         -------
         callable
-            J^T u is linear in u, so differentiating it by u along v gives J v, exactly as forward mode does
-            and several times faster, from one kept graph.
+            J^T u is linear in u, so its derivative with respect to u along v is J v: exact as forward mode is,
+            and several times faster, since one graph serves all products.
         str
-            "reverse over reverse", or "forward mode" where the step lets no gradient through.
+            "reverse over reverse", or "forward mode" where no gradient passes through the step.
 
         Raises
         ------
         SystemContractError
-            Both ways differ by more than rounding.
+            The two methods differ by more than rounding.
         """
         torch = require("torch")
         with torch.enable_grad(), _plain_attention():
@@ -210,8 +211,8 @@ class StepMap:
         gap = float((product(v) - self.product(state, v)).double().norm())
         if gap > 1e-3 * float(product(v).double().norm()) + 1e-12:
             raise SystemContractError(
-                f"system {self.system.name!r}: two exact ways to J v differ by {gap:.2e}; does the step detach "
-                "part of its input?"
+                f"system {self.system.name!r}: two exact methods for J v differ by {gap:.2e}; check whether the step "
+                "detaches part of its input"
             )
         return product, "reverse over reverse"
 
@@ -221,7 +222,7 @@ class StepMap:
         Raises
         ------
         SystemContractError
-            The step blocks gradients: J^T does not fit J.
+            The step blocks gradients: u.(J v) and (J^T u).v differ.
         """
         torch = require("torch")
         with torch.enable_grad(), _plain_attention():
@@ -236,14 +237,14 @@ class StepMap:
         if abs(forward - backward) > 1e-3 * max(abs(forward), abs(backward), 1e-6):
             raise SystemContractError(
                 f"system {self.system.name!r}: the step blocks gradients (u.Jv = {forward:.3e}, J^Tu.v = "
-                f"{backward:.3e}); its spectral norm cannot be had"
+                f"{backward:.3e}), so its spectral norm cannot be computed"
             )
         return lambda vector: pull(vector)[0].detach()
 
 
 @functools.cache
 def _load_forward_mode() -> None:
-    """Differentiate once: the first time torch compiles its rules and warns about its own call."""
+    """Differentiate once: on the first use torch compiles its rules and warns about its internals."""
     torch = require("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -271,10 +272,3 @@ def final_state(
         for t in range(system.n_updates(n_steps)):
             state = owner.step(state, embedding, t, n_steps)
     return embedding, state
-
-
-def interval_json(values: Floats) -> dict[str, Any]:
-    """Mean with its prompt bootstrap, as plain data."""
-    from loopq.evaluate.stats import mean_interval
-
-    return mean_interval(values, n_resamples=10_000).to_json()

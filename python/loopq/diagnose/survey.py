@@ -1,8 +1,7 @@
-"""All diagnoses of one model or dump, section by section, as plain data that a report is made of."""
+"""The diagnosis of a model or a dump, section by section, as the plain data of a report."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import platform
 import time
@@ -14,14 +13,22 @@ from typing import Any
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.dump import Dump, fingerprint
-from loopq.checkpoint.files import read_json, write_json
-from loopq.config import PER_CHANNEL, DiagnoseConfig
-from loopq.diagnose import sections
-from loopq.diagnose.sections import COMPARING_SECTIONS, LOOP_SECTIONS, SECTIONS, Context
+from loopq.calibrate.dump import Dump
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
+from loopq.diagnose.estimate import estimate as estimate_sections
+from loopq.diagnose.sections import (
+    COMPARING_SECTIONS,
+    EXPOSED_SECTIONS,
+    LOOP_SECTIONS,
+    SECTIONS,
+    dump_ranks,
+)
 from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
-from loopq.errors import ConfigError, LoopqError, MissingExtraError, NonFiniteError, SystemContractError
+from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
+from loopq.grid import PER_CHANNEL
+from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
 
@@ -49,31 +56,31 @@ def diagnose(
     Parameters
     ----------
     system : LoopedSystem
-        The model's adapter. Without a step function the sections that intervene in the loop are left out,
-        and `unavailable` says which and why.
+        The model's adapter. Without a single-step function the sections that intervene in the loop are left
+        out, and `unavailable` says which and why.
     tokens : TokenSet
-        Prompts. All of them feed the Hessians; the first few the runs that compare weights.
+        Prompts. All of them enter the Hessians; the first few are used where weights are compared.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth; the system's default when absent.
     config : DiagnoseConfig, optional
         Settings.
     only : sequence of str, optional
         Sections to run (`SECTIONS`); all when absent.
     train : TokenSet, optional
-        Training prompts of the trained rank-4 update; it is left out without them.
+        Training prompts of the trained rank-4 update, which is left out without them.
     name : str
-        What the model is called in the report.
+        Name of the model in the report.
     work : Path, optional
-        Folder where each finished section is kept; a diagnosis of the same weights, prompts and settings
-        that was interrupted goes on there.
+        Folder where finished sections are saved; an interrupted diagnosis of the same weights, prompts and
+        settings is resumed from it.
     memory : int, optional
-        Bytes that Hessian accumulators may take at once; the prompts are run several times if need be.
+        Limit in bytes for Hessian accumulators; if they need more, the prompts are run several times.
     threads : int
         Threads of the core; 0 takes all cores.
     rounder : callable
-        Weight and settings to the dequantized weight.
+        Takes a weight and its settings, returns the dequantized weight.
     progress : Progress, optional
-        Told of the estimate and of every section's work.
+        Notified of the estimate and of the work of every section.
 
     Returns
     -------
@@ -91,16 +98,17 @@ def diagnose(
     wanted = _wanted(only)
     context = Context(system, tokens, depth, config, rounder, progress, train, memory, threads)
     run, unavailable = _possible(system, context, wanted)
-    estimate = sections.estimate(context, run)
+    estimate = estimate_sections(context, run)
     progress.note(_estimate_line(estimate))
-    key = fingerprint(context.fingerprint(), dataclasses.asdict(config), train.digest() if train else None)
+    key = fingerprint(context.fingerprint(), config.to_json(), train.digest() if train else None)
+    journal = Journal(work, key)
     done, seconds = {}, {}
     for section in run:
         began = time.monotonic()
         try:
-            done[section] = _resumed(work, section, key, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
+            done[section] = _resumed(journal, section, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
         except (ConfigError, MissingExtraError, NonFiniteError, SystemContractError) as error:
-            # What the other sections found is not thrown away for one that cannot be had.
+            # One section that fails does not discard the results of the others.
             unavailable.append({"section": section, "reason": str(error)})
             continue
         seconds[section] = round(time.monotonic() - began, 3)
@@ -127,23 +135,23 @@ def diagnose_dump(
     rounder: Rounder = core_rounder,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Diagnose a calibration dump: ranks, spectra, proxies and magnitudes; needs no torch.
+    """Diagnose a calibration dump: ranks, spectra, proxies and magnitudes; needs SciPy, but not torch.
 
     Parameters
     ----------
     folder : Path
-        Dump of rows, or of Hessians with their steps apart.
+        Dump of rows, or of Hessians that are stored step by step.
     config, threads, rounder, progress
         As in `diagnose`.
     """
     progress = progress or Silent()
     config = config or DiagnoseConfig()
-    dump = Dump(folder)
+    dump = Dump(folder, threads=threads)
     m = dump.manifest
     began = time.monotonic()
-    done = {"ranks": clean(sections.dump_ranks(dump, config, rounder, threads, progress))}
+    done = {"ranks": clean(dump_ranks(dump, config, rounder, threads, progress))}
     seconds = {"ranks": round(time.monotonic() - began, 3)}
-    reason = "a dump holds activations, not the model: nothing can be run"
+    reason = "a dump holds activations and weights, not the model's code: no rollout can be run"
     unavailable = [{"section": s, "reason": reason} for s in SECTIONS if s != "ranks"]
     model = {
         "name": folder.name,
@@ -162,7 +170,7 @@ def diagnose_dump(
 
 def json_settings(config: DiagnoseConfig) -> dict[str, Any]:
     """Settings as plain data."""
-    plain: dict[str, Any] = clean(dataclasses.asdict(config))
+    plain: dict[str, Any] = clean(config.to_json())
     return plain
 
 
@@ -180,19 +188,18 @@ def _wanted(only: Sequence[str] | None) -> list[str]:
 def _possible(
     system: LoopedSystem, context: Context, wanted: Sequence[str]
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Split the sections in those that can run and those that cannot, with the reason."""
+    """Split the sections into those that can run and those that cannot, with the reason."""
     unavailable = []
     run = []
     for section in wanted:
         needs_loop = section in LOOP_SECTIONS
         if needs_loop and not system.has_steps:
             reason = (
-                f"system {system.name!r} has no single-step function: the loop cannot be entered between two "
-                f"steps, which {LOOP_SECTIONS[section]} needs"
+                f"system {system.name!r} has no single-step function, which {LOOP_SECTIONS[section]} needs"
             )
             unavailable.append({"section": section, "reason": reason})
-        elif section in sections.EXPOSED_SECTIONS and not context.exposed:
-            reason = "no shared layer is declared feedback-exposed: every one has an identity path around it"
+        elif section in EXPOSED_SECTIONS and not context.exposed:
+            reason = "no shared layer is feedback-exposed: each has an identity path around it"
             unavailable.append({"section": section, "reason": reason})
         else:
             run.append(section)
@@ -200,36 +207,33 @@ def _possible(
 
 
 def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, str]]:
-    """Parts of sections that run which the system cannot have, with the reason."""
+    """Parts of the running sections that are impossible for the system, with the reason."""
     compared = [s for s in run if s in COMPARING_SECTIONS]
     parts = []
     if compared and system.output != "logits":
         reason = (
-            f"system {system.name!r} gives hidden states and no logits: there is no predicted token to compare; the "
-            "relative error of the output stands in its place"
+            f"system {system.name!r} returns hidden states and no logits: there is no predicted token to compare; the "
+            "relative error of the output is given instead"
         )
         parts.append({"section": "agreement and KL", "reason": reason})
-    if "arms" in compared and not system.state_is_random:
+    if "injection" in compared and not system.state_is_random:
         reason = (
-            "the initial state is not drawn: every run starts where its reference does, so all are paired"
+            "the initial state is not random: every run starts from its reference's state, so all are paired"
         )
         parts.append({"section": "unpaired runs", "reason": reason})
     return parts
 
 
 def _resumed(
-    work: Path | None, section: str, key: str, progress: Progress, compute: Callable[[], dict[str, Any]]
+    journal: Journal, section: str, progress: Progress, compute: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    path = work / f"{section}.json" if work else None
-    if path is not None and path.is_file():
-        kept = read_json(path, LoopqError)
-        if kept.get("key") == key:
-            progress.note(f"{section}: taken from {path}")
-            found: dict[str, Any] = kept["data"]
-            return found
+    saved = journal.find(section)
+    if saved is not None:
+        progress.note(f"{section}: read from {journal.folder}")
+        found: dict[str, Any] = saved.facts["data"]
+        return found
     fresh: dict[str, Any] = clean(compute())
-    if path is not None:
-        write_json(path, {"key": key, "data": fresh})
+    journal.save(section, data=fresh)
     return fresh
 
 
@@ -242,8 +246,8 @@ def _layers(
     noise = _noise(done.get("overlap", {}))
     out = []
     for p in parameters:
-        leader = ranks.get("leaders", {}).get(p.name)
-        own = ranks.get("layers", {}).get(leader)
+        group = ranks.get("input_groups", {}).get(p.name)
+        layer_ranks = ranks.get("layers", {}).get(group)
         layer: dict[str, Any] = {
             "name": p.name,
             "owners": list(p.owners),
@@ -253,7 +257,7 @@ def _layers(
             "exposed": p.exposed,
             "treatment": p.treatment,
             "reason": p.reason,
-            "input_of": leader,
+            "input_of": group,
             "feedback_ratio": ratio if p.exposed else None,
             "noise": noise if p.exposed and input_blocks(p) else None,
             "ablation": None,
@@ -266,7 +270,7 @@ def _layers(
                 "of": len(ablation["layers"]),
                 "setting": setting_name(config.bits, config.group_size),
             }
-        layer["verdict"] = judge(layer, own)
+        layer["verdict"] = judge(layer, layer_ranks)
         out.append(layer)
     return out
 
@@ -280,7 +284,7 @@ def _feedback_ratio(feedback: Mapping[str, Any]) -> float | None:
 
 
 def _noise(overlap: Mapping[str, Any]) -> dict[str, float] | None:
-    """Overlap of the state's leading directions at both ends, where it is no more than chance."""
+    """Overlap of the state's leading directions at the first and last step, if it is no more than chance."""
     ends = [row for row in overlap.get("overlaps", []) if row["between"].startswith("steps")]
     if not ends or any(row["overlap"] > 1.25 * row["chance"] for row in ends):
         return None
@@ -288,7 +292,7 @@ def _noise(overlap: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def setting_name(bits: int, group_size: int) -> str:
-    """Rounding in few words: "INT4 g128", "INT4 per channel"."""
+    """Short name of a rounding: "INT4 g128", "INT4 per channel"."""
     return f"INT{bits} per channel" if group_size == PER_CHANNEL else f"INT{bits} g{group_size}"
 
 
@@ -322,7 +326,7 @@ def _assemble(
 
 
 def versions() -> dict[str, str]:
-    """Versions of everything that had a part in the numbers."""
+    """Versions of the software that the numbers depend on."""
     found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
     for package in ("loopq", "numpy", "torch", "scipy", "transformers"):
         try:
@@ -333,7 +337,7 @@ def versions() -> dict[str, str]:
 
 
 def clean(value: Any) -> Any:
-    """Plain JSON data: arrays become lists, numbers Python's own, what is not finite None."""
+    """Convert to plain JSON data: arrays to lists, NumPy numbers to Python's, NaN and infinity to None."""
     if isinstance(value, Mapping):
         return {str(k): clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
@@ -351,6 +355,6 @@ def _estimate_line(estimate: Mapping[str, Any]) -> str:
     parts = sorted(estimate["sections"].items(), key=lambda item: -float(item[1]["seconds"]))[:3]
     most = ", ".join(f"{name} {float(part['seconds']):.0f} s" for name, part in parts)
     return (
-        f"diagnosis: about {text} ({most}); {estimate['n_prompt_rollouts']} rollouts of a prompt, "
+        f"diagnosis: about {text} ({most}); {estimate['n_prompt_rollouts']} rollouts of one prompt, "
         f"{float(estimate['hessian_bytes']) / 2**20:.0f} MiB for Hessians"
     )

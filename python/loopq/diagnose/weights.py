@@ -1,17 +1,16 @@
-"""Other weights in the model's place for a while, and the rounding errors that make them."""
+"""The weights of a diagnosis: shared weights, rounded or otherwise changed, outputs first."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.config import LayerConfig
 from loopq.errors import ConfigError, NonFiniteError
-from loopq.systems import replace
+from loopq.quantizers.base import Problem
+from loopq.quantizers.config import LayerConfig
 
 if TYPE_CHECKING:
     from loopq.systems.base import LoopedSystem, SharedParameter
@@ -22,27 +21,27 @@ Rounder = Callable[[Matrix, LayerConfig], Matrix]
 
 
 def weight_of(system: LoopedSystem, shared: SharedParameter) -> Matrix:
-    """Return a copy of a shared weight, float32, shape (out_features, in_features), outputs first."""
+    """Return a copy of a shared weight, float32, shape (out_features, in_features)."""
     value: Matrix = system.parameter(shared).detach().float().cpu().numpy().copy()
     return np.ascontiguousarray(value.T) if shared.orientation == "in_out" else value
 
 
-@contextlib.contextmanager
-def replaced(system: LoopedSystem, weights: Weights, n_steps: int | None = None) -> Iterator[None]:
-    """Put other weights in the model's place inside the block, and the old ones back after it.
-
-    The values are copied into the parameters the model has, in their type and on their device, so that tied
-    modules and modules used without a call see them too; what was there comes back bit for bit, also after
-    an error.
+def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str, Matrix]:
+    """Return weights in the orientation in which the model stores them, as `systems.replace.replaced` takes them.
 
     Parameters
     ----------
     system : LoopedSystem
         The model's adapter.
     weights : mapping of str to ndarray, float32, shape (out_features, in_features)
-        New weight of each shared parameter named, outputs first whatever the model's storage.
-    n_steps : int, optional
-        Depth at which the parameters are declared; the deployed depth when absent.
+        New weights by the name of the shared parameter.
+    n_steps : int
+        Depth at which the parameters are declared.
+
+    Returns
+    -------
+    dict of str to ndarray, float32
+        The same values, transposed where the model stores (in_features, out_features).
 
     Raises
     ------
@@ -51,33 +50,26 @@ def replaced(system: LoopedSystem, weights: Weights, n_steps: int | None = None)
     NonFiniteError
         NaN or infinity in a new weight.
     """
-    shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
+    shared = {p.name: p for p in system.shared_parameters(n_steps)}
     _check(weights, shared)
-    stored = {n: v.T if shared[n].orientation == "in_out" else v for n, v in weights.items()}
-    with replace.replaced(system, stored):
-        yield
+    return {n: v.T if shared[n].orientation == "in_out" else v for n, v in weights.items()}
 
 
 def _check(weights: Weights, shared: Mapping[str, SharedParameter]) -> None:
     for name, value in weights.items():
         if name not in shared:
-            raise ConfigError(f"{name} is no shared parameter; there are: {', '.join(shared)}")
+            raise ConfigError(f"{name} is not a shared parameter; those are: {', '.join(shared)}")
         expected = (shared[name].out_features, shared[name].in_features)
         if value.shape != expected:
             raise ConfigError(f"layer {name}: a weight of shape {expected} is needed; got {value.shape}")
         if not np.isfinite(value).all():
             row, column = (int(i) for i in np.argwhere(~np.isfinite(value))[0])
-            raise NonFiniteError(f"layer {name}: new weight[{row}, {column}] is {value[row, column]}")
+            raise NonFiniteError(f"layer {name}: the new weight[{row}, {column}] is {value[row, column]}")
 
 
 def core_rounder(weight: Matrix, config: LayerConfig) -> Matrix:
     """Round to nearest with the native core and expand again, float32."""
-    from loopq.quantizers import QUANTIZERS
-    from loopq.quantizers.base import Problem
-
-    problem = Problem("", weight, None, config, "out_in", 0, {})
-    found: Matrix = QUANTIZERS.get("rtn")(problem).dequantize()
-    return found
+    return config.quantize(Problem("", weight, None, config.grid)).dequantize()
 
 
 def rounded(
@@ -93,26 +85,26 @@ def rounded(
     system : LoopedSystem
         The model's adapter.
     parameters : sequence of SharedParameter
-        What to round.
+        Parameters to round.
     config : LayerConfig
         Bits and group size.
     rounder : callable
-        Weight and settings to the dequantized weight.
+        Takes a weight and its settings, returns the dequantized weight.
 
     Returns
     -------
-    dict of str to ndarray, float32
+    dict of str to ndarray, float32, shape (out_features, in_features)
     """
     return {p.name: rounder(weight_of(system, p), config) for p in parameters}
 
 
 def input_blocks(shared: SharedParameter) -> dict[str, slice]:
-    """Parts of a concatenated input: for an adapter of twice its output's width, state first, then embedding.
+    """Column ranges of a concatenated input: of an adapter twice as wide as its output, state then embedding.
 
     Returns
     -------
     dict of str to slice
-        Empty where the input is one piece.
+        Empty where the input is not concatenated.
     """
     width = shared.out_features
     if shared.role == "adapter" and shared.in_features == 2 * width:
@@ -121,19 +113,19 @@ def input_blocks(shared: SharedParameter) -> dict[str, slice]:
 
 
 def keep_columns(weight: Matrix, changed: Matrix, columns: slice) -> Matrix:
-    """Take `changed` in some columns and `weight` in the others (E4)."""
+    """Take `changed` in some columns and `weight` in the others (Li, App. E)."""
     out = weight.copy()
     out[:, columns] = changed[:, columns]
     return out
 
 
 def gaussian_like(weight: Matrix, norm: float, seed: int) -> Matrix:
-    """Add one Gaussian draw of a given Frobenius norm (E1, arm 4)."""
+    """Add one Gaussian draw of a given Frobenius norm (Li, Table 3)."""
     noise = np.random.default_rng(seed).normal(size=weight.shape)
     out: Matrix = (weight + noise * (norm / np.linalg.norm(noise))).astype(np.float32)
     return out
 
 
 def quantizable(parameters: Sequence[SharedParameter]) -> list[SharedParameter]:
-    """Parameters that a run changes by default: all but those that stay dense."""
+    """Parameters that a run quantizes by default: all but those that stay dense."""
     return [p for p in parameters if p.treatment != "dense"]

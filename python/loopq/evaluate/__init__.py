@@ -1,1 +1,1 @@
-"""How far a quantized model is from the full-precision one."""
+"""Distance of a quantized model from full precision, and the statistics of such measurements."""

@@ -1,4 +1,4 @@
-"""KL, agreement and bits per byte of quantized weights against full precision, with paired initial states."""
+"""KL, agreement and bits per byte of quantized weights relative to full precision, with paired initial states."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
-from loopq.evaluate.stats import Interval, mean_interval
 from loopq.progress import Progress, Silent
+from loopq.stats import Interval, mean_interval
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.replace import Weights as Weights
-from loopq.systems.replace import replaced as replaced
+from loopq.systems.replace import Weights, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,25 +23,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one set of weights did on held-out prompts.
+    """Measurements of one set of weights on held-out prompts.
 
     Parameters
     ----------
     name : str
         Name of the weights.
     kl : ndarray, float64, shape (n_seeds, n_prompts)
-        KL(full precision || quantized) in nats, mean over a prompt's positions. For a system whose output is
-        hidden states: squared relative l2 error of the output instead.
+        KL(full precision || quantized) in nats, mean over a prompt's positions. For a system that returns hidden
+        states, the squared relative l2 error of the output instead.
     agreement : ndarray, float64, shape (n_seeds, n_prompts)
-        Share of positions with the same top-1 token. For hidden states: cosine similarity.
+        Share of positions with the same top-1 token. For hidden states, the cosine similarity.
     nll : ndarray, float64, shape (n_seeds, n_prompts)
         Negative log-likelihood of the next token in nats, mean over the positions that have one.
     bytes_per_token : float or None
-        UTF-8 bytes of a token on average; None where they are not known.
+        Mean UTF-8 bytes of a token; None where unknown.
     output : {"logits", "hidden"}
         What the system's rollout returns.
     n_bytes : int, optional
-        Bytes of all weights, quantized or not, where they are known.
+        Bytes of all weights, quantized or not, where known.
     """
 
     name: str
@@ -60,13 +59,13 @@ class Measurement:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Mean negative log-likelihood in bits for a byte of text."""
+        """Mean negative log-likelihood in bits per byte of text; None where the bytes are unknown."""
         if self.bytes_per_token is None:
             return None
         return float(self.nll.mean()) / math.log(2.0) / self.bytes_per_token
 
     def summary(self) -> dict[str, Any]:
-        """Plain data: means, and the spread over seeds where there are several."""
+        """Plain data: means over all prompts, and over the prompts of each seed."""
         data: dict[str, Any] = {
             "name": self.name,
             "output": self.output,
@@ -84,7 +83,7 @@ class Measurement:
         return data
 
     def kl_interval(self) -> Interval | None:
-        """95 % of the mean KL, prompts resampled whole; None for fewer than two prompts."""
+        """95 % bootstrap interval over prompts of the mean KL; None for fewer than two prompts."""
         per_prompt = self.kl.mean(axis=0)
         return mean_interval(per_prompt) if per_prompt.size > 1 else None
 
@@ -100,27 +99,28 @@ def compare(
     scored_from: int = 0,
     progress: Progress | None = None,
 ) -> list[Measurement]:
-    """Measure several sets of weights against the model's own, on the same prompts and initial states.
+    """Measure several sets of weights relative to full precision, on the same prompts and initial states.
 
     Parameters
     ----------
     system : LoopedSystem
-        The full-precision model's adapter.
+        Adapter of the full-precision model.
     variants : mapping of str to weights
-        Name to the parameters that differ (see `replaced`).
+        The parameters that differ, by the variant's name, in the orientation in which the model stores them
+        (`systems.replace.replaced`).
     tokens : TokenSet
         Held-out prompts of at least two tokens.
     n_steps : int, optional
-        Depth; the model's own when absent.
+        Depth; the system's default when absent.
     seeds : sequence of int
         Seeds of the initial states. Each prompt starts from the same state in every variant.
     batch_size : int
-        Prompts that run together.
+        Prompts per batch.
     scored_from : int
-        First position of a prompt that counts; those before it are a question that nothing is predicted of.
-        Hidden states are measured whole.
+        First position of a prompt that is scored; the positions before it are the question of a task. Hidden
+        states are compared at all positions.
     progress : Progress, optional
-        Told of every prompt.
+        Advanced by every prompt.
 
     Returns
     -------
@@ -130,7 +130,7 @@ def compare(
     Raises
     ------
     ConfigError
-        A prompt of one token, or with one scored: it has nothing to predict.
+        A prompt with fewer than two scored tokens: it has no token to predict.
     """
     progress = progress or Silent()
     if min(s.size for s in tokens.sequences) < scored_from + 2:
@@ -160,7 +160,7 @@ def compare(
 
 
 def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
-    """Rollout's output in float64 log-probabilities, or hidden states in float64."""
+    """Log-probabilities of the rollout in float64, or its hidden states in float64."""
     out = system.rollout(batch, n_steps).double()
     return out.log_softmax(-1) if system.output == "logits" else out
 

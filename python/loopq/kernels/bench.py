@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from loopq.config import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS
 from loopq.errors import ConfigError
 from loopq.kernels.launch import Workspace, launch_gemm, workspace_for
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend, Captured
 from loopq.kernels.plan import Plan
-from loopq.kernels.shapes import Projection
+from loopq.kernels.shapes import BENCH_TOKENS, BENCH_TRIALS, BENCH_WARM_UPS, Projection
 from loopq.kernels.w4a16 import dequantize_packed, spread_scales
+from loopq.stats import median_ratio
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 __all__ = [
     "TOKENS",
@@ -33,18 +33,19 @@ __all__ = [
     "Timing",
     "copy_bandwidth",
     "draw",
-    "paired_bootstrap",
     "paired_trials",
+    "ratio_of",
     "record",
     "verify_products",
 ]
 
 TOKENS = BENCH_TOKENS
+_N_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Procedure:
-    """How times are taken; the defaults are the paper's protocol, on a chip of an H200's size.
+    """How times are taken; the defaults are the protocol of Li, App. D, on a chip of an H200's size.
 
     Attributes
     ----------
@@ -174,7 +175,7 @@ def verify_products(
     ----------
     backend : Backend
     layers : sequence of Projection
-        `HUGINN` gives 17 calls, hence the paper's 51 comparisons.
+        `HUGINN` gives 17 calls, at three token counts the 51 comparisons of Li, App. D.
     tokens : sequence of int
     group_size : int
     bulk : bool
@@ -185,8 +186,8 @@ def verify_products(
     -------
     list of dict
         Per comparison: ``error_float32`` (float32 output against float64), ``error_rounded`` (16-bit output
-        against the correctly rounded product), ``error_bfloat16`` (16-bit output against float64, as the paper
-        measures), ``repeatable`` (two runs, same bits), ``same_in_batch`` (first token alone, same bits).
+        against the correctly rounded product), ``error_bfloat16`` (16-bit output against float64, as in Li,
+        App. D), ``repeatable`` (two runs, same bits), ``same_in_batch`` (first token alone, same bits).
     """
     records = []
     device, largest = backend.device, max(tokens)
@@ -285,42 +286,7 @@ def paired_trials(
     return times
 
 
-def paired_bootstrap(
-    first: Sequence[float] | NDArray[np.float64],
-    second: Sequence[float] | NDArray[np.float64],
-    *,
-    n_resamples: int = 10_000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float, float]:
-    """Ratio of median times ``first / second`` with a percentile interval over resampled pairs.
-
-    Parameters
-    ----------
-    first, second : sequence of float
-        Times of paired trials.
-    n_resamples : int
-    level : float
-    seed : int
-
-    Returns
-    -------
-    ratio, low, high : float
-
-    Raises
-    ------
-    ConfigError
-        If the trials are not paired, or there are none.
-
-    Examples
-    --------
-    >>> paired_bootstrap([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
-    (2.0, 2.0, 2.0)
-    """
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    if a.shape != b.shape or a.ndim != 1 or a.size == 0:
-        raise ConfigError(f"paired trials are needed; got {a.shape} and {b.shape}")
-    picks = np.random.default_rng(seed).integers(0, a.size, (n_resamples, a.size))
-    ratios = np.median(a[picks], axis=1) / np.median(b[picks], axis=1)
-    low, high = np.quantile(ratios, ((1 - level) / 2, (1 + level) / 2))
-    return float(np.median(a) / np.median(b)), float(low), float(high)
+def ratio_of(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """Ratio of median times ``first / second`` over paired trials, with its 95 % interval, for a record."""
+    found = median_ratio(first, second, n_resamples=_N_RESAMPLES)
+    return {"ratio": found.estimate, "low": found.low, "high": found.high}

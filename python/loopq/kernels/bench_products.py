@@ -19,8 +19,8 @@ from loopq.kernels.bench import (
     Timing,
     copy_bandwidth,
     draw,
-    paired_bootstrap,
     paired_trials,
+    ratio_of,
     record,
 )
 from loopq.kernels.launch import Workspace, launch_dequantize, workspace_for
@@ -144,7 +144,7 @@ def compare_products(
     bandwidth : float or None
         Bytes per second of a copy; measured where None.
     procedure : Procedure or None
-        The paper's by default.
+        That of Li, App. D by default.
 
     Returns
     -------
@@ -184,7 +184,6 @@ def _compare_layer(
     slow = record_cublas(backend, layer, tokens, procedure)
     slow_times, fast_times = paired_trials(backend, slow.captured.replay, fast.captured.replay, procedure)
     cublas, ours = slow.per_call(slow_times), fast.per_call(fast_times)
-    ratio, low, high = paired_bootstrap(cublas, ours)
     timing = Timing.of(ours)
     n_bytes = layer.int4_bytes(group_size)
     return {
@@ -192,7 +191,7 @@ def _compare_layer(
         "tokens": tokens,
         "int4": timing.__dict__,
         "cublas_bf16": Timing.of(cublas).__dict__,
-        "ratio": {"ratio": ratio, "low": low, "high": high},
+        "ratio": ratio_of(cublas, ours),
         "torch_int4": time_torch_int4(backend, layer, tokens, procedure),
         "int4_bytes": n_bytes,
         "share_of_copy_bandwidth": n_bytes / (timing.median * 1e-6) / bandwidth,

@@ -1,7 +1,7 @@
 """Measurements of whole rollouts on a Huginn-like loop with random weights: graphs, fusions, the eager way.
 
 Only the loop is timed (N steps of the adapter and its blocks); prelude, coda and head run once per forward
-pass and are the same in every arm. The paper's latencies include them.
+pass and are the same in every arm. The latencies of Li, Sec. 6.2 include them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from loopq.kernels.bench import TOKENS, Procedure, Timing, paired_bootstrap, paired_trials, relative_l2
+from loopq.kernels.bench import TOKENS, Procedure, Timing, paired_trials, ratio_of, relative_l2
 from loopq.kernels.fused import MAX_ATTENTION_TOKENS, rotation_table
 from loopq.kernels.layout import TILE_K, WORDS_PER_TILE
 from loopq.kernels.load import Backend
-from loopq.kernels.modules import QuantLinear
+from loopq.kernels.modules import Grid, QuantLinear
 from loopq.kernels.rollout import BlockParts, LoopParts, RolloutRunner
 from loopq.kernels.w4a16 import dequantize_packed
 
@@ -58,7 +58,7 @@ def random_parts(
         groups = -(-in_features // group_size)
         scales = torch.rand(groups, out_features, generator=generator, device=device) + 0.5
         scales = (scales / (5.0 * in_features**0.5)).to(torch.bfloat16)
-        layer = QuantLinear(words, scales, None, in_features=in_features, group_size=group_size, bits=4)
+        layer = QuantLinear("lq-w4", words, scales, grid=Grid(out_features, in_features, group_size, 4))
         if quantized:
             return layer
         plain = torch.nn.Linear(in_features, out_features, bias=False, device="meta", dtype=torch.bfloat16)
@@ -235,7 +235,7 @@ def compare_rollouts(
     bulk : bool
         Weights by bulk copies.
     procedure : Procedure or None
-        The paper's by default.
+        That of Li, App. D by default.
 
     Returns
     -------
@@ -289,8 +289,7 @@ def _compare(
     ratios: dict[str, Any] = {}
     for slow, fast in pairs:
         times = paired_trials(backend, arms[slow], arms[fast], procedure)
-        ratio, low, high = paired_bootstrap(*times)
-        ratios[f"{slow} / {fast}"] = {"ratio": ratio, "low": low, "high": high}
+        ratios[f"{slow} / {fast}"] = ratio_of(*times)
         for name, samples in zip((slow, fast), times, strict=True):
             milliseconds[name] = Timing.of([t / 1000.0 for t in samples]).__dict__
     return {"milliseconds": milliseconds, "ratios": ratios}

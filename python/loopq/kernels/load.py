@@ -9,7 +9,6 @@ clocks. The rest of `loopq.kernels` sees a `Backend`, so that tests can run it o
 from __future__ import annotations
 
 import ctypes
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +20,7 @@ import numpy as np
 from loopq.errors import KernelError, MissingExtraError
 from loopq.kernels.plan import DeviceLimits
 from loopq.kernels.sources import translation_unit
+from loopq.lazy import require
 
 __all__ = [
     "Backend",
@@ -30,7 +30,6 @@ __all__ = [
     "cuda_backend",
     "require_cupy",
     "require_gpu",
-    "require_torch",
 ]
 
 _OLDEST = (8, 0)
@@ -75,20 +74,6 @@ class Backend(Protocol):
         """Time of one run of `work` on the device, with nothing else under way."""
 
 
-def require_torch() -> ModuleType:
-    """The torch module.
-
-    Raises
-    ------
-    MissingExtraError
-        If torch is not installed.
-    """
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise MissingExtraError("this needs PyTorch: pip install 'loopq[torch]'") from error
-
-
 def require_cupy() -> ModuleType:
     """CuPy of the CUDA major version that torch was built for.
 
@@ -98,7 +83,7 @@ def require_cupy() -> ModuleType:
         If torch has no CUDA, or CuPy is missing, older than 14 or of another CUDA major version; the message
         names the extra.
     """
-    torch = require_torch()
+    torch = require("torch")
     built = torch.version.cuda
     if built is None:
         raise MissingExtraError(
@@ -106,13 +91,8 @@ def require_cupy() -> ModuleType:
             "Install a CUDA build of PyTorch, then 'loopq[cuda12]' or 'loopq[cuda13]' to match it"
         )
     major = int(built.split(".")[0])
-    try:
-        cupy = importlib.import_module("cupy")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"the int4 CUDA kernel is compiled by CuPy, which is not installed: pip install "
-            f"'loopq[cuda{major}]' (PyTorch here is built for CUDA {built})"
-        ) from error
+    # Which extra brings CuPy depends on the PyTorch that is installed.
+    cupy: ModuleType = require("cupy", extra=f"cuda{major}")
     if int(cupy.__version__.split(".")[0]) < _OLDEST_CUPY:
         raise MissingExtraError(
             f"CuPy {cupy.__version__} is installed; the kernels need {_OLDEST_CUPY} or newer: pip install "
@@ -134,11 +114,11 @@ def require_gpu(index: int = 0) -> ModuleType:
     Raises
     ------
     MissingExtraError
-        See `require_torch` and `require_cupy`.
+        See `loopq.lazy.require` and `require_cupy`.
     KernelError
         If torch sees no such CUDA device.
     """
-    torch = require_torch()
+    torch = require("torch")
     cupy = require_cupy()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
@@ -194,7 +174,7 @@ class CudaBackend:
     """
 
     def __init__(self, index: int, overlap: bool = False) -> None:
-        self._torch = require_torch()
+        self._torch = require("torch")
         self._cupy = require_gpu(index)
         self.index = index
         self.device = self._torch.device("cuda", index)

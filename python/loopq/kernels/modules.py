@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 import loopq._native as native
 from loopq.errors import ConfigError
+from loopq.grid import BITS
 from loopq.kernels.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.kernels.plan import fold_of
+from loopq.kernels.transforms import InputTransform
 from loopq.kernels.w4a16 import Product, spread_scales, w4a16_linear
 
 if TYPE_CHECKING:
@@ -18,89 +21,172 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["QuantLinear", "fits_kernel"]
+    from loopq.rotation import Transform
 
-_BITS = (2, 3, 4, 8)
-
-
-def fits_kernel(out_features: int, in_features: int, group_size: int, bits: int) -> bool:
-    """Whether the int4 kernel takes such a layer: 4 bits, out % 16, in % 32, a group size it has."""
-    try:
-        fold_of(group_size)
-    except ConfigError:
-        return False
-    return bits == 4 and out_features % N_STEP == 0 and in_features % K_STEP == 0
+__all__ = ["LAYOUTS", "Grid", "Layout", "QuantLinear"]
 
 
-def _narrowest(scales: torch.Tensor) -> torch.Tensor:
-    """The same values in 16 bits where that loses nothing, else float32."""
-    for dtype in (torch.bfloat16, torch.float16):
-        narrow = scales.to(dtype)
-        if torch.equal(narrow.float(), scales):
-            return narrow
-    return scales
+@dataclass(frozen=True)
+class Grid:
+    """What decides which layouts can hold a layer.
+
+    Parameters
+    ----------
+    out_features, in_features : int
+    group_size : int
+        Inputs per scale; -1 for one scale per output.
+    bits : int
+    symmetric : bool
+        Signed codes without zero points.
+    transformed : bool
+        The codes are for another basis of the input.
+    """
+
+    out_features: int
+    in_features: int
+    group_size: int
+    bits: int
+    symmetric: bool = True
+    transformed: bool = False
+
+
+class Layout(Protocol):
+    """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
+
+    Another backend is another entry of `LAYOUTS`: nothing else knows how a layer's codes are stored.
+    """
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether it can hold such a layer."""
+
+    def pack(self, codes: NDArray[Any]) -> NDArray[Any]:
+        """Codes (out, in), int8 or uint8, as they are stored."""
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        """A layer's codes again, int8 or uint8, (out, in)."""
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        """``T x W^T + bias`` in x's type: float32 sums, one rounding."""
+
+
+class _Int4Tiles:
+    """The int4 kernel's words: `loopq.kernels.layout`. Symmetric, plain input, out % 16, in % 32."""
+
+    def fits(self, grid: Grid) -> bool:
+        try:
+            fold_of(grid.group_size)
+        except ConfigError:
+            return False
+        plain = grid.bits == 4 and grid.symmetric and not grid.transformed
+        return plain and grid.out_features % N_STEP == 0 and grid.in_features % K_STEP == 0
+
+    def pack(self, codes: NDArray[Any]) -> NDArray[Any]:
+        words: NDArray[np.int32] = native.w4_pack(codes)
+        return words
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        codes = native.w4_unpack(layer.qweight.cpu().numpy(), layer.in_features)
+        return torch.from_numpy(codes).to(layer.qweight.device)
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        size = {"in_features": layer.in_features, "group_size": layer.group_size}
+        return w4a16_linear(x, layer.qweight, layer.scales, layer.bias, **size)
+
+
+class _PlainCodes:
+    """One byte for each code, any layer: the weight is dequantized at each call and forgotten."""
+
+    def fits(self, grid: Grid) -> bool:
+        return True
+
+    def pack(self, codes: NDArray[Any]) -> NDArray[Any]:
+        return codes
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        return layer.qweight
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        inputs = x.float() if layer.transform is None else layer.transform(x)
+        out = inputs @ layer.dequantize().t()
+        if layer.bias is not None:
+            out = out + layer.bias
+        return out.to(x.dtype)
+
+
+# A layer takes the first that fits.
+LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes()}
 
 
 class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
-    """Linear layer over symmetric codes and group scales.
+    """Linear layer over integer codes and group scales.
 
-    Built by `from_codes` or `from_marlin`. Int4 layers that fit the kernel hold the packed layout
-    (``format == "lq-w4"``) and run it on a GPU; all others hold plain int8 codes (``format == "codes"``) and
-    dequantise at each call, on any device.
+    Built by `from_codes` or `from_marlin`.
 
     Attributes
     ----------
+    layout : str
+        Key of `LAYOUTS`. ``"lq-w4"``: the int4 kernel's words, which run it on a GPU. ``"codes"``: one byte per
+        code, dequantized at each call, on any device.
     qweight : torch.Tensor
-        int32 (out / 16, ceil(in / 64) * 128), or int8 (out, in).
+        int32 (out / 16, ceil(in / 64) * 128), or int8 or uint8 (out, in).
     scales : torch.Tensor, shape (groups, out)
         In 16 bits where that is exact, else float32.
+    zeros : torch.Tensor or None, uint8, shape (groups, out)
+        Zero points of an asymmetric grid.
     bias : torch.Tensor or None, float32, shape (out,)
+    transform : InputTransform or None
 
     Notes
     -----
-    The forward pass is ``x @ (s q)^T + bias`` with float32 sums and one rounding to x's type.
+    ``y = (T x) @ (s (u - z))^T + bias`` with float32 sums and one rounding to x's type; T is the identity and z
+    zero where there is none.
     """
 
     qweight: torch.Tensor
     scales: torch.Tensor
+    zeros: torch.Tensor | None
     bias: torch.Tensor | None
 
     def __init__(
         self,
+        layout: str,
         qweight: torch.Tensor,
         scales: torch.Tensor,
-        bias: torch.Tensor | None,
         *,
-        in_features: int,
-        group_size: int,
-        bits: int,
+        grid: Grid,
+        zeros: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        transform: InputTransform | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = int(scales.shape[1])
-        self.group_size = group_size
-        self.bits = bits
-        self.format = "lq-w4" if qweight.dtype == torch.int32 else "codes"
+        self.layout = layout
+        self.in_features, self.out_features = grid.in_features, grid.out_features
+        self.group_size, self.bits = grid.group_size, grid.bits
         self.register_buffer("qweight", qweight)
         self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros)
         self.register_buffer("bias", bias)
+        self.transform = transform
 
     @classmethod
     def from_codes(
         cls,
-        codes: NDArray[np.int8] | torch.Tensor,
+        codes: NDArray[Any] | torch.Tensor,
         scales: NDArray[np.float32] | torch.Tensor,
         group_size: int,
         bits: int,
         bias: torch.Tensor | NDArray[Any] | None = None,
+        *,
+        zeros: NDArray[np.uint8] | None = None,
+        transform: Transform | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> QuantLinear:
-        """A layer from native codes.
+        """A layer from native codes, in the first layout that fits.
 
         Parameters
         ----------
-        codes : int8, shape (out, in)
-            In ``-2**(bits - 1) .. 2**(bits - 1) - 1``.
+        codes : int8, or uint8 with `zeros`, shape (out, in)
+            In ``-2**(bits - 1) .. 2**(bits - 1) - 1``, or ``0 .. 2**bits - 1``.
         scales : float32, shape (out, groups)
             ``groups = ceil(in / group_size)``, or 1 for ``group_size=-1``.
         group_size : int
@@ -109,23 +195,33 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             2, 3, 4 or 8.
         bias : shape (out,), or None
             Kept in float32.
+        zeros : uint8, shape (out, groups), or None
+            Zero points; None for a symmetric grid.
+        transform : Transform or None
+            Change of the input's basis that the codes are for; applied to the input at each call.
         scale_dtype : torch.dtype or None
             Type to round the scales to; None keeps them exact, in 16 bits where possible.
 
         Raises
         ------
         ConfigError
-            If shapes, codes or bits do not fit together.
+            If shapes, types, codes or bits do not fit together, or the transform is of an unknown kind.
         """
         q = np.ascontiguousarray(_to_numpy(codes))
         s = torch.from_numpy(np.array(_to_numpy(scales), dtype=np.float32))
-        _check_codes(q, tuple(s.shape), group_size, bits)
+        _check_codes(q, tuple(s.shape), zeros, group_size, bits)
         rows = s.t().contiguous()
-        rows = _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype)
-        packed = fits_kernel(q.shape[0], q.shape[1], group_size, bits)
-        weight = torch.from_numpy(native.w4_pack(q) if packed else q)
-        kept = _bias(bias, q.shape[0])
-        return cls(weight, rows, kept, in_features=q.shape[1], group_size=group_size, bits=bits)
+        grid = Grid(q.shape[0], q.shape[1], group_size, bits, zeros is None, transform is not None)
+        layout = next(name for name, found in LAYOUTS.items() if found.fits(grid))
+        return cls(
+            layout,
+            torch.from_numpy(LAYOUTS[layout].pack(q)),
+            _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype),
+            grid=grid,
+            zeros=None if zeros is None else torch.from_numpy(zeros.T.copy()),
+            bias=_bias(bias, q.shape[0]),
+            transform=None if transform is None else InputTransform(transform),
+        )
 
     @classmethod
     def from_marlin(
@@ -162,44 +258,31 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             )
         rows = marlin_scales_to_rows(scales, group_size, in_features, out_features)
         return cls(
+            "lq-w4",
             torch.from_numpy(packed),
             torch.from_numpy(rows),
-            _bias(bias, out_features),
-            in_features=in_features,
-            group_size=group_size,
-            bits=4,
+            grid=Grid(out_features, in_features, group_size, 4),
+            bias=_bias(bias, out_features),
         )
 
     def codes(self) -> torch.Tensor:
-        """The stored integers, int8, (out, in)."""
-        if self.format == "codes":
-            return self.qweight
-        unpacked = native.w4_unpack(self.qweight.cpu().numpy(), self.in_features)
-        return torch.from_numpy(unpacked).to(self.qweight.device)
+        """The stored integers, int8 or uint8, (out, in)."""
+        return LAYOUTS[self.layout].unpack(self)
 
     def dequantize(self) -> torch.Tensor:
-        """``s q`` in float32, (out, in)."""
-        return self.codes().float() * spread_scales(self.scales, self.in_features, self.group_size)
+        """``s (u - z)`` in float32, (out, in): the weight for the transformed input."""
+        weight = self.codes().float()
+        if self.zeros is not None:
+            weight = weight - spread_scales(self.zeros, self.in_features, self.group_size)
+        return weight * spread_scales(self.scales, self.in_features, self.group_size)
 
     def product(self, x: torch.Tensor) -> Product:
-        """The packed layer's product with `x`."""
+        """The operands of the int4 kernel, for a layer in its layout."""
         return Product(x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the layer to ``x`` of shape (..., in); the result has x's type."""
-        if self.format == "lq-w4":
-            return w4a16_linear(
-                x,
-                self.qweight,
-                self.scales,
-                self.bias,
-                in_features=self.in_features,
-                group_size=self.group_size,
-            )
-        out = x.float() @ self.dequantize().t()
-        if self.bias is not None:
-            out = out + self.bias
-        return out.to(x.dtype)
+        return LAYOUTS[self.layout].multiply(self, x)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
         """Moves between devices, but keeps types: `model.bfloat16()` must not round the scales."""
@@ -221,7 +304,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
-            f"group_size={self.group_size}, format={self.format!r}, bias={self.bias is not None}"
+            f"group_size={self.group_size}, symmetric={self.zeros is None}, layout={self.layout!r}, "
+            f"bias={self.bias is not None}"
         )
 
 
@@ -241,18 +325,37 @@ def _to_numpy(array: Any) -> Any:
     return (array.float() if array.dtype == torch.bfloat16 else array).numpy()
 
 
-def _check_codes(codes: NDArray[Any], scales_shape: tuple[int, ...], group_size: int, bits: int) -> None:
-    if bits not in _BITS:
-        raise ConfigError(f"bits must be one of {_BITS}; got {bits}")
-    if codes.ndim != 2 or codes.size == 0 or codes.dtype != np.int8:
-        raise ConfigError(f"codes are {codes.dtype} of shape {codes.shape}; expected int8 (out, in)")
+def _narrowest(scales: torch.Tensor) -> torch.Tensor:
+    """The same values in 16 bits where that loses nothing, else float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales):
+            return narrow
+    return scales
+
+
+def _check_codes(
+    codes: NDArray[Any],
+    scales_shape: tuple[int, ...],
+    zeros: NDArray[Any] | None,
+    group_size: int,
+    bits: int,
+) -> None:
+    if bits not in BITS:
+        raise ConfigError(f"bits must be one of {BITS}; got {bits}")
+    kind = np.int8 if zeros is None else np.uint8
+    if codes.ndim != 2 or codes.size == 0 or codes.dtype != kind:
+        raise ConfigError(
+            f"codes are {codes.dtype} of shape {codes.shape}; expected {kind.__name__} (out, in)"
+        )
     if group_size != -1 and group_size <= 0:
         raise ConfigError(f"group_size must be positive, or -1 for one scale per output; got {group_size}")
     groups = 1 if group_size == -1 else -(-codes.shape[1] // group_size)
-    if scales_shape != (codes.shape[0], groups):
-        raise ConfigError(
-            f"scales of shape {scales_shape}; expected {(codes.shape[0], groups)} (output by group)"
-        )
-    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    expected = (codes.shape[0], groups)
+    if scales_shape != expected:
+        raise ConfigError(f"scales of shape {scales_shape}; expected {expected} (output by group)")
+    if zeros is not None and (zeros.shape != expected or zeros.dtype != np.uint8):
+        raise ConfigError(f"zero points are {zeros.dtype} of shape {zeros.shape}; expected uint8 {expected}")
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if zeros is None else (0, (1 << bits) - 1)
     if codes.min() < low or codes.max() > high:
         raise ConfigError(f"{bits}-bit codes lie in {low}..{high}; got {codes.min()}..{codes.max()}")

@@ -25,7 +25,7 @@ _L2_BYTES_PER_CLOCK = 24.0  # where all read at once
 _L2_BYTES_PER_CLOCK_ALONE = 64.0
 _L2_CLOCKS = 700.0  # one round trip
 # Instructions that a warp issues for one stage, by fold and token tiles: counted in the machine code for compute
-# capability 9.0 (tests/kernels/test_kernels_nvrtc.py counts again). Then what 4 schedulers can issue.
+# capability 9.0 (tests/kernels/test_nvrtc.py counts again). Then what 4 schedulers can issue.
 _STAGE_SLOTS = {
     0: {1: 288, 2: 338, 4: 450},
     1: {1: 257, 2: 294, 4: 369},

@@ -427,7 +427,7 @@ def _check_parts(parts: LoopParts, backend: Backend) -> None:
 
 def _check_layer(layer: Any) -> None:
     if isinstance(layer, QuantLinear):
-        if layer.format != "lq-w4":
+        if layer.layout != "lq-w4":
             raise ConfigError(
                 f"{layer} is not in the kernel's layout (4 bits, out % 16, in % 32); the rollout runner needs it"
             )

@@ -8,6 +8,11 @@ from loopq.errors import ConfigError
 
 __all__ = ["HUGINN", "MODELS", "Projection", "shapes_of", "weights_per_step"]
 
+# Comparisons of kernels: token counts, warm-ups of each variant, paired trials.
+BENCH_TOKENS = (1, 7, 16)
+BENCH_WARM_UPS = 10
+BENCH_TRIALS = 50
+
 
 @dataclass(frozen=True)
 class Projection:

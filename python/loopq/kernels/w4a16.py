@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from loopq.config import INT4_KERNEL_TOKENS
 from loopq.errors import KernelError
 from loopq.kernels.launch import (
     ACTIVATIONS,
@@ -31,6 +30,8 @@ __all__ = [
     "w4a16_linear_ref",
 ]
 
+# Above this many tokens an int4 weight is dequantised for cuBLAS: an estimate, no GPU has measured it yet.
+INT4_KERNEL_TOKENS = 64
 _DEVICES = ("cpu", "cuda", "meta")
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.config import LayerConfig
-from loopq.quantizers.metric import LoopMetric
+from loopq.errors import SolveError
+from loopq.grid import Grid
+from loopq.quantizers.damping import Damping
+from loopq.quantizers.loop_metric import LoopMetric
+from loopq.settings import Chosen
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -22,43 +28,71 @@ class Problem:
     ----------
     name : str
         Name of the parameter.
-    weight : ndarray, float32, shape (out_features, in_features)
-        Weight, outputs first whatever the model's storage.
+    target : ndarray, float32, shape (out_features, in_features)
+        What the codes should stand for, outputs first whatever the model's storage: the weight, or the shifted target
+        of asymmetric calibration.
     hessian : ndarray, float64, shape (in_features, in_features), or None
         H = X^T X over the rows of the steps chosen; None where the layer is not observed.
-    config : LayerConfig
-        Settings.
+    grid : Grid
+        Grid of the codes.
     orientation : {"out_in", "in_out"}
         How the model stores the weight.
     threads : int
         Threads; 0 takes all cores. It changes no code.
     shared : dict
-        Scratch of the input group: what depends on H alone (its factor) is made once and kept here.
-    goal : ndarray, float32, shape (out_features, in_features), optional
-        What the product with the layer's own input should come near to, where that is not the weight itself: the
-        shifted target of asymmetric calibration.
+        Cache of the input group: what depends on H alone (its factor) is computed once and stored here.
     metric : LoopMetric, optional
-        What an error costs at the end of the loop, where the settings ask for it.
+        Loop metric of the layer, for methods that ask for gradients.
     """
 
     name: str
-    weight: NDArray[np.float32]
+    target: NDArray[np.float32]
     hessian: NDArray[np.float64] | None
-    config: LayerConfig
-    orientation: str
-    threads: int
-    shared: dict[Any, Any]
-    goal: NDArray[np.float32] | None = None
+    grid: Grid
+    orientation: str = "out_in"
+    threads: int = 0
+    shared: dict[Any, Any] = field(default_factory=dict)
     metric: LoopMetric | None = None
 
     @property
-    def target(self) -> NDArray[np.float32]:
-        """`goal`, or the weight."""
-        return self.weight if self.goal is None else self.goal
+    def observed(self) -> NDArray[np.float64]:
+        """The Hessian, which must be there.
+
+        Raises
+        ------
+        SolveError
+            No activation of this layer was collected.
+        """
+        if self.hessian is None:
+            raise SolveError(f"layer {self.name}: needs the layer's activations, and none were collected")
+        return self.hessian
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what depends on H alone, computed once for all layers of the input group."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        found: T = self.shared[key]
+        return found
+
+    def layer(self, result: Mapping[str, Any], method: str) -> QuantizedLayer:
+        """Build the layer from what the core gave: codes, scales, zeros; the rest goes to the report."""
+        report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
+        return QuantizedLayer(
+            name=self.name,
+            bits=self.grid.bits,
+            group_size=self.grid.group_size,
+            symmetric=self.grid.symmetric,
+            codes=result["codes"],
+            scales=result["scales"],
+            zeros=result["zeros"],
+            scale_dtype=self.grid.scale_dtype,
+            orientation=self.orientation,
+            report={"method_done": method, **report},
+        )
 
 
-class Quantizer(Protocol):
-    """A method that turns a `Problem` into a `QuantizedLayer`.
+class Method(Chosen):
+    """A quantizer with its settings: a frozen dataclass whose fields are what the method can be told.
 
     Attributes
     ----------
@@ -66,35 +100,25 @@ class Quantizer(Protocol):
         Whether `Problem.hessian` must be there.
     """
 
-    needs_hessian: bool
+    needs_hessian: ClassVar[bool] = True
 
-    def __call__(self, problem: Problem) -> QuantizedLayer:
-        """Quantize the layer."""
+    @property
+    def gradients(self) -> tuple[int, int] | None:
+        """Most prompts, and label draws for each, that the loop metric takes; None where none is needed."""
+        return None
 
+    @property
+    def shift_damping(self) -> Damping:
+        """Damping of the system that asymmetric calibration solves for its target: the method's, if it has one."""
+        found: Damping = getattr(self, "damping", Damping())
+        return found
 
-def layer_from(problem: Problem, result: Mapping[str, Any], method: str) -> QuantizedLayer:
-    """Build the layer from what the core gave: codes, scales, zeros; the rest goes to the report."""
-    report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
-    config = problem.config
-    return QuantizedLayer(
-        name=problem.name,
-        bits=config.bits,
-        group_size=config.group_size,
-        symmetric=config.symmetric,
-        codes=result["codes"],
-        scales=result["scales"],
-        zeros=result["zeros"],
-        scale_dtype=config.scale_dtype,
-        orientation=problem.orientation,
-        report={"method_done": method, **report},
-    )
+    @abstractmethod
+    def quantize(self, problem: Problem) -> QuantizedLayer:
+        """Quantize a layer.
 
-
-def core_group_size(config: LayerConfig) -> int:
-    """Group size as the core takes it: 0 is one scale per output row."""
-    return 0 if config.group_size == -1 else config.group_size
-
-
-def core_scale_dtype(config: LayerConfig) -> str:
-    """Scale type as the core takes it: "bfloat16", or "bfloat16:5" where only five significant bits are kept."""
-    return config.scale_dtype if config.scale_bits is None else f"{config.scale_dtype}:{config.scale_bits}"
+        Raises
+        ------
+        SolveError
+            The layer cannot be solved; the message gives layer, reason and advice.
+        """

@@ -1,31 +1,51 @@
-"""Round to nearest (paper, A1, A2, A5): the baseline that sees no activations."""
+"""Round to nearest: the baseline that sees no activations."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.quantizers import QUANTIZERS
-from loopq.quantizers.base import Problem, core_group_size, core_scale_dtype, layer_from
+from loopq.quantizers import QUANTIZERS, Method, Problem
+from loopq.settings import setting
+
+ScaleSearch = Literal["max", "mse"]
 
 
-class RTN:
-    """Round every weight to the nearest point of its group's grid, half to even."""
+@QUANTIZERS.register("rtn")
+@dataclass(frozen=True)
+class RTN(Method):
+    """Round every weight to the nearest point of its grid, half to even.
 
-    needs_hessian = False
+    Parameters
+    ----------
+    scale_search : {"max", "mse"}
+        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
+    """
 
-    def __call__(self, problem: Problem) -> QuantizedLayer:
-        """Quantize the layer."""
-        config = problem.config
-        result = native.rtn(
-            problem.target,
-            bits=config.bits,
-            group_size=core_group_size(config),
-            symmetric=config.symmetric,
-            scale_dtype=core_scale_dtype(config),
-            scale_search=config.scale_search,
+    name: ClassVar[str] = "rtn"
+    needs_hessian: ClassVar[bool] = False
+    scale_search: ScaleSearch = setting("mse")
+
+    def quantize(self, problem: Problem) -> QuantizedLayer:
+        """Quantize a layer."""
+        return problem.layer(round_to_grid(problem, problem.target, self.scale_search), self.name)
+
+
+def round_to_grid(problem: Problem, weight: NDArray[np.float32], scale_search: ScaleSearch) -> dict[str, Any]:
+    """Round a weight of the problem's shape to its grid; return codes, scales and zeros."""
+    return dict(
+        native.rtn(
+            weight,
+            bits=problem.grid.bits,
+            group_size=problem.grid.core_group_size,
+            symmetric=problem.grid.symmetric,
+            scale_dtype=problem.grid.core_scale_dtype,
+            scale_search=scale_search,
             threads=problem.threads,
         )
-        return layer_from(problem, result, "rtn")
-
-
-QUANTIZERS.register("rtn")(RTN())
+    )

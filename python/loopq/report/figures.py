@@ -1,4 +1,4 @@
-"""The figures of the page, each from one part of a diagnosis."""
+"""The figures of the page, each drawn from one section of a diagnosis."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from loopq.report import loopfigure
 from loopq.report.style import ALARM, MAP, Picture, canvas, label, line, short_names, styled, whole_numbers
 
 Diagnosis = Mapping[str, Any]
-ARM_NAMES = {
-    "none": "nothing rounded",
-    "exposed": "exposed layers only",
-    "core": "the other layers only",
+VARIANT_NAMES = {
+    "none": "none",
+    "exposed": "exposed layers",
+    "core": "all other layers",
     "all": "all layers",
-    "gaussian": "noise of the same size, exposed layers",
+    "gaussian": "exposed layers: Gaussian noise of equal norm",
 }
 _STEP = "recurrence steps done [number]"
 
 
 def _ordered(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Entries in the order they are read in, whatever order a file kept them in."""
+    """Entries in the order of the legend, whatever their order in the file."""
     first = ("per channel", "all columns")
     return sorted(table.items(), key=lambda item: (item[0] not in first, item[0]))
 
 
 def loop(d: Diagnosis) -> Picture:
-    """The loop drawn."""
+    """Drawing of the loop."""
     return loopfigure.draw(d)
 
 
 def rank_map(d: Diagnosis) -> Picture | None:
-    """Heat map of the rank of each layer's input at each step (D4)."""
+    """Heat map of the rank of each layer's input at each step (Li, Table 19)."""
     ranks = d["sections"].get("ranks")
     if not ranks:
         return None
@@ -65,15 +65,15 @@ def rank_map(d: Diagnosis) -> Picture | None:
         label(axes, "recurrence step [index]", "input of layer [name]")
         figure.colorbar(image, ax=axes, label="directions above the threshold [% of the width]")
     caption = (
-        f"Directions of each layer's input whose energy is above {ranks['threshold']:g} of the largest, step by step "
-        "over the same token positions, and of the sum over all steps (last column); the numbers are counts. A pale "
-        "first column beside darker ones is calibration blindness. Layers that read the same input have one row."
+        f"Eigenvalues of each layer's input Hessian above {ranks['threshold']:g} of the largest, at each step over "
+        "the same token positions, and of the sum over all steps (last column); the numbers are counts. A pale first "
+        "column beside darker ones is calibration blindness. Layers that read the same input share a row."
     )
-    return Picture("ranks", "What each layer's input shows at each step", caption, figure)
+    return Picture("ranks", "Rank of each layer's input at each step", caption, figure)
 
 
 def spectra(d: Diagnosis) -> Picture | None:
-    """Eigenvalues of the Hessian at step 0, at the last step and summed (D6)."""
+    """Eigenvalues of the Hessian at step 0, at the last step and summed (Li, Fig. 5)."""
     ranks = d["sections"].get("ranks")
     if not ranks:
         return None
@@ -96,33 +96,33 @@ def spectra(d: Diagnosis) -> Picture | None:
             axes.annotate(f"{ranks['threshold']:g}", (1, ranks["threshold"]), fontsize=8, va="bottom")
             axes.set_xscale("log")
             axes.set_yscale("log")
-            label(axes, "eigenvalue's place [number]", "eigenvalue / largest [ratio]", short[name])
+            label(axes, "index of the eigenvalue [number]", "eigenvalue / largest [ratio]", short[name])
         np.atleast_1d(many)[0].legend(loc="lower left")
     caption = (
-        "Eigenvalues of the input's second moment, largest first, each curve relative to its own largest. The dotted "
-        "line is the threshold of the rank. Shown are the layer that sees the smallest share at step 0, the one that "
+        "Eigenvalues of the input Hessian, largest first, each curve relative to its largest. The dotted line is the "
+        "threshold of the rank. Shown are the layer with the lowest rank over width at step 0, the one whose rank "
         "gains most from later steps, and the feedback-exposed one."
     )
-    return Picture("spectra", "Spectra", caption, figure)
+    return Picture("spectra", "Eigenvalue spectra", caption, figure)
 
 
 def rollout_error(d: Diagnosis) -> Picture | None:
-    """State error and agreement along the rollout, arm by arm (E1)."""
-    arms = d["sections"].get("arms")
-    if not arms:
+    """State error and agreement along the rollout for each variant of the injection (Li, Fig. 1a)."""
+    found = d["sections"].get("injection")
+    if not found:
         return None
-    paired = arms["per channel"]["paired"]
+    paired = found["per channel"]["paired"]
     if len(next(iter(paired.values()))["steps"]) < 2:
         return None
     logits = next(iter(paired.values()))["agreement"] is not None
     with styled("rollout"):
         figure, many = canvas(10.5 if logits else 6.0, 3.6, 2 if logits else 1)
         left, *right = np.atleast_1d(many)
-        for i, (name, arm) in enumerate((n, paired[n]) for n in ARM_NAMES if n in paired and n != "none"):
-            error = arm["state_error"] or arm["output_error"]
-            line(left, i, range(1, len(error) + 1), 100 * np.array(error), ARM_NAMES[name])
+        for i, (name, run) in enumerate((n, paired[n]) for n in VARIANT_NAMES if n in paired and n != "none"):
+            error = run["state_error"] or run["output_error"]
+            line(left, i, range(1, len(error) + 1), 100 * np.array(error), VARIANT_NAMES[name])
             for axes in right:
-                line(axes, i, arm["steps"], 100 * np.array(arm["agreement"]), ARM_NAMES[name])
+                line(axes, i, run["steps"], 100 * np.array(run["agreement"]), VARIANT_NAMES[name])
         label(left, _STEP, "relative error of the state [%]")
         left.set_ylim(bottom=0)
         left.legend()
@@ -131,16 +131,16 @@ def rollout_error(d: Diagnosis) -> Picture | None:
             axes.set_ylim(0, 102)
         for axes in np.atleast_1d(many):
             whole_numbers(axes.xaxis)
-    settings = arms["per channel"]["settings"]
+    settings = found["per channel"]["settings"]
     caption = (
-        f"INT{settings['bits']} per channel on parts of the loop, against full precision with the same initial state. "
-        "Means over prompts, each with equal weight. An error that grows with the steps is being fed back."
+        f"INT{settings['bits']} per channel in parts of the loop, compared with full precision from the same initial "
+        "state. Means over prompts. An error that grows from step to step is fed back."
     )
     return Picture("rollout", "Error along the rollout", caption, figure)
 
 
 def feedback(d: Diagnosis) -> Picture | None:
-    """Final error against the share of its own error that is fed back (E3, E4)."""
+    """Final error by the share of the error that is fed back (Li, App. E)."""
     found = d["sections"].get("feedback")
     if not found:
         return None
@@ -154,20 +154,24 @@ def feedback(d: Diagnosis) -> Picture | None:
                 line(axes, i, curve["lambdas"], 100 * np.array(curve["error"]), text)
             axes.set_ylim(bottom=0)
             axes.legend(loc="best")
-            label(axes, "share of its own error fed back [ratio]", "final error of the state [%]", setting)
+            label(axes, "share of the error fed back [ratio]", "final error of the state [%]", setting)
     first = next(iter(next(iter(settings.values())).values()))
     what = "All layers are" if found["layers"] == "all" else "The exposed layers are"
-    halves = "" if found["layers"] == "all" else " Columns of their input are rounded together or in halves."
-    caption = (
-        f"{what} rounded, and every step receives only part of the error so far: 0 cuts the feedback, 1 is the "
-        f"natural run. Prompts: {first['n_prompts']}, initial states of each: {first['n_seeds']}; the factor is the "
-        f"geometric mean over prompts of both ends.{halves}"
+    halves = (
+        ""
+        if found["layers"] == "all"
+        else " Their columns are rounded all together, or one input block alone."
     )
-    return Picture("feedback", "Feeding the error back", caption, figure)
+    caption = (
+        f"{what} rounded, and every step receives only a share of the error so far: 0 cuts the feedback, 1 is the "
+        f"ordinary rollout. {first['n_prompts']} prompts, {first['n_seeds']} initial states each; the factor in the "
+        f"legend is the final error at 1 over that at 0, geometric mean over prompts.{halves}"
+    )
+    return Picture("feedback", "Error feedback", caption, figure)
 
 
 def ablations(d: Diagnosis) -> Picture | None:
-    """Damage of each layer alone, with its places by the one-step measures (F1-F3)."""
+    """Damage of each layer rounded alone, with its rank by two one-step measures (Li, Table 16)."""
     found = d["sections"].get("ablation")
     if not found:
         return None
@@ -203,17 +207,17 @@ def ablations(d: Diagnosis) -> Picture | None:
         axes.set_yticks(range(len(order)), [short[n] for n in order], fontsize=8)
         axes.margins(x=0.25)
         axes.grid(axis="y", visible=False)
-        what = "predictions changed [%]" if logits else "output moved [%]"
+        what = "predictions changed [%]" if logits else "output error [%]"
         label(axes, f"{what}, this layer alone rounded", "layer [name]")
     rho = found["table"]["spearman"]
     setting = next(iter(layers.values()))["ablation"]["setting"]
     caption = (
         f"Each layer rounded alone to {setting}, {found['n_prompts']} prompts, mean over all steps; diamonds: one "
-        "scale per row. Beside each bar the layer's place by random-direction gain and by Hessian trace (1 is most "
-        f"sensitive): they rank with Spearman {_number(rho['random-direction gain'])} and "
+        "scale per row. Beside each bar is the layer's rank by random-direction gain and by Hessian trace (1: most "
+        f"sensitive); their Spearman correlations with the ablation are {_number(rho['random-direction gain'])} and "
         f"{_number(rho['Hessian trace'])}. Hatched: feedback-exposed."
     )
-    return Picture("ablation", "What rounding each layer costs", caption, figure)
+    return Picture("ablation", "Damage of rounding each layer alone", caption, figure)
 
 
 def _number(value: float | None) -> str:
@@ -221,7 +225,7 @@ def _number(value: float | None) -> str:
 
 
 def proxies(d: Diagnosis) -> Picture | None:
-    """Per-step reconstruction proxy (D9)."""
+    """Per-step reconstruction proxy (Li, App. J)."""
     ranks = d["sections"].get("ranks")
     if not ranks or len(ranks["proxy_sum"]["grouped"]["per_step"]) < 2:
         return None
@@ -239,14 +243,14 @@ def proxies(d: Diagnosis) -> Picture | None:
         whole_numbers(axes.xaxis)
         label(axes, "recurrence step [index]", "share of the reconstruction loss [%]")
     caption = (
-        "tr(D H D^T) of plain rounding at each step, summed over the layers; the dotted line is an even share. A flat "
-        "line means that the size of the error does not tell the steps apart, even where its directions do."
+        "tr(dW H_t dW^T) of rounding to nearest at each step, summed over the layers; the dotted line is an equal "
+        "share. A flat line means that the steps differ in the directions of their inputs, not in the error's size."
     )
     return Picture("proxy", "Reconstruction loss along the rollout", caption, figure)
 
 
 def displacement(d: Diagnosis) -> Picture | None:
-    """Displacement from the reference's final state (E9)."""
+    """Displacement from the final state of full precision (Li, App. L)."""
     found = d["sections"].get("displacement")
     if not found:
         return None
@@ -254,21 +258,22 @@ def displacement(d: Diagnosis) -> Picture | None:
         figure, axes = canvas(6.2, 3.2)
         for i, (name, curve) in enumerate(_ordered(found["settings"])):
             settled = curve["settled_after"]
-            text = name + (f": settles after {settled}" if settled else ": still moving")
+            text = name + (f": settles after {settled} updates" if settled else ": still moving")
             line(axes, i, range(1, curve["n_more"] + 1), 100 * np.array(curve["relative"]), text)
         axes.set_ylim(0, 1.35 * axes.get_ylim()[1])
         axes.legend()
         whole_numbers(axes.xaxis)
         label(axes, "further updates from the final state [number]", "displacement / state [%]")
     caption = (
-        "Both maps start from the full-precision final state and go on. A curve that levels off is a displaced fixed "
-        "point; one that keeps rising is instability. Settled: within 1 % of the last value."
+        "The rounded and the full-precision loop both continue from the full-precision final state. A curve that "
+        "levels off is a displaced fixed point; one that keeps rising is instability. Settled: within 1 % of the last "
+        "value."
     )
-    return Picture("displacement", "Drift from the fixed point", caption, figure)
+    return Picture("displacement", "Displacement of the fixed point", caption, figure)
 
 
 def jacobian(d: Diagnosis) -> Picture | None:
-    """Spectral radius of the step for every prompt (G1, G2)."""
+    """Spectral radius of the step for every prompt (Li, App. K)."""
     found = d["sections"].get("jacobian")
     if not found:
         return None
@@ -282,23 +287,23 @@ def jacobian(d: Diagnosis) -> Picture | None:
             jitter = (np.arange(len(accepted)) + 1) / (len(accepted) + 1) - 0.5
             axes.plot(i + 0.5 * jitter, [m["radius"] for m in accepted], "o", color="#0072B2", alpha=0.8)
         axes.axhline(1.0, color=ALARM, linestyle="--", linewidth=1.2)
-        axes.annotate("1: errors neither grow nor shrink", (-0.4, 1.0), fontsize=8, va="bottom", color=ALARM)
+        axes.annotate("above 1 a direction grows", (-0.4, 1.0), fontsize=8, va="bottom", color=ALARM)
         axes.set_xlim(-0.5, len(names) - 0.5)
         axes.set_ylim(0, 1.1 * max(1.0, axes.get_ylim()[1]))
         axes.set_xticks(range(len(names)), [n.replace("changed", "rounded") for n in names])
         label(axes, "map of one step [kind]", "spectral radius [factor per step]")
     a = found["acceptance"]
     caption = (
-        "Largest eigenvalue magnitude of the last step's Jacobian at the full-precision final state, one dot a "
+        "Largest eigenvalue magnitude of the last step's Jacobian at the full-precision final state; each dot is a "
         "prompt. "
         f"{a['n_accepted']} of {a['n_maps']} estimates meet the acceptance rules; the largest relative residual is "
-        f"{a['largest_residual']:.1e}, the largest disagreement of two starts {a['largest_disagreement']:.1e}."
+        f"{a['largest_residual']:.1e}, the largest disagreement of two start vectors {a['largest_disagreement']:.1e}."
     )
     return Picture("jacobian", "Stability of the step", caption, figure)
 
 
 def bypass(d: Diagnosis) -> Picture | None:
-    """Response to the weight error with and without the identity path (G3)."""
+    """Response to the weight error with and without the identity path (Li, App. K)."""
     found = d["sections"].get("bypass")
     if not found:
         return None
@@ -307,9 +312,9 @@ def bypass(d: Diagnosis) -> Picture | None:
         figure, axes = canvas(6.2, 3.2)
         place = np.arange(len(rows))
         axes.bar(place - 0.2, [r["D0"] for r in rows], 0.38, color="#D55E00", hatch="///", edgecolor="black",
-                 label="as it is")  # fmt: skip
+                 label="without identity path")  # fmt: skip
         axes.bar(place + 0.2, [r["D1"] for r in rows], 0.38, color="#56B4E9", edgecolor="black",
-                 label="with an identity path added")  # fmt: skip
+                 label="with identity path")  # fmt: skip
         for i, r in enumerate(rows):
             axes.text(
                 i,
@@ -326,16 +331,17 @@ def bypass(d: Diagnosis) -> Picture | None:
         label(axes, "size of the perturbation / state [ratio]", "mismatch / response [ratio]")
     p = max(r["p_holm"] for r in rows)
     caption = (
-        f"How differently the rounded and the full-precision step answer the same {found['settings']['n_directions']} "
-        "small pushes, with and without an identity path laid around the exposed layer. Percentages: change by the "
-        f"path; largest Holm-adjusted sign-flip p {p:.2g} over {rows[0]['n_prompts']} prompts. The path was never "
-        "trained: this speaks of the local structure only."
+        f"Difference between the responses of the rounded and the full-precision step to the same "
+        f"{found['settings']['n_directions']} small perturbations, with and without an identity path added around the "
+        f"exposed layer. Percentages: change due to the path; largest Holm-adjusted sign-flip p {p:.2g} over "
+        f"{rows[0]['n_prompts']} prompts. The model was not trained with the path, so this describes the local "
+        "structure only."
     )
-    return Picture("bypass", "What an identity path would take off", caption, figure)
+    return Picture("bypass", "Effect of an identity path", caption, figure)
 
 
 def group_sizes(d: Diagnosis) -> Picture | None:
-    """Group-size sweep (E8)."""
+    """Group-size sweep (Li, Table 17)."""
     found = d["sections"].get("groups")
     if not found:
         return None
@@ -360,23 +366,26 @@ def group_sizes(d: Diagnosis) -> Picture | None:
             "same top-1 prediction [% of positions]" if logits else "output error [%]",
         )
     return Picture(
-        "groups", "Finer scales", "The whole loop rounded at several group sizes, paired states.", figure
+        "groups",
+        "Group sizes",
+        "The whole loop rounded at several group sizes, compared from the same initial states.",
+        figure,
     )
 
 
 def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
-    """Gap closed by trajectory calibration against the largest rank gain, model by model (D13).
+    """Gap closed by trajectory calibration against the largest rank gain, a point for each model (Li, Fig. 2).
 
     Parameters
     ----------
     points : sequence of mapping
-        `name`, `gain`, `gap_closed` (share), `one_step_better` (than round-to-nearest).
+        `name`, `gain`, `gap_closed` (a share), `one_step_better` (one-step GPTQ is better than round-to-nearest).
     """
     with styled("scatter"):
         figure, axes = canvas(6.2, 3.8)
         for better, marker, colour in ((True, "o", "#0072B2"), (False, "s", "#D55E00")):
             chosen = [p for p in points if bool(p["one_step_better"]) == better]
-            text = "one-step GPTQ " + ("beats" if better else "loses to") + " rounding"
+            text = "one-step GPTQ is " + ("better" if better else "worse") + " than rounding"
             axes.plot([p["gain"] for p in chosen], [100 * p["gap_closed"] for p in chosen], marker, ls="", color=colour,
                       label=text, markersize=7)  # fmt: skip
         for p in points:
@@ -385,8 +394,10 @@ def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
         axes.set_xscale("log")
         axes.legend(loc="best")
         label(axes, "largest rank gain, sum of steps over step 0 [ratio]", "gap to full precision closed [%]")
-    caption = "Each point is a model. The rank gain tells that later steps matter, not how much is won."
-    return Picture("scatter", "Rank gain and recovery", caption, figure)
+    caption = (
+        "Each point is a model. A high rank gain says that later steps matter, not how much is recovered."
+    )
+    return Picture("scatter", "Rank gain and gap closed", caption, figure)
 
 
 FIGURES: tuple[Callable[[Diagnosis], Picture | None], ...] = (

@@ -1,4 +1,4 @@
-"""The loop, drawn: its layers in order, coloured by the damage that rounding each of them does."""
+"""A drawing of the loop: its layers in order, coloured by the damage of rounding each one alone (cf. Li, Fig. 4)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def blocks(layers: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, A
 
 
 def damage(layer: Mapping[str, Any]) -> float | None:
-    """What rounding the layer alone does, in percent: predictions changed, or the output's movement."""
+    """Effect of rounding the layer alone, in percent: predictions changed, or relative error of the output."""
     ablation = layer.get("ablation")
     if not ablation:
         return None
@@ -64,15 +64,18 @@ def draw(diagnosis: Mapping[str, Any]) -> Picture:
             any((layer.get("ablation") or {}).get("changed") is not None for layer in layers),
         )
         if values:
-            what = "predictions changed, rounded alone [%]" if logits else "output moved, rounded alone [%]"
+            what = "predictions changed, rounded alone [%]" if logits else "output error, rounded alone [%]"
             figure.colorbar(unit, ax=axes, label=what)
     exposed = [layer for layer in layers if layer["exposed"]]
     caption = (
-        f"One recurrence step, applied {diagnosis['model']['n_steps']} times; the state leaves on the right and comes "
-        "back on the left. Darker boxes do more damage when they alone are rounded. "
+        f"One recurrence step, applied {diagnosis['model']['n_steps']} times; the state leaves on the right and "
+        "returns on the left. The darker a box, the more damage it does when it alone is rounded. "
     )
     if exposed:
-        caption += "Hatched boxes with a thick frame have no identity path around them: their error is fed back whole. "
+        caption += (
+            "Hatched boxes with a thick frame have no identity path around them: their error enters the next state in "
+            "full. "
+        )
     else:
         caption += "Every layer has an identity path around it. "
     if any(damage(layer) is None for layer in layers):
@@ -81,7 +84,7 @@ def draw(diagnosis: Mapping[str, Any]) -> Picture:
 
 
 class _Colours:
-    """Colour of a damage value, and black or white text on it."""
+    """Colour of a damage value, and black or white for text on it."""
 
     def __init__(self, values: Sequence[float]) -> None:
         matplotlib = require("matplotlib")
@@ -130,13 +133,13 @@ def _draw_column(
             plate = {"facecolor": face, "edgecolor": "none", "pad": 1.0} if exposed else None
             axes.text(x, y + 0.5, text, ha="center", va="center", fontsize=8, color=ink, bbox=plate)
     if named and len(column) > 1:
-        # The number and what is numbered; the path to it is the same for all.
+        # The block's number and the name before it; the rest of the path is the same for all.
         title = ".".join(name.split(".")[-2:])
         axes.text(x, top + 0.12, title, ha="center", va="bottom", fontsize=8.5, fontweight="bold")
 
 
 def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows: int) -> None:
-    """Arrows between blocks, identity paths over those that have one, and the way back."""
+    """Draw arrows between blocks, identity paths over those that have one, and the feedback."""
     arrow = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
     middle, last = rows / 2, len(columns) - 1
     axes.annotate("", (-0.47, middle), (-1.0, middle), arrowprops=arrow)

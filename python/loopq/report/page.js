@@ -18,7 +18,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
-// Hand out the data that the page was made of.
+// Offer the page's data for download.
 const save = document.querySelector("a.save");
 save.href = URL.createObjectURL(
   new Blob([document.getElementById("diagnosis").textContent], { type: "application/json" }),

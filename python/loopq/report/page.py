@@ -1,4 +1,4 @@
-"""The diagnosis as one HTML page: no other file, no network, readable on paper."""
+"""The diagnosis as one self-contained HTML page that needs no network and can be printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from loopq.checkpoint.files import replacing, write_json
 from loopq.errors import ConfigError
-from loopq.report.figures import ARM_NAMES, all_figures, gain_scatter
+from loopq.report.figures import VARIANT_NAMES, all_figures, gain_scatter
 from loopq.report.style import Picture, short_names
 
 FORMAT = "loopq-diagnosis"
@@ -27,7 +27,7 @@ def write_report(
     quantized: Mapping[str, Mapping[str, Any]] | None = None,
     compared: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write the page.
+    """Write a diagnosis as an HTML page.
 
     Parameters
     ----------
@@ -36,9 +36,9 @@ def write_report(
     out : path
         HTML file.
     quantized : mapping of str to mapping, optional
-        Report of each quantized layer by parameter name: what was done is then a column of the table.
+        Report of each quantized layer by parameter name, shown as a column of the table.
     compared : sequence of mapping, optional
-        Points of the scatter of recovery against rank gain (`figures.gain_scatter`).
+        Models of the plot of gap closed against rank gain (`figures.gain_scatter`).
 
     Returns
     -------
@@ -48,7 +48,7 @@ def write_report(
     Raises
     ------
     ConfigError
-        Data that is no diagnosis of this version.
+        The data is not a diagnosis of this version.
     MissingExtraError
         matplotlib is not installed.
     """
@@ -80,17 +80,17 @@ def render(
         pictures.append(gain_scatter(compared))
     model = diagnosis["model"]
     title = f"Diagnosis of {model['name']}"
-    # Inside a script element no "<" may stand that could end it or open another.
+    # A "<" inside a script element could end it or open another.
     data = json.dumps(diagnosis, sort_keys=True, allow_nan=False).replace("<", "\\u003c")
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{html.escape(title)}</title>",
-        # Browsers ask the server for an icon otherwise, also of a file.
+        # Without it browsers request an icon, even for a local file.
         '<link rel="icon" href="data:,">',
         f"<style>{_file('page.css')}</style></head><body>",
-        f"<header><h1>{html.escape(title)}</h1>{_lead(diagnosis)}</header>",
+        f"<header><h1>{html.escape(title)}</h1>{_intro(diagnosis)}</header>",
         "<main>",
         _summary(diagnosis),
         "<h2>What the loop does</h2>",
@@ -98,7 +98,7 @@ def render(
         *(_figure(p) for p in pictures),
         "</div>",
         _layer_table(diagnosis, quantized),
-        _arms(diagnosis),
+        _injection(diagnosis),
         _perturbations(diagnosis),
         _overlaps(diagnosis),
         _unavailable(diagnosis),
@@ -124,7 +124,7 @@ def _check(diagnosis: Mapping[str, Any]) -> None:
         )
 
 
-def _lead(d: Mapping[str, Any]) -> str:
+def _intro(d: Mapping[str, Any]) -> str:
     model, data = d["model"], d["data"]
     size = f", {model['n_parameters']:,} parameters" if model["n_parameters"] else ""
     text = (
@@ -132,7 +132,7 @@ def _lead(d: Mapping[str, Any]) -> str:
         f"{data['n_prompts']} prompts, {data['n_tokens']:,} tokens from {data['source']}."
     )
     save = '<a class="save" download="diagnosis.json" href="#diagnosis">Save the data as JSON</a>'
-    return f'<p class="lead">{html.escape(text)} {save}</p>'
+    return f'<p class="intro">{html.escape(text)} {save}</p>'
 
 
 def _summary(d: Mapping[str, Any]) -> str:
@@ -166,16 +166,15 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
         ("width", "number"),
         ("gain", "number"),
         ("step-0 energy [%]", "number"),
-        ("changed alone [%]" if logits else "moved alone [%]", "number"),
+        ("changed when rounded alone [%]" if logits else "output error when rounded alone [%]", "number"),
         ("verdict", ""),
     ]
     if quantized is not None:
-        heads.insert(-1, ("what was done", ""))
+        heads.insert(-1, ("quantized as", ""))
     rows = []
     short = short_names([layer["name"] for layer in d["layers"]])
     for layer in d["layers"]:
-        own = ranks.get(layer["input_of"]) or {}
-        cells = _cells(layer, own, logits, short[layer["name"]])
+        cells = _cells(layer, ranks.get(layer["input_of"]) or {}, logits, short[layer["name"]])
         if quantized is not None:
             done = _done(quantized.get(layer["name"]))
             cells.insert(-1, ("done", done, html.escape(done)))
@@ -185,9 +184,9 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
     threshold = (d["sections"].get("ranks") or {}).get("threshold", 1e-3)
     return (
         "<h2>Layer by layer</h2>"
-        f'<div class="scroll"><table class="sortable" id="layers"><caption>Click a heading to sort. Rank: '
-        f"directions above {threshold:g} of the largest eigenvalue; gain: rank over all steps against rank at step 0; "
-        "energy: share of the summed squared inputs that step 0 holds.</caption>"
+        f'<div class="scroll"><table class="sortable" id="layers"><caption>Click a heading to sort. Rank: number of '
+        f"eigenvalues above {threshold:g} of the largest; gain: rank of the sum over all steps, over the rank at step "
+        "0; energy: share of the sum of squared inputs that belongs to step 0.</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -222,9 +221,9 @@ def _cells(layer: Mapping[str, Any], ranks: Mapping[str, Any], logits: bool, sho
 
 
 def _done(report: Mapping[str, Any] | None) -> str:
-    """What was done to a layer, from its quantization report."""
+    """How a layer was quantized, from its quantization report."""
     if report is None:
-        return "left as it is"
+        return "not quantized"
     group = "per channel" if report.get("group_size") == -1 else f"g{report.get('group_size')}"
     text = f"{str(report.get('method_done', '?')).upper()} INT{report.get('bits')} {group}"
     steps = report.get("steps")
@@ -232,12 +231,12 @@ def _done(report: Mapping[str, Any] | None) -> str:
         text += f", calibrated on {len(steps)} step{'s' if len(steps) > 1 else ''}"
     proxy, plain = report.get("proxy"), report.get("proxy_rtn")
     if proxy is not None and plain:
-        text += f", loss {proxy / plain:.2f} of plain rounding's"
+        text += f", loss {proxy / plain:.2f} times that of rounding"
     return text
 
 
 def _table(title: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], n_text: int) -> str:
-    """A plain table; the first `n_text` columns are words, the others numbers."""
+    """An unsorted table; the first `n_text` columns are text, the others numbers."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
@@ -256,27 +255,27 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
-def _arms(d: Mapping[str, Any]) -> str:
-    found = d["sections"].get("arms")
+def _injection(d: Mapping[str, Any]) -> str:
+    found = d["sections"].get("injection")
     if not found or d["model"]["output"] == "hidden":
         return ""
     rows = []
     for setting, runs in sorted(found.items(), reverse=True):
         for pairing in ("paired", "unpaired"):
-            for arm, name in ARM_NAMES.items():
-                run = (runs[pairing] or {}).get(arm)
+            for variant, name in VARIANT_NAMES.items():
+                run = (runs[pairing] or {}).get(variant)
                 if run:
                     ends = [_percent(run["agreement"][0]), _percent(run["agreement"][-1])]
                     low, high = (_percent(run["final_agreement"][end]) for end in ("low", "high"))
                     rows.append([setting, pairing, name, *ends, f"{low} to {high}", f"{run['kl'][-1]:.4f}"])
     caption = (
-        "Top-1 agreement with full precision, mean over prompts; paired: both runs start from the same initial state. "
-        "The interval is a 95 % bootstrap over prompts; KL in nats at the end."
+        "Top-1 agreement with full precision, mean over prompts. Paired: both runs start from the same initial state. "
+        "The interval, a 95 % bootstrap over prompts, and the KL are those of the last step."
     )
     heads = (
         "rounding",
-        "states",
-        "what is rounded",
+        "initial states",
+        "rounded layers",
         "first step [%]",
         "last step [%]",
         "interval [%]",
@@ -295,15 +294,15 @@ def _perturbations(d: Mapping[str, Any]) -> str:
     for row in found["rows"]:
         groups.setdefault((row["perturbation"], row["location"]), []).append(row)
     rows = []
-    for (kind, place), members in sorted(groups.items()):
-        mean = sum(m[key] for m in members) / len(members)
-        norm = sum(m["norm"] for m in members) / len(members)
-        rows.append([kind, place, f"{norm:.3g}", str(len(members)), _percent(mean)])
+    for (kind, place), draws in sorted(groups.items()):
+        mean = sum(draw[key] for draw in draws) / len(draws)
+        norm = sum(draw["norm"] for draw in draws) / len(draws)
+        rows.append([kind, place, f"{norm:.3g}", str(len(draws)), _percent(mean)])
     caption = (
-        "Changes other than rounding at the exposed layers and in the core, paired states. Rank-4 updates have one "
-        "norm at both places; the noise matches the output error that rounding makes there."
+        "Weight changes other than rounding, at the exposed layers and in the core, with paired initial states. Rank-4 "
+        "updates have the same norm at both places; the noise has the output error that rounding has there."
     )
-    what = "agreement at the end [%]" if logits else "output error at the end [%]"
+    what = "agreement, last step [%]" if logits else "output error, last step [%]"
     return _table("Other perturbations", caption, ("perturbation", "place", "norm", "draws", what), rows, 2)
 
 
@@ -316,8 +315,8 @@ def _overlaps(d: Mapping[str, Any]) -> str:
         for r in sorted(found, key=lambda r: r["k"])
     ]
     caption = (
-        "Mean squared cosine between the leading directions of the state, and what two unrelated spaces of that size "
-        "give by chance: an overlap at chance says that one side is noise."
+        "Mean squared cosine between the leading directions of the state, and its expectation for two independent "
+        "spaces of that dimension. An overlap at chance means that one side is noise."
     )
     heads = ("between", "directions", "overlap [%]", "chance [%]")
     return _table("Do steps share their directions?", caption, heads, rows, 1)
@@ -330,7 +329,7 @@ def _unavailable(d: Mapping[str, Any]) -> str:
         f"<li><strong>{html.escape(u['section'])}</strong>: {html.escape(u['reason'])}</li>"
         for u in d["unavailable"]
     )
-    return f'<h2>What could not be diagnosed</h2><ul id="unavailable">{rows}</ul>'
+    return f'<h2>Sections that could not run</h2><ul id="unavailable">{rows}</ul>'
 
 
 def _settings(d: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Colours, line styles and the way from a figure to inline SVG."""
+"""Colours and line styles of the page, and figures as inline SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from loopq.lazy import require
 
-# Okabe and Ito's colours: apart for every kind of colour blindness; line style and marker tell them apart too.
+# Okabe and Ito's colours, distinct for every kind of colour blindness; line style and marker differ as well.
 SERIES = (
     ("#0072B2", "-", "o"),
     ("#D55E00", "--", "s"),
@@ -23,7 +23,7 @@ SERIES = (
     ("#56B4E9", (0, (1, 1)), "X"),
 )
 ALARM = "#D55E00"
-# Even in lightness, so that it survives a grey printer; dark is much.
+# Lightness changes evenly, so that the map survives printing in grey; dark is high.
 MAP = "cividis_r"
 
 _RC = {
@@ -56,7 +56,7 @@ class Picture:
     title : str
         Heading.
     caption : str
-        What is seen and what it means, in sentences.
+        What the figure shows and what it means, in sentences.
     figure : Any
         matplotlib Figure.
     """
@@ -67,7 +67,7 @@ class Picture:
     figure: Any
 
     def svg(self) -> str:
-        """The figure as an SVG element whose ids are its own on the page."""
+        """The figure as an SVG element whose ids are unique on the page."""
         buffer = io.StringIO()
         with styled(self.name):
             self.figure.savefig(
@@ -85,21 +85,21 @@ class Picture:
 
 @contextlib.contextmanager
 def styled(salt: str) -> Iterator[None]:
-    """Draw in the page's style; the salt makes the ids inside the SVG repeat from run to run."""
+    """Draw in the page's style; the salt makes the ids inside the SVG the same in every run."""
     matplotlib = require("matplotlib")
     with matplotlib.rc_context(_RC | {"svg.hashsalt": salt}):
         yield
 
 
 def canvas(width: float, height: float, n_columns: int = 1) -> tuple[Any, Any]:
-    """Return a figure of a size in inches and its axes, one or a row of several."""
+    """Return a figure of the given size in inches and its axes, one or a row of several."""
     figure_module = require("matplotlib.figure")
     figure = figure_module.Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(1, n_columns)
 
 
 def label(axes: Any, x: str, y: str, title: str = "") -> None:
-    """Set axis labels, which name their unit in square brackets, and a title."""
+    """Set axis labels, with units in square brackets, and a title."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if title:
@@ -119,14 +119,14 @@ def whole_numbers(axis: Any) -> None:
 
 
 def short_name(name: str) -> str:
-    """A parameter's name without the parts that every one has."""
+    """A parameter's name without the prefix and suffix that are common to a model's parameters."""
     for prefix in ("transformer.", "model.", "base_causallm.", "gpt_neox.", "module."):
         name = name.removeprefix(prefix)
     return name.removesuffix(".weight")
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:
-    """Short names of layers that stand together: without the path that all of them share, up to a block's number."""
+    """Short names of layers shown together: without the path they share, up to a block's number."""
     short = {name: short_name(name) for name in names}
     if len(short) < 2:
         return short

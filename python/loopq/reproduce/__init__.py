@@ -1,3 +1,3 @@
-"""Recipes that make the tables: each runs on any looped system, the zoo by default."""
+"""Analogues of the paper's tables, measured on any looped system, by default the embedded one."""
 
 from __future__ import annotations

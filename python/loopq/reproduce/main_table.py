@@ -1,7 +1,7 @@
-"""The paper's main table: rounding, one-step and N-step calibration on every model, and the ranks beside it.
+"""The analogue of Li, Table 2: rounding, one-step and N-step calibration on every model, and its rank survey.
 
-`run_member` measures one model and gives plain data; `loopq.reproduce.main_text` makes numbers with intervals,
-words and tables of it.
+`measure_model` measures one model and returns plain data; `loopq.reproduce.main_text` turns that into estimates with
+intervals, sentences and tables.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from numpy.typing import NDArray
 import loopq
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.dump import fingerprint
 from loopq.calibrate.select import Selection
-from loopq.checkpoint.files import read_json, write_json
 from loopq.checkpoint.model_files import model_tensors
-from loopq.config import LayerConfig, Override, QuantConfig
 from loopq.diagnose.rank import FOCAL, layer_ranks
-from loopq.errors import ConfigError, LoopqError
+from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.jobs.run import duration
+from loopq.execution import Execution
+from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
-from loopq.quantizers.arms import collect_all_steps, solve_arm
-from loopq.reproduce.members import PLBERT, Member, Sizes, load_member
+from loopq.quantizers.config import Override
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
-from loopq.systems.base import LoopedSystem
+from loopq.run.config import QuantConfig
+from loopq.run.engine import Run
+from loopq.run.estimate import duration
 
-FORMAT = 1
+FORMAT = 2
 GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
-# Name, method, steps whose Hessians are summed.
-ARMS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
+# Name, quantizer, steps whose Hessians are summed.
+VARIANTS = ((RTN, "rtn", "all"), (ONE, "gptq", "first"), (ALL, "gptq", "all"))
 ADAPTER_DAMPING = 0.1
 
-Variants = dict[str, dict[str, NDArray[np.float32]]]
+Weights = dict[str, NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is run.
+    """How many prompts and seeds a run uses.
 
     Parameters
     ----------
@@ -55,9 +55,11 @@ class Settings:
     seq_len : int
         Tokens of a prompt of text.
     n_seeds : int
-        Calibration seeds: each has prompts of its own and initial states of its own.
-    hidden_calibration, hidden_evaluation, n_probe : int
-        The same for PL-BERT, whose rollout costs thirty times as much, and prompts that its probe is fitted on.
+        Calibration seeds; prompts and initial states differ from seed to seed.
+    hidden_calibration, hidden_evaluation : int
+        Prompts for PL-BERT, whose rollout costs thirty times as much.
+    n_probe : int
+        Prompts on which PL-BERT's probe is fitted.
     """
 
     n_calibration: int = 64
@@ -74,7 +76,7 @@ class Settings:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}")
 
     def of(self, name: str) -> Settings:
-        """Settings for one member: PL-BERT has its own counts."""
+        """Settings for one model; PL-BERT has smaller counts."""
         if name != PLBERT:
             return self
         small = {"n_calibration": self.hidden_calibration, "n_evaluation": self.hidden_evaluation}
@@ -90,79 +92,76 @@ def run(
     threads: int = 0,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every member; one that is in `work` with the same weights, prompts and settings is not run again.
+    """Measure every model; results saved in `work` for the same weights, prompts and settings are read instead.
 
     Parameters
     ----------
     names : sequence of str
-        Zoo names, folders of byte-level models, "plbert".
+        The embedded model, folders, hub ids, "plbert".
     settings : Settings, optional
-        How much is run.
+        Numbers of prompts and seeds.
     data : Path, optional
-        Data folder, for "plbert".
+        Data folder, needed for "plbert".
     work : Path, optional
-        Folder where each member's results are kept.
+        Folder in which each model's results are saved.
     threads : int
-        Threads of the core; 0 takes all.
+        Threads of the core; 0 takes all cores.
     progress : Progress, optional
-        Told of every stage.
+        Notified of every stage.
 
     Returns
     -------
     list of dict
-        What `run_member` gives, in the order of the names.
+        Results of `measure_model`, in the order of the names.
     """
     progress = progress or Silent()
     settings = settings or Settings()
     found = []
-    # All are loaded before any is measured: a name that is wrong shows at once.
-    members = [(load_member(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
-    paths = [work / f"{member.name}.json" if work else None for member, _ in members]
-    keys = [_key(member, own) for member, own in members]
-    before = [_kept(path, key) for path, key in zip(paths, keys, strict=True)]
-    progress.note(
-        _estimate([m for m, kept in zip(members, before, strict=True) if kept is None], len(members))
-    )
-    for number, ((member, own), path, key, kept) in enumerate(
-        zip(members, paths, keys, before, strict=True), start=1
+    # All are loaded before any is measured, so that a wrong name fails at once.
+    models = [(prepare_model(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
+    journals = [Journal(work, _key(model, its)) for model, its in models]
+    saved = [journal.find(model.name) for journal, (model, _) in zip(journals, models, strict=True)]
+    progress.note(_estimate([m for m, s in zip(models, saved, strict=True) if s is None], len(models)))
+    for number, ((model, its), journal, piece) in enumerate(
+        zip(models, journals, saved, strict=True), start=1
     ):
-        progress.note(f"{number}/{len(names)} {member.name}" + ": measured before" * (kept is not None))
-        if kept is None:
-            kept = run_member(member, own, threads=threads, progress=progress) | {"key": key}
-            if path is not None:
-                write_json(path, kept)
-        found.append(kept)
+        progress.note(f"{number}/{len(names)} {model.name}" + (f": read from {work}" if piece else ""))
+        if piece is not None:
+            found.append(piece.facts["measured"])
+            continue
+        found.append(measure_model(model, its, threads=threads, progress=progress))
+        journal.save(model.name, measured=found[-1])
     return found
 
 
-def _estimate(left: Sequence[tuple[Member, Settings]], total: int) -> str:
-    """How long the members that are left will take, told before it starts."""
-    if not left:
-        return f"all {total} models were measured before"
-    seconds = {member.name: expected_seconds(member, own) for member, own in left}
+def _estimate(remaining: Sequence[tuple[PreparedModel, Settings]], total: int) -> str:
+    """A sentence on how long the remaining models will take."""
+    if not remaining:
+        return f"all {total} models are saved already"
+    seconds = {model.name: expected_seconds(model, its) for model, its in remaining}
     longest = max(seconds, key=lambda name: seconds[name])
     return (
-        f"{len(left)} of {total} models to measure: about {duration(sum(seconds.values()))}, of it {longest} "
+        f"{len(remaining)} of {total} models to measure: about {duration(sum(seconds.values()))}, of which {longest} "
         f"{duration(seconds[longest])}"
     )
 
 
-def expected_seconds(member: Member, settings: Settings) -> float:
-    """Seconds that `run_member` spends in rollouts, from one short rollout that is timed now."""
-    system = member.loaded.system
-    batch = next(member.evaluation.take(0, 2).batches(2))
+def expected_seconds(model: PreparedModel, settings: Settings) -> float:
+    """Seconds that `measure_model` will spend in rollouts, estimated from one short rollout timed now."""
+    system = model.loaded.system
+    batch = next(model.evaluation.take(0, 2).batches(2))
     began = time.monotonic()
     system.rollout(batch, system.n_steps)
     each = (time.monotonic() - began) / len(batch.prompts)
-    arms = len(GRIDS) * (1 + (len(ARMS) - 1) * settings.n_seeds)
-    n_rollouts = settings.n_seeds * settings.n_calibration + settings.n_evaluation * (1 + arms)
+    n_variants = len(GRIDS) * (1 + (len(VARIANTS) - 1) * settings.n_seeds)
+    n_rollouts = settings.n_seeds * settings.n_calibration + settings.n_evaluation * (1 + n_variants)
     if system.output == "hidden" and system.has_steps:
-        n_rollouts += settings.n_probe + settings.n_evaluation * (1 + len(GRIDS) * len(ARMS))
+        n_rollouts += settings.n_probe + settings.n_evaluation * (1 + len(GRIDS) * len(VARIANTS))
     return each * n_rollouts
 
 
 def _sizes(settings: Settings) -> Sizes:
-    """One text, cut by `_calibration_sets`; the rest of it is the probe's."""
+    """Prompts to load: the calibration prompts of all seeds, then those of the probe, from one text."""
     return Sizes(
         settings.n_calibration * settings.n_seeds,
         settings.n_probe,
@@ -171,73 +170,66 @@ def _sizes(settings: Settings) -> Sizes:
     )
 
 
-def _key(member: Member, settings: Settings) -> str:
+def _key(model: PreparedModel, settings: Settings) -> str:
     weights = {
         name: hashlib.sha256(tensor.data.data).hexdigest()
-        for name, tensor in model_tensors(member.loaded.model)[0].items()
+        for name, tensor in model_tensors(model.loaded.model)[0].items()
     }
-    texts = [t.digest() for t in (member.calibration, member.evaluation)]
-    return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, ARMS)
+    texts = [t.digest() for t in (model.calibration, model.evaluation)]
+    return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, VARIANTS)
 
 
-def _kept(path: Path | None, key: str) -> dict[str, Any] | None:
-    if path is None or not path.is_file():
-        return None
-    try:
-        found: dict[str, Any] = read_json(path)
-    except LoopqError:
-        return None
-    return found if found.get("key") == key else None
-
-
-def run_member(
-    member: Member, settings: Settings, *, threads: int = 0, progress: Progress | None = None
+def measure_model(
+    model: PreparedModel, settings: Settings, *, threads: int = 0, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Quantize one model by every arm, on every grid, from every calibration seed, and measure it.
+    """Quantize one model in every variant, on every grid, from every calibration seed, and measure it.
 
     Returns
     -------
     dict
-        `member`, `system`, `n_steps`, `output`, `looped` (whether any calibrated weight is called twice);
-        `full_precision`: per prompt the negative log-likelihood in nats, null for hidden states; `arms`: for
-        each grid and arm bytes and, by calibration seed and prompt, KL, agreement and negative log-likelihood
-        (hidden states: squared relative error, cosine, null); `ranks`: see `rank_survey`; `states`: see
-        `loopq.reproduce.probe.measure_states`, null where there are logits.
+        `model`, `system`, `n_steps`, `output`; `looped`: whether any calibrated weight is called more than once;
+        `full_precision`: for each prompt the negative log-likelihood in nats, null for hidden states; `variants`: for
+        each grid and variant the bytes and, by calibration seed and prompt, KL, agreement and negative log-likelihood
+        (for hidden states squared relative error, cosine and null); `ranks`: see `rank_survey`; `states`: see
+        `loopq.reproduce.probe.measure_states`, null for systems with logits.
     """
     progress = progress or Silent()
     began = time.monotonic()
-    system = member.loaded.system
-    variants: Variants = {}
+    system = model.loaded.system
+    weights: dict[str, Weights] = {}
     sizes: dict[str, int] = {}
     survey: dict[str, Any] = {}
     selection: Selection | None = None
-    for seed, text in enumerate(_calibration_sets(member.calibration, settings.n_seeds)):
-        sums, selection = collect_all_steps(system, text, seed=seed, threads=threads, progress=progress)
-        for name, layers in _solve(system, sums, selection, seed, threads).items():
+    for seed, text in enumerate(_calibration_sets(model.calibration, settings.n_seeds)):
+        run = Run.prepare(system, text, execution=Execution(seed=seed, threads=threads, progress=progress))
+        sums, selection = run.all_steps(), run.job.selection
+        for name, layers in _solve(run, sums).items():
             sizes[name] = sum(layer.n_bytes for layer in layers.values())
-            variants[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
+            weights[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
         if seed == 0:
             survey = rank_survey(sums, selection, threads)
     assert selection is not None
-    measured = compare(system, variants, member.evaluation, scored_from=member.scored_from, progress=progress)
+    measured = compare(system, weights, model.evaluation, scored_from=model.scored_from, progress=progress)
     by_name = {m.name: m for m in measured}
     states = None
     if system.output == "hidden" and system.has_steps:
-        first = {f"INT{b} g{g}, {a}": variants[_name(b, g, a, 0)] for b, g in GRIDS for a, _, _ in ARMS}
-        probe = fit_probe(system, member.tuning_held_out, progress)
-        states = measure_states(system, first, member.evaluation, probe, progress)
+        first = {f"INT{b} g{g}, {a}": weights[_name(b, g, a, 0)] for b, g in GRIDS for a, _, _ in VARIANTS}
+        probe = fit_probe(system, model.tuning_held_out, progress)
+        states = measure_states(system, first, model.evaluation, probe, progress)
         states["probe"] = {"n_positions": probe.n_positions, "mask_share": MASK_SHARE, "mask_id": MASK_ID}
     return {
-        "member": member.name,
+        "model": model.name,
         "system": system.name,
         "n_steps": system.n_steps,
         "output": system.output,
-        "task": "chains" if member.scored_from else "text",
+        "task": model.task,
         "looped": any(p.invocations > 1 for p in selection.observed),
         "bytes_per_token": measured[0].bytes_per_token,
         "full_precision": _rounded(measured[0].nll) if system.output == "logits" else None,
-        "arms": [
-            _arm(bits, group, arm, sizes, by_name, settings) for bits, group in GRIDS for arm, _, _ in ARMS
+        "variants": [
+            _result(bits, group, variant, sizes, by_name, settings)
+            for bits, group in GRIDS
+            for variant, _, _ in VARIANTS
         ],
         "ranks": survey,
         "states": states,
@@ -249,42 +241,52 @@ def run_member(
 def _calibration_sets(text: TokenSet, n_seeds: int) -> list[TokenSet]:
     each = len(text.sequences) // n_seeds
     if each < 1:
-        raise ConfigError(f"{text.source}: {len(text.sequences)} prompts are too few for {n_seeds} seeds")
+        raise ConfigError(
+            f"{text.source}: {len(text.sequences)} prompts are too few for {n_seeds} seeds; each needs at least one"
+        )
     return [text.take(s * each, (s + 1) * each) for s in range(n_seeds)]
 
 
-def _name(bits: int, group: int, arm: str, seed: int) -> str:
-    return f"INT{bits} g{group}, {arm}, seed {0 if arm == RTN else seed}"
+def _name(bits: int, group: int, variant: str, seed: int) -> str:
+    return f"INT{bits} g{group}, {variant}, seed {0 if variant == RTN else seed}"
 
 
-def _solve(
-    system: LoopedSystem, sums: HessianSet, selection: Selection, seed: int, threads: int
-) -> dict[str, dict[str, Any]]:
-    """Layers of every grid and arm from one calibration set; rounding needs none and is done once."""
-    # The paper damps the feedback adapter by 10 %, everything else by 1 %.
+def _solve(run: Run, sums: HessianSet) -> dict[str, dict[str, Any]]:
+    """Layers of every grid and variant from one calibration set; rounding needs none and is done once."""
+    # Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
     adapters = tuple(
-        Override(p.name, {"damping": ADAPTER_DAMPING}) for p in selection.observed if p.role == "adapter"
+        Override(p.name, {"damping": ADAPTER_DAMPING})
+        for p in run.job.selection.observed
+        if p.role == "adapter"
     )
+    seed = run.execution.seed
     solved = {}
     for bits, group in GRIDS:
-        for arm, method, steps in ARMS:
-            if arm == RTN and seed:
+        for variant, method, steps in VARIANTS:
+            if variant == RTN and seed:
                 continue
-            layer = LayerConfig(method=method, bits=bits, group_size=group)
-            config = QuantConfig(layer, steps=steps, overrides=adapters, rank_threshold=None)
-            solved[_name(bits, group, arm, seed)] = solve_arm(sums, selection, system, config, threads)
+            config = QuantConfig.of(
+                *(adapters if method == "gptq" else ()),
+                method=method,
+                scale_search="max",
+                steps=steps,
+                bits=bits,
+                group_size=group,
+                rank_threshold=None,
+            )
+            solved[_name(bits, group, variant, seed)] = run.solve_from(sums, config)
     return solved
 
 
-def _arm(
+def _result(
     bits: int,
     group: int,
-    arm: str,
+    variant: str,
     sizes: Mapping[str, int],
     measured: Mapping[str, Measurement],
     settings: Settings,
 ) -> dict[str, Any]:
-    names = [_name(bits, group, arm, s) for s in range(1 if arm == RTN else settings.n_seeds)]
+    names = [_name(bits, group, variant, s) for s in range(1 if variant == RTN else settings.n_seeds)]
 
     def gather(field: Callable[[Measurement], NDArray[np.float64]]) -> list[Any]:
         return [_rounded(field(measured[n])) for n in names]
@@ -293,7 +295,7 @@ def _arm(
     return {
         "bits": bits,
         "group_size": group,
-        "arm": arm,
+        "variant": variant,
         "n_bytes": sizes[names[0]],
         "kl": gather(lambda m: m.kl),
         "agreement": gather(lambda m: m.agreement),
@@ -302,12 +304,12 @@ def _arm(
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
-    """The prompts' values of the one evaluation seed, eight digits."""
+    """Values of the prompts for the only evaluation seed, to eight digits."""
     return [float(f"{v:.8g}") for v in values[0]]
 
 
 def layer_class(name: str) -> str:
-    """Name of a weight without what numbers it: "transformer.core_block.0.attn.Wqkv.weight" to "attn.Wqkv".
+    """Name of a weight without its block: "transformer.core_block.0.attn.Wqkv.weight" to "attn.Wqkv".
 
     Examples
     --------
@@ -320,20 +322,20 @@ def layer_class(name: str) -> str:
 
 
 def _readers_class(names: Sequence[str]) -> str:
-    """Class of an input by the layers that read it: "self_attn.q_proj+k_proj+v_proj"."""
+    """Name of an input by the classes of the layers that read it: "self_attn.q_proj+k_proj+v_proj"."""
     first, *others = [layer_class(name) for name in names]
     return "+".join([first, *(other.rpartition(".")[2] for other in others)])
 
 
 def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dict[str, Any]:
-    """Count the directions that calibration sees, at step 0, at the last step and over the trajectory.
+    """Rank of every input Hessian at step 0, at the last step and over the trajectory (Li, Table 18).
 
     Returns
     -------
     dict
-        `threshold` tau: an eigenvalue counts above tau times the largest; `layers`: for each distinct input the
-        class of layer, the layers that read it, width, rows, steps, the three ranks and the gain (trajectory
-        over step 0); `bottleneck`: the layer with the lowest step-0 rank over width.
+        `threshold` tau: eigenvalues above tau times the largest are counted; `layers`: for each distinct input the
+        class of its layers, width, rows, steps, the three ranks and the gain (trajectory over step 0);
+        `bottleneck`: the layer with the lowest step-0 rank over width.
     """
     layers = []
     for p in selection.input_groups:
@@ -342,7 +344,7 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dic
         layers.append(
             {
                 "layer": p.name,
-                "class": _readers_class([n for n, leader in selection.leaders.items() if leader == p.name]),
+                "class": _readers_class([n for n, group in selection.leaders.items() if group == p.name]),
                 "n_inputs": p.in_features,
                 "n_rows": int(h.n_rows(0)),
                 "n_steps": p.invocations,

@@ -1,4 +1,4 @@
-"""Numbers with intervals, plain words and tables, from what `loopq.reproduce.main_table` measured."""
+"""Estimates with intervals, sentences and tables, from the results of `loopq.reproduce.main_table`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.evaluate.stats import Interval, bootstrap, student
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN
+from loopq.stats import Interval, bootstrap, cluster_rate, gap_closed, mean_interval, student
 from loopq.table import render
 
 N_RESAMPLES = 10_000
@@ -20,18 +20,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Table:
-    """A table and what is said above it.
+    """A table with its heading and explanation.
 
     Parameters
     ----------
     title : str
         Heading.
     text : str
-        What the columns are.
+        Explanation of the columns.
     header : tuple of str
         Column heads.
     rows : tuple of tuple
-        Cells; None is a dash.
+        Cells; None is shown as a dash.
     """
 
     title: str
@@ -40,55 +40,57 @@ class Table:
     rows: tuple[tuple[str | None, ...], ...]
 
     def plain(self) -> str:
-        """Return it for a terminal."""
+        """Return the table as text for a terminal."""
         return f"{self.title}\n{self.text}\n\n{render(self.header, self.rows)}\n"
 
     def markdown(self) -> str:
-        """Return it as Markdown."""
+        """Return the table as Markdown."""
         lines = [" | ".join(self.header), "|".join(["---"] * len(self.header))]
         lines += [" | ".join("-" if c is None else c for c in row) for row in self.rows]
         return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make the record of a run: every number of the tables, with its interval.
+    """Compute the record of a run: every number of the tables, with its interval.
 
     Parameters
     ----------
     found : sequence of dict
-        What `loopq.reproduce.main_table.run` gives.
+        Results of `loopq.reproduce.main_table.run`.
 
     Returns
     -------
     dict
-        `members`: for each member, for each grid, the arms and the comparisons; its ranks and states;
-        `training_seeds`: gap closed over members that differ in the seed of their training.
+        `models`: for each model and grid the variants and their comparisons, and the model's ranks and states;
+        `training_seeds`: gap closed over models that differ only in the seed of their training.
     """
-    members = [summarize_member(m) for m in found]
-    return {"members": members, "training_seeds": _training_seeds(members)}
+    models = [summarize_model(m) for m in found]
+    return {"models": models, "training_seeds": _training_seeds(models)}
 
 
-def summarize_member(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Intervals, comparisons and words for one member."""
-    kept = ("member", "system", "n_steps", "output", "task", "looped", "ranks", "settings", "seconds")
+def summarize_model(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Intervals, comparisons and verdicts of one model."""
+    kept = ("model", "system", "n_steps", "output", "task", "looped", "ranks", "settings", "seconds")
     out: dict[str, Any] = {k: found[k] for k in kept}
     bits = _to_bits(found["bytes_per_token"])
     if found["full_precision"] is not None:
         out["bits_per_byte"] = _interval(bits(np.array(found["full_precision"])))
     grids = []
     for n_bits, group in GRIDS:
-        arms = {a["arm"]: a for a in found["arms"] if (a["bits"], a["group_size"]) == (n_bits, group)}
-        rtn = _per_prompt(arms[RTN]["kl"])
+        variants = {
+            a["variant"]: a for a in found["variants"] if (a["bits"], a["group_size"]) == (n_bits, group)
+        }
+        rtn = _per_prompt(variants[RTN]["kl"])
         rows = {
-            name: _arm(arm, rtn, found["full_precision"], arms[RTN]["nll"], bits)
-            for name, arm in arms.items()
+            name: _variant(variant, rtn, found["full_precision"], variants[RTN]["nll"], bits)
+            for name, variant in variants.items()
         }
         pairs = {
-            f"{a} / {b}": _ratio(_per_prompt(arms[a]["kl"]), _per_prompt(arms[b]["kl"]))
+            f"{a} / {b}": _ratio(_per_prompt(variants[a]["kl"]), _per_prompt(variants[b]["kl"]))
             for a, b in ((ALL, RTN), (ALL, ONE), (ONE, RTN))
         }
         grids.append(
-            {"bits": n_bits, "group_size": group, "arms": rows, "ratios": pairs}
+            {"bits": n_bits, "group_size": group, "variants": rows, "ratios": pairs}
             | words(pairs, bool(found["looped"]))
         )
     out["grids"] = grids
@@ -112,31 +114,31 @@ def _json(interval: Interval) -> dict[str, float]:
 
 
 def _interval(values: Floats) -> dict[str, float]:
-    return _json(bootstrap([values], lambda x: x.mean(axis=1), n_resamples=N_RESAMPLES))
+    return _json(mean_interval(values, n_resamples=N_RESAMPLES))
 
 
 def _ratio(top: Floats, bottom: Floats) -> dict[str, float]:
     """Paired prompt bootstrap of a ratio of means."""
     return _json(
-        bootstrap([top, bottom], lambda a, b: a.mean(axis=1) / b.mean(axis=1), n_resamples=N_RESAMPLES)
+        bootstrap([top, bottom], lambda a, b, axis: a.mean(axis) / b.mean(axis), n_resamples=N_RESAMPLES)
     )
 
 
-def _arm(
-    arm: Mapping[str, Any],
+def _variant(
+    variant: Mapping[str, Any],
     rtn: Floats,
     base_nll: Sequence[float] | None,
     rtn_nll: Sequence[Sequence[float]] | None,
     bits: Callable[[Floats], Floats],
 ) -> dict[str, Any]:
-    kl = _per_prompt(arm["kl"])
-    by_seed = [float(np.mean(k)) for k in arm["kl"]]
-    gaps = [1 - value / float(rtn.mean()) for value in by_seed]
+    kl = _per_prompt(variant["kl"])
+    by_seed = [float(np.mean(k)) for k in variant["kl"]]
+    gaps = [gap_closed(value, float(rtn.mean()), 0.0) for value in by_seed]
     ratio = _ratio(kl, rtn)
     out: dict[str, Any] = {
-        "n_bytes": arm["n_bytes"],
+        "n_bytes": variant["n_bytes"],
         "kl": _interval(kl),
-        "agreement": _interval(_per_prompt(arm["agreement"])),
+        "agreement": _interval(_per_prompt(variant["agreement"])),
         "gap_closed": {
             "estimate": 1 - ratio["estimate"], "low": 1 - ratio["high"], "high": 1 - ratio["low"]
         },
@@ -145,30 +147,29 @@ def _arm(
         "gap_closed_over_seeds": _json(student(gaps)) if len(gaps) > 1 else None,
     }  # fmt: skip
     if base_nll is not None and rtn_nll is not None:
-        nll, base = bits(_per_prompt(arm["nll"])), bits(np.array(base_nll))
+        nll, base = bits(_per_prompt(variant["nll"])), bits(np.array(base_nll))
         out["bits_per_byte"] = _interval(nll)
         out["bits_lost"] = _interval(nll - base)
         lost = _interval(bits(_per_prompt(rtn_nll)) - base)
-        # Where rounding costs no bits that can be told from none, there is no gap to close.
-        out["gap_closed_bits"] = (
-            1 - float((nll - base).mean()) / lost["estimate"] if lost["low"] > 0 else None
-        )
+        # Where the bits lost by rounding are not significantly above 0, there is no gap to close.
+        mean = float((nll - base).mean())
+        out["gap_closed_bits"] = gap_closed(mean, lost["estimate"], 0.0) if lost["low"] > 0 else None
     return out
 
 
 def words(ratios: Mapping[str, Mapping[str, float]], looped: bool) -> dict[str, Any]:
-    """Say whether the paper's ordering holds, from ratios of KL with their intervals.
+    """Decide from ratios of KL with their intervals whether the ordering of Li, Table 2 holds.
 
     Returns
     -------
     dict
-        `holds`: N steps better than both, both intervals below 1; None where there is no loop over depth.
-        `in_words`: the same in words.
+        `holds`: N steps are better than rounding and than one step, both intervals below 1; None for a model
+        without a loop over depth. `in_words`: the same as a sentence.
     """
     if not looped:
         return {
             "holds": None,
-            "in_words": "every weight is called once: one step is the whole trajectory, both arms are one",
+            "in_words": "every weight is called once: one step is the whole trajectory, and both variants are the same",
         }
     rtn, one, first = (ratios[k] for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}"))
     found = {}
@@ -176,32 +177,38 @@ def words(ratios: Mapping[str, Mapping[str, float]], looped: bool) -> dict[str, 
         found[name] = "better" if ratio["high"] < 1 else "worse" if ratio["low"] > 1 else "level"
     holds = set(found.values()) == {"better"}
     if holds:
-        text = "holds: N steps beat both"
+        text = "holds: N steps are better than both"
     else:
-        tell = {"better": "better than", "worse": "worse than", "level": "not to be told from"}
+        tell = {"better": "better than", "worse": "worse than", "level": "not significantly different from"}
         parts = [f"{tell[found[name]]} {'rounding' if name == RTN else 'one step'}" for name in (RTN, ONE)]
         text = f"does not hold: N steps are {parts[0]} and {parts[1]}"
-    place = "worse than" if first["low"] > 1 else "better than" if first["high"] < 1 else "level with"
-    return {"holds": holds, "in_words": f"{text}; one step is {place} rounding"}
+    one_step = (
+        "worse than"
+        if first["low"] > 1
+        else "better than"
+        if first["high"] < 1
+        else "not significantly different from"
+    )
+    return {"holds": holds, "in_words": f"{text}; one step is {one_step} rounding"}
 
 
-def _training_seeds(members: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Gap closed over trainings of one recipe's kind that differ in their seed."""
+def _training_seeds(models: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Gap closed over models of one kind that differ in the seed of their training."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
-    for m in members:
-        kinds.setdefault(re.sub(r"_seed\d+$", "", m["member"]), []).append(m)
+    for m in models:
+        kinds.setdefault(re.sub(r"_seed\d+$", "", m["model"]), []).append(m)
     out = []
     for kind, group in kinds.items():
         if len(group) < 2:
             continue
         for number, (bits, width) in enumerate(GRIDS):
             grids = [m["grids"][number] for m in group]
-            for arm in (ONE, ALL):
-                gaps = [g["arms"][arm]["gap_closed"]["estimate"] for g in grids]
+            for variant in (ONE, ALL):
+                gaps = [g["variants"][variant]["gap_closed"]["estimate"] for g in grids]
                 out.append(
                     {
-                        "kind": kind, "bits": bits, "group_size": width, "arm": arm, "gap_closed": _json(student(gaps)),
-                        "by_seed": gaps, "members": [m["member"] for m in group],
+                        "kind": kind, "bits": bits, "group_size": width, "variant": variant,
+                        "gap_closed": _json(student(gaps)), "by_seed": gaps, "models": [m["model"] for m in group],
                         "holds": sum(bool(g["holds"]) for g in grids),
                     }
                 )  # fmt: skip
@@ -217,12 +224,7 @@ def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
             continue
         masked = np.array(row["masked"], dtype=np.float64)
         rates = {
-            key: _json(
-                bootstrap(
-                    [np.array(row[key]), masked], lambda h, n: h.sum(1) / n.sum(1), n_resamples=N_RESAMPLES
-                )
-            )
-            for key in ("hits", "same")
+            key: _json(cluster_rate(row[key], masked, n_resamples=N_RESAMPLES)) for key in ("hits", "same")
         }
         out["weights"][name] = {
             "error": row["error"],
@@ -233,28 +235,29 @@ def _states(found: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Make every table of a record, in the order they are read."""
-    members = record["members"]
-    found = [_grid_table(members, number) for number in range(len(GRIDS))]
-    found += [_ordering_table(members), _seeds_table(record["training_seeds"]), _ranks_table(members)]
-    found += [_states_table(m) for m in members if m["states"]]
+    """Make every table of a record, in order."""
+    models = record["models"]
+    found = [_grid_table(models, number) for number in range(len(GRIDS))]
+    found += [_ordering_table(models), _seeds_table(record["training_seeds"]), _ranks_table(models)]
+    found += [_states_table(m) for m in models if m["states"]]
     return [t for t in found if t.rows]
 
 
 def headline(record: Mapping[str, Any]) -> list[str]:
-    """Say in a few lines on how many models the ordering holds, and where it does not."""
-    looped = [m for m in record["members"] if m["looped"]]
+    """Lines that say for how many models the ordering holds, and for which it does not."""
+    looped = [m for m in record["models"] if m["looped"]]
     lines = []
     for number, (bits, group) in enumerate(GRIDS):
-        cases = [(m["member"], m["grids"][number]) for m in looped]
+        cases = [(m["model"], m["grids"][number]) for m in looped]
         holding = [name for name, g in cases if g["holds"]]
         lines.append(
-            f"INT{bits} g{group}: N steps beat rounding and one step on {len(holding)} of {len(cases)} looped models."
+            f"INT{bits} g{group}: N steps are better than rounding and than one step on {len(holding)} of {len(cases)} "
+            "looped models."
         )
         lines += [f"  {name}: {g['in_words']}." for name, g in cases if not g["holds"]]
-    flat = [m["member"] for m in record["members"] if not m["looped"]]
+    flat = [m["model"] for m in record["models"] if not m["looped"]]
     if flat:
-        lines.append(f"No loop over depth, so both calibrations are one: {', '.join(flat)}.")
+        lines.append(f"No loop over depth, so both calibrations are the same: {', '.join(flat)}.")
     return lines
 
 
@@ -268,38 +271,39 @@ def _kl(value: Mapping[str, float]) -> str:
     return f"{value['estimate']:.3g} [{value['low']:.3g}, {value['high']:.3g}]"
 
 
-def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
+def _grid_table(models: Sequence[Mapping[str, Any]], number: int) -> Table:
     rows: list[tuple[str | None, ...]] = []
-    for m in members:
+    for m in models:
         grid = m["grids"][number]
         base = f"{m['bits_per_byte']['estimate']:.3f}" if "bits_per_byte" in m else None
-        rows.append((m["member"], str(m["n_steps"]), "full precision", None, None, base, None, None, None))
-        best = min(grid["arms"], key=lambda a: grid["arms"][a]["kl"]["estimate"])
-        for name, arm in grid["arms"].items():
-            over = arm["gap_closed_over_seeds"]
+        rows.append((m["model"], str(m["n_steps"]), "full precision", None, None, base, None, None, None))
+        best = min((RTN, ONE, ALL), key=lambda a: grid["variants"][a]["kl"]["estimate"])
+        for name in (RTN, ONE, ALL):
+            variant = grid["variants"][name]
+            over = variant["gap_closed_over_seeds"]
             rows.append(
                 (
-                    "", "", name + " *" * (name == best), _kl(arm["kl"]), _span(arm["agreement"], 3),
-                    f"{arm['bits_per_byte']['estimate']:.3f}" if base else None, _span(arm.get("bits_lost"), 3),
-                    None if name == RTN else _span(arm["gap_closed"], 2),
+                    "", "", name + " *" * (name == best), _kl(variant["kl"]), _span(variant["agreement"], 3),
+                    f"{variant['bits_per_byte']['estimate']:.3f}" if base else None, _span(variant.get("bits_lost"), 3),
+                    None if name == RTN else _span(variant["gap_closed"], 2),
                     _span(over, 2),
                 )
             )  # fmt: skip
     bits, group = GRIDS[number]
     # What differs for some models is said where one of them is in the table.
-    hidden = [m["member"] for m in members if "bits_per_byte" not in m]
-    asked = [m["member"] for m in members if m.get("task") == "chains"]
+    hidden = [m["model"] for m in models if "bits_per_byte" not in m]
+    tasks = {m["model"]: m["task"] for m in models if m["task"] != "text"}
     return Table(
         f"INT{bits}, group size {group}",
-        "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and what was lost of them on "
-        "held-out prompts; gap closed = 1 - KL / KL of RTN. Brackets: 95 %, bootstrap over prompts; last column: gap "
-        "closed over calibration seeds, 95 % Student. * smallest KL."
+        "KL(full precision || quantized) in nats, top-1 agreement, bits per byte and their increase over full "
+        "precision, on held-out prompts; gap closed = 1 - KL / KL of RTN. Brackets: 95 %, bootstrap over prompts; last "
+        "column: gap closed over calibration seeds, 95 % Student. * smallest KL."
         + "".join(
             f" {name} has no logits: squared relative error of the final hidden state in place of KL, its cosine in "
             "place of agreement."
             for name in hidden
         )
-        + "".join(f" {name}: the answers of its letter task in place of text." for name in asked),
+        + "".join(f" {name} is measured on {task} instead of text." for name, task in tasks.items()),
         (
             "model",
             "N",
@@ -315,20 +319,21 @@ def _grid_table(members: Sequence[Mapping[str, Any]], number: int) -> Table:
     )
 
 
-def _ordering_table(members: Sequence[Mapping[str, Any]]) -> Table:
+def _ordering_table(models: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
-            m["member"], f"INT{g['bits']} g{g['group_size']}",
+            m["model"], f"INT{g['bits']} g{g['group_size']}",
             *(_span(g["ratios"][k], 2) for k in (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")),
             g["in_words"],
         )
-        for m in members
+        for m in models
         for g in m["grids"]
     ]  # fmt: skip
     return Table(
         "Does the paper's ordering hold?",
-        "Ratios of mean KL on the same prompts, 95 % paired bootstrap over prompts; below 1 the first is better.",
-        ("model", "grid", "N steps / RTN", "N steps / one step", "one step / RTN", "in words"),
+        "Li, Table 2: N-step calibration is better than rounding and than one step. Ratios of mean KL on the same "
+        "prompts, 95 % paired bootstrap over prompts; below 1 the first is better.",
+        ("model", "grid", "N steps / RTN", "N steps / one step", "one step / RTN", "verdict"),
         tuple(rows),
     )
 
@@ -336,7 +341,7 @@ def _ordering_table(members: Sequence[Mapping[str, Any]]) -> Table:
 def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
     rows = [
         (
-            r["kind"], f"INT{r['bits']} g{r['group_size']}", r["arm"], str(len(r["by_seed"])),
+            r["kind"], f"INT{r['bits']} g{r['group_size']}", r["variant"], str(len(r["by_seed"])),
             _span(r["gap_closed"], 2), ", ".join(f"{v:.2f}" for v in r["by_seed"]),
             f"{r['holds']} of {len(r['by_seed'])}",
         )
@@ -344,17 +349,17 @@ def _seeds_table(found: Sequence[Mapping[str, Any]]) -> Table:
     ]  # fmt: skip
     return Table(
         "Over training seeds",
-        "Gap closed of models trained from several seeds: mean, 95 % Student. The unnumbered model of a kind was "
+        "Gap closed by models trained from several seeds: mean, 95 % Student. The model of a kind without a number was "
         "trained longer than the others (docs/zoo.md).",
-        ("kind", "grid", "calibration", "trainings", "gap closed", "each", "ordering holds"),
+        ("kind", "grid", "calibration", "models", "gap closed", "each", "ordering holds"),
         tuple(rows),
     )
 
 
-def _ranks_table(members: Sequence[Mapping[str, Any]]) -> Table:
+def _ranks_table(models: Sequence[Mapping[str, Any]]) -> Table:
     rows: list[tuple[str | None, ...]] = []
-    tau = members[0]["ranks"]["threshold"] if members else 0.0
-    for m in members:
+    tau = models[0]["ranks"]["threshold"] if models else 0.0
+    for m in models:
         classes: dict[str, list[Mapping[str, Any]]] = {}
         for layer in m["ranks"]["layers"]:
             classes.setdefault(layer["class"], []).append(layer)
@@ -367,24 +372,24 @@ def _ranks_table(members: Sequence[Mapping[str, Any]]) -> Table:
             )
             rows.append(
                 (
-                    "" if number else m["member"], name + " *" * marked, str(len(layers)), str(layers[0]["n_inputs"]),
+                    "" if number else m["model"], name + " *" * marked, str(len(layers)), str(layers[0]["n_inputs"]),
                     *ranks, gain,
                 )
             )  # fmt: skip
     return Table(
         "Rank survey",
-        f"Eigenvalues of the input Hessian above {tau:g} of the largest, by class of layer, mean over its layers; "
-        "first calibration seed. Trajectory: the sum over steps. Gain: trajectory over step 0. * holds the layer of "
-        "the lowest step-0 rank over width.",
+        f"Number of eigenvalues of the input Hessian above {tau:g} of the largest, by class of layer, mean over its "
+        "layers; first calibration seed. Trajectory: the sum over steps. Gain: trajectory over step 0. * contains the "
+        "layer with the lowest step-0 rank over width.",
         ("model", "layers", "count", "width", "step 0", "last step", "trajectory", "gain"),
         tuple(rows),
     )
 
 
-def _states_table(member: Mapping[str, Any]) -> Table:
-    states = member["states"]
+def _states_table(model: Mapping[str, Any]) -> Table:
+    states = model["states"]
     probe = states["probe"]
-    depth = member["n_steps"]
+    depth = model["n_steps"]
     shown = sorted({1, 2, 4, 8, depth} & set(range(1, depth + 1)))
     rows = [
         (
@@ -398,16 +403,16 @@ def _states_table(member: Mapping[str, Any]) -> Table:
     ]
     n_masked = next(iter(states["weights"].values()))["n_masked"]
     return Table(
-        f"{member['member']}: hidden states by step, and a probe",
+        f"{model['model']}: hidden states by step, and a probe",
         "Relative error (%) and cosine of the states after a step, mean over prompts. Probe: "
-        f"{100 * probe['mask_share']:.0f} % of the phonemes are replaced by the pad (id {probe['mask_id']}); a ridge "
-        "regression from the final state of such a position to its phoneme, fitted on "
-        f"{probe['n_positions']:,} positions of the validation split at full precision, is read at {n_masked:,} "
-        "positions of the test split: share found, and share where it says what it says of full precision, 95 % "
-        "prompt-cluster bootstrap. First calibration seed.",
+        f"{100 * probe['mask_share']:.0f} % of the phonemes are replaced by the padding token (id {probe['mask_id']}); "
+        "a ridge regression from the final state of such a position to its phoneme, fitted on "
+        f"{probe['n_positions']:,} positions of the validation split at full precision, predicts it at {n_masked:,} "
+        "positions of the test split: share of correct predictions, and share equal to the prediction at full "
+        "precision, 95 % prompt-cluster bootstrap. First calibration seed.",
         (
             "weights", *(f"error, step {n}" for n in shown), *(f"cosine, step {n}" for n in (1, depth)),
-            "probe finds %", "probe says the same %",
+            "probe correct %", "probe unchanged %",
         ),
         tuple(rows),
     )  # fmt: skip

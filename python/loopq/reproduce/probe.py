@@ -1,7 +1,7 @@
 """Models without logits: the error of their hidden states step by step, and a probe for masked tokens.
 
-The probe is a ridge regression from the final hidden state of a masked position to the token that stood there. It is
-fitted once, on full precision and other text, and then read off the states of every set of weights.
+The probe is a ridge regression from the final hidden state of a masked position to the token that was masked. It is
+fitted once, on the full-precision model and separate text, and then applied to the states under every set of weights.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.evaluate.compare import Weights, replaced
+from loopq.lazy import require
 from loopq.progress import Progress, Silent
 from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.replace import Weights, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ class Probe:
     tokens : ndarray, int64, shape (n_tokens,)
         Token of each column.
     n_positions : int
-        Masked positions that it was fitted on.
+        Masked positions on which it was fitted.
     """
 
     weight: Floats
@@ -49,21 +50,20 @@ class Probe:
     n_positions: int
 
     def predict(self, states: Floats) -> Ints:
-        """Return the token with the largest score for states (n, width)."""
+        """Return the token with the highest score for each of the states (n, width)."""
         found: Ints = self.tokens[(states @ self.weight[:-1] + self.weight[-1]).argmax(1)]
         return found
 
 
 def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
-    """Mask `MASK_SHARE` of each prompt's positions; a prompt's choice depends on the seed and its number.
+    """Mask `MASK_SHARE` of each prompt's positions; which ones depends on the seed and the prompt's number.
 
     Returns
     -------
     list of (Batch, ndarray)
-        Prompts with `MASK_ID` at the positions chosen, and the ids as they were, -1 where nothing is masked.
+        Prompts with `MASK_ID` at the masked positions, and the masked ids, -1 where nothing is masked.
     """
-    import torch
-
+    torch = require("torch")
     found = []
     for numbers in tokens.plan(_BATCH):
         ids = np.stack([tokens.sequences[i] for i in numbers])
@@ -76,16 +76,16 @@ def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
 
 
 def fit_probe(system: LoopedSystem, tokens: TokenSet, progress: Progress | None = None) -> Probe:
-    """Fit the probe on the states of the model as it is.
+    """Fit the probe on the states of the unchanged model.
 
     Parameters
     ----------
     system : LoopedSystem
-        A system whose rollout gives hidden states.
+        A system whose rollout returns hidden states.
     tokens : TokenSet
-        Prompts that are neither calibrated nor measured on.
+        Prompts that are used neither for calibration nor for evaluation.
     progress : Progress, optional
-        Told of every prompt.
+        Advanced by every prompt.
 
     Notes
     -----
@@ -117,27 +117,28 @@ def measure_states(
     probe: Probe,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure several sets of weights on masked prompts: states by step, and what the probe reads off them.
+    """Measure several sets of weights on masked prompts: states by step, and the probe's predictions.
 
     Parameters
     ----------
     system : LoopedSystem
         A system with a single-step function and hidden states as output.
     variants : mapping of str to weights
-        Name to the parameters that differ.
+        The parameters that differ, by the variant's name.
     tokens : TokenSet
         Prompts.
     probe : Probe
-        From `fit_probe`.
+        Result of `fit_probe`.
     progress : Progress, optional
-        Told of every prompt.
+        Advanced by every prompt.
 
     Returns
     -------
     dict
-        For "full precision" and each variant: `error` and `cosine`, of the states after each step against full
-        precision's, mean over prompts; `hits` and `same`, per prompt the masked positions whose token the probe
-        finds, and those where it says what it says of full precision; `masked`, per prompt how many there are.
+        For "full precision" and each variant: `error` and `cosine` of the states after each step relative to full
+        precision, mean over prompts; for each prompt `hits`, the masked positions that the probe predicts correctly,
+        `same`, those where it predicts the same token as at full precision, and `masked`, the number of masked
+        positions.
     """
     progress = progress or Silent()
     names = ["full precision", *variants]
@@ -147,7 +148,7 @@ def measure_states(
     progress.start("states", len(tokens.sequences), "prompts")
     for batch, truth in masked(tokens):
         exact = _states(system, batch)
-        said = _read(probe, exact[-1], truth)
+        expected = _read(probe, exact[-1], truth)
         for name in names:
             with replaced(system, variants.get(name, {})):
                 found = exact if name == names[0] else _states(system, batch)
@@ -156,7 +157,7 @@ def measure_states(
             row["cosine"] += np.transpose([_cosine(a, b) for a, b in zip(exact, found, strict=True)]).tolist()
             answer = _read(probe, found[-1], truth)
             row["hits"] += ((answer == truth) & (truth >= 0)).sum(1).tolist()
-            row["same"] += ((answer == said) & (truth >= 0)).sum(1).tolist()
+            row["same"] += ((answer == expected) & (truth >= 0)).sum(1).tolist()
             row["masked"] += (truth >= 0).sum(1).tolist()
         progress.advance(len(batch.prompts))
     progress.stop()
@@ -168,8 +169,7 @@ def measure_states(
 
 def _states(system: LoopedSystem, batch: Batch) -> list[Floats]:
     """States after each step, float64, each (n_prompts, n_tokens, width)."""
-    import torch
-
+    torch = require("torch")
     with torch.no_grad():
         embedding = system.embed(batch)
         state = system.initial_state(batch, embedding)
@@ -186,10 +186,10 @@ def _host(state: Tensor) -> Floats:
 
 
 def _read(probe: Probe, states: Floats, truth: Ints) -> Ints:
-    """What the probe says at masked positions, -1 elsewhere."""
-    said = np.full_like(truth, -1)
-    said[truth >= 0] = probe.predict(states[truth >= 0])
-    return said
+    """Predictions of the probe at masked positions, -1 elsewhere."""
+    predicted = np.full_like(truth, -1)
+    predicted[truth >= 0] = probe.predict(states[truth >= 0])
+    return predicted
 
 
 def _error(a: Floats, b: Floats) -> Sequence[float]:

@@ -13,14 +13,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from loopq.checkpoint.schema import Name, checked
 from loopq.errors import ConfigError, SystemContractError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from loopq.systems.classes import ModelClass
+
 Orientation = Literal["out_in", "in_out"]
 Treatment = Literal["gptq", "rtn", "dense"]
+#: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
+MAX_STEPS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,10 @@ class SharedParameter:
     reason: str = ""
     fused: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse a name that cannot stand for a file, as it does in a dump and while layers are solved."""
+        checked(Name, self.name, "parameter", SystemContractError)
+
 
 class LoopedSystem(ABC):
     """Adapter of one kind of looped model.
@@ -173,6 +182,11 @@ class LoopedSystem(ABC):
     @abstractmethod
     def matches(cls, model: nn.Module) -> bool:
         """Whether this adapter fits the model, told by its configuration and structure."""
+
+    @classmethod
+    def model_class(cls) -> ModelClass | None:
+        """How to build a checkpoint whose ``config.json`` does not tell its class; None where it does."""
+        return None
 
     @property
     @abstractmethod
@@ -256,6 +270,8 @@ class LoopedSystem(ABC):
         """Return `n_steps` if a rollout can have this depth, else raise `ConfigError`."""
         if n_steps < 1:
             raise ConfigError(f"n_steps must be at least 1; got {n_steps}")
+        if n_steps > MAX_STEPS:
+            raise ConfigError(f"n_steps must be at most {MAX_STEPS}; got {n_steps}")
         return n_steps
 
     def parameter(self, shared: SharedParameter) -> nn.Parameter:
@@ -272,16 +288,6 @@ class LoopedSystem(ABC):
         """Move a tensor to the model's device and, if asked, to its floating type."""
         first = next(self.model.parameters())
         return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
-
-    @property
-    def is_zoo(self) -> bool:
-        """Whether the model is one of the zoo's own classes, which all share one interface."""
-        return is_zoo(self.model)
-
-
-def is_zoo(model: nn.Module) -> bool:
-    """Whether a model is of the zoo, told by its configuration's model type."""
-    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("loopq-zoo-")
 
 
 def find_prefix(model: nn.Module, marker: str) -> str | None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopq.checkpoint.schema import checked, parse_json
 from loopq.errors import CheckpointError
 from loopq.lazy import require
 from loopq.systems import hf
-from loopq.systems.load import ZOO_PREFIX, Encode, LoadedModel, choose_system, describe, encode_bytes
+from loopq.systems.classes import find_class
+from loopq.systems.load import LoadedModel, choose_system, describe, text_encoder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,27 +39,17 @@ def build_model(
     """
     if "config.json" not in side_files:
         raise CheckpointError("the checkpoint carries no config.json: give the model it is to be loaded into")
-    try:
-        config = json.loads(side_files["config.json"])
-    except ValueError as cause:
-        raise CheckpointError(f"config.json of the checkpoint is not valid JSON ({cause})") from cause
-    zoo = str(config.get("model_type", "")).startswith(ZOO_PREFIX)
-    tokenizer: Any = None
-    encode: Encode = encode_bytes
-    if zoo:
-        model = importlib.import_module("loopq.zoo").model_class(config["model_type"]).from_config(config)
-    elif system == "coconut":
-        model = importlib.import_module("loopq.systems.coconut").build_coconut(config)
-    else:
+    where = "config.json of the checkpoint"
+    config = checked(dict[str, Any], parse_json(side_files["config.json"], where, finite=False), where)
+    registered = find_class(config, system)
+    if registered is None:
         hf.check_remote_code(config, "the checkpoint", trust_remote_code)
-    if not zoo:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for file, data in side_files.items():
-                (folder / file).write_bytes(data)
-            if system != "coconut":
-                model = _from_config(folder, config, trust_remote_code)
-            tokenizer, encode = hf.load_tokenizer(folder, trust_remote_code)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, data in side_files.items():
+            (folder / file).write_bytes(data)
+        model = registered.build(config) if registered else _from_config(folder, config, trust_remote_code)
+        tokenizer, encode = text_encoder(registered, folder, trust_remote_code)
     model = model.eval()
     return LoadedModel(
         model=model,
@@ -69,7 +59,7 @@ def build_model(
         config=config,
         folder=None,
         config_files=(),
-        report=describe(model, "checkpoint", "zoo" if zoo else "transformers"),
+        report=describe(model, "checkpoint", "registered" if registered else "transformers"),
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import CheckpointError, ConfigError, SystemContractError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, is_embedding
-from loopq.systems.hf import check_weight_files
+from loopq.systems.classes import ModelClass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +25,7 @@ _DEFAULT_LATENTS = 4
 
 @SYSTEMS.register("coconut")
 class Coconut(LoopedSystem):
-    """COCONUT around transformers' GPT-2, and the zoo's small models of its kind.
+    """COCONUT around a GPT-2.
 
     A rollout of depth N has N-1 latent thoughts: `question <start> latent * (N-1) <end> answer`. Pass 0
     runs question and start token, each further pass the next latent alone, the last one also end token and
@@ -35,7 +33,7 @@ class Coconut(LoopedSystem):
     position they are those of the end token, which predict the answer.
 
     Ids that hold the start and end token themselves are cut there; else `question_length` tokens are the
-    question: what the zoo's configuration says, by default half of them.
+    question, by default half of them.
     """
 
     name = "coconut"
@@ -45,10 +43,8 @@ class Coconut(LoopedSystem):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.base = model.base_causallm
-        config = model.config if self.is_zoo else model
-        self.start_id = int(config.start_id if self.is_zoo else config.start_latent_id)
-        self.end_id = int(config.end_id if self.is_zoo else config.end_latent_id)
-        self.question_length: int | None = int(config.question_length) if self.is_zoo else None
+        self.start_id, self.end_id = int(model.start_latent_id), int(model.end_latent_id)
+        self.question_length: int | None = None
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -57,8 +53,17 @@ class Coconut(LoopedSystem):
 
     @property
     def n_steps(self) -> int:
-        """The zoo: `config.n_steps`; else 5, the paper's four latents and the last pass."""
-        return int(self.model.config.n_steps) if self.is_zoo else _DEFAULT_LATENTS + 1
+        """5: the paper's four latents and the last pass."""
+        return _DEFAULT_LATENTS + 1
+
+    @classmethod
+    def model_class(cls) -> ModelClass:
+        """The published checkpoint is a state dict of the wrapper; its ``config.json``, put beside it, is GPT-2's."""
+        return ModelClass(build_coconut, rename=_published_names)
+
+    def describe_loop(self) -> tuple[str, ...]:
+        """The marks between question and answer."""
+        return (f"latents stand between the tokens {self.start_id} (start) and {self.end_id} (end)",)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Four `Conv1D` of every block, stored (in, out): 48 of 12 blocks."""
@@ -137,13 +142,8 @@ class Coconut(LoopedSystem):
         return done
 
     def _pass(self, embeds: Tensor, past: Any) -> tuple[Tensor, Tensor, Any]:
-        if self.is_zoo:
-            hidden, logits, past = self.base(embeds, past)
-            return hidden, logits, past
-        if past is None:
-            past = require("transformers").DynamicCache()
         out = self.base.transformer(inputs_embeds=embeds, past_key_values=past, use_cache=True)
-        return out.last_hidden_state, self.base.lm_head(out.last_hidden_state), past
+        return out.last_hidden_state, self.base.lm_head(out.last_hidden_state), out.past_key_values
 
 
 def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn.Module:
@@ -173,49 +173,15 @@ def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn
     return model.eval()
 
 
-def load_coconut(
-    folder: Path, config: dict[str, Any], allow_pickle: bool
-) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a COCONUT checkpoint: GPT-2's ``config.json`` and a state dict of the wrapper.
+def build_coconut(config: dict[str, Any]) -> nn.Module:
+    """Build the wrapper around an untrained GPT-2.
 
     Parameters
     ----------
-    folder : Path
-        With ``config.json`` and ``model.safetensors``, or ``pytorch_model.bin`` where pickles are allowed.
     config : dict
-        GPT-2's configuration. `start_latent_id`, `end_latent_id` and `latent_token_id` may be named in it;
+        GPT-2's ``config.json``. `start_latent_id`, `end_latent_id` and `latent_token_id` may be named in it;
         by default they are the last three ids of the vocabulary in this order, as the training code adds them.
-    allow_pickle : bool
-        Allow ``pytorch_model.bin``.
-
-    Returns
-    -------
-    model : nn.Module
-        As of `wrap_gpt2`.
-    findings : dict
-        "missing" and "unexpected" of the load report.
     """
-    tensors = _read_tensors(folder, allow_pickle)
-    # Bare GPT-2 files have no prefix, and the wrapper stores its embedding a second time.
-    tensors = {k.removeprefix("base_causallm."): v for k, v in tensors.items() if k != "embedding.weight"}
-    model = build_coconut(config)
-    rows, own = tensors["transformer.wte.weight"].shape[0], model.base_causallm.transformer.wte.num_embeddings
-    if rows != own:
-        raise CheckpointError(
-            f"{folder}: the weights have {rows} tokens, config.json says vocab_size {own}; write {rows} there"
-        )
-    missing, unexpected = model.base_causallm.load_state_dict(tensors, strict=False)
-    lacking = tuple(f"base_causallm.{k}" for k in missing if k != "lm_head.weight")
-    extra = tuple(k for k in unexpected if not k.endswith((".attn.bias", ".attn.masked_bias")))
-    notes = (
-        f"latent tokens: start {model.start_latent_id}, end {model.end_latent_id}, "
-        f"latent {model.latent_token_id}",
-    )
-    return model, {"missing": lacking, "unexpected": extra, "notes": notes}
-
-
-def build_coconut(config: dict[str, Any]) -> nn.Module:
-    """Build the wrapper around an untrained GPT-2 from the contents of its ``config.json``."""
     transformers = require("transformers")
     settings = transformers.GPT2Config.from_dict(config)
     base = transformers.GPT2LMHeadModel(settings)
@@ -229,21 +195,8 @@ def build_coconut(config: dict[str, Any]) -> nn.Module:
     )
 
 
-def _read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Any]:
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    check_weight_files(folder, allow_pickle)
-    try:
-        files = sorted(folder.glob("*.safetensors"))
-        found: dict[str, Any] = {}
-        for file in files:
-            found.update(load_file(file))
-        if not files:
-            found = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as cause:
-        raise CheckpointError(f"{folder}: the weights cannot be read ({cause})") from cause
-    if "transformer.wte.weight" not in {k.removeprefix("base_causallm.") for k in found}:
-        raise CheckpointError(f"{folder}: no GPT-2 in it: transformer.wte.weight is missing")
-    return found
+def _published_names(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Bare GPT-2 files have no prefix, and older ones hold masks that are no weights."""
+    kept = {k: v for k, v in tensors.items() if not k.endswith((".attn.bias", ".attn.masked_bias"))}
+    prefixes = ("base_causallm.", "embedding.")
+    return {k if k.startswith(prefixes) else f"base_causallm.{k}": v for k, v in kept.items()}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError, SystemContractError
 from loopq.systems import SYSTEMS
@@ -62,7 +63,7 @@ class Discovery:
         return text + [f"used without a call, cannot be calibrated: {name}" for name in self.uncalled]
 
 
-def discover(model: nn.Module, batch: Batch, run: Any = None) -> Discovery:
+def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | None = None) -> Discovery:
     """Find the loop of a model by one run.
 
     Parameters
@@ -98,17 +99,15 @@ def discover(model: nn.Module, batch: Batch, run: Any = None) -> Discovery:
     return Discovery(tuple(loop), loop, n_prompts, n_tokens, found.uncalled)
 
 
-def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False) -> Tensor:
+def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **arguments: int) -> Tensor:
     """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives."""
-    import inspect
-
     import torch
 
     ids = ids.to(next(model.parameters()).device)
     parameters = inspect.signature(model.forward).parameters
     cached = "use_cache" in parameters
     with torch.set_grad_enabled(keeps_graph):
-        out = model(ids, use_cache=False) if cached else model(ids)
+        out = model(ids, use_cache=False, **arguments) if cached else model(ids, **arguments)
     for field in ("logits", "last_hidden_state"):
         if getattr(out, field, None) is not None:
             out = getattr(out, field)
@@ -127,8 +126,8 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False) -> Tens
 class Generic(LoopedSystem):
     """Whatever one plain run of the model shows: every matrix that is called more than once.
 
-    It is taken only when it is named, since a run alone cannot tell which layers feed the loop back, whether
-    the depth may vary, or whether the model draws its own noise. Depth is what the model runs by itself.
+    It is taken only when it is named, since a run alone cannot tell which layers feed the loop back, or whether the
+    model draws its own noise.
 
     Parameters
     ----------
@@ -136,43 +135,60 @@ class Generic(LoopedSystem):
         Any torch model that is called with token ids.
     select : sequence of str
         Shell patterns of parameter names to take; all looped ones by default.
+    depth : str, optional
+        Argument of the model's forward that sets the number of steps; without one the depth is what the model runs by
+        itself, and no other can be had.
     """
 
     name = "generic"
     summary = "any model: what one run calls more than once; named by --system generic"
 
-    def __init__(self, model: nn.Module, select: Sequence[str] = ("*",)) -> None:
+    def __init__(self, model: nn.Module, select: Sequence[str] = ("*",), depth: str | None = None) -> None:
         super().__init__(model)
         self._select = tuple(select)
-        self._found: Discovery | None = None
+        self._depth = depth
+        self._found: dict[int | None, Discovery] = {}
+        if depth is not None and depth not in inspect.signature(model.forward).parameters:
+            raise ConfigError(
+                f"{type(model).__name__}: its forward has no argument {depth!r} that could set the number of steps; it "
+                f"has {', '.join(inspect.signature(model.forward).parameters)}"
+            )
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         """Never by itself."""
         return False
 
-    @property
-    def discovery(self) -> Discovery:
-        """The loop, found by one short run when it is first asked for."""
-        if self._found is None:
+    def discovery(self, n_steps: int | None = None) -> Discovery:
+        """The loop at a depth, found by one short run when it is first asked for."""
+        if n_steps not in self._found:
             import torch
 
             ids = torch.arange(_PROBE_PROMPTS * _PROBE_TOKENS).reshape(_PROBE_PROMPTS, _PROBE_TOKENS)
-            self._found = discover(self.model, Batch(ids, tuple(range(_PROBE_PROMPTS))))
-            if not self._found.order:
-                raise SystemContractError(f"{type(self.model).__name__}: {self._found.lines()[0]}")
-        return self._found
+            batch = Batch(ids, tuple(range(_PROBE_PROMPTS)))
+            found = discover(self.model, batch, lambda b: self._call(b, n_steps))
+            if not found.order:
+                raise SystemContractError(f"{type(self.model).__name__}: {found.lines()[0]}")
+            self._found[n_steps] = found
+        return self._found[n_steps]
+
+    def _call(self, batch: Batch, n_steps: int | None) -> Tensor:
+        arguments = {self._depth: n_steps} if self._depth is not None and n_steps is not None else {}
+        return call_plain(self.model, batch.input_ids, self.keeps_graph, **arguments)
 
     @property
     def n_steps(self) -> int:
         """Largest number of calls of one parameter."""
-        return self.discovery.depth
+        return self.discovery().depth
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse every depth but the one the model runs by itself."""
+        """Refuse every depth but the one the model runs by itself, unless an argument of its sets the depth."""
+        if self._depth is not None:
+            return super().check_depth(n_steps)
         if n_steps != self.n_steps:
             raise ConfigError(
-                f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}"
+                f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}. Name "
+                "the argument of its forward that sets the number of steps: Generic(model, depth='...')"
             )
         return n_steps
 
@@ -184,7 +200,7 @@ class Generic(LoopedSystem):
         SystemContractError
             A pattern selects a matrix that the run never called, or none at all.
         """
-        found = self.discovery
+        found = self.discovery(n_steps if self._depth is not None else None)
         owners = owners_of_parameters(self.model)
         every = [name for name, p in self.model.named_parameters() if p.ndim == 2]
         for pattern in self._select:
@@ -205,13 +221,13 @@ class Generic(LoopedSystem):
 
     def left_out(self) -> dict[str, str]:
         """Matrices that the run used without a call."""
-        return dict.fromkeys(self.discovery.uncalled, "used without a call of its module")
+        return dict.fromkeys(self.discovery().uncalled, "used without a call of its module")
 
     def describe_loop(self) -> tuple[str, ...]:
         """Order, depth and row counts, as the run showed them."""
-        return tuple(self.discovery.lines())
+        return tuple(self.discovery().lines())
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Call the model with the ids, without cache."""
         self.check_depth(n_steps)
-        return call_plain(self.model, batch.input_ids, self.keeps_graph)
+        return self._call(batch, n_steps)

@@ -41,7 +41,7 @@ def fetch(hub_id: str, revision: str | None, allow_pickle: bool) -> Path:
         )
     except Exception as cause:
         raise ConfigError(
-            f"{hub_id!r} is no folder, no zoo model, and cannot be fetched from the hub: {cause}"
+            f"{hub_id!r} is no folder, no embedded model, and cannot be fetched from the hub: {cause}"
         ) from cause
     return Path(folder)
 
@@ -102,7 +102,10 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
             f"own ({', '.join(files)}). Read it, then allow it with --trust-remote-code"
         )
     if not known and not config.get("auto_map"):
-        raise ConfigError(f"{source}: model_type {config.get('model_type')!r} is not known to transformers")
+        raise ConfigError(
+            f"{source}: model_type {config.get('model_type')!r} is not known to transformers; a class of "
+            "your own is registered with loopq.systems.classes.register_model (`loopq --python FILE` runs a file first)"
+        )
 
 
 def load_hf(

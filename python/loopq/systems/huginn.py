@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 @SYSTEMS.register("huginn")
 class Huginn(Raven):
-    """Huginn-3.5B (`raven` remote code) and the zoo's small models of its kind.
+    """Huginn-3.5B (`raven` remote code) and the embedded model, which is of the same class.
 
     The initial state is truncated normal noise of standard deviation sqrt(2/5), cut at three standard
     deviations, handed over explicitly so that runs can be paired; the state's columns come first in the
@@ -30,10 +29,6 @@ class Huginn(Raven):
         """Told by `transformer.adapter` and core blocks with four norms each."""
         names = dict(model.named_modules())
         return "transformer.adapter" in names and "transformer.core_block.0.norm_4" in names
-
-    def state_std(self) -> float:
-        """Standard deviation of an entry of the initial state: sqrt(2/5) at any width."""
-        return math.sqrt(self.model.config.state_variance) if self.is_zoo else super().state_std()
 
     def _rotary(self, state: Tensor) -> Any:
         return self.model.freqs_cis[:, : state.shape[1]]

@@ -37,6 +37,7 @@ class LlamaLoops(StepwiseSystem):
         embedding: Tensor = self.model.model.embed_tokens(ids)
         return embedding
 
-    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """The head."""
         logits: Tensor = self.model.lm_head(state)
         return logits

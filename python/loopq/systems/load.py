@@ -1,26 +1,25 @@
-"""Load a looped model: a name of the zoo, a folder, or (with transformers) a hub id."""
+"""Load a looped model: the embedded one, a folder, or (with transformers) a hub id."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopq import zoo
 from loopq.checkpoint.files import read_json
-from loopq.config import DTYPES
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS, hf
 from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems.classes import Encode, ModelClass, find_class, load_registered, register_model
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Encode = Callable[[str], Sequence[int]]
-ZOO_PREFIX = "loopq-zoo-"
+#: Floating types that a model can be cast to when it is loaded.
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class LoadReport:
     source : str
         What was asked for.
     kind : str
-        "zoo" or "transformers".
+        "registered" for a class of `loopq.systems.classes`, "transformers", or "module" for one made by hand.
     dtype : str
         Floating types of the parameters, joined by commas.
     n_parameters : int
@@ -108,6 +107,16 @@ def encode_bytes(text: str) -> list[int]:
     return list(text.encode("utf-8"))
 
 
+def _embedded(config: dict[str, Any]) -> nn.Module:
+    require("torch")
+    from loopq.zoo.huginn import HuginnConfig, SmallHuginn
+
+    return SmallHuginn(HuginnConfig.from_dict(config))
+
+
+register_model(zoo.MODEL_TYPE, _embedded, encode=encode_bytes)
+
+
 def parse_dtype(dtype: str | None) -> torch.dtype | None:
     """Turn "float32", "bfloat16" or "float16" into torch's type; None stays None."""
     if dtype is None:
@@ -173,8 +182,9 @@ def load_model(
     Parameters
     ----------
     spec : str or Path
-        Name of a zoo model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub
-        id ("owner/name"). Only a hub id makes the network be used.
+        Name of an embedded model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub
+        id ("owner/name"). Only a hub id makes the network be used. Classes that transformers does not know are
+        registered before, by `loopq.systems.classes.register_model`.
     system : str, optional
         Name of the adapter, where it is not to be found by itself.
     trust_remote_code : bool
@@ -208,17 +218,12 @@ def load_model(
     """
     wanted = parse_dtype(dtype)
     folder = _find_folder(spec, revision, allow_pickle)
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", finite=False)
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / 'config.json'}: not a JSON object")
-    zoo = str(config.get("model_type", "")).startswith(ZOO_PREFIX)
-    findings: dict[str, Any] = {}
-    if zoo:
-        model = importlib.import_module("loopq.zoo").load(folder).to(dtype=wanted)
-    elif system == "coconut":
-        model, findings = importlib.import_module("loopq.systems.coconut").load_coconut(
-            folder, config, allow_pickle
-        )
+    registered = find_class(config, system)
+    if registered is not None:
+        model, findings = load_registered(folder, config, registered, allow_pickle)
         model = model.to(dtype=wanted)
     else:
         model, findings = hf.load_hf(
@@ -232,7 +237,9 @@ def load_model(
     model = _to_device(model, device).eval()
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)
-    tokenizer, encode = (None, encode_bytes) if zoo else hf.load_tokenizer(folder, trust_remote_code)
+    tokenizer, encode = text_encoder(registered, folder, trust_remote_code)
+    # Beside a model with an encoder of its own nothing but its configuration is part of the checkpoint.
+    own_encoder = registered is not None and registered.encode is not None
     return LoadedModel(
         model=model,
         system=adapter,
@@ -240,9 +247,16 @@ def load_model(
         tokenizer=tokenizer,
         config=config,
         folder=folder,
-        config_files=(folder / "config.json",) if zoo else hf.side_files(folder),
-        report=describe(model, str(spec), "zoo" if zoo else "transformers", **findings),
+        config_files=(folder / "config.json",) if own_encoder else hf.side_files(folder),
+        report=describe(model, str(spec), "registered" if registered else "transformers", **findings),
     )
+
+
+def text_encoder(registered: ModelClass | None, folder: Path, trust_remote_code: bool) -> tuple[Any, Encode]:
+    """Return the tokenizer, None without one, and the function that encodes text."""
+    if registered is not None and registered.encode is not None:
+        return None, registered.encode
+    return hf.load_tokenizer(folder, trust_remote_code)
 
 
 def _to_device(model: nn.Module, device: str) -> nn.Module:
@@ -258,10 +272,8 @@ def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> 
     folder = Path(spec)
     if (folder / "config.json").is_file():
         return folder
-    zoo = importlib.import_module("loopq.zoo")
     if str(spec) in zoo.available():
-        place: Path = zoo.folder(str(spec))
-        return place
+        return zoo.folder(str(spec))
     if folder.is_dir():
         raise ConfigError(f"{folder}: no config.json in it; it is not a model's folder")
     if folder.is_file():
@@ -269,6 +281,6 @@ def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> 
     if hf.HUB_ID.match(str(spec)):
         return hf.fetch(str(spec), revision, allow_pickle)
     raise ConfigError(
-        f"no model {str(spec)!r}: neither a folder with a config.json, nor a hub id (owner/name), nor one of "
-        f"the zoo: {', '.join(zoo.available()) or '(none here)'}"
+        f"no model {str(spec)!r}: neither a folder with a config.json, nor a hub id (owner/name), nor an "
+        f"embedded model: {', '.join(zoo.available())}"
     )

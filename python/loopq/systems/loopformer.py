@@ -32,7 +32,7 @@ _DEFAULT_STEPS = 8
 
 @SYSTEMS.register("loopformer")
 class LoopFormer(StepwiseSystem):
-    """LoopFormer-278M (plain torch class, with or without its hub wrapper) and the zoo's small ones.
+    """LoopFormer-278M (plain torch class, with or without its hub wrapper).
 
     A rollout of depth N takes steps of size 1/N. The modulation sees one row per prompt, not per token, and
     its input depends on the step alone: it is rounded to nearest by default. The published forward gives
@@ -55,8 +55,8 @@ class LoopFormer(StepwiseSystem):
 
     @property
     def n_steps(self) -> int:
-        """The zoo: `config.n_steps`; the published class has no setting for it and runs 8."""
-        return int(self.model.config.n_steps) if self.is_zoo else _DEFAULT_STEPS
+        """8: the published class has no setting for it."""
+        return _DEFAULT_STEPS
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Modulation and four linears of every block: 3 and 12 of three blocks."""
@@ -87,7 +87,8 @@ class LoopFormer(StepwiseSystem):
         embedding: Tensor = parts.wte(ids) + parts.wpe(positions)
         return embedding
 
-    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """Blocks modulated by the time t/N and the size 1/N of the step."""
         import torch
 
         size = 1.0 / n_steps
@@ -100,6 +101,7 @@ class LoopFormer(StepwiseSystem):
         after: Tensor = self._gpt.transformer.h(state, conditioning)
         return after
 
-    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Final norm and head."""
         logits: Tensor = self._gpt.lm_head(self._gpt.transformer.norm_f(state))
         return logits

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @SYSTEMS.register("mamba")
 class Mamba(LoopedSystem):
-    """transformers' Mamba and the zoo's small ones: for experiments on feedback, not a looped transformer.
+    """transformers' Mamba: for experiments on feedback, not a looped transformer.
 
     Each weight is called once in a rollout, so the depth is 1. The feedback goes through `A_log`, which a
     decay multiplies the state with at every token; it is a parameter without a module. `dt_proj` is used
@@ -72,10 +72,7 @@ class Mamba(LoopedSystem):
         """Run the model's own forward without a cache."""
         import torch
 
-        depth = self.check_depth(n_steps)
+        self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
         with torch.set_grad_enabled(self.keeps_graph):
-            if self.is_zoo:
-                logits: Tensor = self.model(ids, num_steps=depth)
-                return logits
             return logits_of(self.model(input_ids=ids, use_cache=False))

@@ -23,11 +23,11 @@ _VARIANTS = (
 
 @SYSTEMS.register("nanbeige")
 class Nanbeige(LlamaLoops):
-    """Nanbeige4.2-3B (remote code) and the zoo's small models of its kind.
+    """Nanbeige4.2-3B (remote code).
 
     The head is read once, after the last loop: it is no part of the loop and is rounded to nearest, the same
     weights whatever calibrates the rest; `--include lm_head.weight` calibrates it too, which halved the divergence of
-    the zoo's model under the full solver.
+    a small model of this class under the full solver.
     """
 
     name = "nanbeige"
@@ -54,8 +54,6 @@ class Nanbeige(LlamaLoops):
     def n_steps(self) -> int:
         """Loops: one more than `config.loop_loss_weights` where there are any, else `config.num_loops`."""
         config = self.model.config
-        if self.is_zoo:
-            return int(config.n_steps)
         weights = getattr(config, "loop_loss_weights", None)
         return len(weights) + 1 if weights else int(config.num_loops)
 
@@ -84,8 +82,8 @@ class Nanbeige(LlamaLoops):
         with self._loops(n_steps):
             return logits_of(self.model(ids, use_cache=False))
 
-    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        # One loop from given embeddings is one step: layers, then the norm.
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """One loop from given embeddings: layers, then the norm."""
         with self._loops(1):
             after: Tensor = self.model.model(inputs_embeds=state, use_cache=False).last_hidden_state
         return after

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @SYSTEMS.register("ouro")
 class Ouro(LlamaLoops):
-    """Ouro-1.4B and Ouro-2.6B (remote code) and the zoo's small models of their kind.
+    """Ouro-1.4B and Ouro-2.6B (remote code).
 
     The output is read from the last loop: without it, the gate's cumulative probability picks a loop per
     token, and in bfloat16 it reaches 1.0 before the last loop for some tokens.
@@ -32,9 +32,8 @@ class Ouro(LlamaLoops):
 
     @property
     def n_steps(self) -> int:
-        """`config.total_ut_steps` (the zoo: `config.n_steps`)."""
-        config = self.model.config
-        return int(config.n_steps if self.is_zoo else config.total_ut_steps)
+        """`config.total_ut_steps`."""
+        return int(self.model.config.total_ut_steps)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Seven linears of every layer: 168 of 24 layers, 336 of 48."""
@@ -44,13 +43,6 @@ class Ouro(LlamaLoops):
         """The exit gate."""
         return {"model.early_exit_gate.weight": "chooses a loop to leave at; the last one is read always"}
 
-    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
-        """Run `n_steps` loops and read the last one."""
-        if not self.is_zoo:
-            return super().rollout(batch, n_steps)
-        with setting(self.model.config, early_exit_threshold=1.0):
-            return super().rollout(batch, n_steps)
-
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         # The inner model keeps its own copy of the loop count.
         with (
@@ -59,8 +51,8 @@ class Ouro(LlamaLoops):
         ):
             return logits_of(self.model(ids, use_cache=False, exit_at_step=n_steps - 1))
 
-    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        # One loop from given embeddings is one step: layers, then the norm.
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """One loop from given embeddings: layers, then the norm."""
         with setting(self.model.config, total_ut_steps=1), setting(self.model.model, total_ut_steps=1):
             out = self.model.model(inputs_embeds=state, use_cache=False)
         after: Tensor = out[0].last_hidden_state

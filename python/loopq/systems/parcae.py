@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
@@ -28,7 +27,7 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @SYSTEMS.register("parcae")
 class Parcae(StepwiseSystem):
-    """Parcae-140M to 1.3B (plain torch class) and the zoo's small models of its kind.
+    """Parcae-140M to 1.3B (plain torch class).
 
     The published forward draws a depth per sequence unless it is given one, and computes updates that it
     then throws away: rollouts name the depth. The token ids re-enter at every step through the value
@@ -54,9 +53,8 @@ class Parcae(StepwiseSystem):
 
     @property
     def n_steps(self) -> int:
-        """`config.mean_recurrence` (the zoo: `config.n_steps`)."""
-        config = self._core.config
-        return int(config.n_steps if self.is_zoo else config.mean_recurrence)
+        """`config.mean_recurrence`."""
+        return int(self._core.config.mean_recurrence)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Six linears of every core block, 12 or 48; gates of value embeddings stay as they are."""
@@ -80,38 +78,42 @@ class Parcae(StepwiseSystem):
         """Truncated normal noise, cut at three standard deviations, (n_prompts, n_tokens, width)."""
         config = self._core.config
         width = int(self._core.transformer.adapter.A_log.shape[0])
-        if self.is_zoo:
-            std = math.sqrt(2.0 / (5.0 * width))
-        elif config.state_init == "like-init":
-            std = float(config.init.get_std("embedding")) * float(self._core.emb_scale)
-        else:
+        if config.state_init != "like-init":
             raise SystemContractError(
                 f"parcae: config.state_init is {config.state_init!r}; only 'like-init' is supported"
             )
+        std = float(config.init.get_std("embedding")) * float(self._core.emb_scale)
         noise = batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0)
         return self.to_device(noise, dtype=True)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         noise = self.noise(batch)
+        # Steps without and with gradient.
+        depth = [0, n_steps] if self.keeps_graph else [n_steps, 0]
         with setting(self._core, initialize_state=lambda embeds: noise, _current_input_ids=ids):
-            return logits_of(self._core(ids, num_steps_pair=[n_steps, 0], return_logits=True))
+            return logits_of(self._core(ids, num_steps_pair=depth, return_logits=True))
 
     def embed(self, batch: Batch) -> Any:
         """The prelude's output and the token ids, which the value embeddings need."""
         ids = self.to_device(batch.input_ids)
-        return (self.model.embed_inputs(ids) if self.is_zoo else self._embed(ids)), ids
+        return self._embed(ids), ids
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One injection and one pass through the core blocks."""
+        import torch
+
         embeds, ids = embedding
+        rotary = self._core.freqs_cis[:, : state.shape[1]]
+        now, total = torch.tensor(t), torch.tensor(n_steps)
         with setting(self._core, _current_input_ids=ids):
-            return super().step(state, embeds, t, n_steps)
+            after: Tensor = self._core.core_block_forward(state, embeds, rotary, None, now, total)
+        return after
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """Projection C, coda, final norm and head."""
         _, ids = embedding
-        with setting(self._core, _current_input_ids=ids):
-            return super().predict(state, ids)
+        with setting(self._core, _current_input_ids=ids, iterate_forward=lambda *rest: (state, 0, 0, state)):
+            return logits_of(self._core(ids, return_logits=True))
 
     def _embed(self, ids: Tensor) -> Tensor:
         kept: list[Tensor] = []
@@ -123,15 +125,3 @@ class Parcae(StepwiseSystem):
         with setting(self._core, iterate_forward=loop, _current_input_ids=ids):
             self._core(ids, return_logits=True)
         return kept[0]
-
-    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        import torch
-
-        rotary = self._core.freqs_cis[:, : state.shape[1]]
-        now, total = torch.tensor(t), torch.tensor(n_steps)
-        after: Tensor = self._core.core_block_forward(state, embedding, rotary, None, now, total)
-        return after
-
-    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
-        with setting(self._core, iterate_forward=lambda *rest: (state, 0, 0, state)):
-            return logits_of(self._core(embedding, return_logits=True))

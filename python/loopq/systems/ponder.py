@@ -21,7 +21,7 @@ _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @SYSTEMS.register("ponder")
 class Ponder(StepwiseSystem):
-    """PonderPythia-2.8B: its remote class, transformers' GPT-NeoX with its settings, and the zoo's models.
+    """PonderPythia-2.8B: its remote class, and transformers' GPT-NeoX with its settings.
 
     A rollout of depth N is N passes of the language model: N-1 add the expected embedding under the model's
     prediction to the input, the last one is read. So `predict` is a pass of its own, and `n_updates` is
@@ -37,17 +37,14 @@ class Ponder(StepwiseSystem):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Told by a GPT-NeoX model whose configuration has `pondering_steps`, or by the zoo's type."""
-        config = getattr(model, "config", None)
-        names = dict(model.named_modules())
-        looped = hasattr(config, "pondering_steps") or getattr(config, "model_type", "") == "loopq-zoo-ponder"
-        return looped and "gpt_neox.layers.0.attention.query_key_value" in names
+        """Told by a GPT-NeoX model whose configuration has `pondering_steps`."""
+        looped = hasattr(getattr(model, "config", None), "pondering_steps")
+        return looped and "gpt_neox.layers.0.attention.query_key_value" in dict(model.named_modules())
 
     @property
     def n_steps(self) -> int:
-        """`config.pondering_steps` + 1 passes (the zoo: `config.n_steps`)."""
-        config = self.model.config
-        return int(config.n_steps) if self.is_zoo else int(config.pondering_steps) + 1
+        """`config.pondering_steps` + 1 passes."""
+        return int(self.model.config.pondering_steps) + 1
 
     def n_updates(self, n_steps: int) -> int:
         """One less than the passes: the last one is the readout."""
@@ -86,8 +83,8 @@ class Ponder(StepwiseSystem):
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         state = self._start(self._embed(ids))
         for t in range(self.n_updates(n_steps)):
-            state = self._step(state, None, t, n_steps)
-        return self._predict(state, None)
+            state = self.step(state, None, t, n_steps)
+        return self.predict(state, None)
 
     def _embed(self, ids: Tensor) -> Tensor:
         embedding: Tensor = self.model.gpt_neox.embed_in(ids) * self._scale
@@ -100,11 +97,13 @@ class Ponder(StepwiseSystem):
         start: Tensor = embedding * factor
         return start
 
-    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
-        mixture = self._predict(state, embedding).softmax(-1)
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """Add the expected embedding under the prediction of one pass."""
+        mixture = self.predict(state, embedding).softmax(-1)
         return state + mixture @ (self.model.gpt_neox.embed_in.weight * self._scale)
 
-    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """One pass of the language model."""
         hidden = self.model.gpt_neox(inputs_embeds=state, use_cache=False)[0]
         logits: Tensor = self.model.get_submodule(self._head)(hidden)
         return logits

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """Replace every linear layer that a checkpoint quantizes by a module that holds codes and scales.
+    """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`.
 
     Parameters
     ----------
@@ -34,7 +31,7 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     Raises
     ------
     CheckpointError
-        A layer of the checkpoint is no module of the model.
+        A layer of the checkpoint is no module of the model, or of another shape.
     """
     torch = require("torch")
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -61,21 +58,14 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _module(layer: QuantizedLayer, linear: Any) -> Any:
-    """`QuantLinear` for what it holds: symmetric codes of the plain input; else the reference over packed codes."""
     from loopq.kernels.modules import QuantLinear
-    from loopq.kernels.reference import PackedLinear
 
-    device = linear.weight.device
-    scales = np.ascontiguousarray(layer.scales)
-    if layer.symmetric and layer.transform is None:
-        return QuantLinear.from_codes(layer.codes, scales, layer.group_size, layer.bits, linear.bias).to(
-            device
+    if tuple(linear.weight.shape) != layer.shape:
+        raise CheckpointError(
+            f"layer {layer.name}: of shape {list(layer.shape)}, the model has {list(linear.weight.shape)}"
         )
-    middle = 1 << (layer.bits - 1)
-    zeros = np.full(scales.shape, middle, np.uint8) if layer.zeros is None else layer.zeros
-    packed = native.pack_dense(layer.codes, layer.bits, middle if layer.symmetric else 0)
-    module = PackedLinear(
-        packed, scales, zeros, in_features=layer.shape[1], group_size=layer.group_size, bits=layer.bits,
-        bias=linear.bias, transform=layer.transform,
+    module = QuantLinear.from_codes(
+        layer.codes, layer.scales, layer.group_size, layer.bits, linear.bias,
+        zeros=layer.zeros, transform=layer.transform,
     )  # fmt: skip
-    return module.to(device)
+    return module.to(linear.weight.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
@@ -33,9 +34,8 @@ class Raven(StepwiseSystem):
 
     @property
     def n_steps(self) -> int:
-        """`config.mean_recurrence` (the zoo: `config.n_steps`)."""
-        config = self.model.config
-        return int(config.n_steps if self.is_zoo else config.mean_recurrence)
+        """`config.mean_recurrence`."""
+        return int(self.model.config.mean_recurrence)
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Adapter, then Wqkv, proj, fc and proj of every core block."""
@@ -67,7 +67,9 @@ class Raven(StepwiseSystem):
         return self.to_device(noise, dtype=True)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        return logits_of(self.model(ids, num_steps=n_steps, input_states=self.noise(batch), use_cache=False))
+        # A plain number runs without gradient, the second number of a pair with it.
+        depth = (0, n_steps) if self.keeps_graph else n_steps
+        return logits_of(self.model(ids, num_steps=depth, input_states=self.noise(batch), use_cache=False))
 
     def _forward_around(self, ids: Tensor, loop: Any) -> Tensor:
         with setting(self.model, iterate_forward=loop):
@@ -83,7 +85,8 @@ class Raven(StepwiseSystem):
         self._forward_around(ids, loop)
         return kept[0]
 
-    def _step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """Adapter and core blocks."""
         import torch
 
         # The block index addresses the cache only, and there is none.
@@ -92,15 +95,18 @@ class Raven(StepwiseSystem):
         after: Tensor = self.model.core_block_forward(state, embedding, rotary, None, None, block, t)[0]
         return after
 
-    def _predict(self, state: Tensor, embedding: Any) -> Tensor:
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """Coda, final norm and head."""
         import torch
 
         after = self._leave(state)
         ids = torch.zeros(state.shape[:2], dtype=torch.long, device=state.device)
         return self._forward_around(ids, lambda *rest: (after, 0, 0, state, rest[3]))
 
+    @abstractmethod
     def _rotary(self, state: Tensor) -> Any:
-        raise NotImplementedError
+        """What blocks are handed down for the positions of a state."""
 
+    @abstractmethod
     def _leave(self, state: Tensor) -> Tensor:
-        raise NotImplementedError
+        """What the coda is given for the last state."""

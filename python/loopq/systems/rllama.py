@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 @SYSTEMS.register("rllama")
 class RLlama(Raven):
-    """R-Llama-1.4B (`raven` remote code for Llama) and the zoo's small models of its kind.
+    """R-Llama-1.4B (`raven` remote code for Llama).
 
     Blocks are pre-norm with a pure identity path, the noise state is small beside the embedding (standard
     deviation sqrt(2/(5 d))), and the raw state goes to the coda. The adapter is feedback-exposed.
@@ -33,12 +32,6 @@ class RLlama(Raven):
             and "transformer.core_block.0.attn.Wqkv" in names
             and "transformer.core_block.0.norm_4" not in names
         )
-
-    def state_std(self) -> float:
-        """Standard deviation of an entry of the initial state: sqrt(2 / (5 d))."""
-        if self.is_zoo:
-            return math.sqrt(2.0 / (5.0 * self.model.config.n_embd))
-        return super().state_std()
 
     def _rotary(self, state: Tensor) -> Any:
         import torch

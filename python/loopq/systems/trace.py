@@ -60,8 +60,12 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         Parameters are named as `named_parameters` does, a tied one by its first name.
     """
     import torch
+    from torch import nn
     from torch.overrides import TorchFunctionMode
 
+    tables = {
+        id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+    }
     names = {id(p): name for name, p in model.named_parameters() if p.ndim == 2}
     calls: list[tuple[str, int]] = []
     looked_up: set[int] = set()
@@ -95,6 +99,8 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
             handle.remove()
     called = {name for name, _ in calls}
     seen = {names[key] for key in looked_up}
+    # A table of positions or steps is often read as `weight[...]`: its rows are no outputs of a product.
+    seen |= {names[key] for key in tables if key in names}
     functional = [n for key, n in names.items() if key in used and n not in called and n not in seen]
     idle = [n for key, n in names.items() if key not in used and n not in called and n not in seen]
     return Trace(tuple(calls), tuple(functional), tuple(idle))

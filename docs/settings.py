@@ -1,0 +1,71 @@
+"""Write settings.md out of the settings' own declarations: `python docs/settings.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from loopq.calibrate.prompts import Take
+from loopq.commands.options import flag_of, group_title, metavar_of, text_of
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.execution import Execution
+from loopq.quantizers.config import LayerConfig
+from loopq.run.config import PRESETS, QuantConfig
+from loopq.settings import Leaf, Settings, leaves, lowered
+
+FILE = Path(__file__).with_name("settings.md")
+HEAD = """# Settings
+
+Every setting has one name: a keyword in Python (`loopq.quantize(model, bits=3)`), an option (`--bits 3`), and, where it
+belongs to a layer, a name in `--layer 'PATTERN=>bits=3'` and in `Override`. A setting that nothing reads is refused.
+This page is written by `python docs/settings.py` out of the settings' declarations; `--help-all` of a command says the
+same.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig)]
+    parts += _section("Of a run", QuantConfig, without=leaves(LayerConfig))
+    parts += _section("Of the prompts", Take) + _section("Of the work", Execution)
+    parts += _section("Of a diagnosis", DiagnoseConfig)
+    return "\n".join(parts)
+
+
+def _presets() -> Iterator[str]:
+    yield "## Presets\n"
+    for name, values in PRESETS.items():
+        yield f"`{name}`: " + ", ".join(f"`{key}={value}`" for key, value in values.items()) + ".\n"
+
+
+def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | None = None) -> list[str]:
+    groups: dict[str, list[list[Leaf]]] = {}
+    for name, entries in leaves(kind).items():
+        if name not in (without or {}):
+            groups.setdefault(group_title(entries), []).append(entries)
+    lines = [f"## {title}\n"]
+    for group, found in groups.items():
+        lines += [f"### {group[:1].upper()}{group[1:]}\n", "| name | option | what |", "| --- | --- | --- |"]
+        lines += [
+            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |" for entries in found
+        ]
+        lines.append("")
+    return lines
+
+
+def _option(leaf: Leaf) -> str:
+    return flag_of(leaf) if leaf.annotation is bool else f"{flag_of(leaf)} {metavar_of(leaf)}"
+
+
+def _text(entries: list[Leaf]) -> str:
+    """What is shown of a setting; of one whose option turns it off, what it is and what it is then."""
+    leaf = entries[0]
+    return f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    FILE.write_text(page(), "utf-8")

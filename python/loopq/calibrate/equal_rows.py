@@ -1,0 +1,68 @@
+"""Which rows of the trajectory count: the budget of one step spread over all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import loopq._native as native
+from loopq.calibrate.collect import Collection, run_rollouts, to_native
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class EqualRows:
+    """Hessians of a trajectory from as many rows as one step has.
+
+    Parameters
+    ----------
+    job : Collection
+        Model, prompts, seed and selection.
+
+    Notes
+    -----
+    Every token position is used at one step only: of N successive positions each goes to another of the N steps,
+    in an order drawn from the run's seed. So the rows of all steps together are just as many as those of one step, they
+    come from all steps alike (within one row), and no position counts twice. The result stands in for a
+    `HessianSet` with each step apart.
+    """
+
+    def __init__(self, job: Collection) -> None:
+        self.job = job
+        self._accumulators = {
+            p.name: native.HessianAccumulator(
+                p.in_features, range(p.invocations), per_step=True, threads=job.execution.threads
+            )
+            for p in job.selection.input_groups
+        }
+        self._invocations = {p.name: p.invocations for p in job.selection.input_groups}
+        self._position: dict[tuple[str, int], int] = {}
+        for _ in run_rollouts(job, self._take):
+            pass
+        for acc in self._accumulators.values():
+            acc.finish()
+
+    def accumulator(
+        self, leader: str, steps: Sequence[int], *, per_step: bool = True
+    ) -> native.HessianAccumulator:
+        """Return the finished accumulator of an input group; it holds each step apart, whatever is asked."""
+        return self._accumulators[leader]
+
+    def _take(self, leader: str, step: int, rows: Tensor) -> None:
+        first = self._position.get((leader, step), 0)
+        self._position[leader, step] = first + rows.shape[0]
+        mine = self.step_of(np.arange(first, first + rows.shape[0]), self._invocations[leader]) == step
+        self._accumulators[leader].update(step, np.ascontiguousarray(to_native(rows)[mine]))
+
+    def step_of(self, positions: np.ndarray, n_steps: int) -> np.ndarray:
+        """Step at which each position is used, int64, same shape."""
+        blocks = positions // n_steps
+        out = np.empty(positions.shape, dtype=np.int64)
+        for block in np.unique(blocks):
+            order = np.random.default_rng([self.job.execution.seed, n_steps, int(block)]).permutation(n_steps)
+            inside = blocks == block
+            out[inside] = order[positions[inside] % n_steps]
+        return out

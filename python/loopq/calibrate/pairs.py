@@ -1,0 +1,174 @@
+"""What a layer should have got and what it will get: inputs of the full-precision and of a quantized rollout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.calibrate.collect import Collection, run_rollouts, to_native
+from loopq.errors import CalibrationError
+from loopq.progress import Silent
+from loopq.systems.base import SharedParameter
+from loopq.systems.replace import Weights, replaced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PairedSums:
+    """Second moments of the paired inputs of one input group.
+
+    Parameters
+    ----------
+    sums : HessianAccumulator
+        Of the rows (x, x^), 2d wide, each step apart: x from the full-precision rollout, x^ from the quantized
+        one, same prompt, position, step and initial state.
+    dim : int
+        d.
+    """
+
+    sums: native.HessianAccumulator
+    dim: int
+
+    def of(self, steps: Sequence[int], weights: Sequence[float] | None = None) -> Moments:
+        """Sum over steps, each times its weight."""
+        chosen = list(steps)
+        both = (
+            self.sums.matrix(chosen) if weights is None else self.sums.matrix(chosen, weights=list(weights))
+        )
+        d = self.dim
+        quantized = np.ascontiguousarray(both[d:, d:])
+        return Moments(
+            reference=np.ascontiguousarray(both[:d, :d]),
+            quantized=quantized,
+            cross=np.ascontiguousarray(both[:d, d:] - quantized),
+        )
+
+    def reference(self) -> ReferenceSums:
+        """What the full-precision rollout alone gave, step by step."""
+        return ReferenceSums(self.sums, self.dim)
+
+
+@dataclass(frozen=True)
+class ReferenceSums:
+    """H_t of the full-precision rollout, a part of the paired sums.
+
+    Parameters
+    ----------
+    sums : HessianAccumulator
+        As of `PairedSums`.
+    dim : int
+        d.
+    """
+
+    sums: native.HessianAccumulator
+    dim: int
+    per_step: ClassVar[bool] = True
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """Steps that are there."""
+        return self.sums.steps
+
+    def n_rows(self, step: int) -> int:
+        """Rows of X_t."""
+        return self.sums.n_rows(step)
+
+    def trace(self, step: int | None = None) -> float:
+        """tr H_t, or of the sum over all steps."""
+        return float(self.diagonal(None if step is None else [step]).sum())
+
+    def diagonal(self, steps: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """Diagonal of the sum over steps, shape (d,)."""
+        return np.ascontiguousarray(self.sums.diagonal(steps)[: self.dim])
+
+    def matrix(
+        self, steps: Sequence[int] | None = None, *, weights: Sequence[float] | None = None
+    ) -> NDArray[np.float64]:
+        """The sum over steps, each times its weight, shape (d, d)."""
+        both = self.sums.matrix(steps) if weights is None else self.sums.matrix(steps, weights=weights)
+        return np.ascontiguousarray(both[: self.dim, : self.dim], dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments over steps, float64, shape (d, d) each.
+
+    Parameters
+    ----------
+    reference : ndarray
+        H = sum_t X_t^T X_t.
+    quantized : ndarray
+        S^ = sum_t X^_t^T X^_t.
+    cross : ndarray
+        C = sum_t (X_t - X^_t)^T X^_t.
+    """
+
+    reference: NDArray[np.float64]
+    quantized: NDArray[np.float64]
+    cross: NDArray[np.float64]
+
+
+def collect_pairs(job: Collection, leaders: Sequence[str], weights: Weights) -> dict[str, PairedSums]:
+    """Run every batch twice, with the model's own weights and with others, and pair what the layers saw.
+
+    Parameters
+    ----------
+    job : Collection
+        Model, prompts, seed and selection.
+    leaders : sequence of str
+        Input groups to observe.
+    weights : mapping of str to ndarray, float32
+        Weights of the second rollout that differ (`loopq.systems.replace.replaced`).
+
+    Notes
+    -----
+    The moments of (x, x^) hold X^T X, X^T X^ and X^^T X^ in one exact accumulator, so that the result is the
+    same bits at any thread count, as all Hessians are.
+    """
+    parameters: Mapping[str, SharedParameter] = {p.name: p for p in job.selection.input_groups}
+    sums = {
+        name: native.HessianAccumulator(
+            2 * parameters[name].in_features,
+            range(parameters[name].invocations),
+            per_step=True,
+            threads=job.execution.threads,
+        )
+        for name in leaders
+    }
+    first: dict[tuple[str, int], NDArray[np.float32]] = {}
+
+    def keep(leader: str, step: int, rows: Tensor) -> None:
+        first[leader, step] = to_native(rows.float()).copy()
+
+    def pair(leader: str, step: int, rows: Tensor) -> None:
+        reference = first.pop((leader, step))
+        if reference.shape != tuple(rows.shape):
+            raise CalibrationError(
+                f"layer {leader}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
+                f"{reference.shape} in the full-precision one: the model's work depends on its values; "
+                "calibrate with inputs of the full-precision rollout alone"
+            )
+        sums[leader].update(step, np.concatenate([reference, to_native(rows.float())], axis=1))
+
+    # Closed here and not by the collector: a traceback that is kept would keep their hooks on the model.
+    with (
+        contextlib.closing(run_rollouts(job, keep, only=leaders, progress=Silent())) as own,
+        contextlib.closing(run_rollouts(job, pair, only=leaders, progress=Silent())) as other,
+    ):
+        for _ in own:
+            with replaced(job.system, weights):
+                next(other)
+        # The last batch is done: asking once more ends the stage.
+        for _ in other:
+            raise CalibrationError("the two rollouts have different numbers of batches")
+    for acc in sums.values():
+        acc.finish()
+    return {name: PairedSums(acc, parameters[name].in_features) for name, acc in sums.items()}

@@ -1,0 +1,256 @@
+"""The one check of JSON that comes from outside: a dataclass says what a file may hold, and everything else is refused.
+
+Annotations are the allowed types: plain ones, `Literal`, `X | None`, `tuple`, `dict`, further dataclasses, and
+`Annotated[X, Allowed(...)]` where a type is not enough. A field with a default may be missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from loopq.errors import CheckpointError, LoopqError
+
+T = TypeVar("T")
+#: Of `loopq.json`, `manifest.json` and `loopq_export.json`.
+VERSION = 2
+MAX_DEPTH = 64
+MAX_DIGITS = 40
+MAX_SHOWN = 120
+#: Bytes of a file name: with a suffix and what a temporary file adds it stays below the 255 of file systems.
+MAX_NAME = 200
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = MAX_SHOWN
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: one line, and not long whatever was in the file."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def plain_name(name: str) -> bool:
+    """Whether a name can stand for a file in a folder, and for nothing outside of it."""
+    plain = name.isprintable() and not set(name) & set("/\\:") and not name.startswith(".")
+    return plain and 0 < len(name.encode()) <= MAX_NAME
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a value must be besides its type: the rule in words, for the message, and the rule."""
+
+    text: str
+    test: Callable[[Any], object]
+
+
+def between(low: int, high: int) -> Allowed:
+    """Allow whole numbers from `low` to `high`."""
+    return Allowed(f"{low} to {high}", lambda n: low <= n <= high)
+
+
+Object = dict[str, Any]
+Count = Annotated[int, between(0, 2**62)]
+Positive = Annotated[int, between(1, 2**31 - 1)]
+#: Loop steps: a depth beyond it is no model's, and lists of steps are made of it.
+Depth = Annotated[int, between(1, 2**20)]
+Seed = Annotated[int, between(-(2**63), 2**64 - 1)]
+Sha256 = Annotated[str, Allowed("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
+Name = Annotated[str, Allowed("a plain name, no path, no leading dot, at most 200 bytes", plain_name)]
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+class _Refused(ValueError):
+    def __init__(self, key: str, value: Any, allowed: str) -> None:
+        super().__init__(f"{key.removeprefix('.') or 'the whole'}: {shown(value)}; allowed: {allowed}")
+
+
+def checked(
+    kind: type[T],
+    data: Any,
+    where: object,
+    error: type[LoopqError] = CheckpointError,
+    *,
+    others: bool = False,
+) -> T:
+    """Return plain data, as `parse_json` gives it, as a dataclass (or another annotation), every value checked.
+
+    `where` is the file, for the message. `others` lets keys pass that the schema does not name: those of other tools.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: names the file, the key, the value found and what is allowed.
+    """
+    try:
+        found: T = _value(kind, data, "", others)
+    except (LoopqError, ValueError) as cause:
+        raise error(f"{where}: {cause}") from None
+    return found
+
+
+def _value(kind: Any, value: Any, key: str, others: bool) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _object(kind, value, key, others)
+    if origin is Annotated:
+        found = _value(args[0], value, key, others)
+        if not args[1].test(found):
+            raise _Refused(key, value, args[1].text)
+        return found
+    if origin is Literal:
+        if not any(type(value) is type(a) and value == a for a in args):
+            raise _Refused(key, value, ", ".join(map(repr, args)))
+        return value
+    if origin in (Union, UnionType):
+        return None if value is None else _value(args[0], value, key, others)
+    if origin is tuple:
+        if not isinstance(value, list) or (args[-1] is not Ellipsis and len(value) != len(args)):
+            raise _Refused(key, value, "a list" if args[-1] is Ellipsis else f"a list of {len(args)}")
+        kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+        return tuple(
+            _value(k, v, f"{key}[{i}]", others) for i, (k, v) in enumerate(zip(kinds, value, strict=True))
+        )
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise _Refused(key, value, "an object")
+        inner = {k: f"{key}.{shown(k)[1:-1]}" for k in value}
+        return {_key(args[0], k, inner[k]): _value(args[1], v, inner[k], others) for k, v in value.items()}
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise _Refused(key, value, _WORDS[kind])
+    return value
+
+
+def _key(kind: Any, key: str, at: str) -> Any:
+    if kind is not int:
+        return _value(kind, key, at, False)
+    if not re.fullmatch("0|[1-9][0-9]{0,8}", key):
+        raise _Refused(at, key, "a whole number as key")
+    return int(key)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _object(kind: Any, value: Any, key: str, others: bool) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if not isinstance(value, dict):
+        raise _Refused(key, value, f"an object of {', '.join(fields)}")
+    needed = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
+    missing, unknown = sorted(needed - set(value)), sorted(set() if others else set(value) - set(fields))
+    if missing or unknown:
+        what = f"{(missing or unknown)[0]!r:.100} is {'missing' if missing else 'unknown'}"
+        raise ValueError(f"{key.removeprefix('.') + ': ' if key else ''}{what}; known: {', '.join(fields)}")
+    known = {n: _value(_hints(kind)[n], v, f"{key}.{n}", others) for n, v in value.items() if n in fields}
+    try:
+        return kind(**known)
+    except LoopqError as cause:
+        raise ValueError(f"{key.removeprefix('.') + ': ' if key else ''}{cause}") from None
+
+
+def parse_json(
+    data: bytes | str, where: object, error: type[LoopqError] = CheckpointError, *, finite: bool = True
+) -> Any:
+    """Read JSON in UTF-8, with limits that any file of ours and of other tools keeps.
+
+    `where` is the file, for the message. NaN and infinity are no JSON; `finite=False` takes them, since config files of
+    transformers hold infinities.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: no JSON, a key that stands twice in an object, more than 64 levels, a whole number of more
+        than 40 digits, half a surrogate pair.
+    """
+
+    def number(text: str) -> float:
+        if finite and not math.isfinite(float(text)):
+            raise ValueError(f"{text:.40} is not a finite number")
+        return float(text)
+
+    def whole(text: str) -> int:
+        if len(text) > MAX_DIGITS:
+            raise ValueError(f"a whole number of {len(text)} digits")
+        return int(text)
+
+    def pairs(items: list[tuple[str, Any]]) -> Object:
+        found: Object = {}
+        for name, value in items:
+            if name in found:
+                raise ValueError(f"{shown(name)} stands twice in an object")
+            found[name] = value
+        return found
+
+    try:
+        text = data.decode() if isinstance(data, bytes) else data
+        found = json.loads(
+            text, parse_float=number, parse_constant=number, parse_int=whole, object_pairs_hook=pairs
+        )
+        _limit(found)
+    except RecursionError:
+        raise error(f"{where}: not valid JSON (more than {MAX_DEPTH} levels)") from None
+    except ValueError as cause:
+        raise error(f"{where}: not valid JSON ({cause})") from cause
+    return found
+
+
+def _limit(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return
+        inner: list[Any] = []
+        for found in level:
+            if isinstance(found, str):
+                found.encode()  # half a surrogate pair has no bytes
+            elif isinstance(found, dict):
+                inner += [*found, *found.values()]
+            elif isinstance(found, list):
+                inner += found
+        level = inner
+    raise ValueError(f"more than {MAX_DEPTH} levels")
+
+
+def _digest(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(format_name: str, data: Mapping[str, Any]) -> Object:
+    """Return what is to be written of a file that protects itself: format, version and the SHA-256 of all of it.
+
+    The sum is over JSON with sorted keys, without spaces, other than ASCII escaped, and without the key `sha256`.
+    """
+    body = {"format": format_name, "version": VERSION, **data}
+    plain: Object = json.loads(json.dumps(body, default=dataclasses.asdict, allow_nan=False))
+    return {**plain, "sha256": _digest(plain)}
+
+
+def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError] = CheckpointError) -> Object:
+    """Return the content of what `sealed` gave; version 1, which has no sum, is read as it is.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: another format or version, or content that is not the one that was written.
+    """
+    if not isinstance(data, dict) or data.get("format") != format_name:
+        raise error(f"{where}: its format is not {format_name!r}")
+    version = data.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise error(f"{where}: version {shown(version)}; this loopq reads versions 1 to {VERSION}")
+    if version > 1 and data.pop("sha256", None) != _digest(data):
+        raise error(f"{where}: altered: its sha256 is not that of its content")
+    return {k: v for k, v in data.items() if k not in ("format", "version")}

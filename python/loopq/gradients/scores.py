@@ -1,0 +1,164 @@
+"""What the quantization of one layer alone costs the model: measured, or predicted from one backward pass.
+
+A cost is KL(full precision || quantized) in nats for a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import compare
+from loopq.gradients.unroll import linked, unroll
+from loopq.progress import Progress, Silent
+from loopq.systems.base import LoopedSystem
+
+#: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
+#: in full precision.
+Candidates = Mapping[tuple[str, str], NDArray[np.float32]]
+Costs = dict[tuple[str, str], float]
+
+
+def measured(
+    system: LoopedSystem,
+    candidates: Candidates,
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Costs:
+    """Measure what each candidate costs: one rollout each, with that one layer replaced.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model.
+    candidates : mapping of (str, str) to ndarray, float32
+        (parameter name, label) to the layer's quantized weight in the model's orientation.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of the initial states.
+    batch_size : int
+        Prompts that run together.
+    progress : Progress, optional
+        Told of every prompt.
+    """
+    variants = {f"{layer}|{label}": {layer: weight} for (layer, label), weight in candidates.items()}
+    found = compare(
+        system, variants, tokens, n_steps=n_steps, seeds=(seed,), batch_size=batch_size, progress=progress
+    )[1:]
+    return {key: float(m.kl.mean()) for key, m in zip(candidates, found, strict=True)}
+
+
+def loop_fisher(
+    system: LoopedSystem,
+    candidates: Candidates,
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    n_samples: int = 1,
+    truncate: int | None = None,
+    progress: Progress | None = None,
+) -> Costs:
+    """Predict the same from gradients: every layer and every candidate from one backward pass for each prompt.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model with logits for output.
+    candidates : mapping of (str, str) to ndarray, float32
+        As of `measured`.
+    tokens : TokenSet
+        Prompts.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of initial states and of the labels.
+    n_samples : int
+        Label draws for each prompt.
+    truncate : int, optional
+        Steps from the end that carry gradients; all when absent.
+    progress : Progress, optional
+        Told of every prompt.
+
+    Notes
+    -----
+    With labels drawn from the model itself and g the gradient of their log-likelihood with respect to the shared
+    weight, through all steps that use it,
+
+        KL ~ 1/2 E <g, D>^2 / n_positions,  D = W^ - W,
+
+    which is the quadratic term of the KL in the direction D: scores of different positions are uncorrelated, so
+    one gradient for each prompt is enough. Since g runs through the remaining steps, what the loop does to an
+    error is in it: this is exposure, not the layer's own output error.
+    """
+    import torch
+
+    if system.output != "logits":
+        raise ConfigError(
+            f"system {system.name!r} gives hidden states: labels cannot be drawn; use measured scores"
+        )
+    progress = progress or Silent()
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    layers = sorted({layer for layer, _ in candidates})
+    parameters = {name: system.model.get_parameter(name) for name in layers}
+    errors = {
+        key: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()
+        - parameters[key[0]].detach().double()
+        for key, w in candidates.items()
+    }
+    totals: dict[tuple[str, str], float] = dict.fromkeys(candidates, 0.0)
+    positions = 0
+    progress.start("fisher", len(tokens.sequences), "prompts")
+    for batch in tokens.batches(1, seed):
+        leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
+        with linked(system, leaves):
+            logp = unroll(system, batch, depth, truncate=truncate).float().log_softmax(-1)
+            for sample in range(n_samples):
+                labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
+                picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
+                last = sample + 1 == n_samples
+                grads = torch.autograd.grad(picked, [leaves[n] for n in layers], retain_graph=not last)
+                by_name = dict(zip(layers, grads, strict=True))
+                for key, error in errors.items():
+                    totals[key] += float((by_name[key[0]].double() * error).sum()) ** 2
+        positions += logp.shape[0] * logp.shape[1]
+        progress.advance()
+    progress.stop()
+    return {key: 0.5 * total / (n_samples * positions) for key, total in totals.items()}
+
+
+def draw_labels(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:
+    """Draw labels from the model's own distribution.
+
+    Parameters
+    ----------
+    logp : ndarray, float32, shape (n_prompts, n_positions, vocabulary)
+        Log-probabilities in nats.
+    seed : sequence of int
+        Seed of the draw.
+
+    Returns
+    -------
+    ndarray, int64, shape (n_prompts, n_positions)
+        Labels.
+
+    Notes
+    -----
+    A race: with E_k independent and exponential, argmin_k E_k / p_k has the distribution p. Two processors round p
+    differently; with p' on the other, the label changes with a probability of at most sum_k |p_k - p'_k|. Inverting
+    the cumulative distribution F would make it sum_k |F_k - F'_k|, ten times as much on the embedded model.
+    """
+    waiting = np.random.default_rng(list(seed)).standard_exponential(logp.shape)
+    labels: NDArray[np.int64] = (np.log(waiting) - logp).argmin(-1)
+    return labels

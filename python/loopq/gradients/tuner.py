@@ -1,0 +1,323 @@
+"""Gradient descent on group scales, or on scales and codes, against the output of full precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from loopq.calibrate.data import TokenSet
+from loopq.checkpoint.files import float_to_raw
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.errors import ConfigError, NonFiniteError
+from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.progress import Progress, Silent
+from loopq.settings import Settings, setting
+from loopq.systems.base import LoopedSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# How far a code may start off its whole number: nearer to one half, the first noisy update would flip it.
+LEAN = 0.2
+
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Tune(Settings):
+    """How quantized layers are tuned by gradient.
+
+    Parameters
+    ----------
+    what : {"scales", "codes"}
+        What is tuned by gradient through the unrolled loop: group scales, or scales and codes.
+    n_updates : int
+        Updates of the tuning, by Adam.
+    scale_rate : float
+        Learning rate of a scale's relative change.
+    code_rate : float
+        Learning rate of a code, in steps of the grid.
+    batch_size : int
+        Prompts of one update.
+    every : int
+        Updates between two measurements on the held-out prompts; the best layers seen are returned.
+    patience : int
+        Measurements without a gain after which the run stops.
+    truncate : int, optional
+        Steps from the end of the rollout that carry gradients; all when absent.
+    """
+
+    what: Literal["scales", "codes"] = setting("scales")
+    n_updates: int = setting(250, at_least=1)
+    scale_rate: float = setting(2e-3, at_least=0.0)
+    code_rate: float = setting(1e-2, at_least=0.0)
+    batch_size: int = setting(8, at_least=1)
+    every: int = setting(25, at_least=1)
+    patience: int = setting(4, at_least=1)
+    truncate: int | None = setting(None, at_least=1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Layers after tuning, and how it went.
+
+    Parameters
+    ----------
+    layers : dict of str to QuantizedLayer
+        By parameter name; the same grid and bytes as before.
+    history : tuple of (int, float)
+        Updates done, and held-out divergence then. The first entry is the start.
+    flipped : float
+        Share of codes that changed.
+    """
+
+    layers: dict[str, QuantizedLayer]
+    history: tuple[tuple[int, float], ...]
+    flipped: float
+
+
+class _Variables:
+    """The numbers that are tuned: a relative change for each scale, a real code for each code."""
+
+    def __init__(
+        self, layers: Mapping[str, QuantizedLayer], originals: Mapping[str, Tensor], codes: bool
+    ) -> None:
+        import torch
+
+        self.layers = dict(layers)
+        self.scale: dict[str, Tensor] = {}
+        self.code: dict[str, Tensor] = {}
+        self._scale0: dict[str, Tensor] = {}
+        self._zero: dict[str, Tensor] = {}
+        for name, layer in layers.items():
+            self._scale0[name] = torch.from_numpy(layer.scales.copy())
+            self.scale[name] = torch.zeros_like(self._scale0[name], requires_grad=True)
+            zero = np.zeros(layer.scales.shape) if layer.zeros is None else layer.zeros
+            self._zero[name] = self._spread(layer, torch.from_numpy(zero.astype(np.float32)))
+            start = torch.from_numpy(layer.codes.astype(np.float32))
+            if codes:
+                # A code leans towards the weight it stands for, as far as it can without becoming another.
+                exact = originals[name] / self._spread(layer, self._scale0[name]) + self._zero[name]
+                start = start + (exact - start).clamp(-LEAN, LEAN)
+            self.code[name] = start.requires_grad_(codes)
+
+    @staticmethod
+    def _spread(layer: QuantizedLayer, values: Tensor) -> Tensor:
+        width = layer.shape[1] if layer.group_size == -1 else layer.group_size
+        return values.repeat_interleave(width, dim=1)[:, : layer.shape[1]]
+
+    def _bounds(self, layer: QuantizedLayer) -> tuple[int, int]:
+        top = 1 << layer.bits
+        return (-top // 2, top // 2 - 1) if layer.symmetric else (0, top - 1)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Dequantized weights in the model's orientation, rounding passed straight through."""
+        out = {}
+        for name, layer in self.layers.items():
+            code = self.code[name]
+            if code.requires_grad:
+                hard = code.clamp(*self._bounds(layer)).round()
+                code = code + (hard - code).detach()
+            scale = self._spread(layer, self._scale0[name] * (1 + self.scale[name]))
+            values = (code - self._zero[name]) * scale
+            out[name] = values.T if layer.orientation == "in_out" else values
+        return out
+
+    def clamp(self) -> None:
+        """Keep codes where a gradient can still move them off the ends."""
+        import torch
+
+        with torch.no_grad():
+            for name, code in self.code.items():
+                if code.requires_grad:
+                    low, high = self._bounds(self.layers[name])
+                    code.clamp_(low - 0.49, high + 0.49)
+
+    def snapshot(self) -> dict[str, QuantizedLayer]:
+        """Layers with the numbers as they are now, scales rounded to their stored type."""
+        out = {}
+        for name, layer in self.layers.items():
+            scale = (self._scale0[name] * (1 + self.scale[name].detach())).numpy()
+            stored = float_to_raw(np.ascontiguousarray(scale), _STORED[layer.scale_dtype]).float32()
+            stored = np.where(stored == 0, layer.scales, stored).astype(np.float32)
+            low, high = self._bounds(layer)
+            codes = self.code[name].detach().clamp(low, high).round().numpy().astype(layer.codes.dtype)
+            out[name] = dataclasses.replace(layer, scales=stored, codes=codes)
+        return out
+
+
+def tune(
+    system: LoopedSystem,
+    layers: Mapping[str, QuantizedLayer],
+    tokens: TokenSet,
+    held_out: TokenSet,
+    config: Tune | None = None,
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Tune quantized layers on KL(full precision || quantized) through the unrolled loop.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Full-precision model; it comes back unchanged.
+    layers : mapping of str to QuantizedLayer
+        Where to start: what a closed-form quantizer gave.
+    tokens : TokenSet
+        Prompts to tune on.
+    held_out : TokenSet
+        Prompts that decide which place is kept. They must be neither those tuned on nor those reported on.
+    config : Tune, optional
+        Settings.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Order of the prompts, and seed of their initial states.
+    progress : Progress, optional
+        Told of updates.
+
+    Returns
+    -------
+    Tuned
+        The best layers seen on `held_out`, at worst those given.
+
+    Raises
+    ------
+    ConfigError
+        The same prompt on both sides, or a layer with an input transform.
+    NonFiniteError
+        The loss is NaN or infinite.
+
+    Notes
+    -----
+    Adam with a cosine rate on min_{s, c} E KL(p || p^), rounding passed straight through. The same seed and
+    number of torch threads give the same result; another number of threads may change last bits, unlike in the
+    closed-form tiers.
+    """
+    config = config or Tune()
+    progress = progress or Silent()
+    _refuse(layers, tokens, held_out)
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    originals = {name: _original(system, layer) for name, layer in layers.items()}
+    variables = _Variables(layers, originals, config.what == "codes")
+    teacher = _Teacher(system, depth, config, seed)
+    start = dict(layers)
+    best = (teacher.measure(_tensors(start), held_out), start)
+    history = [(0, best[0])]
+    groups: list[dict[str, Any]] = [{"params": list(variables.scale.values()), "lr": config.scale_rate}]
+    if config.what == "codes":
+        groups.append({"params": list(variables.code.values()), "lr": config.code_rate})
+    optimizer = _adam(groups)
+    order = np.random.default_rng(seed)
+    progress.start("tune", config.n_updates, "updates")
+    waited = 0
+    for update in range(config.n_updates):
+        for group, rate in zip(optimizer.param_groups, (config.scale_rate, config.code_rate), strict=False):
+            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * update / config.n_updates))
+        chosen = np.sort(
+            order.choice(len(tokens.sequences), min(config.batch_size, len(tokens.sequences)), False)
+        )
+        teacher.update(variables, tokens, [int(i) for i in chosen], optimizer, update)
+        progress.advance()
+        if (update + 1) % config.every == 0 or update + 1 == config.n_updates:
+            found = variables.snapshot()
+            value = teacher.measure(_tensors(found), held_out)
+            history.append((update + 1, value))
+            waited = 0 if value < best[0] else waited + 1
+            if value < best[0]:
+                best = (value, found)
+            if waited >= config.patience:
+                break
+    progress.stop()
+    changed = sum(int((best[1][n].codes != layer.codes).sum()) for n, layer in layers.items())
+    flipped = changed / sum(layer.codes.size for layer in layers.values())
+    facts = {
+        "tier": f"gradient, {config.what}",
+        "tuned": config.to_json() | {"seed": seed},
+        "tuned_updates": history[-1][0],
+        "tuned_held_out_before": history[0][1],
+        "tuned_held_out_after": best[0],
+        "tuned_codes_flipped": flipped,
+    }
+    return Tuned({n: layer.with_report(**facts) for n, layer in best[1].items()}, tuple(history), flipped)
+
+
+def _refuse(layers: Mapping[str, QuantizedLayer], tokens: TokenSet, held_out: TokenSet) -> None:
+    seen = {s.tobytes() for s in tokens.sequences}
+    if any(s.tobytes() in seen for s in held_out.sequences):
+        raise ConfigError(
+            "a held-out prompt is also tuned on: early stopping would trust what was fitted; choose other prompts"
+        )
+    for name, layer in layers.items():
+        if layer.transform is not None:
+            raise ConfigError(f"layer {name}: has an input transform, which tuning does not go through")
+
+
+def _original(system: LoopedSystem, layer: QuantizedLayer) -> Tensor:
+    value = system.model.get_parameter(layer.name).detach().float().cpu()
+    return value.T.contiguous() if layer.orientation == "in_out" else value.clone()
+
+
+def _tensors(layers: Mapping[str, QuantizedLayer]) -> dict[str, Tensor]:
+    import torch
+
+    return {name: torch.from_numpy(layer.in_model_orientation()) for name, layer in layers.items()}
+
+
+def _adam(groups: list[dict[str, Any]]) -> Any:
+    import torch
+
+    return torch.optim.Adam(groups, betas=(0.9, 0.99))
+
+
+class _Teacher:
+    """Full precision's outputs, and the divergence of other weights from them."""
+
+    def __init__(self, system: LoopedSystem, depth: int, config: Tune, seed: int) -> None:
+        self._seed = seed
+        self._system = system
+        self._depth = depth
+        self._config = config
+
+    def update(
+        self, variables: _Variables, tokens: TokenSet, chosen: list[int], optimizer: Any, number: int
+    ) -> None:
+        """Do one update on the prompts chosen."""
+        # Where the state is random every update sees the prompts from other initial states.
+        part = TokenSet(tuple(tokens.sequences[i] for i in chosen), tokens.source, tokens.packing)
+        optimizer.zero_grad(set_to_none=True)
+        for batch in part.batches(self._config.batch_size, self._seed + 1 + number):
+            reference = self._system.rollout(batch, self._depth)
+            with linked(self._system, self._moved(variables.weights())):
+                out = unroll(self._system, batch, self._depth, truncate=self._config.truncate)
+                loss = divergence(reference, out.to(reference.dtype), self._system.output)
+                if not math.isfinite(float(loss.detach())):
+                    raise NonFiniteError(
+                        f"tuning, update {number}: the loss is {float(loss.detach())}; lower scale_rate and code_rate"
+                    )
+                (loss * (len(batch.prompts) / len(chosen))).backward()
+        optimizer.step()
+        variables.clamp()
+
+    def measure(self, weights: Mapping[str, Tensor], tokens: TokenSet) -> float:
+        """Mean divergence over prompts."""
+        import torch
+
+        total = 0.0
+        with torch.no_grad():
+            for batch in tokens.batches(self._config.batch_size, self._seed):
+                reference = self._system.rollout(batch, self._depth)
+                with linked(self._system, self._moved(weights)):
+                    out = self._system.rollout(batch, self._depth)
+                total += float(divergence(reference, out, self._system.output)) * len(batch.prompts)
+        return total / len(tokens.sequences)
+
+    def _moved(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._system.to_device(w, dtype=True) for name, w in weights.items()}

@@ -1,0 +1,92 @@
+"""The one way to go on after a kill: finished pieces of a long run, each in a file that is whole or not there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.errors import LoopqError
+
+_NOTHING: Mapping[str, RawTensor] = {}
+
+
+def fingerprint(*parts: Any) -> str:
+    """SHA-256 over plain data, in hexadecimal: the identity of a piece of work."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A finished piece of work.
+
+    Parameters
+    ----------
+    tensors : mapping of str to RawTensor
+        Its arrays.
+    facts : dict
+        Its plain data.
+    """
+
+    tensors: Mapping[str, RawTensor]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Finished pieces of one piece of work.
+
+    Parameters
+    ----------
+    folder : Path or None
+        Where they are saved; None saves nothing.
+    key : str
+        Identity of the work (`fingerprint` of everything that fixes its result). Pieces of another key are not found,
+        so that runs of other settings can share a folder.
+    """
+
+    folder: Path | None
+    key: str = ""
+
+    def save(self, name: str, tensors: Mapping[str, RawTensor] = _NOTHING, **facts: Any) -> None:
+        """Write a piece, over an older one of the same name."""
+        path = self._path(name)
+        if path is not None:
+            text = json.dumps(facts, sort_keys=True)
+            metadata = {"key": self.key, "facts": text, "sha256": _digest(tensors, text)}
+            write_tensors(path, tensors, metadata)
+
+    def find(self, name: str) -> Piece | None:
+        """Read a piece back; None where there is none of this work, or only a damaged one."""
+        path = self._path(name)
+        if path is None or not path.is_file():
+            return None
+        try:
+            _, metadata = read_header(path)
+            tensors = read_tensors(path)
+        except LoopqError:
+            return None
+        text = metadata.get("facts", "")
+        if metadata.get("key") != self.key or metadata.get("sha256") != _digest(tensors, text):
+            return None
+        return Piece(tensors, dict(json.loads(text)))
+
+    def _path(self, name: str) -> Path | None:
+        if self.folder is None:
+            return None
+        # Names of parameters come from models and dumps: no character of theirs may lead out of the folder.
+        return self.folder / self.key[:16] / f"{quote(name, safe='')}.safetensors"
+
+
+def _digest(tensors: Mapping[str, RawTensor], text: str) -> str:
+    total = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(json.dumps([name, tensor.dtype, tensor.shape]).encode())
+        total.update(tensor.data.data)
+    return total.hexdigest()

@@ -1,0 +1,42 @@
+"""Patterns on parameter names."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+
+from loopq.errors import ConfigError
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a parameter's name matches a shell pattern, or a regular expression after the prefix "re:"."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def check_syntax(what: str, patterns: Iterable[str]) -> None:
+    """Refuse what stands after "re:" and is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as cause:
+            raise ConfigError(f"{what} {pattern!r} is no regular expression: {cause}") from cause
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse patterns that match no name.
+
+    Raises
+    ------
+    ConfigError
+        The message has the pattern and every name.
+    """
+    patterns, known = list(patterns), list(names)
+    check_syntax(what, patterns)
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in known):
+            raise ConfigError(
+                f"{what} {pattern!r} matches no shared parameter; there are: {', '.join(known)}"
+            )

@@ -1,0 +1,130 @@
+"""How one layer is quantized: its grid, its calibration, its rotation, its method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.errors import ConfigError
+from loopq.grid import Grid
+from loopq.patterns import check_syntax, matches
+from loopq.quantizers import QUANTIZERS, Method, Problem
+from loopq.registry import did_you_mean
+from loopq.rotation import RotationConfig
+from loopq.settings import Settings, block, check, choice, leaves
+from loopq.steps import Calibration
+
+
+@dataclass(frozen=True)
+class LayerConfig(Settings):
+    """How one weight is quantized.
+
+    Parameters
+    ----------
+    grid : Grid
+        Grid of the codes.
+    calibration : Calibration
+        Steps whose activations count.
+    rotation : RotationConfig
+        Rotation of the input.
+    method : Method
+        Method that finds the codes.
+    """
+
+    grid: Grid = block(Grid)
+    calibration: Calibration = block(Calibration)
+    rotation: RotationConfig = block(RotationConfig, "rotation")
+    method: Method = choice(QUANTIZERS, "gptq-cd", common=True)
+
+    @classmethod
+    def of(cls, **changes: Any) -> LayerConfig:
+        """Return the default settings with some flat names ("bits", "method", "damping", ...) set anew."""
+        return cls().changed(**changes)
+
+    def quantize(self, problem: Problem) -> QuantizedLayer:
+        """Quantize a layer in the rotated basis that the settings ask for, or as it is.
+
+        Raises
+        ------
+        ConfigError
+            The method transforms the input itself.
+
+        Notes
+        -----
+        H' = R H R^T and W' = W R^T are handed to the method; R goes with the layer.
+        """
+        rotation = self.rotation.of(problem.target.shape[1])
+        if rotation is None:
+            return self.method.quantize(problem)
+
+        def turned() -> tuple[Any, dict[Any, Any]]:
+            return (None if problem.hessian is None else rotation.conjugate(problem.hessian), {})
+
+        hessian, shared = problem.once(("rotated", self.rotation), turned)
+        layer = self.method.quantize(
+            dataclasses.replace(
+                problem,
+                target=rotation.fold(problem.target),
+                hessian=hessian,
+                shared=shared,
+                metric=None if problem.metric is None else problem.metric.rotated(rotation),
+            )
+        )
+        if layer.transform is not None:
+            raise ConfigError(
+                f"layer {problem.name}: method {self.method.name!r} cannot be combined with a rotation"
+            )
+        return layer.with_transform(rotation).with_report(rotation=rotation.describe())
+
+
+@dataclass(frozen=True)
+class Override:
+    """Settings for the layers whose name matches a pattern.
+
+    Parameters
+    ----------
+    pattern : str
+        Shell pattern on the parameter name, or a regular expression after the prefix "re:".
+    changes : mapping of str to Any
+        Flat names of `LayerConfig` and their values.
+    """
+
+    pattern: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_syntax("override", [self.pattern])
+        known = leaves(LayerConfig)
+        unknown = sorted(set(self.changes) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"override {self.pattern!r}: unknown setting {', '.join(unknown)}"
+                f"{did_you_mean(unknown[0], known)}; known: {', '.join(sorted(known))}"
+            )
+        for name, value in self.changes.items():
+            if not isinstance(value, Settings):
+                check(
+                    f"override {self.pattern!r}: {name}",
+                    value,
+                    known[name][0].annotation,
+                    known[name][0].metadata,
+                )
+
+    def matches(self, name: str) -> bool:
+        """Whether the layer called `name` is meant."""
+        return matches(name, self.pattern)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, the inverse of `from_json`."""
+        return {"pattern": self.pattern, "changes": dict(self.changes)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Override:
+        """Rebuild from plain data."""
+        whole = isinstance(data, Mapping) and isinstance(data.get("changes"), Mapping) and "pattern" in data
+        if not whole:
+            raise ConfigError(f"override: expected an object with a pattern and changes; got {data!r}")
+        return cls(str(data["pattern"]), dict(data["changes"]))

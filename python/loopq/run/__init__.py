@@ -1,0 +1,10 @@
+"""The engine: what is quantized, from which inputs, solved how, and what it will take."""
+
+from __future__ import annotations
+
+from loopq.registry import Registry
+from loopq.run.inputs import Inputs
+
+INPUTS: Registry[type[Inputs]] = Registry("inputs", "loopq.run")
+
+__all__ = ["INPUTS", "Inputs"]

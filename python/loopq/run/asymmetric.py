@@ -1,0 +1,178 @@
+"""Asymmetric trajectory calibration: layers one after the other, each on the inputs that it will really get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.calibrate.pairs import Moments, PairedSums, collect_pairs
+from loopq.checkpoint.layer import QuantizedLayer
+from loopq.quantizers.base import Problem
+from loopq.quantizers.task import Task
+from loopq.run import INPUTS, Inputs
+from loopq.run.solver import account, relative_error, save_layer, saved_layer
+from loopq.run.step_weights import WeightedHessian, needs_weight, relative, step_weights
+from loopq.settings import setting
+
+if TYPE_CHECKING:
+    from loopq.run.engine import Layers, Run
+
+
+@INPUTS.register("asymmetric")
+@dataclass(frozen=True)
+class Asymmetric(Inputs):
+    """Layer by layer, a rollout in which the layers before are quantized, against full-precision outputs.
+
+    Parameters
+    ----------
+    alpha : float
+        Share of the shift: 0 takes the weight itself as target, 1 the target of least squares.
+    sweeps : int
+        Sweeps through all layers. From the second on, a layer is collected with all others at the codes of the sweep
+        before.
+
+    Notes
+    -----
+    With X_t from the full-precision rollout and X^_t from one in which the layers before are quantized,
+
+        sum_t ||W X_t^T - W^ X^_t^T||^2 = const + tr((W^ - W*) S^ (W^ - W*)^T),
+        S^ = sum_t X^_t^T X^_t,  W* = W (I + alpha C (S^ + diag(mu))^-1),  C = sum_t (X_t - X^_t)^T X^_t,
+
+    so any solver does, given W* for W and S^ for H; step weights multiply both sums, and are taken from the
+    full-precision rollout. The layer that is being solved is at full precision while its inputs are collected; what
+    it will do to its own input through the loop is not seen.
+    """
+
+    name: ClassVar[str] = "asymmetric"
+    alpha: float = setting(1.0, at_least=0.0, at_most=1.0)
+    sweeps: int = setting(1, at_least=1, at_most=100)
+
+    def n_runs(self, n_passes: int, n_inputs: int) -> int:
+        """Two runs for each distinct input and sweep."""
+        return 2 * n_inputs * self.sweeps
+
+    def solve(self, run: Run) -> Layers:
+        """Solve all layers; return them by parameter name, in the order of the tasks."""
+        _collect_metrics(run)
+        journal, progress = run.journal("layers"), run.execution.progress
+        done: Layers = {}
+        progress.start("solve", self.sweeps * len(run.tasks), "layers")
+        for sweep in range(self.sweeps):
+            for group in _groups(run.tasks):
+                part = f"sweep-{sweep}/"
+                saved = {t.name: saved_layer(journal, t.name, part) for t in group}
+                solved = {name: layer for name, layer in saved.items() if layer is not None}
+                if len(solved) < len(group):
+                    solved = _Group(run, self, sweep).solve(group, done)
+                    for layer in solved.values():
+                        save_layer(journal, layer, part)
+                done.update(solved)
+                progress.advance(len(group))
+        progress.stop()
+        return {t.name: done[t.name] for t in run.tasks}
+
+
+def _collect_metrics(run: Run) -> None:
+    """Loop metrics of layers that are solved one after the other: their Hessians come from a pass of their own."""
+    chosen = [t for t in run.tasks if t.gradients and t.metric_key not in run.metrics]
+    if chosen:
+        sums = run.all_steps("ahead", sorted({str(t.leader) for t in chosen}))
+        run.collect_metrics(sums, chosen)
+
+
+def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Tasks that read the same input together, in order of first call; those without one alone."""
+    groups: dict[str, list[Task]] = {}
+    for task in tasks:
+        groups.setdefault(task.leader or task.name, []).append(task)
+    return list(groups.values())
+
+
+@dataclass
+class _Group:
+    """The layers that read one input, in one sweep."""
+
+    run: Run
+    settings: Asymmetric
+    sweep: int
+    shared: dict[Any, Any] = field(default_factory=dict)
+
+    def solve(self, tasks: Sequence[Task], done: Layers) -> Layers:
+        """Collect the paired inputs and solve every layer of the group."""
+        run = self.run
+        weights = {t.name: run.weights.oriented(t.parameter) for t in tasks}
+        leader = tasks[0].leader
+        if leader is None:
+            return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
+        current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
+        paired = collect_pairs(run.job, [leader], current)[leader]
+        return {t.name: self._solve(t, weights[t.name], paired) for t in tasks}
+
+    def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:
+        threads = self.run.execution.threads
+        layer = task.config.method.quantize(
+            Problem(task.name, weight, None, task.config.grid, task.parameter.orientation, threads)
+        )
+        return layer.with_report(
+            **account(task, layer, weight, None, threads), rank=None, rank_threshold=None
+        )
+
+    def _solve(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> QuantizedLayer:
+        threads = self.run.execution.threads
+        key: Any = task.name if needs_weight(task) else (task.steps, task.step_weights)
+        if key not in self.shared:
+            self.shared[key] = (*self._weighted(task, paired, weight), {})
+        moments, seen, cache = self.shared[key]
+        problem = Problem(
+            task.name,
+            weight,
+            moments.quantized,
+            task.config.grid,
+            task.parameter.orientation,
+            threads,
+            cache,
+            self.run.metrics.get(task.metric_key),
+        )
+        target = self._target(task, problem, moments)
+        layer = task.config.quantize(replace(problem, target=target))
+        report = account(task, layer, weight, seen, threads) | {
+            "inputs": self.settings.name,
+            "alpha": self.settings.alpha,
+            "sweep": self.sweep,
+            "rank": None,
+            "rank_threshold": None,
+            "target_shift": relative_error(target, weight),
+            "proxy_shifted": native.proxy(target, layer.dequantize(), moments.quantized, threads=threads),
+        }
+        return layer.with_report(**report)
+
+    def _target(self, task: Task, problem: Problem, moments: Moments) -> NDArray[np.float32]:
+        damping = task.config.method.shift_damping
+
+        def factor() -> native.Prepared:
+            mu = damping.vector(moments.quantized, problem.threads)
+            return native.Prepared(moments.quantized, mu, order="natural", threads=problem.threads)
+
+        prepared = problem.once(("shift", damping), factor)
+        return prepared.shift(problem.target, moments.cross, self.settings.alpha, threads=problem.threads)
+
+    def _weighted(
+        self, task: Task, paired: PairedSums, weight: NDArray[np.float32]
+    ) -> tuple[Moments, WeightedHessian]:
+        """Weigh the steps by what the full-precision rollout shows, and add them."""
+        reference = paired.reference()
+        metric = self.run.metrics.get(task.metric_key)
+        found = step_weights(reference, task, lambda: weight, metric, self.run.execution.threads)
+        rows = {t: reference.n_rows(t) for t in task.steps}
+        if found is None:
+            moments = paired.of(task.steps)
+            return moments, WeightedHessian(moments.reference, rows, None)
+        chosen, scaled = relative(task.steps, found)
+        moments = paired.of(chosen, scaled)
+        total = float(sum(found))
+        return moments, WeightedHessian(moments.reference, rows, [float(w) / total for w in found])

@@ -1,0 +1,104 @@
+"""Metric auto: the loop metric where its gradients cost at most a few times what the run takes without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loopq.errors import LoopqError
+from loopq.gradients.collect_metrics import draws, metric_cost
+from loopq.quantizers.task import Task
+
+if TYPE_CHECKING:
+    from loopq.run.engine import Run
+
+#: Most that gradients may cost, in multiples of the run without them.
+AFFORDABLE = 4.0
+#: A double-precision product costs as much as this many in single precision.
+DOUBLE = 2.0
+
+
+def choose_metric(run: Run) -> Run:
+    """Put "loop" or "inputs" in the place of metric "auto", and say which and why.
+
+    Notes
+    -----
+    Costs are counted in multiply-adds, not timed, so that every machine chooses alike, unless its memory is too small
+    for the gradients.
+    """
+    asked = [t for t in run.tasks if t.leader and t.config.method.flat().get("metric") == "auto"]
+    if not asked:
+        return run
+    loop = run.with_config(run.config.with_metric("loop"))
+    ratio = cost_of_gradients(loop)
+    prompts = min(len(run.job.tokens.sequences), max(t.gradients[0] for t in loop.tasks if t.gradients))
+    cost = f"gradients on {prompts} prompts cost {ratio:.1f} times the rest of the run"
+    reason = cost if ratio > AFFORDABLE else why_not(loop)
+    if reason:
+        run.execution.progress.note(
+            f"metric inputs, since {reason}; `--metric loop` (preset best) has less KL where it can be had"
+        )
+        return run.with_config(run.config.with_metric("inputs"))
+    run.execution.progress.note(
+        f"metric loop: {cost}; `--metric inputs` (preset fast) needs none, for more KL (docs/quantizers.md)"
+    )
+    return loop
+
+
+def cost_of_gradients(run: Run) -> float:
+    """Multiply-adds of the loop metrics over those of all else that a run does: rollouts, Hessians, solves."""
+    tokens, tasks = run.job.tokens, run.tasks
+    n_prompts = len(tokens.sequences)
+    rollout = (
+        sum(p.in_features * p.out_features * p.invocations for p in run.job.selection.parameters)
+        * tokens.n_tokens
+    )
+    dims = {t.leader: t.parameter.in_features for t in tasks if t.leader}
+    solve = sum(4.0 * t.parameter.in_features**2 * t.parameter.out_features for t in tasks if t.leader)
+    steps = {t.leader: len(t.steps) for t in tasks if t.leader}
+    hessians = sum(tokens.n_tokens * steps[k] * d**2 / 2 + 10.0 * d**3 for k, d in dims.items())
+    runs = run.config.inputs.n_runs(len(run.sums().passes()), len(dims))
+    metric = metric_cost(tasks, n_prompts)
+    passes = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
+    gradients = rollout / n_prompts * passes + DOUBLE * metric.multiply_adds
+    return gradients / (rollout * runs + hessians + solve)
+
+
+def why_not(run: Run) -> str:
+    """Return why gradients cannot be had, or nothing: one prompt is tried, if memory allows."""
+    if run.config.inputs.name == "equal-rows":
+        return "inputs 'equal-rows' are a control for the paper's method"
+    chosen = [t for t in run.tasks if t.gradients]
+    weights = sum(t.parameter.in_features * t.parameter.out_features for t in chosen)
+    # A copy of each weight and its gradient, in single precision, besides the sums.
+    need = 8 * weights + metric_cost(run.tasks, len(run.job.tokens.sequences)).memory
+    free = available_bytes()
+    if free is not None and run.job.system.device.type == "cpu" and need > free:
+        return f"gradients need {need / 2**30:.1f} GiB and {free / 2**30:.1f} are free"
+    return _tried(run, chosen)
+
+
+def _tried(run: Run, tasks: Sequence[Task]) -> str:
+    job = run.job
+    names = [t.name for t in tasks]
+    try:
+        found = next(
+            draws(job.system, job.tokens.take(0, 1), names, job.selection.n_steps, job.execution.seed, 1)
+        )
+    except LoopqError as error:
+        return str(error).splitlines()[0]
+    except RuntimeError as error:
+        # torch's word for anything that a model does which no gradient passes, and for memory that is not there.
+        return f"a backward pass fails: {str(error).splitlines()[0]}"
+    missing = sorted(set(names) - set(found))
+    return f"no gradient reaches {missing[0]}" if missing else ""
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,160 @@
+"""Runs that are made of several: step weights chosen by held-out prompts, bits by a byte budget, tuning at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import compare
+from loopq.gradients.tuner import tune
+from loopq.run.allocate import allocate
+
+if TYPE_CHECKING:
+    from loopq.run.config import QuantConfig
+    from loopq.run.engine import Layers, Run
+
+#: What step weights "validated" choose from: the plain sum, all but step 0, and two that no loud step can decide.
+VALIDATED = ("sum", "alpha=0", "balanced", "loss")
+#: Share of the calibration prompts that is held out where something is chosen by them.
+HELD_OUT_SHARE = 0.25
+
+
+def split_held_out(tokens: TokenSet, n_held_out: int | None) -> tuple[TokenSet, TokenSet]:
+    """Hold the last prompts out for what has to be chosen.
+
+    Parameters
+    ----------
+    tokens : TokenSet
+        Calibration prompts.
+    n_held_out : int, optional
+        How many; a quarter when absent.
+
+    Returns
+    -------
+    TokenSet
+        Prompts to calibrate on.
+    TokenSet
+        Prompts held out.
+
+    Raises
+    ------
+    ConfigError
+        Nothing is left on one of the sides, or the same prompt is on both.
+    """
+    total = len(tokens.sequences)
+    count = max(1, round(total * HELD_OUT_SHARE)) if n_held_out is None else n_held_out
+    if not 0 < count < total:
+        raise ConfigError(f"{count} of {total} prompts cannot be held out: both sides need at least one")
+    kept, held = tokens.take(0, total - count), tokens.take(total - count)
+    seen = {s.tobytes() for s in kept.sequences}
+    if any(s.tobytes() in seen for s in held.sequences):
+        raise ConfigError("a prompt that is held out is also calibrated on; give prompts without repeats")
+    return kept, held
+
+
+def refuse_unused_held_out(config: QuantConfig) -> None:
+    """Refuse a number of held-out prompts where nothing is chosen by them.
+
+    Raises
+    ------
+    ConfigError
+        The message says what would use them.
+    """
+    if config.n_held_out is not None and not config.needs_held_out:
+        raise ConfigError("n_held_out goes with tune, or with step_weights validated")
+
+
+def solve(run: Run, held: TokenSet | None) -> tuple[Run, Layers, dict[str, Any]]:
+    """Carry a run out with all that has to be chosen or tuned.
+
+    Parameters
+    ----------
+    run : Run
+        Collection and settings.
+    held : TokenSet or None
+        Prompts held out, where the settings need them (`QuantConfig.needs_held_out`).
+
+    Returns
+    -------
+    Run
+        With the settings that were chosen.
+    dict of str to QuantizedLayer
+        The layers.
+    dict
+        What was chosen and tuned, for the index and the report.
+    """
+    asked = run.config
+    facts: dict[str, Any] = {}
+    if asked.allocate is not None:
+        config, facts["allocation"] = allocate(run, asked.allocate)
+        run = run.with_config(config)
+    if run.config.layer.calibration.step_weights == "validated":
+        assert held is not None
+        run, layers, facts["validation"] = _validated(run, held)
+    else:
+        layers = run.config.inputs.solve(run)
+    if asked.tune is not None:
+        assert held is not None
+        layers, facts["tuning"] = _tuned(run, layers, held)
+    return run, layers, facts
+
+
+def _validated(run: Run, held: TokenSet) -> tuple[Run, Layers, dict[str, Any]]:
+    """Quantize by every step weighting of `VALIDATED` and take the one of least KL on the prompts held out."""
+    tried: dict[str, tuple[float, Layers, Run]] = {}
+    for spec in VALIDATED:
+        other = run.with_config(run.config.changed(step_weights=spec))
+        layers = other.config.inputs.solve(other)
+        tried[spec] = (_kl(other, layers, held), layers, other)
+    chosen = min(tried, key=lambda spec: tried[spec][0])
+    facts = {"chosen": chosen, "kl": {k: v[0] for k, v in tried.items()}, "n_prompts": len(held.sequences)}
+    marked = {n: layer.with_report(step_weights_asked="validated") for n, layer in tried[chosen][1].items()}
+    return tried[chosen][2], marked, facts
+
+
+def _kl(run: Run, layers: Layers, tokens: TokenSet) -> float:
+    weights = {"quantized": {n: layer.in_model_orientation() for n, layer in layers.items()}}
+    n_steps, seed = run.job.selection.n_steps, run.execution.seed
+    return float(compare(run.job.system, weights, tokens, n_steps=n_steps, seeds=(seed,))[1].kl.mean())
+
+
+def refuse_short_scales(run: Run) -> None:
+    """Refuse to tune layers whose scales are to keep fewer bits than their type has: tuning gives them all bits.
+
+    Raises
+    ------
+    ConfigError
+        The message names the layer.
+    """
+    for task in run.tasks:
+        if run.config.tune is not None and task.config.grid.scale_bits is not None:
+            raise ConfigError(
+                f"layer {task.name}: tuned scales have all bits of their type, so that scale_bits = "
+                f"{task.config.grid.scale_bits} cannot be kept: leave out one of scale_bits and tune"
+            )
+
+
+def _tuned(run: Run, layers: Layers, held: TokenSet) -> tuple[Layers, dict[str, Any]]:
+    """Tune by gradient; the second result says what was asked and what came of it."""
+    job, settings = run.job, run.config.tune
+    assert settings is not None
+    found = tune(
+        job.system,
+        layers,
+        job.tokens,
+        held,
+        settings,
+        n_steps=job.selection.n_steps,
+        seed=run.execution.seed,
+        progress=run.execution.progress,
+    )
+    return found.layers, {
+        "asked": settings.to_json() | {"seed": run.execution.seed},
+        "updates": found.history[-1][0],
+        "held_out_before": found.history[0][1],
+        "held_out_after": min(v for _, v in found.history),
+        "codes_flipped": found.flipped,
+        "n_prompts": len(job.tokens.sequences),
+        "n_held_out": len(held.sequences),
+    }

@@ -1,0 +1,177 @@
+"""Settings of a run, and the names that stand for the most useful ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loopq.errors import ConfigError
+from loopq.gradients.tuner import Tune
+from loopq.patterns import check_syntax
+from loopq.quantizers.config import LayerConfig, Override
+from loopq.run import INPUTS
+from loopq.run.allocate import Allocate
+from loopq.run.inputs import Inputs
+from loopq.settings import Settings, block, choice, leaves, optional, setting
+
+#: Settings under one name: closest to full precision, with gradients; the same without; the method of the paper.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "best": {"method": "gptq-cd", "metric": "loop", "metric_prompts": 128},
+    "fast": {"method": "gptq-cd", "metric": "inputs"},
+    "paper": {"method": "gptq", "scale_search": "max"},
+}
+
+
+@dataclass(frozen=True)
+class QuantConfig(Settings):
+    """Settings of one quantization run.
+
+    Parameters
+    ----------
+    layer : LayerConfig
+        What holds for every layer that no override names.
+    inputs : Inputs
+        Rollout whose inputs layers are calibrated on.
+    overrides : tuple of Override
+        Settings for some layers, applied in order; later ones win.
+    include : tuple of str
+        Calibrate these layers too: those that would stay dense by default, and those that would be rounded.
+    exclude : tuple of str
+        Leave these layers dense.
+    rank_threshold : float, optional
+        Threshold of the rank in the report, relative to the largest eigenvalue of H; none leaves the rank out.
+    n_held_out : int, optional
+        Calibration prompts held out for tuning and for step weights "validated"; a quarter when absent.
+    allocate : Allocate, optional
+        Bits and group size of each layer under a budget.
+    tune : Tune, optional
+        Tuning by gradient from the closed form.
+    """
+
+    layer: LayerConfig = block(LayerConfig)
+    inputs: Inputs = choice(INPUTS, "open")
+    overrides: tuple[Override, ...] = setting((), option=False)
+    include: tuple[str, ...] = setting((), option=False)
+    exclude: tuple[str, ...] = setting((), option=False)
+    rank_threshold: float | None = setting(1e-3, at_least=0.0)
+    n_held_out: int | None = setting(None, at_least=1)
+    allocate: Allocate | None = optional(Allocate, "allocate")
+    tune: Tune | None = optional(Tune, "tune")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_syntax("pattern", (*self.include, *self.exclude))
+
+    @property
+    def needs_held_out(self) -> bool:
+        """Whether something is chosen by calibration prompts that are held out."""
+        return self.tune is not None or self.layer.calibration.step_weights == "validated"
+
+    @classmethod
+    def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:
+        """Return the default settings, or those of a preset, with some flat names ("bits", "steps", ...) set anew."""
+        base = cls(overrides=overrides)
+        return (base if preset is None else base.preset(preset)).changed(**changes)
+
+    def preset(self, name: str) -> QuantConfig:
+        """Return the settings with those of a preset in their place.
+
+        Raises
+        ------
+        ConfigError
+            No such preset.
+
+        Examples
+        --------
+        >>> QuantConfig().preset("best").layer.method.name
+        'gptq-cd'
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
+        return self.changed(**PRESETS[name])
+
+    def with_metric(self, kind: str) -> QuantConfig:
+        """Return the settings with another metric wherever it is "auto"."""
+
+        def resolved(changes: Mapping[str, Any]) -> Mapping[str, Any]:
+            unset = changes.get("metric", "auto") == "auto" and changes.get("method") == "gptq-cd"
+            return {**changes, "metric": kind} if unset or changes.get("metric") == "auto" else changes
+
+        layer = self.layer.changed(metric=kind) if self.layer.flat().get("metric") == "auto" else self.layer
+        overrides = tuple(Override(o.pattern, resolved(o.changes)) for o in self.overrides)
+        return dataclasses.replace(self, layer=layer, overrides=overrides)
+
+    def for_layer(self, name: str) -> LayerConfig:
+        """Settings of the layer called `name`.
+
+        Raises
+        ------
+        ConfigError
+            An override sets what the layer's method does not read.
+        """
+        found = self.layer
+        for override in self.overrides:
+            if override.matches(name):
+                try:
+                    found = found.changed(**override.changes)
+                except ConfigError as error:
+                    raise ConfigError(f"override {override.pattern!r}, layer {name}: {error}") from error
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QuantConfig:
+        """Rebuild the settings from plain data, also of version 1 of `loopq.json`, whose layer settings were flat."""
+        layer = data.get("layer") if isinstance(data, Mapping) else None
+        if isinstance(layer, Mapping) and "method" in layer and "grid" not in layer:
+            try:
+                return _version_1(dict(data))
+            except (KeyError, TypeError, AttributeError) as cause:
+                raise ConfigError(f"settings of version 1 that are not whole: {cause}") from cause
+        return super().from_json(data)
+
+
+def _version_1(data: dict[str, Any]) -> QuantConfig:
+    """Settings of version 1, which had those of every method, read or not, beside each other."""
+
+    def renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {**changes} | ({"method": "gptq-cd"} if changes.get("method") == "full" else {})
+
+    layer = renamed(data["layer"]) | {
+        "steps": data["steps"], "metric_draws": data.get("metric_draws", 4), "metric_prompts": 1 << 31
+    }  # fmt: skip
+    changes = [renamed(o["changes"]) for o in data["overrides"]]
+    read = _read_by(layer["method"], layer)
+    # What an override without a method is read by depends on those before it.
+    methods = {layer["method"], *(c["method"] for c in changes if "method" in c)}
+    everything = {name for method in methods for name in _read_by(method, layer)}
+    overrides = []
+    for o, change in zip(data["overrides"], changes, strict=True):
+        if "method" in change:
+            # What this method reads stood beside the settings of the run, and has other defaults today.
+            settings = LayerConfig.of(method=change["method"])
+            beside = {k: v for k, v in layer.items() if k in settings.method.flat()}
+            change = {k: v for k, v in (beside | change).items() if k in settings.flat()}
+        else:
+            change = {k: v for k, v in change.items() if k in everything}
+        overrides.append(Override(str(o["pattern"]), change))
+    inputs = {k: data[k] for k in ("alpha", "sweeps") if data["inputs"] == "asymmetric"}
+    config = QuantConfig(
+        layer=LayerConfig.of(**read),
+        overrides=tuple(overrides),
+        include=tuple(data["include"]),
+        exclude=tuple(data["exclude"]),
+        rank_threshold=data["rank_threshold"],
+    )
+    return config.changed(inputs=data["inputs"], **inputs)
+
+
+def _read_by(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The flat names of a layer that a method reads."""
+    return {k: v for k, v in changes.items() if k in LayerConfig.of(method=method).flat()}
+
+
+def flat_names() -> set[str]:
+    """Every flat name of a run's settings."""
+    return set(leaves(QuantConfig)) | {f.name for f in dataclasses.fields(QuantConfig)}

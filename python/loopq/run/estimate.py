@@ -1,0 +1,140 @@
+"""What a run will take, told before it starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import loopq._native as native
+from loopq.gradients.collect_metrics import MetricCost, metric_cost
+
+if TYPE_CHECKING:
+    from loopq.run.engine import Run
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take.
+
+    Parameters
+    ----------
+    memory : int
+        Bytes of Hessian accumulators held at once, and of the largest layer's solve on top.
+    seconds : float
+        Everything together, from rates measured on this machine a moment ago.
+    n_passes : int
+        Times the calibration set is run: more than one where a memory limit or the kind of inputs asks for it.
+    metric : MetricCost
+        What the loop metric takes; all zero where no layer has one.
+    metric_seconds : float
+        Its share of `seconds`.
+    extra : str
+        What choosing bits and tuning take besides, in words.
+    """
+
+    memory: int
+    seconds: float
+    n_passes: int
+    metric: MetricCost
+    metric_seconds: float
+    extra: str
+
+    def __str__(self) -> str:
+        """One line to print."""
+        passes = f", {self.n_passes} passes over the calibration set" if self.n_passes > 1 else ""
+        text = f"about {self.memory / 2**20:.0f} MiB for Hessians and {duration(self.seconds)}{passes}"
+        if self.metric.n_gradients:
+            text += (
+                f"; of this {self.metric.n_gradients} gradients for the loop metric: "
+                f"{self.metric.memory / 2**20:.0f} MiB more and {duration(self.metric_seconds)}"
+            )
+        return text + self.extra
+
+
+def duration(seconds: float) -> str:
+    """Format a duration."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def estimate(run: Run) -> Estimate:
+    """Estimate memory and time of a run from its timed rollout and a short measurement of the core."""
+    sums = run.sums()
+    passes = sums.passes()
+    held = max((sum(sums.n_bytes(x) for x in p) for p in passes), default=0)
+    widest = max((t.parameter.in_features for t in run.tasks), default=0)
+    tokens = run.job.tokens
+    n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
+    once = run.probe_seconds * tokens.n_tokens / per_prompt
+    inputs = {t.leader for t in run.tasks if t.leader}
+    metric = metric_cost(run.tasks, n_prompts)
+    runs = run.config.inputs.n_runs(len(passes), len(inputs))
+    runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
+    metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
+    dims = {p.name: p.in_features for p in run.job.selection.input_groups}
+    accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
+    factor = sum(10 * dims[g] ** 3 for g in sums.steps)
+    sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in run.tasks)
+    core = (accumulate + factor + sweep) / _core_rate(run.execution.threads)
+    return Estimate(
+        held + 24 * widest**2, once * runs + metric_seconds + core, runs, metric, metric_seconds, _extra(run)
+    )
+
+
+def seconds_of(metric: MetricCost, rollout: float) -> float:
+    """Seconds that loop metrics take, by those of one prompt's rollout."""
+    # Forward with a graph once for a prompt; backward, twice as long, for each of its draws.
+    passes = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
+    return rollout * passes + metric.multiply_adds / _double_rate()
+
+
+def _extra(run: Run) -> str:
+    """What choosing bits and tuning take besides the quantization, by the timed rollout."""
+    parts = []
+    n_prompts = len(run.job.tokens.sequences)
+    asked, tune = run.config.allocate, run.config.tune
+    if asked is not None:
+        candidates = len(asked.bits) * len(asked.group_sizes) * len(run.tasks)
+        # One rollout of each candidate for a measured score; forward and backward once for a predicted one.
+        rollouts = min(asked.n_prompts, n_prompts) * (candidates if asked.score == "ablation" else 3)
+        parts.append(f"bits by {asked.score} {duration(run.probe_seconds * rollouts)}")
+    if tune is not None:
+        # The full-precision rollout, and one with its backward pass.
+        rollouts = 4 * tune.n_updates * min(tune.batch_size, n_prompts)
+        parts.append(f"tuning at most {duration(run.probe_seconds * rollouts)}")
+    return f"; besides, about: {', '.join(parts)}" if parts else ""
+
+
+def _core_rate(threads: int) -> float:
+    """Multiply-adds per second of the accumulation, measured for a few milliseconds."""
+    rows, width = 2048, 512
+    values = np.ones((rows, width), dtype=np.float32)
+
+    def work() -> None:
+        acc = native.HessianAccumulator(width, [0], per_step=False, threads=threads)
+        acc.update(0, values)
+        # Rows wait until there are enough of them: the work is done at the latest here.
+        acc.finish()
+
+    return rows * width * width / _fastest(work)
+
+
+def _double_rate() -> float:
+    """Multiply-adds per second of numpy's product of double-precision matrices, measured for a few milliseconds."""
+    left, right = np.ones((256, 512)), np.ones((512, 512))
+    return 256 * 512 * 512 / _fastest(lambda: left @ right)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Least seconds of three runs; the first is never the fastest, and others may run beside."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return max(min(times), 1e-6)

@@ -1,0 +1,67 @@
+"""What is done to each layer: the settings that hold for it, its steps, and the input that it shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from loopq.errors import ConfigError
+from loopq.patterns import check_patterns
+from loopq.quantizers.config import LayerConfig
+from loopq.quantizers.rtn import RTN
+from loopq.quantizers.task import Task
+from loopq.steps import parse_steps
+from loopq.systems.base import SharedParameter
+
+if TYPE_CHECKING:
+    from loopq.run.config import QuantConfig
+
+
+def plan(
+    parameters: Sequence[SharedParameter], leaders: Mapping[str, str], config: QuantConfig
+) -> list[Task]:
+    """Return the layers to quantize with the settings that hold for each; layers that stay dense are left out.
+
+    Parameters
+    ----------
+    parameters : sequence of SharedParameter
+        Shared parameters with their treatment.
+    leaders : mapping of str to str
+        Observed parameter to the first parameter that reads the same input.
+    config : QuantConfig
+        Settings of the run.
+
+    Raises
+    ------
+    ConfigError
+        A method or steps that do not exist, an override that matches nothing, or nothing to quantize.
+    """
+    check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
+    tasks = []
+    for p in parameters:
+        settings = config.for_layer(p.name)
+        if p.treatment == "dense" or settings.method.name == "dense":
+            continue
+        if p.treatment == "rtn":
+            tasks.append(Task(p, settings.changed(method=rounding_like(settings)), (), None))
+            continue
+        leader = leaders.get(p.name) if settings.method.needs_hessian else None
+        steps = tuple(parse_steps(settings.calibration.steps, p.invocations))
+        tasks.append(Task(p, settings, steps, leader))
+    if not tasks:
+        raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
+    return tasks
+
+
+def rounding_like(settings: LayerConfig) -> RTN:
+    """Rounding with the scale search of a method, if it has one."""
+    return RTN(scale_search=getattr(settings.method, "scale_search", RTN().scale_search))
+
+
+def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:
+    """Steps that the Hessian of each input must keep: the union over its layers."""
+    steps: dict[str, set[int]] = {}
+    for task in tasks:
+        if task.leader:
+            steps.setdefault(task.leader, set()).update(task.steps)
+    return {leader: sorted(s) for leader, s in steps.items()}

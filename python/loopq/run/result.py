@@ -1,0 +1,82 @@
+"""From solved layers to a checkpoint, in memory and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.calibrate.dump import Dump
+from loopq.calibrate.select import treat
+from loopq.checkpoint.native import Checkpoint
+from loopq.checkpoint.weights import ModelWeights
+from loopq.errors import ConfigError
+from loopq.execution import Execution
+from loopq.journal import Journal, fingerprint
+from loopq.run.config import QuantConfig
+from loopq.run.plan import plan
+from loopq.run.solver import Solver
+
+if TYPE_CHECKING:
+    from loopq.run.engine import Layers, Run
+
+
+def work_folder(out: str | Path) -> Path:
+    """Where a run for that output folder saves its progress."""
+    return Path(out).with_name(f".{Path(out).name}.work")
+
+
+def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
+    """Put a run's layers and the rest of the model together."""
+    settings = {
+        **facts,
+        "quantization": run.config.to_json(),
+        "system": run.job.system.name,
+        "n_steps": run.job.selection.n_steps,
+        "seed": run.execution.seed,
+        "calibration": run.job.tokens.describe(),
+    }
+    return _assemble(layers, run.weights, settings, dict(run.job.side_files))
+
+
+def solve_dump(folder: Path, config: QuantConfig, execution: Execution) -> Checkpoint:
+    """Quantize from a dump; see `loopq.solve`."""
+    if config.inputs.name != "open":
+        raise ConfigError(
+            f"inputs {config.inputs.name!r} run the model between layers, which a dump cannot: use `quantize`"
+        )
+    if config.allocate is not None or config.tune is not None:
+        raise ConfigError("allocate and tune run the model, which a dump cannot: use `quantize`")
+    dump = Dump(folder, threads=execution.threads)
+    manifest = dump.manifest
+    # What a dump was told to leave out it did not observe; include cannot bring it back.
+    config = config.with_metric("inputs")
+    tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.leaders, config)
+    for task in tasks:
+        if task.gradients:
+            raise ConfigError(
+                f"layer {task.name}: metric 'loop' needs gradients through the loop, and a dump holds activations "
+                "alone: use `quantize` on the model, or metric 'inputs' here"
+            )
+    key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files)
+    weights = dump.weights()
+    journal = Journal(execution.folder("layers"), key)
+    layers = Solver(weights, dump, execution, config.rank_threshold, journal=journal).run(tasks)
+    settings = {
+        "quantization": config.to_json(),
+        "system": manifest.system,
+        "n_steps": manifest.n_steps,
+        "seed": manifest.seed,
+        "calibration": manifest.calibration,
+    }
+    return _assemble(layers, weights, settings, dump.side_files())
+
+
+def _assemble(
+    layers: Layers, weights: ModelWeights, settings: Mapping[str, Any], side_files: Mapping[str, bytes]
+) -> Checkpoint:
+    dense = {name: weights.tensors[name] for name in weights.tensors if name not in layers}
+    dtypes = {name: weights.raw(name).dtype for name in layers}
+    return Checkpoint(
+        layers, dense, dict(weights.ties), {**settings, "weight_dtypes": dtypes}, dict(side_files)
+    )

@@ -1,0 +1,184 @@
+"""Quantize every layer of a run from collected Hessians, one input group after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.calibrate.hessians import Hessians
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import checked
+from loopq.checkpoint.weights import ModelWeights
+from loopq.errors import CheckpointError
+from loopq.execution import Execution
+from loopq.journal import Journal
+from loopq.quantizers.base import Problem
+from loopq.quantizers.loop_metric import LoopMetric
+from loopq.quantizers.task import MetricKey, Task
+from loopq.run.plan import rounding_like
+from loopq.run.step_weights import WeightedHessian, needs_weight, step_weights, weighted
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Solves the tasks of a run.
+
+    Parameters
+    ----------
+    weights : ModelWeights
+        Stored weights of the model.
+    hessians : Hessians
+        Hessians of the input groups.
+    execution : Execution
+        Threads and progress.
+    rank_threshold : float or None
+        Threshold of the rank in the report, relative to the largest eigenvalue; None leaves it out.
+    metrics : mapping
+        Loop metrics of the layers that ask for one, by `Task.metric_key`.
+    journal : Journal
+        Where solved layers are saved, so that a killed run can be resumed.
+    """
+
+    weights: ModelWeights
+    hessians: Hessians
+    execution: Execution = field(default_factory=Execution)
+    rank_threshold: float | None = None
+    metrics: Mapping[MetricKey, LoopMetric] = field(default_factory=dict)
+    journal: Journal = field(default_factory=lambda: Journal(None))
+
+    def run(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
+        """Solve all tasks; return the layers by parameter name, in the order of the tasks."""
+        progress = self.execution.progress
+        progress.start("solve", len(tasks), "layers")
+        solved: dict[str, QuantizedLayer] = {}
+        for group in _groups(tasks):
+            shared = _Shared()
+            for task in group:
+                layer = saved_layer(self.journal, task.name)
+                if layer is None:
+                    layer = self._solve(task, shared)
+                    save_layer(self.journal, layer)
+                solved[task.name] = layer
+                progress.advance()
+        progress.stop()
+        return {t.name: solved[t.name] for t in tasks}
+
+    def _solve(self, task: Task, shared: _Shared) -> QuantizedLayer:
+        threads = self.execution.threads
+        weight = self.weights.oriented(task.parameter)
+        metric = self.metrics.get(task.metric_key)
+        if task.leader and (shared.hessian is None or needs_weight(task)):
+            apart = task.step_weights != "sum"
+            found = self.hessians.accumulator(task.leader, task.steps, per_step=apart)
+            chosen = step_weights(found, task, lambda: weight, metric, threads)
+            shared.hessian, shared.cache = weighted(found, task, chosen), {}
+        seen = shared.hessian if task.leader else None
+        problem = Problem(
+            name=task.name,
+            target=weight,
+            hessian=seen.matrix if seen else None,
+            grid=task.config.grid,
+            orientation=task.parameter.orientation,
+            threads=threads,
+            shared=shared.cache,
+            metric=metric,
+        )
+        layer = task.config.quantize(problem)
+        rank = None if seen is None else self._rank(problem)
+        return layer.with_report(
+            **account(task, layer, weight, seen, threads),
+            rank=rank,
+            rank_threshold=None if rank is None else self.rank_threshold,
+        )
+
+    def _rank(self, problem: Problem) -> int | None:
+        if self.rank_threshold is None:
+            return None
+
+        def rank() -> int:
+            values = native.eigvalsh(problem.observed, threads=problem.threads)
+            return int((values > self.rank_threshold * values[-1]).sum())
+
+        return problem.once("rank", rank)
+
+
+@dataclass
+class _Shared:
+    """What the layers of one input group have in common."""
+
+    hessian: WeightedHessian | None = None
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+
+def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Tasks that share input, steps and weighting stand together; the others alone. Order of first appearance."""
+    groups: dict[tuple[Any, ...], list[Task]] = {}
+    for task in tasks:
+        key = (task.leader, task.steps, task.step_weights) if task.leader else (None, task.name)
+        groups.setdefault(key, []).append(task)
+    return list(groups.values())
+
+
+def save_layer(journal: Journal, layer: QuantizedLayer, part: str = "") -> None:
+    """Save a solved layer; `part` tells several of one name apart."""
+    journal.save(f"{part}{layer.name}", layer.tensors(), settings=layer.settings(), report=dict(layer.report))
+
+
+def saved_layer(journal: Journal, name: str, part: str = "") -> QuantizedLayer | None:
+    """Read a solved layer back; None where there is none of this work."""
+    found = journal.find(f"{part}{name}")
+    if found is None:
+        return None
+    where = f"{journal.folder}, {name}"
+    settings = checked(LayerSettings, found.facts["settings"], where, CheckpointError)
+    return QuantizedLayer.from_tensors(settings, TensorReader(where, found.tensors), found.facts["report"])
+
+
+def account(
+    task: Task,
+    layer: QuantizedLayer,
+    weight: NDArray[np.float32],
+    seen: WeightedHessian | None,
+    threads: int,
+) -> dict[str, Any]:
+    """Return what the report says of a layer besides what its quantizer says."""
+    config = task.config
+    damping = getattr(config.method, "damping", None) if seen else None
+    facts: dict[str, Any] = {
+        "method_asked": config.method.name,
+        "bits": config.grid.bits,
+        "group_size": config.grid.group_size,
+        "damping": damping.fraction if damping else None,
+        "damping_kind": damping.kind if damping else None,
+        "step_weighting": task.step_weights if seen else None,
+        "step_weights": seen.weights if seen else None,
+        "role": task.parameter.role,
+        "exposed": task.parameter.exposed,
+        "shape": list(layer.shape),
+        "n_weights": int(weight.size),
+        "n_bytes": layer.n_bytes,
+        "steps": list(task.steps) if seen else [],
+        "n_rows": sum(seen.rows.values()) if seen else 0,
+        "weight_error": relative_error(layer.dequantize(), weight),
+    }
+    if seen is None:
+        return facts | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}
+    hessian = seen.matrix
+    plain = rounding_like(config).quantize(Problem(layer.name, weight, None, config.grid, threads=threads))
+    return facts | {
+        # Of the inputs themselves: what a quantizer is given may be damped or rotated already.
+        "n_dead_columns": int((np.diag(hessian) == 0).sum()),
+        "proxy": native.proxy(weight, layer.dequantize(), hessian, threads=threads),
+        "proxy_rtn": native.proxy(weight, plain.dequantize(), hessian, threads=threads),
+        "proxy_total": native.proxy(weight, None, hessian, threads=threads),
+    }
+
+
+def relative_error(value: NDArray[np.float32], target: NDArray[np.float32]) -> float:
+    """||value - target||_F / ||target||_F, 0 for a zero target that is met."""
+    return float(np.linalg.norm(value - target)) / max(float(np.linalg.norm(target)), 1e-30)

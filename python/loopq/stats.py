@@ -1,0 +1,435 @@
+"""The statistics of the paper's tables: intervals, exact tests, bootstraps over prompts, rank correlation.
+
+What SciPy has is SciPy's; this module gives it the tables' units (answers, prompts, repetitions) and names.
+Every random procedure takes a seed and a number of resamples and returns both with its result, so that a
+report can be repeated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from loopq.errors import ConfigError
+from loopq.lazy import require
+
+Floats = NDArray[np.float64]
+
+N_RESAMPLES = 100_000
+# Values that one batch of resamples holds; bounds the memory and changes no result.
+_CHUNK = 4_000_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval.
+
+    Parameters
+    ----------
+    estimate, low, high : float
+        Estimate and both ends, in the unit of the quantity.
+    level : float
+        Nominal coverage, 0.95 for a 95 % interval.
+    method : str
+        How the interval was made.
+    n : int
+        Units that were observed: answers, prompts or trials, as `method` says.
+    n_resamples : int
+        Bootstrap resamples; 0 where there are none.
+    seed : int or None
+        Seed of the resampling.
+    """
+
+    estimate: float
+    low: float
+    high: float
+    level: float
+    method: str
+    n: int
+    n_resamples: int = 0
+    seed: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a report."""
+        return asdict(self)
+
+
+def _sample(values: ArrayLike, name: str, positive: bool = False) -> Floats:
+    array = np.asarray(values, dtype=np.float64).reshape(-1)
+    if array.size == 0:
+        raise ConfigError(f"{name}: no values")
+    if not np.isfinite(array).all():
+        raise ConfigError(f"{name}: value {int(np.argmin(np.isfinite(array)))} is not finite")
+    if positive and (array <= 0).any():
+        raise ConfigError(f"{name}: values above 0 are needed; value {int(np.argmin(array))} is not")
+    return array
+
+
+def _same_length(*arrays: Floats) -> None:
+    sizes = [a.size for a in arrays]
+    if len(set(sizes)) != 1:
+        raise ConfigError(f"paired values need equal lengths; got {', '.join(map(str, sizes))}")
+
+
+def _level(level: float) -> float:
+    if not 0.0 < level < 1.0:
+        raise ConfigError(f"level must lie between 0 and 1; got {level}")
+    return level
+
+
+def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
+    """Wilson score interval of a proportion (Li, Table 24).
+
+    Parameters
+    ----------
+    successes, trials : int
+        Counts.
+    level : float
+        Nominal coverage.
+
+    Notes
+    -----
+    With p = k/n and z the normal quantile: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    Examples
+    --------
+    >>> i = wilson(460, 1319)
+    >>> round(100 * i.low, 1), round(100 * i.high, 1)
+    (32.4, 37.5)
+    """
+    if trials < 1 or not 0 <= successes <= trials:
+        raise ConfigError(
+            f"a proportion needs 0 <= successes <= trials and trials >= 1; got {successes}/{trials}"
+        )
+    found = require("scipy.stats").binomtest(successes, trials).proportion_ci(_level(level), "wilson")
+    low, high = float(found.low), float(found.high)
+    return Interval(successes / trials, low, high, level, "Wilson score interval over answers", trials)
+
+
+def mcnemar_exact(b: int, c: int) -> float:
+    """Two-sided exact McNemar test from the discordant counts (Li, Table 10).
+
+    Parameters
+    ----------
+    b, c : int
+        Items that only the first, and only the second, got right.
+
+    Returns
+    -------
+    float
+        min(1, 2 P[X <= min(b, c)]) for X binomial(b + c, 1/2); 1 where nothing is discordant.
+    """
+    if b < 0 or c < 0:
+        raise ConfigError(f"discordant counts are at least 0; got {b} and {c}")
+    if b + c == 0:
+        return 1.0
+    return float(require("scipy.stats").binomtest(min(b, c), b + c).pvalue)
+
+
+def paired_proportion_difference(
+    b: int, c: int, n: int, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Interval:
+    """Paired bootstrap of a difference of two proportions measured on the same items (Li, Table 10).
+
+    Parameters
+    ----------
+    b, c : int
+        Items that only the first, and only the second, got right.
+    n : int
+        All items.
+
+    Returns
+    -------
+    Interval
+        Of (b - c) / n. Resampling n items with replacement is a multinomial draw over the three outcomes.
+    """
+    if min(b, c) < 0 or b + c > n or n < 1:
+        raise ConfigError(f"need b, c >= 0 and b + c <= n; got b={b}, c={c}, n={n}")
+    rng = np.random.default_rng(seed)
+    draws = rng.multinomial(n, [b / n, c / n, (n - b - c) / n], size=n_resamples)
+    low, high = np.quantile((draws[:, 0] - draws[:, 1]) / n, [(1 - _level(level)) / 2, (1 + level) / 2])
+    return Interval(
+        (b - c) / n, float(low), float(high), level, "paired bootstrap over answers", n, n_resamples, seed
+    )
+
+
+def bootstrap(
+    columns: Sequence[ArrayLike],
+    statistic: Callable[..., Any],
+    level: float = 0.95,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+    method: str = "bootstrap over prompts",
+) -> Interval:
+    """Percentile bootstrap over units that carry several values each.
+
+    Parameters
+    ----------
+    columns : sequence of array_like, shape (n_units,)
+        One value of each unit per column; units are resampled and their columns stay together.
+    statistic : callable
+        `statistic(*columns, axis)` reduces the axis of the units.
+    level, n_resamples, seed
+        Coverage, number of resamples, seed.
+    method : str
+        Name for the report.
+
+    Notes
+    -----
+    A single unit resamples to itself: the interval is the estimate and says nothing.
+    """
+    arrays = [_sample(c, method) for c in columns]
+    _same_length(*arrays)
+    n = arrays[0].size
+    estimate = low = high = float(statistic(*arrays, axis=-1))
+    if n > 1:
+        found = require("scipy.stats").bootstrap(
+            arrays,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=n_resamples,
+            batch=max(1, _CHUNK // n),
+            confidence_level=_level(level),
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
+        low, high = (float(end) for end in found.confidence_interval)
+    return Interval(estimate, low, high, level, method, n, n_resamples, seed)
+
+
+def mean_interval(
+    values: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Interval:
+    """Prompt bootstrap of a mean, every prompt with equal weight."""
+    return bootstrap([values], np.mean, level, n_resamples, seed)
+
+
+def student(values: ArrayLike, level: float = 0.95) -> Interval:
+    """Student's interval of a mean over few independent repetitions, such as seeds.
+
+    Parameters
+    ----------
+    values : array_like, shape (n,)
+        One value of each repetition, at least 2.
+    level : float
+        Nominal coverage.
+
+    Raises
+    ------
+    ConfigError
+        Fewer than 2 values.
+
+    Notes
+    -----
+    mean +- t_{n-1} s / sqrt(n), s the sample standard deviation. With three values t is 4.3: the interval is
+    wide because three values say little.
+
+    Examples
+    --------
+    >>> i = student([0.50, 0.52, 0.54])
+    >>> round(i.low, 3), round(i.high, 3)
+    (0.47, 0.57)
+    """
+    x = _sample(values, "values")
+    if x.size < 2:
+        raise ConfigError(f"Student's interval needs at least 2 values; got {x.size}")
+    t = float(require("scipy.stats").t.ppf((1 + _level(level)) / 2, x.size - 1))
+    half = t * float(x.std(ddof=1)) / float(np.sqrt(x.size))
+    mean = float(x.mean())
+    return Interval(mean, mean - half, mean + half, level, "Student's t over repetitions", int(x.size))
+
+
+def cluster_rate(
+    hits: ArrayLike, sizes: ArrayLike, level: float = 0.95, n_resamples: int = N_RESAMPLES, seed: int = 0
+) -> Interval:
+    """Prompt-cluster bootstrap of a rate pooled over positions (Li, App. J).
+
+    Parameters
+    ----------
+    hits, sizes : array_like, shape (n_prompts,)
+        Positions of each prompt that agree, and all its positions. Prompts are resampled whole.
+    """
+    return bootstrap(
+        [hits, sizes],
+        lambda h, n, axis: h.sum(axis) / n.sum(axis),
+        level,
+        n_resamples,
+        seed,
+        "prompt-cluster bootstrap, positions pooled",
+    )
+
+
+def cluster_rate_difference(
+    hits_a: ArrayLike,
+    hits_b: ArrayLike,
+    sizes: ArrayLike,
+    level: float = 0.95,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Prompt-cluster bootstrap of the difference a - b of two pooled rates on the same positions (Li, App. J)."""
+    return bootstrap(
+        [hits_a, hits_b, sizes],
+        lambda a, b, n, axis: (a.sum(axis) - b.sum(axis)) / n.sum(axis),
+        level,
+        n_resamples,
+        seed,
+        "paired prompt-cluster bootstrap, positions pooled",
+    )
+
+
+def geometric_mean_ratio(
+    numerator: ArrayLike,
+    denominator: ArrayLike,
+    level: float = 0.95,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Prompt bootstrap of the geometric mean of per-prompt ratios (Li, App. E)."""
+    top = np.log(_sample(numerator, "numerator", positive=True))
+    bottom = np.log(_sample(denominator, "denominator", positive=True))
+    _same_length(top, bottom)
+    return bootstrap(
+        [top - bottom],
+        lambda x, axis: np.exp(x.mean(axis)),
+        level,
+        n_resamples,
+        seed,
+        "bootstrap over prompts of a geometric mean of ratios",
+    )
+
+
+def median_ratio(
+    numerator: ArrayLike,
+    denominator: ArrayLike,
+    level: float = 0.95,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Paired bootstrap of median(numerator) / median(denominator): a latency ratio over trials (Li, Sec. 6.2)."""
+    return bootstrap(
+        [_sample(numerator, "numerator", positive=True), _sample(denominator, "denominator", positive=True)],
+        lambda a, b, axis: np.median(a, axis) / np.median(b, axis),
+        level,
+        n_resamples,
+        seed,
+        "paired bootstrap over trials of a ratio of medians",
+    )
+
+
+def difference_in_differences(
+    plain_reference: ArrayLike,
+    plain_treated: ArrayLike,
+    other_reference: ArrayLike,
+    other_treated: ArrayLike,
+    level: float = 0.95,
+    n_resamples: int = N_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Prompt bootstrap of mean(other shift) - mean(plain shift), shift = treated - reference (Li, App. K)."""
+    return bootstrap(
+        [plain_reference, plain_treated, other_reference, other_treated],
+        lambda a, b, c, d, axis: (d - c).mean(axis) - (b - a).mean(axis),
+        level,
+        n_resamples,
+        seed,
+        "bootstrap over prompts of a difference in differences",
+    )
+
+
+def sign_flip(effects: ArrayLike, n_resamples: int = 99_999, seed: int = 0) -> float:
+    """Two-sided sign-flip test that paired effects are symmetric around 0 (Li, App. K).
+
+    Parameters
+    ----------
+    effects : array_like, shape (n_prompts,)
+        One signed effect for each prompt.
+    n_resamples : int
+        Random sign patterns; where all 2^n are no more than that, all are counted instead.
+    seed : int
+        Seed of the patterns.
+
+    Returns
+    -------
+    float
+        Share of patterns whose |sum| is at least the observed one. Monte Carlo counts the observed pattern
+        too, (1 + hits) / (1 + n_resamples), and is never 0. 1 for a single effect.
+    """
+    x = _sample(effects, "effects")
+    if x.size == 1:
+        return 1.0
+    found = require("scipy.stats").permutation_test(
+        (x,),
+        lambda values, axis: np.abs(values.sum(axis)),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=n_resamples,
+        batch=max(1, _CHUNK // x.size),
+        alternative="greater",
+        rng=np.random.default_rng(seed),
+    )
+    return float(found.pvalue)
+
+
+def holm(p_values: ArrayLike) -> Floats:
+    """Holm's step-down adjustment; the order of the input is kept.
+
+    Notes
+    -----
+    p_(i) -> max_{j <= i} min(1, (m - j + 1) p_(j)) for the j-th smallest of m, counted from 1.
+    """
+    p = _sample(p_values, "p values")
+    if (p < 0).any() or (p > 1).any():
+        raise ConfigError("p values lie between 0 and 1")
+    order = np.argsort(p, kind="stable")
+    adjusted = np.maximum.accumulate(np.minimum(1.0, p[order] * np.arange(p.size, 0, -1)))
+    out = np.empty_like(p)
+    out[order] = adjusted
+    return out
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> float:
+    """Pearson correlation; NaN where it is undefined: a constant side, or fewer than two values."""
+    return _correlation("pearsonr", x, y)
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float:
+    """Spearman rank correlation, ties with their mean rank; NaN as in `pearson`."""
+    return _correlation("spearmanr", x, y)
+
+
+def _correlation(function: str, x: ArrayLike, y: ArrayLike) -> float:
+    a, b = _sample(x, "x"), _sample(y, "y")
+    _same_length(a, b)
+    if a.size < 2:
+        return float("nan")
+    stats = require("scipy.stats")
+    with warnings.catch_warnings():
+        # SciPy warns of a constant side and returns NaN, which is what is documented here.
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        return float(getattr(stats, function)(a, b).statistic)
+
+
+def gap_closed(value: float, rtn: float, base: float) -> float:
+    """Share of the gap between rounding and full precision that a method closes (Li, Table 2).
+
+    Parameters
+    ----------
+    value, rtn, base : float
+        Unrounded metric of the method, of round-to-nearest and of full precision, whichever direction is
+        better.
+
+    Returns
+    -------
+    float
+        (value - rtn) / (base - rtn): 1 at full precision, 0 at round-to-nearest, negative where worse.
+    """
+    if base == rtn:
+        raise ConfigError(f"round-to-nearest equals full precision ({base}): there is no gap to close")
+    return (value - rtn) / (base - rtn) + 0.0  # never -0.0

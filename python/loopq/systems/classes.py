@@ -1,0 +1,139 @@
+"""Model classes that transformers does not know: which `model_type` of a ``config.json`` builds what."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CheckpointError, ConfigError
+from loopq.systems import SYSTEMS
+from loopq.systems.hf import check_weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Encode = Callable[[str], Sequence[int]]
+Tensors = dict[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """How a model is built from its ``config.json`` and filled from its files.
+
+    Parameters
+    ----------
+    build : callable
+        Takes the contents of ``config.json``, gives the model with any weights.
+    encode : callable, optional
+        Text to token ids; the tokenizer beside the model when absent.
+    rename : callable, optional
+        Takes the stored tensors by name, gives them under the model's own names.
+    """
+
+    build: Callable[[dict[str, Any]], nn.Module]
+    encode: Encode | None = None
+    rename: Callable[[Tensors], Tensors] | None = None
+
+
+_CLASSES: dict[str, ModelClass] = {}
+
+
+def register_model(
+    model_type: str,
+    build: Callable[[dict[str, Any]], nn.Module],
+    *,
+    encode: Encode | None = None,
+    rename: Callable[[Tensors], Tensors] | None = None,
+) -> None:
+    """Let `load_model` open folders whose ``config.json`` has this `model_type`.
+
+    Parameters
+    ----------
+    model_type : str
+        A name that no other class has.
+    build : callable
+        Takes the contents of ``config.json``, gives the model with any weights; they are filled from
+        ``*.safetensors`` and keep the floating type that they were built with.
+    encode : callable, optional
+        Text to token ids, `loopq.systems.load.encode_bytes` for a model that reads bytes; the tokenizer beside the
+        model when absent.
+    rename : callable, optional
+        Takes the stored tensors by name, gives them under the model's own names.
+
+    Raises
+    ------
+    ConfigError
+        The name is taken.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> register_model("my-linear", lambda config: nn.Linear(config["width"], config["width"]))
+    """
+    if model_type in _CLASSES:
+        raise ConfigError(f"model_type {model_type!r} is registered twice")
+    _CLASSES[model_type] = ModelClass(build, encode, rename)
+
+
+def find_class(config: Mapping[str, Any], system: str | None) -> ModelClass | None:
+    """Return the registered class of a ``config.json``, else that of the adapter named, else None (transformers)."""
+    known = _CLASSES.get(str(config.get("model_type", "")))
+    if known is None and system is not None:
+        return SYSTEMS.get(system).model_class()
+    return known
+
+
+def load_registered(
+    folder: Path, config: Mapping[str, Any], found: ModelClass, allow_pickle: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Build a registered model and fill it from the files beside its ``config.json``.
+
+    Returns
+    -------
+    model : nn.Module
+        On the CPU.
+    findings : dict
+        "missing" and "unexpected" of the load report.
+
+    Raises
+    ------
+    CheckpointError
+        There are no weights, they cannot be read, they are pickles that are not allowed, or a shape does not fit.
+    """
+    model = found.build(dict(config))
+    tensors = _read_tensors(folder, allow_pickle)
+    if found.rename is not None:
+        tensors = found.rename(tensors)
+    own = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(tensor.shape)}, with config.json it is {list(own[name].shape)}; "
+                "config.json is not that of these weights"
+            )
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    # A tied parameter is stored under one of its names.
+    filled = {id(own[name]) for name in tensors if name in own}
+    missing = [name for name in missing if id(own[name]) not in filled]
+    return model, {"missing": tuple(sorted(missing)), "unexpected": tuple(sorted(unexpected))}
+
+
+def _read_tensors(folder: Path, allow_pickle: bool) -> Tensors:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_weight_files(folder, allow_pickle)
+    files = sorted(folder.glob("*.safetensors"))
+    found: Tensors = {}
+    try:
+        for file in files:
+            found.update(load_file(file))
+        if not files:
+            found = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError) as cause:
+        raise CheckpointError(f"{folder}: the weights cannot be read ({cause}); copy them again") from cause
+    return found

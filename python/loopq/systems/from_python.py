@@ -1,0 +1,81 @@
+"""Models that a Python file makes: `--python FILE.py:FUNCTION`, and what `loopq.quantize` does with a torch module."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError
+from loopq.systems.base import LoopedSystem
+from loopq.systems.generic import Generic
+from loopq.systems.load import LoadedModel, describe, encode_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def wrap(
+    model: nn.Module | LoopedSystem, encode: Any = encode_bytes, depth: str | None = None
+) -> LoadedModel:
+    """Take a torch module or an adapter as a loaded model.
+
+    Parameters
+    ----------
+    model : nn.Module or LoopedSystem
+        A module's loop is discovered by one run (`loopq.systems.generic.Generic`). It is put in eval mode.
+    encode : callable
+        Text to token ids; bytes when absent.
+    depth : str, optional
+        Argument of the module's forward that sets the number of steps.
+    """
+    system = model if isinstance(model, LoopedSystem) else Generic(model, depth=depth)
+    # Dropout would calibrate on noise of its own.
+    system.model.eval()
+    return LoadedModel(
+        model=system.model,
+        system=system,
+        encode=encode,
+        tokenizer=None if encode is encode_bytes else encode,
+        config={},
+        folder=None,
+        config_files=(),
+        report=describe(system.model, type(system.model).__name__, "module"),
+    )
+
+
+def load_python(spec: str, depth: str | None = None) -> LoadedModel:
+    """Run a function of a Python file and take what it returns.
+
+    Parameters
+    ----------
+    spec : str
+        "FILE.py:FUNCTION". The function takes nothing and returns a torch module, an adapter (`LoopedSystem`), or
+        one of them with a function that turns text into token ids.
+    depth : str, optional
+        As of `wrap`.
+
+    Raises
+    ------
+    ConfigError
+        No such file or function, or it returns something else.
+    """
+    file, colon, name = spec.rpartition(":")
+    path = Path(file)
+    if not colon or path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"{spec!r}: give FILE.py:FUNCTION, where FUNCTION returns a torch module")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise ConfigError(f"{path}: has no function {name!r}")
+    made = make()
+    model, encode = made if isinstance(made, tuple) else (made, encode_bytes)
+    if not isinstance(model, LoopedSystem) and not hasattr(model, "named_modules"):
+        raise ConfigError(
+            f"{spec}: returned {type(model).__name__}, which is neither a torch module nor an adapter"
+        )
+    return wrap(model, encode, depth)

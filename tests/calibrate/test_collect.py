@@ -1,0 +1,101 @@
+"""Collections: sums and rows of every step, resumed after a kill, refused where the disk is too small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import loopq
+from loopq.calibrate.collect import HessianSet, collect_rows
+from loopq.calibrate.dump import Dump
+from loopq.checkpoint import native as store
+from loopq.errors import CalibrationError, ConfigError, DumpError
+from tests.support.kills import Kill, Killer
+from tests.support.runs import SETTINGS, digest, job_of
+
+
+def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
+    job = job_of(loaded, tokens)
+    steps = {p.name: [0, 1, 2] for p in job.selection.input_groups}
+    apart = HessianSet(job, steps, per_step=True)
+    together = HessianSet(job, steps)
+    for sums in (apart, together):
+        sums.run_pass(list(steps))
+    for leader in steps:
+        total = together.accumulators[leader].matrix()
+        np.testing.assert_array_equal(total, apart.accumulators[leader].matrix([0, 1, 2]))
+        each = [apart.accumulators[leader].matrix([t]) for t in range(3)]
+        np.testing.assert_allclose(sum(each), total, rtol=1e-15)
+        assert np.linalg.eigvalsh(total)[0] > -1e-6 * np.trace(total)
+        with pytest.raises(ConfigError, match=r"summed over steps \[0, 1, 2\], not \[1\]"):
+            together.accumulator(leader, [1])
+
+
+def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tmp_path, monkeypatch):
+    """Parts count by the rows of their open blocks, which say that the sums before them are whole."""
+    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", 0.0)
+    job = job_of(loaded, tokens, batch_size=3)
+    leader = job.selection.input_groups[0].name
+
+    def collect():
+        sums = HessianSet(job, {leader: [0, 1, 2]})
+        sums.run_pass([leader], work=tmp_path / "work")
+        return sums.accumulators[leader].matrix()
+
+    whole = collect()
+    np.testing.assert_array_equal(collect(), whole)
+    (part,) = (tmp_path / "work").glob("*/part-1-0.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(CalibrationError, match="part 1 was removed or altered; start anew"):
+        collect()
+
+
+def test_a_killed_collection_of_rows_is_resumed(loaded, tokens, tmp_path):
+    job = job_of(loaded, tokens, batch_size=2)
+    collect_rows(job, tmp_path / "whole", shard_batches=2)
+    killed = job_of(loaded, tokens, batch_size=2, progress=Killer(5))
+    with pytest.raises(Kill):
+        collect_rows(killed, tmp_path / "parts", shard_batches=2)
+    with pytest.raises(DumpError, match=r"no manifest\.json"):
+        Dump(tmp_path / "parts")
+    with pytest.raises(DumpError, match="beginnings of another collection"):
+        collect_rows(job_of(loaded, tokens.take(0, 4), batch_size=2), tmp_path / "parts", shard_batches=2)
+    collect_rows(job, tmp_path / "parts", shard_batches=2)
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+
+
+def test_rows_in_bfloat16_and_float16(loaded, tokens, tmp_path, checkpoint_folder):
+    plain = store.read(checkpoint_folder).layers
+    for kind in ("bfloat16", "float16"):
+        collect_rows(job_of(loaded, tokens), tmp_path / kind, rows_dtype=kind)
+        result = loopq.solve(tmp_path / kind, **SETTINGS)
+        same = [(layer.codes == plain[name].codes).mean() for name, layer in result.layers.items()]
+        assert min(same) > 0.95
+    with pytest.raises(ConfigError, match="rows_dtype"):
+        collect_rows(job_of(loaded, tokens), tmp_path / "x", rows_dtype="int8")
+    with pytest.raises(ConfigError, match="shard_batches must be at least 1"):
+        collect_rows(job_of(loaded, tokens), tmp_path / "x", shard_batches=0)
+
+
+def test_a_full_disk_leaves_nothing_behind(loaded, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: 1000)
+    with pytest.raises(DumpError, match="the disk has"):
+        collect_rows(job_of(loaded, tokens), tmp_path / "dump")
+    assert not (tmp_path / "dump").exists()
+
+
+def test_a_dump_that_was_begun_needs_only_the_room_that_is_left(loaded, tokens, tmp_path, monkeypatch):
+    job, out = job_of(loaded, tokens, batch_size=2), tmp_path / "dump"
+    monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: 1000)
+    with pytest.raises(DumpError, match="keep Hessians instead"):
+        collect_rows(job, out, shard_batches=1)
+    assert not out.exists()
+    monkeypatch.undo()
+    with pytest.raises(Kill):
+        collect_rows(job_of(loaded, tokens, batch_size=2, progress=Killer(8)), out, shard_batches=1)
+    done = sum(p.stat().st_size for p in (out / "shards").glob("*.safetensors"))
+    need = done * 10 // 8
+    monkeypatch.setattr("loopq.calibrate.collect.free_bytes", lambda path: need - done + 8192)
+    assert collect_rows(job, out, shard_batches=1).kind == "rows"

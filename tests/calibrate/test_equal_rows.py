@@ -1,0 +1,27 @@
+"""As many rows over all steps as one step has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loopq.calibrate.equal_rows import EqualRows
+from loopq.run.config import QuantConfig
+from tests.support.runs import run_of
+
+
+def test_equal_rows_uses_each_position_once(tiny, tokens):
+    config = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
+    run = run_of(tiny, tokens, config, batch_size=5, seed=1)
+    rows = EqualRows(run.job)
+    n_positions = sum(s.size for s in tokens.sequences)
+    for p in run.job.selection.input_groups:
+        acc = rows.accumulator(p.name, [0, 1, 2])
+        counts = [acc.n_rows(t) for t in range(3)]
+        assert sum(counts) == n_positions
+        assert max(counts) - min(counts) <= 1
+    layers = run.solve_from(rows)
+    assert all(layer.report["n_rows"] == n_positions for layer in layers.values() if layer.report["steps"])
+    steps = rows.step_of(np.arange(30), 3)
+    assert all(sorted(steps[i : i + 3]) == [0, 1, 2] for i in range(0, 30, 3))
+    other = EqualRows(run_of(tiny, tokens, config, batch_size=5, seed=2).job)
+    assert (steps != other.step_of(np.arange(30), 3)).any()

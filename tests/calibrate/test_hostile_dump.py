@@ -1,0 +1,162 @@
+"""Dumps that were changed, by accident or on purpose; collections that were killed while they cleared up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from loopq.calibrate import collect
+from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.calibrate.dump import Dump, Manifest, merge
+from loopq.checkpoint.files import replacing
+from loopq.cli import main
+from loopq.errors import DumpError
+from loopq.systems.load import load_model
+
+from ..soak.files import FINE, campaign, dumps
+from ..support.checkpoints import reseal
+from ..support.runs import job_of
+
+
+def test_campaign():
+    counts = campaign([dumps], range(800))
+    assert counts.failures == []
+    assert sum(counts.outcomes.values()) == 800
+    assert counts.outcomes["refused"] > 500
+    assert set(counts.outcomes) == set(FINE)
+
+
+@pytest.fixture
+def made(tmp_path):
+    return {target.name: target.folder for target in dumps(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda d: d["files"][0].update(file="../x.safetensors"),
+            r"files\[0\]\.file: .*; allowed: shards/ or hessians/",
+        ),
+        (
+            lambda d: d["files"][0].update(file="hessians/000.safetensors"),
+            "not those of a dump of kind 'rows'",
+        ),
+        (lambda d: d["files"][0].update(leader="x.q.weight"), "not those of a dump of kind 'rows'"),
+        (lambda d: d["files"].clear(), "none, without model.safetensors, or a name that stands twice"),
+        (lambda d: d["files"].append(d["files"][0]), "a name that stands twice"),
+        (
+            lambda d: d["model"][0].update(file="../config.json"),
+            r"model\[0\]\.file: .*; allowed: a plain name",
+        ),
+        (lambda d: d["model"].pop(), "without model.safetensors"),
+        (
+            lambda d: d["parameters"][0].update(name="/abs/PWN"),
+            r"parameters\[0\]: parameter: .*; allowed: a plain name",
+        ),
+        (lambda d: d["parameters"].append(d["parameters"][0]), "parameters: a name stands twice"),
+        (
+            lambda d: d["parameters"][0].update(in_features=0),
+            r"x\.q\.weight: features: \[0\]: 0; allowed: 1 to",
+        ),
+        (lambda d: d["parameters"][0].update(invocations=10**9), "invocations: .*; allowed: 1 to 1048576"),
+        (
+            lambda d: d["parameters"][0].update(out_features=7),
+            r"shape \[6, 8\] of tensor 'x.q.weight'; the manifest says",
+        ),
+        (
+            lambda d: d["leaders"].update({"x.k.weight": "x.z.weight"}),
+            "leaders: a name that is not among the parameters",
+        ),
+        (lambda d: d["rows"].update({"x.z.weight": {}}), "rows: a name that is not among the leaders"),
+        (
+            lambda d: d["rows"]["x.q.weight"].update({"2": 40}),
+            "rows: a step that the parameter does not have",
+        ),
+        (lambda d: d["rows"]["x.q.weight"].update({"٣": 40}), "a whole number as key"),
+        (lambda d: d["rows"]["x.q.weight"].update({"1": 41}), "do not add up"),
+        (lambda d: d["calibration"].pop("n_tokens"), "calibration: 'n_tokens' is missing"),
+    ],
+)
+def test_a_manifest_that_is_wrong(made, change, match):
+    reseal(made["rows"] / "manifest.json", change)
+    with pytest.raises(DumpError, match=match):
+        dump = Dump(made["rows"])
+        dump.weights()
+
+
+def test_version_1_is_read_and_said_to_be_unprotected(made, capsys):
+    for name, said in (("rows", False), ("rows-1", True)):
+        assert main(["inspect", str(made[name])]) == 0
+        assert ("manifest.json: version 1, unprotected" in capsys.readouterr().out) == said
+
+
+def test_a_hessian_that_is_not_the_one_of_the_manifest(made):
+    reseal(made["hessian"] / "manifest.json", lambda d: d["rows"]["x.q.weight"].update({"1": 41}))
+    with pytest.raises(DumpError, match=r"000\.safetensors: not the Hessian that the manifest describes"):
+        Dump(made["hessian"]).accumulator("x.q.weight", [0, 1])
+
+
+def test_the_same_checks_before_a_manifest_is_written(made):
+    data = Manifest.read(made["rows"])
+    with pytest.raises(DumpError, match="rows: a step that the parameter does not have"):
+        Manifest(**{**vars(data), "rows": {"x.q.weight": {5: 1}}})
+
+
+def test_a_merge_of_merged_dumps_knows_all_parts(made, tmp_path):
+    parts = []
+    for seed in range(3):
+        shutil.copytree(made["hessian"], tmp_path / f"part{seed}")
+        parts.append(tmp_path / f"part{seed}")
+        reseal(parts[-1] / "manifest.json", lambda d, seed=seed: d.update(seed=seed))
+    merge(parts[:2], tmp_path / "two")
+    merge([tmp_path / "two", parts[2]], tmp_path / "three")
+    assert len(Manifest.read(tmp_path / "three").calibration["parts"]) == 3
+    with pytest.raises(DumpError, match="count twice"):
+        merge([tmp_path / "three", parts[0]], tmp_path / "again")
+
+
+@pytest.fixture
+def job(tiny_folder, tokens):
+    loaded = load_model(tiny_folder)
+    return job_of(loaded, tokens, batch_size=3)
+
+
+@pytest.mark.parametrize("run", [collect_rows, collect_hessians])
+def test_a_collection_killed_while_it_clears_up_is_taken_for_finished(job, tmp_path, monkeypatch, run):
+    out = tmp_path / "dump"
+    with monkeypatch.context() as broken:
+        broken.setattr(collect, "_finish", lambda out: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(job, out)
+    (out / "work").mkdir(exist_ok=True)
+    assert (out / "manifest.json").exists()
+    with monkeypatch.context() as idle:
+        idle.setattr(collect, "run_rollouts", lambda *a, **k: pytest.fail("ran again"))
+        assert run(job, out) == Dump(out).manifest
+    assert {p.name for p in out.iterdir()} <= {"manifest.json", "model", "shards", "hessians"}
+    with pytest.raises(DumpError, match="holds a finished dump"):
+        run(job, out)
+
+
+def test_what_a_killed_collection_was_writing_is_removed(job, tmp_path):
+    dead = os.fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    out = tmp_path / "dump"
+    collect_rows(job, tmp_path / "other", shard_batches=1)
+    for folder in (out, out / "shards", out / "model"):
+        with replacing(folder / "00001.safetensors") as temporary:
+            temporary.touch()
+            left = temporary.with_name(temporary.name.replace(f"-{os.getpid()}-", f"-{dead}-"))
+            left.write_text("a whole shard")
+        (folder / "00001.safetensors").unlink()
+    shutil.copy(tmp_path / "other" / "manifest.json", tmp_path)
+    with pytest.raises(DumpError, match="exists and is not empty"):
+        collect_rows(job, out, shard_batches=1)
+    collect.write_json(out / "collecting.json", {"key": job.fingerprint("float32", 1)})
+    collect_rows(job, out, shard_batches=1)
+    assert sorted(p.name for p in out.rglob("*")) == sorted(p.name for p in (tmp_path / "other").rglob("*"))

@@ -1,0 +1,63 @@
+"""Paired inputs of two rollouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.pairs import collect_pairs
+from loopq.systems.replace import replaced
+from tests.support.runs import job_of
+
+
+@pytest.fixture
+def job(tiny, tokens):
+    return job_of(tiny, tokens, batch_size=5, threads=1)
+
+
+def test_pairs_without_other_weights_are_the_plain_hessian(job):
+    leader = job.selection.input_groups[0].name
+    moments = collect_pairs(job, [leader], {})[leader].of([0, 1, 2])
+    np.testing.assert_array_equal(moments.reference, moments.quantized)
+    np.testing.assert_array_equal(moments.cross, np.zeros_like(moments.cross))
+    sums = HessianSet(job, {leader: [0, 1, 2]})
+    sums.run_pass([leader])
+    np.testing.assert_allclose(moments.reference, sums.accumulators[leader].matrix(), rtol=1e-6, atol=1e-3)
+
+
+def test_hooks_are_gone_after_an_error_that_is_kept(tiny, job, monkeypatch):
+    leader = job.selection.input_groups[0].name
+    monkeypatch.setattr("loopq.calibrate.pairs.np.concatenate", lambda *args, **kwargs: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as kept:
+        collect_pairs(job, [leader], {})
+    assert kept.tb is not None
+    assert not [m for m in tiny.model.modules() if m._forward_pre_hooks]
+
+
+def test_pairs_hold_the_two_rollouts(tiny, job):
+    first, last = job.selection.input_groups[0].name, job.selection.input_groups[-1].name
+    weight = tiny.system.model.get_parameter(first).detach().numpy()
+    other = (weight * 1.1).astype(np.float32)
+    paired = collect_pairs(job, [last], {first: other})[last]
+    moments = paired.of([1])
+    rows = {}
+    for key, values in (("x", weight), ("q", other)):
+        sums = HessianSet(job, {last: [1]})
+        with replaced(tiny.system, {first: values}):
+            sums.run_pass([last])
+        rows[key] = sums.accumulators[last]
+    x, q = rows["x"].matrix(), rows["q"].matrix()
+    np.testing.assert_allclose(moments.reference, x, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(moments.quantized, q, rtol=1e-5, atol=1e-3)
+    assert np.abs(moments.cross).max() > 0
+    np.testing.assert_array_equal(tiny.system.model.get_parameter(first).detach().numpy(), weight)
+    reference = paired.reference()
+    assert list(reference.steps) == [0, 1, 2]
+    assert reference.n_rows(1) == rows["x"].n_rows(1)
+    np.testing.assert_array_equal(reference.matrix([1]), moments.reference)
+    np.testing.assert_array_equal(reference.diagonal([1]), np.diag(moments.reference))
+    assert reference.trace(1) == pytest.approx(np.trace(moments.reference))
+    both = paired.of([0, 1], [0.5, 1.0])
+    halves = 0.5 * paired.of([0]).quantized + moments.quantized
+    np.testing.assert_allclose(both.quantized, halves, rtol=1e-12)

@@ -1,0 +1,58 @@
+"""Prompts in whatever way they are given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import loopq
+from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
+from loopq.errors import CalibrationError, ConfigError
+
+
+def test_evaluation_takes_its_own_number_of_prompts(loaded, tokens, tmp_path, checkpoint_folder, monkeypatch):
+    monkeypatch.setattr("loopq.calibrate.prompts.EVALUATION_PROMPTS", 3)
+    text = tmp_path / "text.txt"
+    text.write_text("What is said here is said once, and what is meant is left open. " * 8)
+    for given, n_prompts, count in (
+        (None, None, 3),
+        (text, None, 3),
+        (text, 5, 5),
+        (tokens, None, 10),
+        (tokens, 4, 4),
+    ):
+        found = loopq.evaluate(loaded, [checkpoint_folder], given, n_prompts=n_prompts, seq_len=24)
+        assert found[0].kl.shape == (1, count)
+    with pytest.raises(ConfigError, match="n_prompts must be at least 1; got 0"):
+        loopq.evaluate(loaded, [checkpoint_folder], text, n_prompts=0, seq_len=24)
+
+
+def test_text_that_ships_with_loopq_is_cut_into_windows(loaded):
+    calibration = calibration_tokens(loaded, None, Take(seq_len=16))
+    evaluation = evaluation_tokens(loaded, None, Take(n_prompts=4, seq_len=16))
+    assert (len(calibration.sequences), len(evaluation.sequences)) == (128, 4)
+    assert {s.size for s in (*calibration.sequences, *evaluation.sequences)} == {16}
+    assert "calibration" in calibration.source
+    assert "evaluation" in evaluation.source
+    seen = {s.tobytes() for s in calibration.sequences}
+    assert not any(s.tobytes() in seen for s in evaluation.sequences)
+
+
+def test_ids_are_taken_as_they_are_and_must_be_the_models(loaded):
+    ids = [[1, 2, 3], [4, 5]]
+    assert [s.tolist() for s in calibration_tokens(loaded, ids).sequences] == ids
+    assert [s.tolist() for s in calibration_tokens(loaded, ids, Take(n_prompts=1)).sequences] == ids[:1]
+    with pytest.raises(CalibrationError, match="token id 70000"):
+        calibration_tokens(loaded, [[1, 70000]])
+
+
+def test_a_model_with_a_tokenizer_needs_a_text(loaded):
+    with pytest.raises(ConfigError, match="this model has a tokenizer of its own"):
+        calibration_tokens(dataclasses.replace(loaded, tokenizer=object()), None)
+
+
+@pytest.mark.parametrize("bad", [{"n_prompts": 0}, {"seq_len": 1}, {"seq_len": 2.5}])
+def test_how_much_is_taken_is_checked(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Take(**bad)

@@ -1,0 +1,60 @@
+"""`loopq check` and `loopq systems`: does loopq fit a model?"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from transformers import AlbertConfig, AlbertModel
+
+from loopq.systems import SYSTEMS
+
+
+def test_systems_and_check(saved_model, command):
+    code, text, _ = command("systems")
+    assert code == 0
+    assert "Huginn-3.5B: 17" in text
+    code, text, _ = command("check", saved_model)
+    assert code == 0
+    assert "3 calls of each weight, as declared" in text
+    assert "FAILS" not in text
+    assert text.endswith("loopq fits this model\n")
+
+
+def test_check_casts_and_prints_json(saved_model, command):
+    code, text, err = command("check", saved_model, "--dtype", "bfloat16", "--n-steps", 2, "--json")
+    assert code == 0, err
+    found = json.loads(text)
+    assert found["ok"] is True
+    assert (found["system"], found["n_steps"], found["load"]["dtype"]) == ("huginn", 2, "bfloat16")
+    assert {v["check"]: v["ok"] for v in found["verdicts"]}["single steps"] is True
+
+
+def test_check_says_what_does_not_fit(saved_model, command, monkeypatch):
+    cls = SYSTEMS.get("huginn")
+    plain = cls.shared_parameters
+    monkeypatch.setattr(cls, "shared_parameters", lambda self, n: plain(self, n)[1:])
+    code, text, _ = command("check", saved_model)
+    assert code == 1
+    assert "loopq does not fit this model: nothing forgotten" in text
+    assert json.loads(command("check", saved_model, "--json")[1])["ok"] is False
+
+
+def test_a_device_that_is_not_there_is_said(saved_model, command):
+    code, _, err = command("check", saved_model, "--device", "nonsense")
+    assert code == 2
+    assert "device 'nonsense' cannot be used here" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_pickles_are_read_only_when_allowed(tmp_path, command):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3}
+    model = AlbertModel(AlbertConfig(vocab_size=64, embedding_size=16, **sizes))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    code, _, err = command("check", tmp_path)
+    assert code == 1
+    assert "allow them with --allow-pickle" in err
+    code, text, err = command("check", tmp_path, "--allow-pickle")
+    assert code == 0, err
+    assert "system albert, 3 steps" in text

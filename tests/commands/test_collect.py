@@ -1,0 +1,96 @@
+"""`loopq collect`, `merge` and `solve`: the way over dumps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from loopq.commands.output import spans
+
+from .conftest import TINY
+
+
+def test_collect_solve_merge(saved_model, tmp_path, command):
+    dump = tmp_path / "dump"
+    code, text, err = command("collect", saved_model, "--out", dump, *TINY)
+    assert code == 0
+    assert "about 0.6 MiB of rows for 144 tokens" in err
+    assert "rows dump of system huginn, 3 steps" in text
+    assert command("solve", dump, "--out", tmp_path / "s", "--steps", "1:")[0] == 0
+    assert "1-2" in command("inspect", tmp_path / "s")[1]
+    for seed in (0, 1):
+        part = tmp_path / f"part{seed}"
+        assert command("collect", saved_model, "--out", part, "--hessian", "--seed", seed, *TINY)[0] == 0
+    code, text, _ = command("merge", tmp_path / "part0", tmp_path / "part1", "--out", tmp_path / "both")
+    assert code == 0
+    assert "12 prompts, 288 tokens from merged" in text
+    code, text, _ = command(
+        "solve", tmp_path / "both", "--out", tmp_path / "m", "--layer", "*adapter*=>bits=8"
+    )
+    assert code == 0
+    assert "INT8" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "match"),
+    [
+        (["solve", "{tmp}", "--out", "{tmp}/o"], 1, "not a dump"),
+        (["solve", "{tmp}/none", "--out", "{tmp}/o"], 1, "none: no such folder"),
+        (["solve", "{tmp}", "--out", "{tmp}/o", "--metric", "loop"], 2, "unknown argument --metric"),
+        (["merge", "{tmp}", "--out", "{tmp}/o"], 2, "at least two parts"),
+        (["collect", "nowhere", "--out", "{tmp}/o", "--shard-batches", "0"], 2, "must be between 1 and 1048576; got 0"),
+        (["collect", "nowhere", "--out", "{tmp}/o", "--steps", "x"], 2, "goes with --hessian"),
+        (["collect", "nowhere", "--out", "{tmp}/o", "--per-step"], 2, "goes with --hessian"),
+        (["collect", "nowhere", "--out", "{tmp}/o", "--hessian", "--rows-dtype", "float16"], 2, "without --hessian"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line_and_leave_nothing(tmp_path, command, args, code, match):
+    got, out, err = command(*(a.format(tmp=tmp_path) for a in args))
+    assert (got, out, err.count("\n")) == (code, "", 1)
+    assert match in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_real_kill_loses_nothing_that_was_written(saved_model, tmp_path, command):
+    """SIGKILL during collection; the same command then ends with the bytes of an unbroken run."""
+    args = (
+        "collect",
+        saved_model,
+        "--n-prompts",
+        40,
+        "--seq-len",
+        64,
+        "--batch-size",
+        1,
+        "--shard-batches",
+        2,
+        "--out",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert command(*args, whole)[0] == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loopq", *map(str, (*args, killed))],
+        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=os.environ,
+    )  # fmt: skip
+    deadline = time.monotonic() + 240
+    while not (killed / "shards" / "00003.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "manifest.json").exists()
+    assert command(*args, killed)[0] == 0
+    for path in whole.rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (killed / path.relative_to(whole)).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"), [([], "-"), ([0], "0"), ([0, 1, 2], "0-2"), ([1, 3, 4, 7], "1,3-4,7")]
+)
+def test_spans(steps, text):
+    assert spans(steps) == text

@@ -1,0 +1,79 @@
+"""`loopq inspect`: what it says of checkpoints of both versions, and of what is neither checkpoint nor dump."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tests.support.checkpoints import reseal
+
+# Settings of a checkpoint of version 1, as loopq wrote them: flat, those of every method.
+VERSION_1 = {
+    "layer": {
+        "bits": 3, "group_size": 16, "symmetric": True, "method": "full", "damping": 0.02, "damping_kind": "diagonal",
+        "scales": "group", "scale_search": "max", "act_order": False, "precision": "float64", "block_size": 128,
+        "scale_dtype": "float16", "scale_bits": None, "order": "conditional", "scale_cost": "conditional",
+        "signed_scales": True, "descent": 30, "refit": True, "rounds": 8, "metric": "loop", "passes": 1,
+        "step_weights": "sum", "rotation": "none", "rotation_seed": 0,
+    },
+    "steps": "1:", "overrides": [{"pattern": "*adapter*", "changes": {"method": "full", "bits": 8}}], "include": [],
+    "exclude": ["*wte*"], "rank_threshold": None, "inputs": "asymmetric", "alpha": 0.5, "sweeps": 2,
+    "metric_draws": 2,
+}  # fmt: skip
+
+
+def test_inspect_says_the_settings_by_their_flat_names(quantized, command):
+    code, text, _ = command("inspect", quantized)
+    assert code == 0
+    assert "INT4" in text
+    assert "system huginn, 3 steps, seed 0; calibrated on 6 prompts" in text
+    layer, run = text.splitlines()[-2:]
+    assert layer.startswith("layer settings: bits 4, group_size 16, symmetric true, scale_dtype float16")
+    assert "method gptq, damping 0.01, damping_kind mean, scales group" in layer
+    assert run.startswith("run settings: inputs open, include none, exclude none, rank_threshold 0.001")
+    found = json.loads(command("inspect", quantized, "--json")[1])
+    assert found["settings"]["system"] == "huginn"
+    assert found["settings"]["quantization"]["layer"]["method"]["damping"] == {
+        "fraction": 0.01,
+        "kind": "mean",
+    }
+
+
+def test_inspect_reads_the_settings_of_version_1(quantized, tmp_path, command):
+    old = tmp_path / "old"
+    shutil.copytree(quantized, old)
+    reseal(old / "loopq.json", lambda index: index["settings"].update(quantization=VERSION_1))
+    code, text, err = command("inspect", old)
+    assert code == 0, err
+    assert "layer settings: bits 3, group_size 16" in text
+    assert "steps 1:" in text
+    assert "method gptq-cd, metric loop, metric_draws 2, " in text
+    assert ", damping 0.02, damping_kind diagonal" in text
+    assert "inputs asymmetric, alpha 0.5, sweeps 2" in text
+    assert "exclude *wte*, rank_threshold none" in text
+    (override,) = (line for line in text.splitlines() if line.startswith("for layers *adapter*: "))
+    assert {"method=gptq-cd", "bits=8"} <= set(override.partition(": ")[2].split(","))
+
+
+def test_settings_that_are_damaged_are_told(quantized, tmp_path, command):
+    old = tmp_path / "old"
+    shutil.copytree(quantized, old)
+    for damage in ({"layer": {"method": "gptq"}}, {"layer": {}}, {}, {"layer": None}, 3):
+        reseal(old / "loopq.json", lambda index, damage=damage: index["settings"].update(quantization=damage))
+        code, _, err = command("inspect", old)
+        assert code == 1
+        assert f"{old}: settings that loopq cannot read" in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "match"), [("{tmp}", "neither a checkpoint"), ("{empty}", "a file, not a folder")]
+)
+def test_what_is_no_checkpoint_is_said(tmp_path, command, place, match):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    code, out, err = command("inspect", place.format(tmp=tmp_path, empty=empty))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert match in err

@@ -1,0 +1,187 @@
+"""`loopq quantize`: what it prints, what it leaves, and what it refuses before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+
+import pytest
+
+from .conftest import TINY
+
+
+def reports(folder):
+    """The report of every layer."""
+    return [json.loads(line) for line in (folder / "report.jsonl").read_text().splitlines()]
+
+
+def test_quantize_says_what_it_did_to_every_layer(saved_model, tmp_path, command):
+    out = tmp_path / "q"
+    asked = ("--preset", "paper", "--bits", 3, "--group-size", 16, *TINY)
+    code, text, err = command("quantize", saved_model, "--out", out, *asked)
+    assert code == 0
+    assert "9 layers, 3 steps: about" in err
+    assert "transformer.core_block.1.mlp.proj.weight" in text
+    assert "read back and compared" in text
+    assert "0-2" in text
+    for report in reports(out):
+        assert report["method_asked"] == report["method_done"] == "gptq"
+        assert report["proxy"] < report["proxy_rtn"]
+        assert report["n_rows"] == 6 * 24 * 3
+        assert 1 <= report["rank"] <= report["shape"][1]
+    code, text, _ = command("inspect", out)
+    assert code == 0
+    assert "INT3" in text
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq"])
+def test_quantize_writes_the_format_asked_for(saved_model, tmp_path, command, form):
+    out = tmp_path / "q"
+    args = ("quantize", saved_model, "--out", out, "--bits", 4, "--group-size", 16, "--format", form, *TINY)
+    code, text, err = command(*args)
+    assert code == 0, err
+    assert "read back from disk: 9 layers equal, number by number" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]
+    code, text, _ = command("inspect", out)
+    assert code == 0
+    assert f"format {form}" in text
+    assert command(*args)[0] == 1
+
+
+def test_the_best_preset_and_the_hint_that_leads_to_it(saved_model, tmp_path, command):
+    code, _, err = command("quantize", saved_model, "--out", tmp_path / "plain", *TINY)
+    assert code == 0
+    assert "hint: --preset best" in err
+    code, _, err = command("quantize", saved_model, "--out", tmp_path / "best", "--preset", "best", *TINY)
+    assert code == 0
+    assert "of this 24 gradients for the loop metric" in err
+    assert "hint" not in err
+    found = json.loads(command("inspect", tmp_path / "best", "--json")[1])
+    method = found["settings"]["quantization"]["layer"]["method"]
+    assert method["name"] == "gptq-cd"
+    assert method["metric"]["kind"] == "loop"
+    assert method["damping"]["kind"] == "diagonal"
+    said = command("inspect", tmp_path / "best")[1]
+    assert "metric loop" in said
+    assert "6 prompts, 144 tokens of embedded calibration text" in said
+
+
+def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, command):
+    out = tmp_path / "less"
+    code, text, _ = command(
+        "quantize", saved_model, "--out", out, "--preset", "best", "--metric", "inputs", "--layer",
+        "*adapter*=>method=gptq,precision=float32", *TINY,
+    )  # fmt: skip
+    assert code == 0
+    assert "gptq-cd" in text
+    methods = {r["layer"]: r["method_done"] for r in reports(out)}
+    assert methods.pop("transformer.adapter.weight") == "gptq"
+    assert set(methods.values()) == {"gptq-cd"}
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        # Told before the model is looked for.
+        (["nowhere", "--bits", "5"], "argument --bits: must be one of 2, 3, 4, 8; got 5"),
+        (["nowhere", "--bits", "x"], "argument --bits: 'x': give a whole number"),
+        (["nowhere", "--group-size", "0"], "--group-size must be -1"),
+        (["nowhere", "--method", "gptk"], "awq, dense, gptq, gptq-cd, rtn; got 'gptk' (did you mean gptq?)"),
+        (["nowhere", "--n-prompts", "0"], "argument --n-prompts: must be at least 1; got 0"),
+        (["nowhere", "--n-steps", "0"], "argument --n-steps: must be between 1 and 65536; got 0"),
+        (["nowhere", "--layer", "*=>bits=5"], "override '*': bits must be one of 2, 3, 4, 8; got 5"),
+        (["nowhere", "--layer", "*=>bit=8"], "unknown setting bit (did you mean bits?); known: act_order"),
+        (["nowhere", "--exclude", "re:("], "pattern 're:(' is no regular expression"),
+        (["nowhere", "--alpha", "2", "--inputs", "asymmetric"], "argument --alpha: must be between 0 and 1; got 2.0"),
+        (["nowhere", "--allocate", "-1"], "--allocate must be above 0; got -1.0"),
+        (["nowhere", "--allocate", "3", "--allocate-bits", "5"], "--allocate-bits must be of 2, 3, 4, 8; got 5"),
+        (["nowhere", "--allocate", "3", "--allocate-group-sizes", "0"], "--allocate-group-sizes must be -1"),
+        (["nowhere", "--step-weights", "loud"], "--step-weights must be one of sum, trace,"),
+        # Options that nothing would read.
+        (["nowhere", "--preset", "best", "--act-order"], "--act-order goes with --method gptq; method gptq-cd"),
+        (["nowhere", "--method", "rtn", "--precision", "float32"], "--precision goes with --method gptq; method rtn"),
+        (["nowhere", "--sweeps", "2"], "--sweeps goes with --inputs asymmetric; inputs open would not read it"),
+        (["nowhere", "--allocate-bits", "3,4"], "--allocate-bits goes with --allocate"),
+        (["nowhere", "--tune-n-updates", "3"], "--tune-n-updates goes with --tune"),
+        (["nowhere", "--n-held-out", "3"], "--n-held-out goes with --tune, or with step_weights validated"),
+        # What the model is needed for.
+        (["nowhere"], "no model 'nowhere'"),
+        (["{model}", "--steps", "7"], "the rollout has 3 steps, 0 to 2"),
+        (["{model}", "--exclude", "zzz"], "matches no shared parameter"),
+        (["{model}", "--layer", "zzz=>bits=8"], "override 'zzz' matches no shared parameter"),
+        (["{model}", "--layer", "*=>act_order=true,method=rtn"], "act_order goes with method gptq; method rtn"),
+        (["{model}", "--method", "dense"], "nothing is left to quantize"),
+        (["{model}", "--memory", "1K"], "above the limit of 0.00 MiB: raise --memory"),
+        (["{empty}"], "a file; name the folder"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_one_line_and_leave_nothing(saved_model, tmp_path, command, args, match):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    args = [a.format(model=saved_model, empty=empty) for a in args]
+    code, out, err = command("quantize", *args, "--out", tmp_path / "o")
+    assert code == 2
+    assert match in err
+    assert ": error: " in err
+    assert len([line for line in err.splitlines() if "error" in line]) == 1
+    assert "Traceback" not in err
+    assert out == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["empty.txt"]
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (["{model}", "--out", "{tmp}/o", "--calibration", "{empty}"], "0 tokens make no window"),
+        (["{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], "cannot be read"),
+        # Refused before the model is looked for.
+        (["nowhere", "--out", "{empty}"], "a file stands there"),
+        (["nowhere", "--out", "{empty}/o"], "is a file, so that no folder can be made in it"),
+    ],
+)
+def test_files_that_cannot_be_are_one_line_and_leave_nothing(saved_model, tmp_path, command, args, match):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    code, out, err = command(
+        "quantize", *(a.format(model=saved_model, tmp=tmp_path, empty=empty) for a in args)
+    )
+    assert code == 1
+    assert match in err
+    assert err.startswith("loopq: error: ")
+    assert out == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["empty.txt"]
+
+
+@pytest.mark.parametrize("command_name", ["quantize", "collect"])
+def test_a_disk_that_fills_up_leaves_nothing_half_written(saved_model, tmp_path, command, command_name):
+    """The system refuses to let any file grow: an error that names the file, and no output folder."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        code, _, err = command(
+            command_name, saved_model, "--out", tmp_path / "out", "--n-prompts", 4, "--seq-len", 24
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1, err
+    assert f"cannot be written ({os.strerror(27)})" in err
+    assert "Traceback" not in err
+    left = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert not [p for p in left if p.suffix == ".tmp" or p.name in ("manifest.json", "loopq.json")]
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_interrupt_says_where_progress_is_saved(saved_model, tmp_path, command, monkeypatch):
+    def stop(self, tasks, total=None):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loopq.run.solver.Solver.run", stop)
+    code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", *TINY)
+    assert code == 130
+    place = tmp_path / ".q.work"
+    assert f"progress is saved in {place}: the same command resumes from there" in err
+    assert place.is_dir()
+    monkeypatch.undo()
+    assert command("quantize", saved_model, "--out", tmp_path / "q", *TINY)[0] == 0
+    assert not place.exists()

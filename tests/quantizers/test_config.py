@@ -1,0 +1,71 @@
+"""Settings of one layer are read strictly, and an override changes some of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.quantizers import Problem
+from loopq.quantizers.config import LayerConfig, Override
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bits", 5),
+        ("bits", 16),
+        ("bits", 4.0),
+        ("bits", True),
+        ("group_size", 0),
+        ("group_size", -2),
+        ("group_size", 64.0),
+        ("damping", -0.1),
+        ("damping", float("nan")),
+        ("scales", "best"),
+        ("scale_search", "l1"),
+        ("scale_dtype", "int8"),
+        ("precision", "float16"),
+        ("block_size", 0),
+        ("step_weights", "mean"),
+        ("rotation", "hadamrd"),
+    ],
+)
+def test_layer_config_refuses(field, value):
+    with pytest.raises(ConfigError, match=rf"^{field}"):
+        LayerConfig.of(**{field: value})
+
+
+def test_override_refuses_unknown_setting():
+    with pytest.raises(ConfigError, match=r"override '\*': unknown setting colour.*; known: act_order, bits"):
+        Override("*", {"colour": 3})
+
+
+def test_patterns_are_of_the_shell_or_regular_expressions():
+    assert Override("*.fc.weight").matches("core.0.fc.weight")
+    assert not Override("*.fc.weight").matches("core.0.fc.weight_packed")
+    assert Override(r"re:mlp\.(fc|proj)").matches("core.0.mlp.fc.weight")
+    assert not Override(r"re:^mlp").matches("core.0.mlp.fc.weight")
+
+
+def test_a_dense_layer_has_no_codes():
+    config = LayerConfig.of(method="dense")
+    with pytest.raises(ConfigError, match=r"layer x: method 'dense' leaves a layer as it is"):
+        config.quantize(Problem("x", np.ones((2, 4), np.float32), None, config.grid))
+
+
+def test_what_depends_on_the_hessian_alone_is_computed_once_for_an_input_group():
+    """Two layers with one input and one rotation share the rotated Hessian and its factor."""
+    rng = np.random.default_rng(0)
+    x, shared, calls = rng.normal(size=(64, 16)), {}, []
+    config = LayerConfig.of(method="gptq-cd", bits=3, group_size=8, rotation="random:8")
+    for seed in (1, 2):
+        weight = np.random.default_rng(seed).normal(size=(4, 16)).astype(np.float32)
+        problem = Problem("x", weight, x.T @ x, config.grid, threads=1, shared=shared)
+        layer = config.quantize(problem)
+        assert layer.same_as(config.quantize(Problem("x", weight, x.T @ x, config.grid, threads=1)))
+        calls.append(problem.once(("rotated", config.rotation), lambda: pytest.fail("computed again")))
+    assert calls[0] is calls[1]
+    hessian, inner = calls[0]
+    assert list(inner) == [("gptq-cd", config.method.damping, "conditional")]
+    assert hessian.shape == (16, 16)

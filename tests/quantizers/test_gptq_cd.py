@@ -1,0 +1,229 @@
+"""GPTQ with coordinate descent against its NumPy twin, brute force, and the laws it must keep."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import loopq._native as native
+from loopq.errors import ConfigError, SolveError
+from tests.support import full_reference as twin
+from tests.support.problems import correlated, solve, values_of
+
+
+def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings):
+    """Solve with all stages unless told otherwise; S too."""
+    d = len(hessian)
+    mu = np.full(d, 0.01 * np.diag(hessian).mean()) if mu is None else mu
+    prepared = native.Prepared(hessian, mu, order=order, threads=threads)
+    options = {
+        "bits": 3,
+        "group_size": 16,
+        "symmetric": True,
+        "signed": False,
+        "scale_dtype": "float16",
+        "cost": "conditional",
+        "sweeps": 30,
+        "rounds": 4,
+        "refit": True,
+    } | settings
+    found = native.full(weight, prepared, native.FullSettings(**options), threads=threads)
+    return found, hessian + np.diag(mu), prepared
+
+
+CASES = [
+    (24, 64, 3, 16, True, False),
+    (17, 50, 2, 16, True, True),
+    (9, 40, 4, 0, True, False),
+    (13, 48, 3, 16, False, False),
+    (8, 33, 2, 8, False, False),
+]
+
+
+@pytest.mark.parametrize(("rows", "d", "bits", "group", "symmetric", "signed"), CASES)
+def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
+    rng = np.random.default_rng(d)
+    weight = rng.normal(size=(rows, d)).astype(np.float32)
+    hessian = correlated(rng, d)
+    grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
+    result, s, prepared = full(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
+    order = twin.conditional_order(s)
+    np.testing.assert_array_equal(prepared.order, order)
+    np.testing.assert_allclose(prepared.conditional, 1 / np.diag(np.linalg.inv(s)), rtol=1e-9)
+    w = weight.astype(np.float64)
+    fitted = {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": "float16"}
+    scales, zeros = twin.fit_scales(w, prepared.conditional, signed=signed, **fitted)
+    np.testing.assert_array_equal(result["scales"], scales)
+    codes, values = twin.sweep(w, s, order, scales, zeros, bits, group)
+    np.testing.assert_array_equal(values_of(result, group, d), values)
+    assert result["proxy_swept"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
+
+    result, _, _ = full(weight, hessian, rounds=1, refit=False, **grid)
+    codes, values = twin.descend(w, s, codes, scales, zeros, bits, group, 30)
+    np.testing.assert_array_equal(values_of(result, group, d), values)
+    assert result["proxy_descended"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
+
+    result, _, _ = full(weight, hessian, rounds=1, **grid)
+    scales = twin.refit(w, s, codes, scales, zeros, group, "float16", signed)
+    owner, _ = twin.groups(d, group)
+    values = twin.value(codes, scales[:, owner], zeros[:, owner])
+    assert result["proxy_refitted"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "d", "bits", "group", "symmetric", "signed"), CASES)
+def test_the_damped_proxy_falls_from_stage_to_stage(rows, d, bits, group, symmetric, signed):
+    rng = np.random.default_rng(100 + d)
+    weight, hessian = rng.normal(size=(rows, d)).astype(np.float32), correlated(rng, d)
+    grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
+    losses = []
+    for rounds in (1, 2, 8):
+        result, s, _ = full(weight, hessian, rounds=rounds, **grid)
+        stages = [result[f"proxy_{k}"] for k in ("swept", "descended", "refitted", "settled")]
+        assert stages == sorted(stages, reverse=True)
+        error = values_of(result, group, d) - weight.astype(np.float64)
+        assert stages[-1] == pytest.approx(np.einsum("ij,jk,ik->", error, s, error), rel=1e-9)
+        losses.append(stages[-1])
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] < stages[0], "the stages after the sweep gained nothing on a correlated Hessian"
+
+
+def test_no_single_code_can_be_improved_after_descent():
+    rng = np.random.default_rng(0)
+    weight, hessian = rng.normal(size=(6, 24)).astype(np.float32), correlated(rng, 24)
+    result, s, _ = full(weight, hessian, refit=False, rounds=1, sweeps=100)
+    codes, scales = result["codes"], np.repeat(result["scales"].astype(np.float64), 16, axis=1)[:, :24]
+    weight = weight.astype(np.float64)
+    best = twin.loss(weight, codes * scales, s)
+    for j, step in itertools.product(range(24), (-1, 1)):
+        moved = np.clip(codes.astype(int) + step * np.eye(24, dtype=int)[j], -4, 3)
+        assert (twin.loss(weight, moved * scales, s) >= best * (1 - 1e-12)).all()
+
+
+def test_brute_force_optimum_is_near():
+    """On 6 columns, one group: the exact best codes for the scales found, by trying all of them."""
+    rng = np.random.default_rng(3)
+    ratio = []
+    for trial in range(6):
+        weight, hessian = rng.normal(size=(4, 6)).astype(np.float32), correlated(rng, 6)
+        result, s, _ = full(weight, hessian, bits=2, group_size=0, rounds=8)
+        every = np.array(list(itertools.product(range(-2, 2), repeat=6)), dtype=np.float64)
+        weight, scales = weight.astype(np.float64), result["scales"].astype(np.float64)
+        found = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
+        for row in range(4):
+            exact = twin.loss(np.repeat(weight[row : row + 1], len(every), 0), every * scales[row, 0], s)
+            assert found[row] >= exact.min() * (1 - 1e-6), f"trial {trial}: below the optimum"
+            ratio.append(found[row] / exact.min())
+    assert np.median(ratio) < 1.02
+    assert np.mean(ratio) < 1.25
+
+
+def test_conditional_order_is_the_best_first_column_rule_by_brute_force():
+    rng = np.random.default_rng(5)
+    s = correlated(rng, 7) + np.eye(7)
+    left, expected = list(range(7)), []
+    while left:
+        energy = [1 / np.linalg.inv(s[np.ix_(left, left)])[i, i] for i in range(len(left))]
+        expected.append(left.pop(int(np.argmax(energy))))
+    assert list(native.Prepared(s, np.zeros(7), threads=1).order) == expected
+    by_diagonal = native.Prepared(s, np.zeros(7), order="diagonal", threads=1).order
+    assert list(by_diagonal) == list(np.argsort(-np.diag(s), kind="stable"))
+    assert list(native.Prepared(s, np.zeros(7), order="natural", threads=1).order) == list(range(7))
+
+
+def test_shift_is_the_least_squares_target():
+    """With X^ = X B exactly and no damping, W* X^^T = W X^T."""
+    rng = np.random.default_rng(6)
+    x = rng.normal(size=(60, 12))
+    near = x @ (np.eye(12) + 0.1 * rng.normal(size=(12, 12)))
+    weight = rng.normal(size=(19, 12)).astype(np.float32)
+    for order in ("natural", "conditional"):
+        prepared = native.Prepared(near.T @ near, np.zeros(12), order=order, threads=1)
+        cross = (x - near).T @ near
+        np.testing.assert_allclose(prepared.shift(weight, cross, 1.0) @ near.T, weight @ x.T, atol=2e-5)
+        np.testing.assert_array_equal(prepared.shift(weight, cross, 0.0), weight)
+        half = (prepared.shift(weight, cross, 1.0).astype(float) + weight) / 2
+        np.testing.assert_allclose(prepared.shift(weight, cross, 0.5), half, atol=1e-6)
+
+
+def test_rows_do_not_see_their_neighbours_and_threads_change_nothing():
+    rng = np.random.default_rng(7)
+    weight, hessian = rng.normal(size=(21, 40)).astype(np.float32), correlated(rng, 40)
+    plain, _, _ = full(weight, hessian)
+    order = rng.permutation(21)
+    turned, _, _ = full(weight[order], hessian)
+    for key in ("codes", "scales"):
+        np.testing.assert_array_equal(turned[key], plain[key][order])
+        np.testing.assert_array_equal(full(weight[:3], hessian)[0][key], plain[key][:3])
+        np.testing.assert_array_equal(full(weight, hessian, threads=2)[0][key], plain[key])
+
+
+def test_scaling_the_hessian_changes_no_code():
+    rng = np.random.default_rng(8)
+    weight, hessian = rng.normal(size=(9, 40)).astype(np.float32), correlated(rng, 40)
+    plain = solve("gptq-cd", weight, hessian, bits=3, group_size=16)
+    for c in (2.0**-30, 4.0, 2.0**40):
+        assert solve("gptq-cd", weight, c * hessian, bits=3, group_size=16).same_as(plain)
+
+
+def test_identity_hessian_gives_rounding_with_refitted_scales():
+    rng = np.random.default_rng(9)
+    weight = rng.normal(size=(12, 64)).astype(np.float32)
+    settings = {"bits": 3, "group_size": 16, "signed_scales": False}
+    plain = solve("rtn", weight, None, bits=3, group_size=16, scale_search="mse")
+    one_pass = solve("gptq-cd", weight, np.eye(64), rounds=0, **settings)
+    assert one_pass.same_as(plain)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_beats_gptq_and_negative_scales_help(bits):
+    rng = np.random.default_rng(10)
+    weight, hessian = rng.normal(size=(32, 96)).astype(np.float32), correlated(rng, 96)
+
+    def loss(method, **more):
+        layer = solve(method, weight, hessian, bits=bits, group_size=32, **more)
+        error = layer.dequantize() - weight
+        return np.trace(error @ hessian @ error.T), layer
+
+    gptq, _ = loss("gptq")
+    positive, one = loss("gptq-cd", signed_scales=False)
+    signed, two = loss("gptq-cd")
+    assert positive < gptq
+    assert (one.scales > 0).all()
+    assert two.n_bytes == one.n_bytes
+    if bits < 4:
+        assert signed < positive
+        assert (two.scales < 0).any()
+
+
+def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
+    rng = np.random.default_rng(11)
+    weight, hessian = rng.normal(size=(5, 20)).astype(np.float32), correlated(rng, 20)
+    weight[2] = 0
+    hessian[7] = hessian[:, 7] = 0
+    layer = solve("gptq-cd", weight, hessian, bits=4, group_size=-1, damping_kind="diagonal")
+    np.testing.assert_array_equal(layer.dequantize()[2], np.zeros(20, np.float32))
+    step = np.abs(layer.scales[:, 0])
+    inside = np.abs(weight[:, 7]) <= 7 * step
+    assert (np.abs(layer.dequantize()[:, 7] - weight[:, 7])[inside] <= 0.5001 * step[inside]).all()
+    for bad in (
+        {"order": "random"},
+        {"scale_cost": "x"},
+        {"rounds": -1},
+        {"descent": -1},
+        {"damping_kind": "x"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            solve("gptq-cd", weight, hessian, **bad)
+    for bad in ({"bits": 5}, {"group_size": -5}, {"scale_dtype": "int8"}, {"cost": "x"}):
+        with pytest.raises(ConfigError, match="scale_cost" if "cost" in bad else next(iter(bad))):
+            full(weight, correlated(rng, 20), **bad)
+    with pytest.raises(SolveError, match="all zeros"):
+        native.Prepared(np.zeros((3, 3)), np.zeros(3))
+    with pytest.raises(SolveError, match="column"):
+        native.Prepared(np.ones((3, 3)), np.zeros(3))
+    with pytest.raises(ConfigError, match="mu"):
+        native.Prepared(np.eye(3), np.zeros(2))
+    with pytest.raises(SolveError, match="none were collected"):
+        solve("gptq-cd", weight, None)

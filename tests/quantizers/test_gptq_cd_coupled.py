@@ -1,0 +1,179 @@
+"""The solver under a metric between outputs: against its NumPy twin, brute force, and the laws it must keep."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import loopq._native as native
+from loopq.errors import ConfigError, SolveError
+from tests.support.problems import correlated, values_of
+
+GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
+REST = {"cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
+SETTINGS = native.FullSettings(**GRID, **REST)
+
+
+def made(rows, d, seed=0):
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(rows, d)).astype(np.float32)
+    hessian, between = correlated(rng, d), correlated(rng, rows)
+    right = native.Prepared(hessian, np.full(d, 0.01 * np.diag(hessian).mean()), threads=1)
+    return weight, hessian + np.diag(np.full(d, 0.01 * np.diag(hessian).mean())), between, right
+
+
+def left_of(between):
+    return native.Prepared(between, np.zeros(len(between)), threads=1)
+
+
+def loss(weight, values, a, s):
+    error = values.astype(np.float64) - weight
+    return float(np.sum((a @ error @ s) * error))
+
+
+def twin(weight, s, a, right, passes):
+    """The same rows in the same tiles, in NumPy, each tile solved by the plain full solver."""
+    rows, d = weight.shape
+    order = np.asarray(left_of(a).order)
+    ordered, goal = a[np.ix_(order, order)], weight[order].astype(np.float64)
+    factor = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
+    unit = factor / np.diag(factor)
+    error, values = np.zeros((rows, d)), np.zeros((rows, d), np.float32)
+
+    def solved(targets):
+        found = native.full(targets.astype(np.float32), right, SETTINGS, threads=1)
+        return values_of(found, 16, d)
+
+    for b in range(0, rows, 8):
+        e = min(rows, b + 8)
+        shift = unit[:b, b:e].T @ error[:b]
+        for i in range(e - b):
+            shift[i] -= unit[b : b + i, b + i] @ shift[:i]
+        values[b:e] = solved(goal[b:e] - shift)
+        error[b:e] = values[b:e] - goal[b:e]
+    for _ in range(passes):
+        for b in range(0, rows, 8):
+            e = min(rows, b + 8)
+            own = np.diag(ordered)[b:e, None]
+            pull = ordered[b:e] @ error
+            new = solved(goal[b:e] - (pull / own - error[b:e]))
+            change = new - goal[b:e] - error[b:e]
+            image = change @ s
+            for i in range(e - b):
+                if np.sum(image[i] * (2 * pull[i] + own[i] * change[i])) < 0:
+                    error[b + i] += change[i]
+                    values[b + i] = new[i]
+                    pull += np.outer(ordered[b:e, b + i], change[i])
+    out = np.zeros_like(values)
+    out[order] = values
+    return out
+
+
+@pytest.mark.parametrize(("rows", "d", "passes"), [(24, 32, 0), (24, 32, 2), (19, 40, 1), (5, 33, 1)])
+def test_equals_the_twin_and_reports_the_true_loss(rows, d, passes):
+    weight, s, a, right = made(rows, d, seed=rows)
+    found = native.coupled(weight, right, [left_of(a)], SETTINGS, passes=passes, threads=1)
+    values = values_of(found, 16, d)
+    np.testing.assert_array_equal(values, twin(weight, s, a, right, passes))
+    assert found["coupled_settled"] == pytest.approx(loss(weight, values, a, s), rel=1e-9)
+    assert found["coupled_settled"] <= found["coupled_swept"]
+    assert (found["n_replaced"] > 0) == (found["coupled_settled"] < found["coupled_swept"])
+
+
+def test_is_better_than_rows_that_do_not_know_each_other():
+    for seed in range(3):
+        weight, s, a, right = made(32, 48, seed)
+        alone = values_of(native.full(weight, right, SETTINGS, threads=1), 16, 48)
+        together = native.coupled(weight, right, [left_of(a)], SETTINGS, threads=1)
+        assert loss(weight, values_of(together, 16, 48), a, s) < 0.9 * loss(weight, alone, a, s)
+
+
+def test_without_coupling_it_is_the_full_solver():
+    weight, _, _, right = made(20, 32)
+    plain = native.full(weight, right, SETTINGS, threads=1)
+    for diagonal in (np.ones(20), np.linspace(1, 9, 20)):
+        found = native.coupled(weight, right, [left_of(np.diag(diagonal))], SETTINGS, threads=1)
+        np.testing.assert_array_equal(found["codes"], plain["codes"])
+        np.testing.assert_array_equal(found["scales"], plain["scales"])
+
+
+def test_near_the_optimum_of_all_codes():
+    """Two rows of three columns at two bits and fixed scales: all 4096 choices against the solver's."""
+    rng = np.random.default_rng(4)
+    ratios = []
+    for _ in range(12):
+        weight = rng.normal(size=(2, 3)).astype(np.float32)
+        s, a = correlated(rng, 3), np.array([[1.0, 0.8], [0.8, 1.0]])
+        right = native.Prepared(s, np.zeros(3), threads=1)
+        grid = GRID | REST | {"bits": 2, "group_size": 3, "signed": False, "refit": False}
+        found = native.coupled(weight, right, [left_of(a)], native.FullSettings(**grid), passes=4, threads=1)
+        values = values_of(found, 3, 3)
+        best = min(
+            loss(weight, np.array(c).reshape(2, 3) * found["scales"], a, s)
+            for c in itertools.product(range(-2, 2), repeat=6)
+        )
+        assert loss(weight, values, a, s) >= best * (1 - 1e-6)
+        ratios.append(loss(weight, values, a, s) / best)
+    assert np.median(ratios) < 1.05
+
+
+def test_blocks_are_solved_apart_and_threads_change_nothing():
+    weight, _, a, right = made(40, 32)
+    blocks = [a[:16, :16], a[16:, 16:]]
+    lefts = [left_of(np.ascontiguousarray(b)) for b in blocks]
+    one = native.coupled(weight, right, lefts, SETTINGS, threads=1)
+    two = native.coupled(weight, right, lefts, SETTINGS, threads=2)
+    np.testing.assert_array_equal(one["codes"], two["codes"])
+    np.testing.assert_array_equal(one["scales"], two["scales"])
+    for rows, left in ((slice(0, 16), lefts[0]), (slice(16, 40), lefts[1])):
+        part = native.coupled(np.ascontiguousarray(weight[rows]), right, [left], SETTINGS, threads=1)
+        np.testing.assert_array_equal(part["codes"], one["codes"][rows])
+
+
+def test_refuses_blocks_that_do_not_add_up():
+    weight, _, a, right = made(16, 32)
+    with pytest.raises(ConfigError, match="A"):
+        native.coupled(weight[:12], right, [left_of(a)], SETTINGS, threads=1)
+
+
+def test_a_scale_that_cannot_be_stored_is_named_by_its_row_of_the_weight():
+    weight, _, a, right = made(40, 32)
+    lefts = [left_of(np.ascontiguousarray(b)) for b in (a[:16, :16], a[16:, 16:])]
+    # Rows are solved tile by tile in an order of their own: neither must be seen in the message.
+    for row in (3, 29, 39):
+        large = weight.copy()
+        large[row] = 1e9
+        with pytest.raises(SolveError, match=rf"of row {row}, group 0 is infinite in float16"):
+            native.coupled(large, right, lefts, SETTINGS, passes=0, threads=1)
+
+
+def test_progress_is_told_and_can_stop_the_work():
+    weight, _, a, right = made(512, 256)
+    told = []
+
+    def stop(share):
+        told.append(share)
+        if share > 0:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        native.coupled(weight, right, [left_of(a)], SETTINGS, passes=50, threads=1, progress=stop)
+    assert 0 < told[-1] < 1
+
+
+def test_scaling_either_side_changes_no_code():
+    weight, s, a, _ = made(16, 32)
+    found = [
+        native.coupled(
+            weight,
+            native.Prepared(s * k, np.zeros(32), threads=1),
+            [left_of(a * k * k)],
+            SETTINGS,
+            threads=1,
+        )["codes"]
+        for k in (1.0, 4.0, 0.25)
+    ]
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])

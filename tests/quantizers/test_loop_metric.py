@@ -1,0 +1,47 @@
+"""The metric between outputs and inputs: what scalings and rotations do to it, and rows without gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loopq.quantizers.loop_metric import FLOOR, LoopMetric, inverse, ridged
+from loopq.rotation import RotationConfig
+from tests.support.problems import solve
+
+
+def test_follows_scalings_and_rotations():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(30, 6))
+    h, r = x.T @ x, np.diag(rng.uniform(1, 2, size=6))
+    by = np.array([1.0, 1.0, 1e6, 1.0, 1.0, 1e-3])
+    turn = by * by[:, None]
+    np.testing.assert_allclose(inverse(h * turn, 0.01) * turn, inverse(h, 0.01), rtol=1e-6)
+    np.testing.assert_allclose(inverse(h, 0.01) @ ridged(h, 0.01), np.eye(6), atol=1e-10)
+    plain = LoopMetric((np.eye(3),), r, 1).combined(h)
+    np.testing.assert_allclose(
+        LoopMetric((np.eye(3),), r * turn, 1).combined(h * turn), plain * turn, rtol=1e-9
+    )
+    dead = np.diag([1.0, 0.0])
+    np.testing.assert_array_equal(ridged(dead, 0.5), np.diag([1.5, 0.5]))
+    rotation = RotationConfig("hadamard:2").of(2)
+    turned = LoopMetric((np.eye(3),), np.diag([1.0, 3.0]), 1).rotated(rotation)
+    np.testing.assert_allclose(turned.right, [[2.0, -1.0], [-1.0, 2.0]], atol=1e-12)
+
+
+def test_rows_that_no_gradient_touches_do_not_take_the_errors_of_others(monkeypatch):
+    """Four rows move with the others by 1e-4: second order lets them take any error, and is wrong so far away."""
+    rng = np.random.default_rng(0)
+    seen = rng.normal(size=(8, 50))
+    gradients = np.concatenate([seen, 1e-4 * rng.normal(size=(4, 8)) @ seen])
+    left = ridged(gradients @ gradients.T, 0.1)
+    weight = rng.normal(size=(12, 32)).astype(np.float32)
+    x = rng.normal(size=(200, 32))
+    metric = LoopMetric((left,), np.zeros((32, 32)), 200)
+
+    def error(floor: float) -> float:
+        monkeypatch.setattr("loopq.quantizers.loop_metric.FLOOR", floor)
+        settings = {"bits": 3, "group_size": 32, "metric": "loop"}
+        found = solve("gptq-cd", weight, x.T @ x, threads=1, loop_metric=metric, **settings).dequantize()
+        return float(np.square(found[8:] - weight[8:]).sum() / np.square(weight[8:]).sum()) ** 0.5
+
+    assert error(FLOOR) < 0.5 < 2.0 < error(0.0)

@@ -1,0 +1,136 @@
+"""Bits under a byte budget: against all combinations, and from the costs of a model to the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+import loopq
+import loopq.checkpoint.native
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import compare
+from loopq.quantizers.config import Override
+from loopq.run.allocate import Allocate, Candidate, choose_bits, parse_budget
+from loopq.run.config import QuantConfig
+from tests.support.runs import tensors_of
+
+FULL = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
+
+
+def made(rng, n_layers):
+    sizes = rng.integers(1, 9, size=n_layers) * 64
+    return [
+        Candidate(f"blocks.{i}.w.weight", b, int(sizes[i]) * b, float(rng.lognormal(sigma=2)) * 4.0**-b, 128)
+        for i in range(n_layers)
+        for b in (2, 3, 4)
+    ]
+
+
+def test_is_the_optimum_of_all_combinations():
+    rng = np.random.default_rng(0)
+    for trial in range(5):
+        candidates = made(rng, 6)
+        of_layer = [[c for c in candidates if c.layer == f"blocks.{i}.w.weight"] for i in range(6)]
+        budget = int(sum(w[0].n_bytes for w in of_layer) * (1.1 + 0.2 * trial))
+        possible = [p for p in itertools.product(*of_layer) if sum(c.n_bytes for c in p) <= budget]
+        best = min(sum(c.cost for c in p) for p in possible)
+        found = choose_bits(candidates, budget)
+        assert [c.layer for c in found] == [f"blocks.{i}.w.weight" for i in range(6)]
+        assert sum(c.cost for c in found) == pytest.approx(best)
+        assert sum(c.n_bytes for c in found) <= budget
+
+
+def test_refuses_what_cannot_fit():
+    candidates = made(np.random.default_rng(2), 3)
+    with pytest.raises(ConfigError, match="smallest"):
+        choose_bits(candidates, 10)
+    with pytest.raises(ConfigError, match="no candidates"):
+        choose_bits([], 10)
+
+
+def test_budgets_are_bits_a_weight_or_bytes():
+    assert parse_budget("3.25") == 3.25
+    assert isinstance(parse_budget("4"), float)
+    assert parse_budget("900K") == 900 * 1024
+    assert Allocate(3.25).n_bytes(1600) == 650
+    assert Allocate(900).n_bytes(1600) == 900
+
+
+@pytest.mark.parametrize("score", ["ablation", "fisher"])
+def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path, score):
+    asked = Allocate(3.6, score, bits=(2, 3, 4, 8), group_sizes=(16, 32), n_prompts=4)
+    found = loopq.quantize(tiny_folder, tokens, FULL, allocate=asked, out=tmp_path / "q", threads=1)
+    facts = found.settings["allocation"]
+    n_weights = sum(x.codes.size for x in found.layers.values())
+    n_bytes = sum(x.n_bytes for x in found.layers.values())
+    assert n_bytes == facts["n_bytes"] <= facts["budget_bytes"] == int(3.6 * n_weights / 8)
+    assert facts["bits_a_weight"] == pytest.approx(8 * n_bytes / n_weights)
+    # No layer could be widened within what is left of the budget.
+    assert facts["budget_bytes"] - n_bytes < max(x.codes.size for x in found.layers.values()) * 4
+    assert len({x.bits for x in found.layers.values()}) > 1
+    again = loopq.checkpoint.native.read(tmp_path / "q")
+    config = QuantConfig.from_json(again.settings["quantization"])
+    for name, layer in found.layers.items():
+        assert facts["layers"][name] == {"bits": layer.bits, "group_size": layer.group_size}
+        grid = config.for_layer(name).grid
+        assert (grid.bits, grid.group_size) == (layer.bits, layer.group_size)
+        assert config.for_layer(f"{name}.more") == FULL.with_metric("inputs").layer
+        assert again.layers[name].same_as(layer)
+    loaded = loopq.load(tmp_path / "q")
+    name = "transformer.adapter.weight"
+    np.testing.assert_array_equal(
+        loaded.model.get_parameter(name).detach().numpy(), found.layers[name].in_model_orientation()
+    )
+    assert loopq.evaluate(tiny_folder, [tmp_path / "q"], tokens)[1].kl.mean() > 0
+
+
+def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
+    name = "transformer.adapter.weight"
+    fixed = dataclasses.replace(FULL, overrides=(Override(name, {"bits": 8, "group_size": 8}),))
+    asked = Allocate(4.5, bits=(2, 3), group_sizes=(16, 32), n_prompts=2)
+    found = loopq.quantize(tiny, tokens, fixed, allocate=asked, threads=1)
+    layer = found.layers[name]
+    assert (layer.bits, layer.group_size) == (8, 8)
+    facts = found.settings["allocation"]
+    assert facts["layers"][name] == {"bits": 8, "group_size": 8}
+    assert facts["n_bytes"] == sum(x.n_bytes for x in found.layers.values())
+    assert {x.bits for n, x in found.layers.items() if n != name} <= {2, 3}
+
+
+def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens):
+    """The layers that got two bits get four here, as far as the bytes reach."""
+    asked = Allocate(3.5, bits=(2, 4), group_sizes=(16,), n_prompts=10)
+    found = loopq.quantize(tiny, tokens, FULL, allocate=asked, threads=1)
+    bits = {n: x.bits for n, x in found.layers.items()}
+    assert set(bits.values()) == {2, 4}
+    budget = sum(x.n_bytes for x in found.layers.values())
+    two = loopq.quantize(tiny, tokens, FULL, bits=2, threads=1).layers
+    four = loopq.quantize(tiny, tokens, FULL, bits=4, threads=1).layers
+    other, used = dict(two), sum(x.n_bytes for x in two.values())
+    for n in bits:
+        more = four[n].n_bytes - two[n].n_bytes
+        if used + more <= budget and bits[n] == 2:
+            other[n], used = four[n], used + more
+    assert used > sum(x.n_bytes for x in two.values())
+    variants = {"scored": tensors_of(found.layers), "other": tensors_of(other)}
+    _, scored, reverse = compare(tiny.system, variants, tokens)
+    assert scored.kl.mean() < reverse.kl.mean()
+
+
+def test_budget_in_bytes_and_settings_that_cannot_be(tiny, tokens):
+    least = Allocate(10, bits=(2,), group_sizes=(16,))
+    with pytest.raises(ConfigError, match="the budget is 10 bytes"):
+        loopq.quantize(tiny, tokens, FULL, allocate=least, threads=1)
+    for bad, match in [
+        ({"budget": 0.0}, "budget must be above 0"),
+        ({"score": "size"}, "score must be one of ablation, fisher"),
+        ({"bits": (5,)}, "bits must be of 2, 3, 4, 8; got 5"),
+        ({"n_prompts": 0}, "n_prompts must be at least 1"),
+        ({"bits": ()}, "one or more"),
+        ({"group_sizes": ()}, "one or more"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            Allocate(**({"budget": 3.0} | bad))

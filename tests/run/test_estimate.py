@@ -1,0 +1,59 @@
+"""What a run will take, told before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from loopq.gradients.tuner import Tune
+from loopq.run.allocate import Allocate
+from loopq.run.config import QuantConfig
+from loopq.run.estimate import duration, estimate
+from tests.support.runs import run_of
+
+
+def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
+    def of(**changes):
+        return estimate(run_of(loaded, tokens, QuantConfig.of(**changes)))
+
+    plain, best = of(), of(preset="best")
+    assert (plain.metric.n_gradients, plain.metric_seconds) == (0, 0.0)
+    assert "gradients" not in str(plain)
+    assert best.metric.n_gradients == 4 * len(tokens.sequences)
+    assert best.seconds > best.metric_seconds > 0
+    assert "40 gradients for the loop metric" in str(best)
+    groups = len(run_of(loaded, tokens).job.selection.input_groups)
+    assert of(inputs="asymmetric", sweeps=2).n_passes == 4 * groups
+    assert of(inputs="asymmetric", sweeps=2, preset="best").n_passes == 4 * groups + 1
+    assert of(inputs="closed-loop").n_passes == 2
+    assert of(inputs="equal-rows").n_passes == 1
+    assert "passes" not in str(plain)
+    assert "2 passes over the calibration set" in str(of(inputs="closed-loop"))
+
+
+def test_a_memory_limit_means_more_passes(loaded, tokens):
+    free = estimate(run_of(loaded, tokens))
+    limited = estimate(run_of(loaded, tokens, memory=40_000))
+    assert (free.n_passes, limited.n_passes) == (1, 4)
+    assert limited.memory < free.memory
+
+
+def test_what_choosing_bits_and_tuning_take_is_said_too(tiny, tokens):
+    def extra(**changes):
+        run = run_of(tiny, tokens, QuantConfig.of(**changes))
+        return estimate(dataclasses.replace(run, probe_seconds=0.5)).extra
+
+    layers = len(run_of(tiny, tokens).tasks)
+    assert extra() == ""
+    measured = extra(allocate=Allocate(3.25, bits=(3, 4), group_sizes=(16,), n_prompts=4))
+    assert measured == f"; besides, about: bits by ablation {4 * 2 * layers * 0.5:.0f} s"
+    both = extra(
+        allocate=Allocate(3.25, "fisher", n_prompts=4), tune=Tune("scales", n_updates=3, batch_size=2)
+    )
+    assert both == "; besides, about: bits by fisher 6 s, tuning at most 12 s"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "1.5 h")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text

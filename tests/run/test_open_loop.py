@@ -1,0 +1,79 @@
+"""Inputs of the full-precision rollout and its variants; memory limits and kills change no byte."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import loopq
+from loopq.calibrate.equal_rows import EqualRows
+from loopq.errors import ConfigError
+from loopq.run.config import QuantConfig
+from loopq.run.open_loop import ClosedLoop
+from tests.support.kills import Kill, Killer, counting
+from tests.support.runs import SETTINGS, digest, run_of
+
+
+def test_memory_limit_means_more_passes_and_the_same_bytes(loaded, tokens, tmp_path, checkpoint_folder):
+    out = tmp_path / "limited"
+    loopq.quantize(loaded, tokens, out=out, batch_size=3, memory=40_000, threads=1, **SETTINGS)
+    assert digest(out) == digest(checkpoint_folder)
+    with pytest.raises(ConfigError, match="its Hessian alone"):
+        loopq.quantize(loaded, tokens, batch_size=3, memory=1000, **SETTINGS)
+
+
+@pytest.mark.parametrize(("at", "rollouts"), [(0, 4), (4, 3), (9, 1), (11, 1), (14, 1)])
+def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, checkpoint_folder, monkeypatch, at, rollouts):
+    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", 0.0)
+    out = tmp_path / "killed"
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=out, batch_size=3, progress=Killer(at), **SETTINGS)
+    assert not out.exists()
+    seen = []
+    monkeypatch.setattr(type(loaded.system), "rollout", counting(type(loaded.system).rollout, seen))
+    loopq.quantize(loaded, tokens, out=out, batch_size=3, **SETTINGS)
+    assert digest(out) == digest(checkpoint_folder)
+    assert not list(tmp_path.glob(".killed*"))
+    # The probe, and those of the four batches that no part on disk covers.
+    assert len(seen) == rollouts
+
+
+def test_choices_of_steps_really_differ(loaded, tokens):
+    results = [loopq.quantize(loaded, tokens, steps=s, **SETTINGS) for s in ("first", "all", "1:")]
+    name = "transformer.core_block.0.mlp.fc.weight"
+    codes = [r.layers[name].codes for r in results]
+    assert not np.array_equal(codes[0], codes[1])
+    assert not np.array_equal(codes[1], codes[2])
+
+
+def test_closed_loop_collects_from_the_quantized_model(tiny, tokens):
+    """At two bits the rollout of the quantized model has other Hessians than that of full precision."""
+    config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None)
+    run = run_of(tiny, tokens, config, batch_size=5)
+    plain = run.solve_from(run.all_steps())
+    again = ClosedLoop().solve(run)
+    assert list(again) == list(plain)
+    assert not all(again[n].same_as(plain[n]) for n in plain)
+    assert all(layer.report["inputs"] == "closed-loop" for layer in again.values())
+
+
+def test_closed_loop_with_next_to_no_error_is_open_loop(tiny, tokens):
+    """First eight bits, which change the rollout by next to nothing: hardly any code turns."""
+    config = QuantConfig.of(bits=8, group_size=16, rank_threshold=None)
+    run = run_of(tiny, tokens, config, batch_size=5)
+    plain, again = run.config.inputs.solve(run), ClosedLoop().solve(run)
+    assert np.mean([(again[n].codes == plain[n].codes).mean() for n in plain]) > 0.95
+
+
+def test_equal_rows_spread_the_rows_of_one_step(tiny, tokens):
+    config = QuantConfig.of(group_size=16, rank_threshold=None)
+    run = run_of(tiny, tokens, config, batch_size=5)
+    expected = run.solve_from(EqualRows(run.job))
+    found = loopq.quantize(tiny, tokens, config, inputs="equal-rows", batch_size=5, threads=1)
+    plain = loopq.quantize(tiny, tokens, config, batch_size=5, threads=1)
+    assert all(found.layers[n].same_as(x) for n, x in expected.items())
+    assert any(not found.layers[n].same_as(x) for n, x in plain.layers.items())
+    n_positions = sum(s.size for s in tokens.sequences)
+    assert {x.report["n_rows"] for x in found.layers.values() if x.report["steps"]} == {n_positions}
+    with pytest.raises(ConfigError, match="they go with metric 'inputs'"):
+        loopq.quantize(tiny, tokens, config, inputs="equal-rows", method="gptq-cd", metric="loop")

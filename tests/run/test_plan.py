@@ -1,0 +1,77 @@
+"""What is done to each layer: overrides, treatments, steps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import loopq
+from loopq.errors import ConfigError
+from loopq.quantizers.config import Override
+from loopq.quantizers.rtn import RTN
+from loopq.run.config import QuantConfig
+from loopq.run.plan import plan, rounding_like, steps_by_input
+from tests.support.runs import SETTINGS, run_of
+
+
+def test_layers_may_choose_their_own_steps(loaded, tokens):
+    config = QuantConfig.of(
+        Override("*adapter*", {"steps": "first", "bits": 8}), Override("*.1.*", {"method": "rtn"})
+    )
+    result = loopq.quantize(loaded, tokens, config, **SETTINGS)
+    reports = {name: layer.report for name, layer in result.layers.items()}
+    adapter = reports["transformer.adapter.weight"]
+    assert (adapter["steps"], adapter["bits"], adapter["method_done"]) == ([0], 8, "gptq")
+    assert reports["transformer.core_block.0.mlp.fc.weight"]["steps"] == [0, 1, 2]
+    assert reports["transformer.core_block.1.mlp.fc.weight"]["method_done"] == "rtn"
+    alone = loopq.quantize(loaded, tokens, preset="paper", steps="first", group_size=20, bits=8)
+    assert result.layers["transformer.adapter.weight"].same_as(alone.layers["transformer.adapter.weight"])
+    with pytest.raises(ConfigError, match="matches no shared parameter"):
+        loopq.quantize(loaded, tokens, QuantConfig.of(Override("nowhere", {"bits": 8})))
+
+
+def test_tasks_have_steps_and_the_input_that_they_share(tiny, tokens):
+    run = run_of(tiny, tokens, QuantConfig.of(Override("*adapter*", {"steps": "2"}), steps="0:2"))
+    tasks = {t.name: t for t in run.tasks}
+    assert list(tasks) == [p.name for p in tiny.system.shared_parameters(3)]
+    assert tasks["transformer.adapter.weight"].steps == (2,)
+    assert {t.steps for n, t in tasks.items() if "adapter" not in n} == {(0, 1)}
+    assert {n: t.leader for n, t in tasks.items()} == run.job.selection.leaders
+    adapter = "transformer.adapter.weight"
+    assert steps_by_input(run.tasks) == {
+        leader: [2] if leader == adapter else [0, 1] for leader in run.job.selection.leaders.values()
+    }
+
+
+def test_treatments_of_the_system_and_dense_layers(tiny, tokens):
+    run = run_of(tiny, tokens)
+    first, second, *rest = run.job.selection.parameters
+    parameters = [
+        dataclasses.replace(first, treatment="rtn", reason="outside the loop"),
+        dataclasses.replace(second, treatment="dense", reason="excluded by pattern"),
+        *rest,
+    ]
+    config = QuantConfig.of(Override(f"*{rest[0].name}", {"method": "dense"}), method="awq")
+    tasks = plan(parameters, run.job.selection.leaders, config)
+    assert [t.name for t in tasks] == [first.name, *(p.name for p in rest[1:])]
+    assert (tasks[0].config.method, tasks[0].steps, tasks[0].leader) == (RTN(), (), None)
+    with pytest.raises(ConfigError, match="nothing is left to quantize"):
+        plan(parameters, {}, QuantConfig.of(method="dense"))
+
+
+def test_rounding_has_the_scale_search_of_the_method():
+    for method, search in (("gptq", "mse"), ("awq", "mse"), ("rtn", "mse")):
+        layer = QuantConfig.of(method=method, scale_search=search).layer
+        assert rounding_like(layer) == RTN(scale_search="mse")
+    assert rounding_like(QuantConfig.of(method="gptq-cd").layer) == RTN()
+
+
+def test_a_setting_that_the_method_of_a_layer_does_not_read_is_refused(tiny, tokens):
+    config = QuantConfig.of(Override("*adapter*", {"damping": 0.1}), method="awq")
+    with pytest.raises(
+        ConfigError,
+        match=r"override '\*adapter\*', layer transformer\.adapter\.weight: damping goes with method gptq or "
+        r"gptq-cd; method awq would not read it",
+    ):
+        loopq.quantize(tiny, tokens, config)

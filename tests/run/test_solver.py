@@ -1,0 +1,94 @@
+"""Layers of a run solved from its Hessians: saved one by one, and named where they cannot be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import loopq
+from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.errors import NonFiniteError
+from loopq.journal import Journal
+from loopq.run.config import QuantConfig
+from loopq.run.solver import save_layer, saved_layer
+from tests.support.kills import Kill, Killer, counting
+from tests.support.runs import SETTINGS, digest, run_of
+
+
+def test_a_saved_layer_that_was_altered_is_solved_again(loaded, tokens, tmp_path, checkpoint_folder):
+    """Its codes are not those that were saved with the settings beside them."""
+    out = tmp_path / "killed"
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=out, batch_size=3, progress=Killer(12), **SETTINGS)
+    saved = min((tmp_path / ".killed.work").glob("layers/*/*.safetensors"))
+    kept, (_, metadata) = read_tensors(saved), read_header(saved)
+    name = next(n for n in kept if n.endswith("weight_packed"))
+    kept[name] = RawTensor.of(np.zeros_like(kept[name].array()))
+    write_tensors(saved, kept, metadata)
+    loopq.quantize(loaded, tokens, out=out, batch_size=3, **SETTINGS)
+    assert digest(out) == digest(checkpoint_folder)
+
+
+def test_layers_come_back_from_the_journal_and_only_those_missing_are_solved(
+    tiny, tokens, tmp_path, monkeypatch
+):
+    run = run_of(tiny, tokens, QuantConfig.of(bits=3, group_size=16))
+    sums, journal = run.all_steps(), Journal(tmp_path / "layers", "key")
+    first = run.solver(sums, journal).run(run.tasks)
+    for name, layer in first.items():
+        again = saved_layer(journal, name)
+        assert again.same_as(layer)
+        assert again.report == layer.report
+        assert saved_layer(journal, name, "sweep-1/") is None
+        save_layer(journal, layer, "sweep-1/")
+        assert saved_layer(journal, name, "sweep-1/").same_as(layer)
+    solved = []
+    method = type(run.config.layer.method)
+    monkeypatch.setattr(method, "quantize", counting(method.quantize, solved))
+    next((tmp_path / "layers").glob("*/transformer.adapter*")).unlink()
+    again = run.solver(sums, journal).run(run.tasks)
+    assert len(solved) == 1
+    assert list(again) == [t.name for t in run.tasks]
+    assert all(again[n].same_as(layer) for n, layer in first.items())
+
+
+def test_the_report_says_what_was_asked_and_what_it_cost(tiny, tokens):
+    config = QuantConfig.of(
+        method="gptq", bits=3, group_size=16, damping=0.02, damping_kind="median", steps="1:"
+    )
+    run = run_of(tiny, tokens, config)
+    name = "transformer.adapter.weight"
+    hessian = run.all_steps().accumulator(name, [1, 2]).matrix([1, 2])
+    layer = run.config.inputs.solve(run)[name]
+    weight = tiny.model.get_parameter(name).detach().numpy().astype(np.float64)
+    error = layer.dequantize() - weight
+    report = layer.report
+    assert {
+        k: report[k] for k in ("method_asked", "method_done", "bits", "group_size", "steps", "n_rows")
+    } == {
+        "method_asked": "gptq",
+        "method_done": "gptq",
+        "bits": 3,
+        "group_size": 16,
+        "steps": [1, 2],
+        "n_rows": 480,
+    }
+    assert (report["damping"], report["damping_kind"]) == (0.02, "median")
+    assert (report["step_weighting"], report["step_weights"]) == ("sum", None)
+    assert report["proxy"] == pytest.approx(np.trace(error @ hessian @ error.T), rel=1e-9)
+    assert report["proxy_total"] == pytest.approx(np.trace(weight @ hessian @ weight.T), rel=1e-9)
+    assert report["proxy"] < report["proxy_rtn"] < report["proxy_total"]
+    assert report["weight_error"] == pytest.approx(np.linalg.norm(error) / np.linalg.norm(weight), rel=1e-6)
+    values = np.linalg.eigvalsh(hessian)
+    assert report["rank"] == (values > 1e-3 * values[-1]).sum()
+    assert report["rank_threshold"] == 1e-3
+    assert report["n_bytes"] == layer.n_bytes
+
+
+def test_nan_in_a_weight_is_named(loaded, tokens):
+    weight = loaded.system.parameter(loaded.system.shared_parameters(3)[4])
+    with torch.no_grad():
+        weight[3, 5] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"(core_block\.0\.mlp\.proj\.weight|core_block\.1)"):
+        loopq.quantize(loaded, tokens, method="rtn")

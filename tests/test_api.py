@@ -1,0 +1,88 @@
+"""The public functions: what they refuse, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import loopq
+from loopq.api import weights_of
+from loopq.calibrate.collect import collect_rows
+from loopq.checkpoint import native as store
+from loopq.errors import CheckpointError, ConfigError, DumpError
+from loopq.systems.replace import replaced
+from tests.support.runs import SETTINGS, digest, job_of
+
+
+def test_load_gives_the_dequantized_model(loaded, tokens, checkpoint_folder):
+    again = loopq.load(checkpoint_folder)
+    checkpoint = store.read(checkpoint_folder)
+    own = dict(again.model.state_dict())
+    for name, weight in weights_of(checkpoint).items():
+        assert torch.equal(own[name], torch.from_numpy(weight))
+    for name, tensor in loaded.model.state_dict().items():
+        if name not in checkpoint.layers:
+            assert torch.equal(own[name], tensor)
+    batch = next(iter(tokens.batches(2)))
+    with replaced(loaded.system, weights_of(checkpoint)):
+        expected = loaded.system.rollout(batch, 3)
+    assert torch.equal(again.system.rollout(batch, 3), expected)
+    assert again.model.lm_head.weight is again.model.transformer["wte"].weight
+
+
+def test_nothing_is_overwritten(loaded, tokens, tmp_path, checkpoint_folder):
+    dump = tmp_path / "dump"
+    collect_rows(job_of(loaded, tokens), dump, shard_batches=1)
+    before = digest(checkpoint_folder)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        loopq.quantize(loaded, tokens, out=checkpoint_folder, **SETTINGS)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        loopq.solve(dump, out=checkpoint_folder, **SETTINGS)
+    with pytest.raises(DumpError, match="finished dump"):
+        collect_rows(job_of(loaded, tokens), dump)
+    assert digest(checkpoint_folder) == before
+
+
+def test_a_full_disk_leaves_nothing_behind(loaded, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopq.checkpoint.files.free_bytes", lambda path: 1000)
+    with pytest.raises(CheckpointError, match="the disk has"):
+        loopq.quantize(loaded, tokens, out=tmp_path / "out", **SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_refused_before_the_model_is_looked_for(tmp_path):
+    for settings, match in [
+        ({"bitz": 3}, "unknown setting bitz.*; known: act_order"),
+        ({"method": "gptk"}, "did you mean gptq"),
+        ({"threads": -1}, "threads must be .*; got -1"),
+        ({"preset": "good"}, "preset must be one of best"),
+        ({"n_prompts": 0}, "n_prompts must be at least 1"),
+        (
+            {"method": "rtn", "damping": 0.1},
+            "damping goes with method gptq or gptq-cd; method rtn would not read",
+        ),
+        ({"alpha": 0.5}, "alpha goes with inputs asymmetric; inputs open would not read it"),
+        ({"tune_every": 5}, "tune_every goes with tune"),
+        ({"tune": "all"}, "tune must be one of scales, codes; got 'all'"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            loopq.quantize(tmp_path / "nowhere", **settings)
+
+
+def test_settings_are_objects_or_keywords(loaded, tokens):
+    few = tokens.take(0, 2)
+    config = loopq.QuantConfig.of(method="gptq", bits=2, group_size=16, damping=0.05)
+    by_object = loopq.quantize(loaded, few, config)
+    by_name = loopq.quantize(loaded, few, method="gptq", bits=2, group_size=16, damping=0.05)
+    both = loopq.quantize(loaded, few, config.changed(bits=8), bits=2)
+    part = loopq.quantize(loaded, few, layer=config.layer)
+    for other in (by_name, both, part):
+        assert other.settings["quantization"] == by_object.settings["quantization"]
+        assert all(other.layers[n].same_as(x) for n, x in by_object.layers.items())
+
+
+def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpoint_folder):
+    checkpoint = store.read(checkpoint_folder)
+    checkpoint.settings["system"] = "ouro"
+    with pytest.raises(CheckpointError, match="other: a checkpoint of system 'ouro'; the model is 'huginn'"):
+        loopq.evaluate(loaded, {"other": checkpoint}, tokens)

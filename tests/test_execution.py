@@ -1,0 +1,37 @@
+"""How work is carried out."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.execution import Execution, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("512", 512), ("8G", 8 << 30), ("1.5k", 1536), ("2 MiB", 2 << 20), ("3TB", 3 << 40)],
+)
+def test_bytes_have_units_of_1024(text, n_bytes):
+    assert parse_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "8X", "1e9", "9" * 16])
+def test_other_texts_are_no_bytes(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="give bytes with a unit, as in 8G or 512M"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"seed": -1}, {"batch_size": 0}, {"threads": -1}, {"memory": 0}, {"work": "x"}]
+)
+def test_refuses(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Execution(**bad)
+
+
+def test_folders_lie_in_the_work_folder(tmp_path):
+    assert Execution().folder("layers") is None
+    assert Execution(work=tmp_path).folder("layers") == tmp_path / "layers"

@@ -1,0 +1,270 @@
+"""The interpreter must notice what it is there for: the kernels' PTX with one operand, modifier or barrier changed.
+
+Every change compiles (or would); none can be seen by compiling. The edits name instructions, never registers, so that
+they outlive changes of the kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+
+from tests.support.kernels import nvrtc
+from tests.support.kernels.cases import Case, from_bf16, make_problem, relative_l2, run, to_bf16
+from tools.ptx import kernels
+from tools.ptx.compile import Program
+from tools.ptx.machine import launch
+from tools.ptx.memory import Global
+from tools.ptx.parse import PtxError
+
+pytestmark = pytest.mark.skipif(
+    nvrtc.library() is None,
+    reason="NO NVRTC: the PTX interpreter is NOT tested on the kernels here; install the extra cuda12 or cuda13",
+)
+
+# Pairs of strips that warps share, and pairs that one warp has whole; one and four tiles of tokens.
+CASES = [
+    Case(k=992, n=80, tokens=5, slices=2, warps=4),
+    Case(k=992, n=144, tokens=5, slices=2, warps=3),
+    Case(k=992, n=80, tokens=25, slices=2, warps=5),
+]
+SEEDS = 3
+LIMIT = 20_000  # basic blocks: an altered wait may spin for ever
+ANY = r"[^;]*"
+REGISTER = r"%\w+"
+MMA = r"(mma\.sync[\w.]+ *)(\{[^}]*\}), *(\{[^}]*\}), *(\{[^}]*\}), *(\{[^}]*\});"
+
+
+def cases(bulk: bool, tokens: int, seeds: int = SEEDS) -> list[Case]:
+    return [
+        replace(case, bulk=bulk, seed=seed)
+        for seed in range(seeds)
+        for case in CASES
+        if (case.tokens > 8) == (tokens > 8)
+    ]
+
+
+@cache
+def original(target: int, bulk: bool, tokens: int = 5) -> str:
+    return kernels.ptx_text(kernels.GEMM[0], cases(bulk, tokens)[0].variant.defines, target)
+
+
+def complaint(text: str, target: int, bulk: bool, tokens: int = 5, seeds: int = SEEDS) -> str | None:
+    """What some cut and order of warps shows: an error, "wrong result", or None."""
+    code = kernels.programs(text, target)[kernels.GEMM[1]]
+    for case in cases(bulk, tokens, seeds):
+        problem = make_problem(case)
+        gemm = partial(kernels.run_gemm, target=target, code=code, limit=LIMIT)
+        try:
+            result = run(problem, None, gemm)
+        except (PtxError, AssertionError) as error:
+            return str(error)
+        if not relative_l2(result, problem.expected) < 1e-6:
+            return "wrong result"
+    return None
+
+
+def swap(vector: str, i: int, j: int) -> str:
+    parts = vector.strip("{}").split(",")
+    parts[i], parts[j] = parts[j], parts[i]
+    return "{" + ",".join(parts) + "}"
+
+
+def in_mma(operand: int, i: int, j: int) -> Callable[[re.Match[str]], str]:
+    """Swaps two registers of one operand (0: d, 1: a, 2: b, 3: c)."""
+
+    def edit(match: re.Match[str]) -> str:
+        operands = [match[k] for k in (2, 3, 4, 5)]
+        operands[operand] = swap(operands[operand], i, j)
+        return f"{match[1]} {', '.join(operands)};"
+
+    return edit
+
+
+def other_number(match: re.Match[str]) -> str:
+    return f"{match[1]}{int(match[2]) + 1};"
+
+
+def instead(statement: str, register: str) -> Callable[[re.Match[str]], str]:
+    """Computes the last operand anew before the instruction."""
+
+    def edit(match: re.Match[str]) -> str:
+        return f"{{ .reg .u32 t; {statement.format(match[2])} {match[1]}{register}; }}"
+
+    return edit
+
+
+BOTH_WAYS = [(80, False), (90, True)]
+# name: pattern of which the first match is changed, its replacement, where it applies, words of the complaint
+MUTANTS: dict[str, tuple[str, str | Callable[[re.Match[str]], str], list[tuple[int, bool]], str]] = {
+    "two registers of A": (MMA, in_mma(1, 1, 2), BOTH_WAYS, "wrong result"),
+    "halves of B": (MMA, in_mma(2, 0, 1), BOTH_WAYS, "wrong result"),
+    "two results": (MMA, in_mma(0, 1, 2), BOTH_WAYS, "wrong result"),
+    "the other 16-bit type": (r"\.bf16\.bf16\.f32", ".f16.f16.f32", BOTH_WAYS, "wrong result"),
+    "two matrices of ldmatrix": (
+        r"(ldmatrix[\w.]+\s*)(\{[^}]*\})",
+        lambda m: m[1] + swap(m[2], 1, 2),
+        BOTH_WAYS,
+        "wrong result",
+    ),
+    # ptxas makes one LOP3 of such an AND and what follows it.
+    "a narrower mask": (
+        rf"and\.b32(\s+{REGISTER}, {REGISTER}, )983055;",
+        r"and.b32\g<1>458759;",
+        BOTH_WAYS,
+        "wrong result",
+    ),
+    "the sign of an offset": (
+        rf"(fma\.rn\.bf16x2\s+{REGISTER}, {REGISTER}, {REGISTER}, )({REGISTER});",
+        instead("xor.b32 t, {}, 0x80008000;", "t"),
+        BOTH_WAYS,
+        "wrong result",
+    ),
+    "one copy too many in flight": (
+        r"(cp\.async\.wait_group )(\d+);",
+        other_number,
+        [(80, False)],
+        "in flight",
+    ),
+    "no wait for copies": (r"cp\.async\.wait_group \d+;", "", [(80, False)], "in flight"),
+    "copies in no group": (r"cp\.async\.commit_group;", "", [(80, False)], "in flight"),
+    "more bytes announced": (
+        rf"(mbarrier\.arrive\.expect_tx{ANY}\], )({REGISTER});",
+        instead("add.u32 t, {}, 16;", "t"),
+        [(90, True)],
+        "deadlock",
+    ),
+    "fewer bytes announced": (
+        rf"(mbarrier\.arrive\.expect_tx{ANY}\], )({REGISTER});",
+        instead("sub.u32 t, {}, 128;", "t"),
+        [(90, True)],
+        "",
+    ),
+    "the other parity": (
+        rf"(mbarrier\.try_wait{ANY}\], )({REGISTER});",
+        instead("xor.b32 t, {}, 1;", "t"),
+        [(90, True)],
+        "",
+    ),
+    "a wait that ends too early": (r"@!(done\s+bra)", r"@\1", [(90, True)], ""),
+    "two arrivals expected": (
+        rf"(mbarrier\.init{ANY}\], )({REGISTER});",
+        instead("add.u32 t, {}, 1;", "t"),
+        [(90, True)],
+        "deadlock",
+    ),
+    "no fence of barriers": (r"fence\.mbarrier_init[\w.]*;", "", [(90, True)], "no fence.mbarrier_init"),
+    "a bulk copy of half the bytes": (
+        rf"(cp\.async\.bulk{ANY}\[g\], )({REGISTER})({ANY};)",
+        lambda m: f"{{ .reg .u32 t; shr.u32 t, {m[2]}, 1; {m[1]}t{m[3]} }}",
+        [(90, True)],
+        "",
+    ),
+    "an earlier kernel not waited for": (
+        r"griddepcontrol\.wait;",
+        "",
+        [(90, True)],
+        "before griddepcontrol.wait",
+    ),
+    "partial sums through L1": (r"ld\.global\.cg", "ld.global", BOTH_WAYS, "L1 may hold"),
+    "no fence before the counter": (r"fence\.acq_rel\.gpu;", "", BOTH_WAYS, "no fence between"),
+    "a counter not counted": (r"(atom\.global\.add[^;]*, )[^;]*;", r"\g<1>0;", BOTH_WAYS, "wrong result"),
+    "a scale of another column": (r"(ld\.shared\.u32[^;]*)\]", r"\1+4]", BOTH_WAYS, ""),
+    "words in another order": (
+        r"(ld\.shared\.v4\.u32\s*)(\{[^}]*\})",
+        lambda m: m[1] + swap(m[2], 0, 1),
+        BOTH_WAYS,
+        "wrong result",
+    ),
+}
+RUNS = [(name, *way) for name, mutant in MUTANTS.items() for way in mutant[2]]
+
+
+@pytest.mark.parametrize(("target", "bulk"), BOTH_WAYS)
+def test_the_kernel_itself_gives_no_cause(target: int, bulk: bool) -> None:
+    assert complaint(original(target, bulk), target, bulk) is None
+
+
+@pytest.mark.parametrize(("name", "target", "bulk"), RUNS, ids=lambda v: str(v).replace(" ", "-"))
+def test_a_change_is_noticed(name: str, target: int, bulk: bool) -> None:
+    pattern, replacement, _, message = MUTANTS[name]
+    text, count = re.subn(pattern, replacement, original(target, bulk), count=1)
+    assert count == 1, f"the mutant {name!r} no longer applies"
+    found = complaint(text, target, bulk)
+    assert found is not None, f"{name} was not noticed"
+    assert message in found, found
+
+
+@pytest.mark.parametrize("barrier", ["bar.sync 0;", "bar.warp.sync 0xffffffff;"])
+def test_every_barrier_is_needed(barrier: str) -> None:
+    """Each taken out by itself. One of them keeps sums of many tokens off a ring that is still read."""
+    found: list[list[str | None]] = []
+    for tokens in (5, 25):
+        text = original(80, False, tokens)
+        starts = [match.start() for match in re.finditer(re.escape(barrier), text)]
+        without = (text[:at] + text[at + len(barrier) :] for at in starts)
+        # What another variant has shown to be needed is not tried again.
+        known = found[-1] if found else [None] * len(starts)
+        found.append([k or complaint(t, 80, False, tokens, 8) for k, t in zip(known, without, strict=True)])
+    for index, complaints in enumerate(found[-1]):
+        assert complaints, f"{barrier} number {index} may be missing unnoticed"
+
+
+def test_bulk_copies_need_warp_barriers() -> None:
+    """All but the first and the last, which belong to the barriers' start and to the slices' end."""
+    barrier = "bar.warp.sync 0xffffffff;"
+    first, *between, last = original(90, True).split(barrier)
+    found = complaint(first + barrier + "".join(between) + barrier + last, 90, True)
+    assert found is not None
+    assert "that another thread reads, with no barrier between" in found
+    found = complaint(first + barrier.join(between) + barrier + last, 90, True)
+    assert found is not None
+    assert "between its initialisation and here" in found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        (r"(shfl\.sync\.bfly\.b32 [^,]*, [^,]*, )[^,]*(,)", r"\g<1>3\2"),
+        (r"(shfl\.sync\.idx\.b32 [^,]*, [^,]*, )[^,]*(,)", r"\g<1>0\2"),
+        (r"bar\.sync 0;", ""),
+        (r"(ex2\.approx\.ftz\.f32\s+%\w+), %\w+;", r"\1, 0f00000000;"),
+    ],
+)
+def test_changes_of_the_attention_are_noticed(pattern: str, replacement: str) -> None:
+    text = kernels.ptx_text("fused_ops.cu", ("-DLQ_IO=Bf16Io",), 90)
+    start = text.index(".entry loopq_rope_attention")
+    altered, count = re.subn(pattern, replacement, text[start:])
+    assert count
+    assert attention(kernels.programs(text, 90)["loopq_rope_attention"]) < 1e-2
+    try:
+        error = attention(kernels.programs(text[:start] + altered, 90)["loopq_rope_attention"])
+    except PtxError:
+        return
+    assert not error < 1e-2
+
+
+def attention(code: Program) -> float:
+    """Relative error of one head of 8 over 5 tokens."""
+    rng = np.random.default_rng(0)
+    qkv = to_bf16(rng.standard_normal((5, 24)))
+    angle = np.outer(np.arange(5), [1.0, 0.5, 0.2, 0.1])
+    rotation = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
+    arrays = kernels.Arrays()
+    pointers = [arrays.place("qkv", qkv)[0], 0, arrays.place("rotation", rotation)[0]]
+    to, out = arrays.place("out", np.zeros((5, 8), np.uint16), writable=True)
+    numbers = [np.int32(v) for v in (5, 1, 8, 24, 8)]
+    memory = Global(arrays.regions)
+    launch(code, (1, 1), 160, 3 * 5 * 9 * 4, [*pointers, to, *numbers, np.float32(8**-0.5)], memory)
+    q, k, v = from_bf16(qkv).astype(np.float64).reshape(5, 3, 4, 2).transpose(1, 0, 2, 3)
+    turn = np.exp(1j * angle)
+    q, k = ((m[..., 0] + 1j * m[..., 1]) * turn for m in (q, k))
+    score = np.where(np.tri(5, dtype=bool), (q @ k.conj().T).real * 8**-0.5, -np.inf)
+    weight = np.exp(score - score.max(axis=1, keepdims=True))
+    expected = weight / weight.sum(axis=1, keepdims=True) @ v.reshape(5, 8)
+    return relative_l2(from_bf16(out), expected)

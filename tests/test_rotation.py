@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import checked
 from loopq.errors import ConfigError
 from loopq.rotation import ChannelScale, Rotation, RotationConfig, hadamard
 from tests.support.problems import correlated, solve
@@ -89,7 +90,8 @@ def test_layers_keep_their_transform_on_disk():
     scaled = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
     assert isinstance(scaled.transform, ChannelScale)
     for layer in (turned, scaled):
-        again = QuantizedLayer.from_tensors(layer.settings(), layer.tensors(), {}, "file")
+        settings = checked(LayerSettings, layer.settings(), "file")
+        again = QuantizedLayer.from_tensors(settings, TensorReader("file", layer.tensors()), {})
         assert again.same_as(layer)
         np.testing.assert_array_equal(again.dequantize(), layer.dequantize())
         assert not again.same_as(solve("rtn", weight, None, bits=3, group_size=16))

@@ -57,11 +57,12 @@ def test_the_whole_demo(whole):
 # What rows without drawn labels differed by between an AMD and an Intel processor (docs/loop-metric.md): RTN and one
 # step by nothing that the table shows, the trajectory by 0.00002 of 0.00850 nats and 0.03 points. Four times that.
 ROUNDING = {"kl": 0.01, "agreement": 0.12}
-# Rows of loopq are a mean and a standard deviation s over eight draws of labels; the demo makes one more. 99.8 % of
-# such draws lie within t s sqrt(1 + 1/8) of the mean, t = 4.79 with seven degrees of freedom.
-DRAW = 4.79 * (1 + 1 / 8) ** 0.5
-#: Standard deviation of the agreement over the same draws, in points.
-AGREEMENT_SD = 0.2
+# Rows of loopq are a mean and a standard deviation s over eight draws of labels. The demo makes one more, and what
+# another processor's rounding does to it is at worst another draw: 99 % of draws lie within t s sqrt(1 + 1/8) of the
+# mean, t = 3.50 with seven degrees of freedom.
+DRAW = 3.50 * (1 + 1 / 8) ** 0.5
+#: Standard deviation of the agreement over the same draws, in points (docs/loop-metric.md).
+AGREEMENT_SD = {"INT4": 0.21, "INT3": 0.33}
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_readme_shows_what_the_demo_prints(whole):
         assert drawn == bool(sd), key
         margin = DRAW * float(sd) if drawn else ROUNDING["kl"] * float(kl)
         assert made[key]["kl"] == pytest.approx(float(kl), abs=margin), key
-        points = DRAW * AGREEMENT_SD if drawn else ROUNDING["agreement"]
+        points = DRAW * AGREEMENT_SD[key[0]] if drawn else ROUNDING["agreement"]
         assert 100 * made[key]["agreement"] == pytest.approx(float(agreement), abs=points), key
 
 

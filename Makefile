@@ -11,7 +11,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop test-gpu fmt fmt-check lint types docs bench check wheel clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop test-gpu fmt fmt-check lint types docs bench check counts wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -115,6 +115,9 @@ docs: setup ## Pages and Python reference into target/html, the Rust core into t
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package loopq-core
 
 check: fmt-check lint types docs test ## All that CI runs
+
+counts: ## Lines of each folder, floors and arguments of the trunk: what the house rules bound
+	@$(PYTHON) tests/house/counts.py
 
 clean: ## Remove what was built
 	rm -rf target dist $(VENV)

@@ -16,6 +16,7 @@ import pytest
 
 import loopq
 from loopq import errors
+from tests.house import counts
 
 ROOT = Path(__file__).parents[2]
 
@@ -227,6 +228,14 @@ def test_readme_example_runs():
     printed = python(code)
     kl = {line.split()[0]: float(line.split("KL")[1].split()[0]) for line in printed.splitlines()[1:]}
     assert kl["all"] < kl["first"]
+
+
+def test_the_trunk_keeps_its_counts():
+    # Folders import one way only: `floors` raises where two import each other.
+    assert sum(map(len, counts.floors())) == len(counts.TRUNK)
+    assert len(counts.floors()) <= 9
+    # What declares a setting says everything about it in one place.
+    assert set(counts.too_many_arguments()) <= {"settings.setting"}
 
 
 def test_links_of_the_documents_lead_somewhere():

@@ -67,7 +67,6 @@ def loop_fisher(
     n_steps: int | None = None,
     seed: int = 0,
     n_samples: int = 1,
-    truncate: int | None = None,
     progress: Progress | None = None,
 ) -> Costs:
     """Predict the same from gradients: every layer and every candidate from one backward pass for each prompt.
@@ -86,8 +85,6 @@ def loop_fisher(
         Seed of initial states and of the labels.
     n_samples : int
         Label draws for each prompt.
-    truncate : int, optional
-        Steps from the end that carry gradients; all when absent.
     progress : Progress, optional
         Told of every prompt.
 
@@ -123,7 +120,7 @@ def loop_fisher(
     for batch in tokens.batches(1, seed):
         leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
         with linked(system, leaves):
-            logp = unroll(system, batch, depth, truncate=truncate).float().log_softmax(-1)
+            logp = unroll(system, batch, depth).float().log_softmax(-1)
             for sample in range(n_samples):
                 labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
                 picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()

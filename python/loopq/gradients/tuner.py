@@ -14,8 +14,8 @@ from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.files import float_to_raw
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError, NonFiniteError
+from loopq.execution import Execution
 from loopq.gradients.unroll import divergence, linked, unroll
-from loopq.progress import Progress, Silent
 from loopq.settings import Settings, setting
 from loopq.systems.base import LoopedSystem
 
@@ -159,8 +159,7 @@ def tune(
     config: Tune | None = None,
     *,
     n_steps: int | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
+    execution: Execution | None = None,
 ) -> Tuned:
     """Tune quantized layers on KL(full precision || quantized) through the unrolled loop.
 
@@ -178,10 +177,8 @@ def tune(
         Settings.
     n_steps : int, optional
         Depth; the model's own when absent.
-    seed : int
-        Order of the prompts, and seed of their initial states.
-    progress : Progress, optional
-        Told of updates.
+    execution : Execution, optional
+        Its seed decides the order of the prompts and their initial states; its progress is told of updates.
 
     Returns
     -------
@@ -202,7 +199,8 @@ def tune(
     closed-form tiers.
     """
     config = config or Tune()
-    progress = progress or Silent()
+    execution = execution or Execution()
+    seed, progress = execution.seed, execution.progress
     _refuse(layers, tokens, held_out)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     originals = {name: _original(system, layer) for name, layer in layers.items()}

@@ -173,7 +173,7 @@ class SolutionCache:
             self.model.calibration,
             self.model.tuning_held_out,
             Tune(what="scales" if variant.tier == SCALES else "codes", n_updates=self._n_updates),
-            progress=self._run.execution.progress,
+            execution=Execution(progress=self._run.execution.progress),
         ).layers
 
     def collected(self) -> tuple[Run, HessianSet]:

@@ -146,8 +146,7 @@ def _tuned(run: Run, layers: Layers, held: TokenSet) -> tuple[Layers, dict[str, 
         held,
         settings,
         n_steps=job.selection.n_steps,
-        seed=run.execution.seed,
-        progress=run.execution.progress,
+        execution=run.execution,
     )
     return found.layers, {
         "asked": settings.to_json() | {"seed": run.execution.seed},

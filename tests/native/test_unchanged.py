@@ -60,19 +60,26 @@ def hessian(dim: int = DIM, seed: int = 2) -> np.ndarray:
     return (x.T @ x).astype(np.float64)
 
 
-def mean_damping(h: np.ndarray, fraction: float) -> float:
-    """A fraction of the mean diagonal, summed in order."""
-    return fraction * float(np.cumsum(np.diag(h))[-1] / len(h))
+def factor(
+    h: np.ndarray, order: Any = "conditional", *, damping: float = 0.01, precision: Any = "float64"
+) -> Any:
+    """Factor a Hessian with a fraction of its mean diagonal, summed in order, as damping."""
+    mu = np.full(len(h), damping * float(np.cumsum(np.diag(h), dtype=np.float64)[-1] / len(h)))
+    return native.DampedFactor(h, mu, order=order, precision=precision, threads=2)
 
 
-def gptq(w: np.ndarray, h: np.ndarray, *, damping: float = 0.01, **options: Any) -> dict[str, Any]:
+def gptq(
+    w: np.ndarray,
+    h: np.ndarray,
+    *,
+    damping: float = 0.01,
+    precision: str = "float64",
+    act_order: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """Solve by GPTQ."""
-    return native.gptq(w, h, damping=damping, energy=False, threads=2, **options)
-
-
-def factor(h: np.ndarray, order: str = "conditional") -> Any:
-    """Factor a damped Hessian."""
-    return native.Prepared(h, np.full(len(h), mean_damping(h, 0.01)), order=order, threads=2)
+    made = factor(h, "diagonal" if act_order else "natural", damping=damping, precision=precision)
+    return native.gptq(w, made, threads=2, **options)
 
 
 def full(w: np.ndarray, h: np.ndarray, *, order: str = "conditional", **options: Any) -> dict[str, Any]:
@@ -82,7 +89,7 @@ def full(w: np.ndarray, h: np.ndarray, *, order: str = "conditional", **options:
 
 def coupled(w: np.ndarray, h: np.ndarray, sizes: list[int], passes: int) -> dict[str, Any]:
     """Solve under metrics between outputs."""
-    left = [native.Prepared(hessian(n, 5 + n) + np.diag(np.full(n, 7.0)), np.zeros(n)) for n in sizes]
+    left = [native.DampedFactor(hessian(n, 5 + n), np.full(n, 7.0), order="conditional") for n in sizes]
     settings = native.FullSettings(**GRID | FULL | {"bits": 2})
     return native.coupled(w, factor(h), left, settings, passes=passes, threads=2)
 

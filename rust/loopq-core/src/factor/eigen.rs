@@ -6,30 +6,26 @@ use std::time::Duration;
 use faer::{MatRef, Par, Side};
 
 use crate::factor::Symmetric;
-use crate::pool::pool;
-use crate::{Error, Result, Watch};
+use crate::{Error, Execution, Result};
 
-/// Parts that faer cuts its work into, whatever the number of threads: its sums depend on the parts, not on who works
-/// them off.
+/// Parts that faer cuts its work into, whatever the number of threads: its sums depend on the parts, not on the threads.
 const PARTS: usize = 4;
 
-/// How often the watch is looked at.
+/// How often cancelling is looked for.
 const TICK: Duration = Duration::from_millis(100);
 
 /// All eigenvalues, ascending, in double precision. Reads the upper triangle.
 ///
 /// The library cannot be interrupted. A cancelled call returns at once all the same; what it began runs to its end on
 /// a copy of its own and is thrown away.
-pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize, watch: &Watch) -> Result<Vec<f64>> {
-    h.check(dim)?;
+pub fn eigvalsh(h: Symmetric<'_>, execution: &Execution<'_>) -> Result<Vec<f64>> {
+    let dim = h.dim();
+    h.check_finite()?;
     if dim == 0 {
         return Ok(Vec::new());
     }
-    let values: Vec<f64> = match h {
-        Symmetric::F64(values) => values.to_vec(),
-        Symmetric::F32(values) => values.iter().map(|&v| f64::from(v)).collect(),
-    };
-    let pool = pool(threads)?;
+    let values = h.to_f64("a copy of the matrix whose eigenvalues are asked for")?;
+    let pool = execution.pool()?;
     let (sender, receiver) = sync_channel(1);
     let work = move || {
         faer::set_global_parallelism(Par::rayon(PARTS));
@@ -44,7 +40,7 @@ pub fn eigvalsh(h: Symmetric<'_>, dim: usize, threads: usize, watch: &Watch) -> 
     loop {
         match receiver.recv_timeout(TICK) {
             Ok(found) => return found.map_err(|_| Error::NoConvergence { dim }),
-            Err(RecvTimeoutError::Timeout) => watch.check()?,
+            Err(RecvTimeoutError::Timeout) => execution.check()?,
             Err(RecvTimeoutError::Disconnected) => {
                 let said = worker.join().err().unwrap_or_else(|| Box::new(""));
                 let text = said.downcast_ref::<String>().map(String::as_str);

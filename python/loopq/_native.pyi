@@ -240,7 +240,7 @@ class DampedFactor:
     """``S = H + diag(mu)``, its columns in an order, factored once for all layers with the same input.
 
     ``S = A diag(p) A^T`` with ``A`` unit upper triangular and rows and columns in the order. What only some solvers
-    need beside it is made of `h` when one asks; `h` is kept and must not be changed.
+    need beside it is made of `h` when one asks: `h` is kept, and one that was changed meanwhile is an error.
 
     Parameters
     ----------

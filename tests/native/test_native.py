@@ -207,6 +207,20 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
         _native.gptq(w, made, bits=4, group_size=16)
 
 
+def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
+    h, w = np.eye(8) + 1, np.ones((3, 8), np.float32)
+    settings = _native.FullSettings(
+        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", cost="conditional", sweeps=1,
+        rounds=1, refit=False,
+    )  # fmt: skip
+    early, late = factor(h, 0.01), factor(h, 0.01)
+    before = _native.full(w, early, settings)
+    h[0, 1] = h[1, 0] = 0.5
+    assert np.array_equal(_native.full(w, early, settings)["codes"], before["codes"])
+    with pytest.raises(errors.ConfigError, match="changed after it was factored"):
+        _native.full(w, late, settings)
+
+
 def test_other_solvers_than_gptq_refuse_single_precision() -> None:
     single = factor(np.eye(8) + 1, 0.01, precision="float32")
     w = np.ones((3, 8), np.float32)

@@ -215,6 +215,9 @@ pub enum Error {
     /// `H` without any energy.
     #[error("the Hessian is all zeros: no input row had a value; check that the layer saw data")]
     ZeroHessian,
+    /// A factor beside another `H` than its own.
+    #[error("the Hessian was changed after it was factored; make a new factor of it")]
+    ChangedHessian,
     /// Cholesky met a pivot that is not positive.
     #[error("the damped Hessian is not positive definite: pivot {value:e} at column {column} of {dim} \
              (damping {mu:e} on a diagonal entry of {diagonal:e}, {precision}); raise the damping, use float64, or \
@@ -308,6 +311,7 @@ impl Error {
             | Self::OnlySummed { .. }
             | Self::MergeMismatch { .. }
             | Self::CodeRange { .. }
+            | Self::ChangedHessian
             | Self::Threads { .. } => Kind::Config,
             Self::NonFiniteRow { .. } | Self::NonFiniteMatrix { .. } => Kind::NonFinite,
             Self::BadState(_)

@@ -23,6 +23,8 @@ pub struct DampedFactor<T> {
     order: Vec<usize>,
     mu: Vec<f64>,
     n_dead_columns: usize,
+    /// Of the `H` that it was made of.
+    fingerprint: u64,
     matrix: OnceLock<Buffer<f64>>,
     energies: OnceLock<Vec<f64>>,
 }
@@ -45,8 +47,8 @@ impl<T: Real> DampedFactor<T> {
         };
         let ldl = Ldl::new(h, mu, &order, execution)?;
         let n_dead_columns = (0..dim).filter(|&j| h.at(j, j) == 0.0).count();
-        let mu = mu.to_vec();
-        Ok(Self { ldl, rule, order, mu, n_dead_columns, matrix: OnceLock::new(), energies })
+        let (mu, fingerprint, matrix) = (mu.to_vec(), h.fingerprint(), OnceLock::new());
+        Ok(Self { ldl, rule, order, mu, n_dead_columns, fingerprint, matrix, energies })
     }
 
     /// Columns.
@@ -178,6 +180,14 @@ impl<'a> DampedHessian<'a> {
         Ok(Self { h, factor })
     }
 
+    /// Refuses an `H` that is not the one that was factored.
+    fn check_same(&self) -> Result<()> {
+        if self.h.fingerprint() == self.factor.fingerprint {
+            return Ok(());
+        }
+        Err(Error::ChangedHessian)
+    }
+
     /// The factor.
     pub(crate) fn factor(&self) -> &'a DampedFactor<f64> {
         self.factor
@@ -189,6 +199,7 @@ impl<'a> DampedHessian<'a> {
         if let Some(found) = cell.get() {
             return Ok(found);
         }
+        self.check_same()?;
         let dim = self.h.dim();
         let mut s = Buffer::zeroed("a damped Hessian", dims::product("S", dim, dim)?)?;
         for i in 0..dim {
@@ -209,6 +220,7 @@ impl<'a> DampedHessian<'a> {
         if let Some(found) = cell.get() {
             return Ok(found);
         }
+        self.check_same()?;
         let diagonal = if self.factor.rule == Order::Natural {
             self.factor.ldl.inverse_diagonal(execution)?
         } else {

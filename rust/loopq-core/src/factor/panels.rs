@@ -2,7 +2,7 @@
 
 use crate::memory::Buffer;
 use crate::simd::Real;
-use crate::Result;
+use crate::{Error, Result};
 
 /// Columns per panel: a multiple of both tile widths, wide enough that a factorisation passes over memory rarely.
 pub(crate) const PANEL_WIDTH: usize = 192;
@@ -18,9 +18,17 @@ pub(super) struct Panels<T> {
 impl<T: Real> Panels<T> {
     /// Zeros for the upper triangle of a `dim` x `dim` matrix.
     pub(super) fn zeros(dim: usize) -> Result<Self> {
-        let panels = (0..dim.div_ceil(PANEL_WIDTH))
-            .map(|p| Buffer::zeroed("the factor of a Hessian", dim.min((p + 1) * PANEL_WIDTH) * PANEL_WIDTH));
-        Ok(Self { dim, panels: panels.collect::<Result<_>>()? })
+        let size = |p: usize| dim.min((p + 1) * PANEL_WIDTH) * PANEL_WIDTH;
+        let n_panels = dim.div_ceil(PANEL_WIDTH);
+        let panels = (0..n_panels).map(|p| Buffer::zeroed("the factor of a Hessian", size(p)));
+        let panels = panels.collect::<Result<_>>().map_err(|e| match e {
+            // All of it is what there is no memory for.
+            Error::OutOfMemory { what, .. } => {
+                Error::OutOfMemory { what, bytes: (0..n_panels).map(size).sum::<usize>() * size_of::<T>() }
+            }
+            other => other,
+        })?;
+        Ok(Self { dim, panels })
     }
 
     /// Entry `(i, j)`, `i <= j`.

@@ -62,6 +62,15 @@ impl<'a> Symmetric<'a> {
         }
     }
 
+    /// A number that another matrix hardly has: what was made of a matrix knows it again.
+    pub(crate) fn fingerprint(self) -> u64 {
+        let mix = |sum: u64, bits: u64| (sum.rotate_left(5) ^ bits).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        match self.values {
+            Values::F32(values) => values.iter().fold(0, |sum, v| mix(sum, u64::from(v.to_bits()))),
+            Values::F64(values) => values.iter().fold(0, |sum, v| mix(sum, v.to_bits())),
+        }
+    }
+
     /// Refuses NaN and infinity.
     pub(crate) fn check_finite(&self) -> Result<()> {
         let bad = match self.values {

@@ -1,4 +1,15 @@
 //! The exact upper triangle, stored in squares, and the pass that adds blocks of rows to it.
+//!
+//! The pass is a symmetric rank-k update, BLAS's `syrk`, laid out as in Goto and van de Geijn (see [`Real::tile`]'s file):
+//!
+//! 1. Rows are packed in panels of 48 columns, the width of the tile, once for all products (`rows.rs`).
+//! 2. Only pairs of panels on and above the diagonal are multiplied: half of what `X^T X` takes by a general product.
+//! 3. A tile runs through all lines of a block in one go, so that a strip of 8 x 48 float32 sums never leaves the
+//!    registers before it is whole.
+//! 4. The strip then meets its limbs, which are stored in the same squares of 48 x 48: two blocks at a time, since reading
+//!    and writing 16 bytes an entry is what is left to save. They are asked for before the tile runs and there when it ends.
+//! 5. Squares of up to 8 x 8 panels are one task: their packed panels fit the second-level cache. No two tasks share an
+//!    entry, so there is nothing to wait for.
 
 use rayon::prelude::*;
 

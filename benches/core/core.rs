@@ -8,13 +8,14 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
+use loopq_core::coordinate::{coordinate, Cost, Settings as Coordinate};
 use loopq_core::dump::{RowType, Rows};
-use loopq_core::factor::{eigvalsh, Factor, Symmetric};
+use loopq_core::factor::{eigvalsh, DampedFactor, DampedHessian, Order, Symmetric};
+use loopq_core::gptq::{gptq, Options, Scales};
 use loopq_core::grid::{Grid, ScaleType, Search};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::simd::{tile_pairs, Isa, Real, MR};
-use loopq_core::solve::{gptq, Run, Scales};
-use loopq_core::{pack, Watch};
+use loopq_core::{pack, Cancel, Execution, Weight};
 
 /// Numbers between -1 and 1 that look random and are the same every time.
 fn numbers(n: usize) -> Vec<f32> {
@@ -65,9 +66,13 @@ fn hessian(c: &mut Criterion) {
         for threads in [1, 2] {
             let mut run = |name: &str, rows: Rows<'_>| {
                 let settings = Settings { dim, steps: vec![0], per_step: false, threads, isa: Isa::best() };
-                let mut sum = Accumulator::new(settings).unwrap();
                 group.bench_function(BenchmarkId::new(format!("{name}/threads={threads}"), dim), |bench| {
-                    bench.iter(|| sum.update(0, rows, &Watch::new()).unwrap());
+                    // A new accumulator each time, as each layer has: its first touches of memory are part of the cost.
+                    bench.iter(|| {
+                        let mut sum = Accumulator::new(settings.clone()).unwrap();
+                        sum.update(0, rows, &Cancel::new()).unwrap();
+                        sum.finish(&Cancel::new()).unwrap();
+                    });
                 });
             };
             run("f32", Rows::from_f32(&single, ROWS, dim).unwrap());
@@ -94,34 +99,65 @@ fn solve(c: &mut Criterion) {
     let mut group = c.benchmark_group("solve");
     for dim in [1024, 2048] {
         let (h, w) = (gram(dim), numbers(dim * dim));
-        let h = Symmetric::F64(&h);
+        let (h, w) = (Symmetric::f64(&h, dim).unwrap(), Weight::new("W", &w, dim, dim).unwrap());
+        let mu = vec![0.01; dim];
         let grid = Grid {
             bits: 4,
             group_size: 128,
             symmetric: true,
+            signed: false,
             scale_type: ScaleType::F32,
             search: Search::Max,
         };
+        let options = Options { scales: Scales::Group, block_size: 128, isa: Isa::best() };
+        let cancel = Cancel::new();
         for threads in [1, 2] {
+            let on = Execution { threads, cancel: &cancel };
+            let name = |what: &str| BenchmarkId::new(format!("{what}/threads={threads}"), dim);
+            let single = || DampedFactor::<f32>::new(h, &mu, Order::Natural, &on).unwrap();
+            let double = || DampedFactor::<f64>::new(h, &mu, Order::Natural, &on).unwrap();
             group.throughput(Throughput::Elements((dim as u64).pow(3) / 3));
-            group.bench_function(BenchmarkId::new(format!("factor-f32/threads={threads}"), dim), |bench| {
-                bench.iter(|| Factor::<f32>::new(h, dim, 0.01, false, threads, &Watch::new()).unwrap());
-            });
-            group.bench_function(BenchmarkId::new(format!("factor-f64/threads={threads}"), dim), |bench| {
-                bench.iter(|| Factor::<f64>::new(h, dim, 0.01, false, threads, &Watch::new()).unwrap());
-            });
+            group.bench_function(name("factor-f32"), |bench| bench.iter(single));
+            group.bench_function(name("factor-f64"), |bench| bench.iter(double));
             group.throughput(Throughput::Elements((dim as u64).pow(3)));
-            let watch = Watch::new();
-            let run = Run { block_size: 128, threads, isa: Isa::best(), watch: &watch };
-            let factor = Factor::<f32>::new(h, dim, 0.01, false, threads, &watch).unwrap();
-            group.bench_function(BenchmarkId::new(format!("gptq-f32/threads={threads}"), dim), |bench| {
-                bench.iter(|| gptq(&w, dim, &factor, &grid, Scales::Group, &run).unwrap());
+            let factor = single();
+            group.bench_function(name("gptq-f32"), |bench| {
+                bench.iter(|| gptq(w, &factor, &grid, &options, &on).unwrap());
             });
-            let factor = Factor::<f64>::new(h, dim, 0.01, false, threads, &watch).unwrap();
-            group.bench_function(BenchmarkId::new(format!("gptq-f64/threads={threads}"), dim), |bench| {
-                bench.iter(|| gptq(&w, dim, &factor, &grid, Scales::Group, &run).unwrap());
+            let factor = double();
+            group.bench_function(name("gptq-f64"), |bench| {
+                bench.iter(|| gptq(w, &factor, &grid, &options, &on).unwrap());
             });
         }
+    }
+    group.finish();
+}
+
+/// Factor in the conditional order, and the solver by coordinates, whose rounds depend on the numbers: one size.
+fn descent(c: &mut Criterion) {
+    const DIM: usize = 768;
+    let mut group = c.benchmark_group("coordinate");
+    let (h, w) = (gram(DIM), numbers(64 * DIM));
+    let (h, w) = (Symmetric::f64(&h, DIM).unwrap(), Weight::new("W", &w, 64, DIM).unwrap());
+    let grid = Grid {
+        bits: 3,
+        group_size: 32,
+        symmetric: true,
+        signed: true,
+        scale_type: ScaleType::F16,
+        search: Search::Mse,
+    };
+    let settings = Coordinate { grid, cost: Cost::Conditional, sweeps: 30, rounds: 8, refit: true };
+    let cancel = Cancel::new();
+    for threads in [1, 2] {
+        let on = Execution { threads, cancel: &cancel };
+        let make = || DampedFactor::<f64>::new(h, &[0.01; DIM], Order::Conditional, &on).unwrap();
+        group.bench_function(format!("factor/threads={threads}"), |bench| bench.iter(make));
+        let factor = make();
+        let input = DampedHessian::new(h, &factor).unwrap();
+        group.bench_function(format!("solve/threads={threads}"), |bench| {
+            bench.iter(|| coordinate(w, &input, &settings, &on).unwrap());
+        });
     }
     group.finish();
 }
@@ -129,12 +165,14 @@ fn solve(c: &mut Criterion) {
 /// Eigenvalues of a Hessian, all of them.
 fn spectrum(c: &mut Criterion) {
     let mut group = c.benchmark_group("eigvalsh");
+    let cancel = Cancel::new();
     for dim in [512, 1024] {
         let h = gram(dim);
         for threads in [1, 2] {
             group.throughput(Throughput::Elements((dim as u64).pow(3) * 4 / 3));
             group.bench_function(BenchmarkId::new(format!("threads={threads}"), dim), |bench| {
-                bench.iter(|| eigvalsh(Symmetric::F64(&h), dim, threads, &Watch::new()).unwrap());
+                let on = Execution { threads, cancel: &cancel };
+                bench.iter(|| eigvalsh(Symmetric::f64(&h, dim).unwrap(), &on).unwrap());
             });
         }
     }
@@ -171,6 +209,6 @@ fn packing(c: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = Criterion::default().sample_size(10).measurement_time(Duration::from_secs(2)).warm_up_time(Duration::from_millis(500));
-    targets = tiles, hessian, solve, spectrum, packing
+    targets = tiles, hessian, solve, descent, spectrum, packing
 }
 criterion_main!(benches);

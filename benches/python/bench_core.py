@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from loopq import _native
-from record import write
+from record import factored, write
 
 
 def pairs(ours: Callable[[], object], theirs: Callable[[], object], n: int) -> dict[str, float]:
@@ -78,7 +78,7 @@ def bench_hessian(dim: int, n: int, dtype: str, threads: int, n_pairs: int) -> l
         made.finish()
         return made
 
-    error = np.abs(ours().matrix(dtype="float32") - (exact.T @ exact).numpy()).max()
+    error = np.abs(ours().matrix() - (exact.T @ exact).numpy()).max()
     assert error < 1e-3 * n, error
     against = pairs(ours, lambda: exact.T @ exact, n_pairs)
     a = torch.randn(dim, dim).to(torch.float32 if dtype == "float32" else torch.bfloat16)
@@ -96,16 +96,7 @@ def bench_solve(m: int, dim: int, precision: str, threads: int, n_pairs: int) ->
     hn, wn = h.numpy(), w.numpy()
 
     def ours() -> dict[str, Any]:
-        return _native.gptq(
-            wn,
-            hn,
-            bits=4,
-            group_size=128,
-            damping=0.01,
-            precision=precision,
-            energy=False,
-            threads=threads,  # type: ignore[arg-type]
-        )
+        return _native.gptq(wn, factored(hn, precision, threads), bits=4, group_size=128, threads=threads)
 
     same = float((torch_gptq(w, h, 128, 0.01).numpy() == ours()["codes"]).mean())
     assert same > 0.9, same

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from loopq import _native
-from record import write
+from record import factored, write
 
 BLOCK = [
     ("attn.Wqkv", 15840, 5280),
@@ -32,10 +33,13 @@ LAYERS = [("adapter", 5280, 10560)] + [(f"core_block.{b}.{n}", m, d) for b in ra
 
 
 def make_rows(path: Path, n: int, dim: int, seed: int) -> None:
-    """Write (n, dim) bf16 rows: noise and a common direction whose size differs from row to row."""
+    """Write a tensor "rows" of (n, dim) bf16: noise and a common direction whose size differs from row to row."""
+    header = {"rows": {"dtype": "BF16", "shape": [n, dim], "data_offsets": [0, 2 * n * dim]}}
+    text = json.dumps(header).encode()
     rng = np.random.default_rng(seed)
     common = rng.standard_normal(dim, dtype=np.float32)
     with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
         for start in range(0, n, 4096):
             count = min(4096, n - start)
             rows = rng.standard_normal((count, dim), dtype=np.float32)
@@ -48,18 +52,15 @@ def solve(path: Path, name: str, m: int, dim: int, args: argparse.Namespace, see
     w = np.random.default_rng(seed + 1000).standard_normal((m, dim), dtype=np.float32)
     marks = [time.perf_counter()]
     sums = _native.HessianAccumulator(dim, [0], per_step=False, threads=args.threads)
-    sums.update_file(0, path, 0, args.rows, "BF16")
+    sums.update_file(0, path, "rows")
     sums.finish()
     marks.append(time.perf_counter())
-    h = sums.matrix(dtype=args.precision)
+    h = sums.matrix()
     del sums
     marks.append(time.perf_counter())
-    factor = _native.Factor(h, 0.01, args.precision, threads=args.threads)
+    factor = factored(h, args.precision, args.threads)
     marks.append(time.perf_counter())
-    got = _native.gptq(
-        w, h, factor=factor, bits=4, group_size=128, damping=0.01, precision=args.precision, energy=False,
-        threads=args.threads,
-    )  # fmt: skip
+    got = _native.gptq(w, factor, bits=4, group_size=128, threads=args.threads)
     marks.append(time.perf_counter())
     assert got["codes"].shape == (m, dim)
     assert np.abs(got["codes"]).max() <= 8
@@ -89,7 +90,7 @@ def main() -> None:
     for seed, (name, m, dim) in enumerate(LAYERS):
         if name in done:
             continue
-        path = args.work / "rows.bf16"
+        path = args.work / "rows.safetensors"
         make_rows(path, args.rows, dim, seed)
         try:
             results.append(solve(path, name, m, dim, args, seed))

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from loopq import _native
-from record import write
+from record import factored, write
 
 SOLVE = """
 import sys, time, numpy as np
@@ -41,7 +41,8 @@ w = rng.standard_normal((m, dim), dtype=np.float32)
 before = peak()
 start = time.perf_counter()
 threads = int(sys.argv[4])
-got = _native.gptq(w, h, bits=4, group_size=128, damping=0.01, precision=precision, energy=False, threads=threads)
+factor = _native.DampedFactor(h, np.full(dim, 0.01 * float(np.diag(h).mean())), precision=precision, threads=threads)
+got = _native.gptq(w, factor, bits=4, group_size=128, threads=threads)
 took = time.perf_counter() - start
 assert np.isfinite(got["proxy"]) and got["codes"].shape == w.shape
 print(took, peak() / h.nbytes, before / h.nbytes)
@@ -93,7 +94,7 @@ def curves(threads: int) -> dict[str, list[tuple[int, float]]]:
     for precision in ("float32", "float64"):
         points = []
         for dim in (1024, 2048, 4096, 5280):
-            make = partial(_native.Factor, gram(dim), 0.01, precision, threads=threads)  # type: ignore[arg-type]
+            make = partial(factored, gram(dim), precision, threads)
             points.append((dim, best(make)))
         made[f"factor in {precision}, over columns"] = points
     made["eigenvalues, over columns"] = [

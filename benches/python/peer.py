@@ -25,16 +25,9 @@ def loopq(w: np.ndarray, h: np.ndarray, threads: int, precision: str) -> Solver:
 
     def solve() -> tuple[float, np.ndarray]:
         start = time.perf_counter()
-        got = _native.gptq(
-            w,
-            h,
-            bits=BITS,
-            group_size=GROUP,
-            damping=DAMPING,
-            precision=precision,  # type: ignore[arg-type]
-            energy=False,
-            threads=threads,
-        )
+        mu = np.full(len(h), DAMPING * float(np.diag(h).mean()))
+        factor = _native.DampedFactor(h, mu, precision=precision, threads=threads)  # type: ignore[arg-type]
+        got = _native.gptq(w, factor, bits=BITS, group_size=GROUP, threads=threads)
         took = time.perf_counter() - start
         return took, _native.dequantize(got["codes"], got["scales"], got["zeros"], GROUP)
 

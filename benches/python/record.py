@@ -9,7 +9,15 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from loopq import _native
+
+
+def factored(h: np.ndarray, precision: Any, threads: int) -> _native.DampedFactor:
+    """Factor a Hessian with a hundredth of its mean diagonal as damping."""
+    mu = np.full(len(h), 0.01 * float(np.diag(h).mean()))
+    return _native.DampedFactor(h, mu, precision=precision, threads=threads)
 
 
 def about(**more: Any) -> dict[str, Any]:

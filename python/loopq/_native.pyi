@@ -1,11 +1,14 @@
 """The compiled core of loopq: Hessians, factors, quantizers and packing on plain arrays.
 
 Everything here takes and gives NumPy arrays, releases the interpreter, answers Ctrl-C, and gives the same bits for
-any ``threads`` and ``block_size``. ``threads = 0`` means all that the process may use. ``progress`` is called about
-ten times a second with the share of the work that is done, between 0 and 1; what it raises stops the work.
+any ``threads`` and ``block_size``. ``threads = 0`` means all that the process may use.
+
+Arrays may lie in memory in any order and with any strides: what is not in C order and aligned is copied first. Another
+type than the one stated, or another number of dimensions, is a ``TypeError``; no type is converted. Where memory runs
+out, ``loopq.errors.OutOfMemoryError`` says for what and how much was asked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict, final
 
@@ -14,10 +17,9 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BLOCK_ROWS",
-    "Factor",
+    "DampedFactor",
     "FullSettings",
     "HessianAccumulator",
-    "Prepared",
     "__version__",
     "coupled",
     "cpu_features",
@@ -45,7 +47,7 @@ BLOCK_ROWS: int
 #: "float32", "float16", "bfloat16", or one of them with the significant bits kept: "bfloat16:5".
 _ScaleType = str
 _Precision = Literal["float64", "float32"]
-_Progress = Callable[[float], object]
+_Order = Literal["natural", "diagonal", "conditional"]
 
 class _State(TypedDict):
     spec_version: int
@@ -87,18 +89,22 @@ class HessianAccumulator:
         Keep one Hessian per step (about ``8 * dim**2`` bytes each) or only their sum.
     threads : int
         Number of threads; 0 for all.
-    isa : str, optional
-        One of `cpu_features`; the best by default. The rows' type and this choose the float32 sums within a block:
-        all but ``'avx512+bf16'`` with bfloat16 rows give the same bits.
 
     Raises
     ------
     loopq.errors.ConfigError
-        `dim`, `steps`, `threads` or `isa` outside what is allowed.
+        `dim`, `steps` or `threads` outside what is allowed.
+    loopq.errors.OutOfMemoryError
+        No memory for the sums.
+
+    Notes
+    -----
+    Rows of bfloat16 give other float32 sums within a block on a machine with AVX-512-BF16 (`cpu_features`) than on
+    one without; all else is the same everywhere.
     """
 
     def __new__(
-        cls, dim: int, steps: Sequence[int], *, per_step: bool, threads: int = 0, isa: str | None = None
+        cls, dim: int, steps: Sequence[int], *, per_step: bool, threads: int = 0
     ) -> HessianAccumulator: ...
     @property
     def dim(self) -> int:
@@ -120,7 +126,7 @@ class HessianAccumulator:
         step : int
             One of `steps`.
         rows : ndarray of float32, float16 or uint16, shape (n, dim)
-            C-contiguous; uint16 holds bfloat16 bits. One accumulator takes one type.
+            uint16 holds bfloat16 bits. One accumulator takes one type.
 
         Raises
         ------
@@ -131,33 +137,25 @@ class HessianAccumulator:
         loopq.errors.ConfigError
             An unknown step, another width or type, or an update after `finish`.
         """
-    def update_file(
-        self,
-        step: int,
-        path: str | PathLike[str],
-        offset: int,
-        n_rows: int,
-        dtype: Literal["BF16", "F16", "F32"],
-    ) -> None:
-        """Add rows that lie in a file, memory-mapped, from byte `offset` on.
+    def update_file(self, step: int, path: str | PathLike[str], tensor: str) -> None:
+        """Add rows that lie in a safetensors file, memory-mapped: the tensor is never held in memory as a whole.
 
         Parameters
         ----------
         step : int
             One of `steps`.
         path : path-like
-            The file; it must not be written to meanwhile.
-        offset : int
-            Bytes before the first row; any alignment.
-        n_rows : int
-            Rows of `dim` values each.
-        dtype : {'BF16', 'F16', 'F32'}
-            Their type, by its safetensors name.
+            The file; it must not be written to meanwhile. Its header is checked as a whole.
+        tensor : str
+            Name of a tensor of type BF16, F16 or F32 and shape (n, dim).
 
         Raises
         ------
         loopq.errors.DumpError
-            The file cannot be read or ends too early.
+            The file cannot be read or is no whole safetensors file, has no such tensor, or one of another type or
+            shape.
+        loopq.errors.NonFiniteError, loopq.errors.SolveError, loopq.errors.ConfigError
+            As in `update`, with file and tensor.
         """
     def add_products(self, n_rows: Sequence[tuple[int, int]], products: NDArray[np.float64]) -> None:
         """Add ``X^T X`` whose products were summed elsewhere, on a GPU say. A refused call changes nothing.
@@ -167,7 +165,7 @@ class HessianAccumulator:
         n_rows : sequence of (step, count)
             Rows of which steps it sums over; one step where steps are kept apart.
         products : ndarray of float64, shape (dim, dim)
-            C-contiguous; its upper triangle is read and put on the exact grid.
+            Its upper triangle is read and put on the exact grid.
 
         Raises
         ------
@@ -179,22 +177,19 @@ class HessianAccumulator:
     def n_rows(self, step: int) -> int:
         """Count the rows that a step has seen."""
     def finish(self) -> None:
-        """Work off partial blocks; no update is taken afterwards. Further calls do nothing."""
+        """Add what waits for its block to fill; no update is taken afterwards. Further calls do nothing."""
     def matrix(
         self,
         steps: Sequence[int] | None = None,
         *,
-        dtype: _Precision = "float64",
         weights: Sequence[float] | None = None,
-    ) -> NDArray[np.floating[Any]]:
-        """Give the full symmetric Hessian, summed over steps.
+    ) -> NDArray[np.float64]:
+        """Give the full symmetric Hessian, summed over steps and rounded once to float64.
 
         Parameters
         ----------
         steps : sequence of int, optional
             Which steps; all by default. With ``per_step=False`` only all of them.
-        dtype : {'float64', 'float32'}
-            The exact sum is rounded once to float64, and from there to float32.
         weights : sequence of float, optional
             One per step, 0 or more: each ``H_t`` is rounded to float64, multiplied, and added in ascending order of
             steps. Without weights the sum over steps is exact.
@@ -218,7 +213,7 @@ class HessianAccumulator:
         Raises
         ------
         loopq.errors.ConfigError
-            Widths, steps or `per_step` differ, or one of the two is not finished.
+            Widths, steps or `per_step` differ, one of the two is not finished, or both are the same object.
         """
     def state(self) -> _State:
         """Give the exact state.
@@ -241,65 +236,69 @@ class HessianAccumulator:
         """
 
 @final
-class Factor:
-    """The reversed Cholesky factor of a damped Hessian, to be shared by layers with the same input.
+class DampedFactor:
+    """``S = H + diag(mu)``, its columns in an order, factored once for all layers with the same input.
 
-    ``H + damping * mean(diag H) * I = R R^T`` with ``R`` upper triangular.
+    ``S = A diag(p) A^T`` with ``A`` unit upper triangular and rows and columns in the order. What only some solvers
+    need beside it is made of `h` when one asks: `h` is kept, and one that was changed meanwhile is an error.
 
     Parameters
     ----------
     h : ndarray of float64 or float32, shape (dim, dim)
-        Its upper triangle is read.
-    damping : float
-        Fraction of the mean diagonal.
+        ``X^T X`` over the calibration rows. Its upper triangle is read.
+    mu : ndarray of float64, shape (dim,)
+        Damping, 0 or more: added to the diagonal.
+    order : {'natural', 'diagonal', 'conditional'}
+        Order of the sweep: as the columns lie, by falling diagonal of ``S`` (ties by that of ``H``), or by falling
+        ``1 / [(S_F)^-1]_jj`` among the columns ``F`` that remain.
     precision : {'float64', 'float32'}
-        In which the factor is computed, stored and used.
-    act_order : bool
-        Take columns by descending diagonal of `h`.
+        In which the factor is computed, stored and used. All solvers but `gptq` take float64.
     threads : int
         Number of threads; 0 for all.
-    progress : callable, optional
-        Called with the share done.
 
     Raises
     ------
     loopq.errors.SolveError
-        All of `h` is zero, or a pivot is not positive (named by column).
-    loopq.errors.NonFiniteError
-        NaN or infinity in `h`.
+        The diagonal of ``S`` is zero, or a pivot is not positive (named by column).
+    loopq.errors.NonFiniteError, loopq.errors.ConfigError
+        NaN or infinity in `h`; shapes, or values of `mu`.
+    loopq.errors.OutOfMemoryError
+        No memory for the factor.
     """
 
     def __new__(
         cls,
         h: NDArray[np.floating[Any]],
-        damping: float,
-        precision: _Precision = "float64",
+        mu: NDArray[np.float64],
         *,
-        act_order: bool = False,
+        order: _Order = "natural",
+        precision: _Precision = "float64",
         threads: int = 0,
-        progress: _Progress | None = None,
-    ) -> Factor: ...
+    ) -> DampedFactor: ...
+    def shift(
+        self,
+        w: NDArray[np.float32],
+        cross: NDArray[np.float64],
+        alpha: float,
+        *,
+        threads: int = 0,
+    ) -> NDArray[np.float32]:
+        """Give ``W (I + alpha C S^-1)``, the target of asymmetric calibration, with ``C = sum (X - X^)^T X^``.
+
+        Parameters
+        ----------
+        w : ndarray of float32, shape (m, dim)
+            Rows are outputs.
+        cross : ndarray of float64, shape (dim, dim)
+            ``C``.
+        alpha : float
+            0 gives the weight back.
+        threads : int
+            Number of threads; 0 for all.
+        """
     @property
-    def dim(self) -> int:
-        """Columns of the Hessian."""
-    @property
-    def precision(self) -> str:
-        """``'float64'`` or ``'float32'``."""
-    @property
-    def damping(self) -> float:
-        """The fraction asked for."""
-    @property
-    def damping_abs(self) -> float:
-        """What was added to the diagonal."""
-    @property
-    def act_order(self) -> bool:
-        """Whether columns are taken by descending diagonal."""
-    @property
-    def n_dead_columns(self) -> int:
-        """Columns whose diagonal was zero before damping."""
-    @property
-    def pivots(self) -> NDArray[np.float64]:
-        """``R_jj^2`` in the order of the factor: what a unit error in a column costs after compensation."""
+    def order(self) -> NDArray[np.int64]:
+        """The column at each place of the sweep."""
 
 def rtn(
     w: NDArray[np.float32],
@@ -309,9 +308,7 @@ def rtn(
     symmetric: bool = True,
     scale_dtype: _ScaleType = "float32",
     scale_search: Literal["max", "mse"] = "max",
-    weights_diag: NDArray[np.float64] | None = None,
     threads: int = 0,
-    progress: _Progress | None = None,
 ) -> dict[str, Any]:
     """Round every weight to the nearest point of its group's grid.
 
@@ -329,13 +326,9 @@ def rtn(
         'float32', 'float16' or 'bfloat16', or one of them with the significant bits kept ('bfloat16:5'). Scales are
         rounded to it before codes are computed.
     scale_search : {'max', 'mse'}
-        Scale from the largest magnitude, or the best of 70 shrunken ones by (weighted) square error.
-    weights_diag : ndarray of float64, shape (dim,), optional
-        Weights of the columns in the scale search.
+        Scale from the largest magnitude, or the best of 70 shrunken ones by square error.
     threads : int
         Number of threads; 0 for all.
-    progress : callable, optional
-        Called with the share done.
 
     Returns
     -------
@@ -351,22 +344,16 @@ def rtn(
 
 def gptq(
     w: NDArray[np.float32],
-    h: NDArray[np.floating[Any]],
+    factor: DampedFactor,
     *,
     bits: int,
     group_size: int,
-    damping: float,
     symmetric: bool = True,
-    precision: _Precision = "float64",
     scale_dtype: _ScaleType = "float32",
     scales: Literal["group", "static"] = "group",
     scale_search: Literal["max", "mse"] = "max",
-    act_order: bool = False,
     block_size: int = 128,
-    factor: Factor | None = None,
-    energy: bool = True,
     threads: int = 0,
-    progress: _Progress | None = None,
 ) -> dict[str, Any]:
     """Quantize a weight column by column against a Hessian.
 
@@ -374,116 +361,36 @@ def gptq(
     ----------
     w : ndarray of float32, shape (m, dim)
         Rows are outputs.
-    h : ndarray of float64 or float32, shape (dim, dim)
-        ``X^T X`` over the calibration rows; any positive factor changes no code.
+    factor : DampedFactor
+        The damped Hessian. In another order than 'natural' it asks for ``scales='static'``: groups keep their columns,
+        so no ``g_idx`` is needed.
     bits, group_size, symmetric, scale_dtype
         As in `rtn`.
-    damping : float
-        Fraction of the mean diagonal that is added to the diagonal.
-    precision : {'float64', 'float32'}
-        Of factor and weight updates.
     scales : {'group', 'static'}
         Take a group's scale when the sweep reaches it, from the updated weights, or before, from the original ones.
     scale_search : {'max', 'mse'}
-        As in `rtn`; the weights of the search are the factor's pivots.
-    act_order : bool
-        Take columns by descending diagonal of `h`. Groups keep their columns, so no ``g_idx`` is needed; asks for
-        ``scales='static'``.
+        As in `rtn`, errors of columns weighted by the factor's pivots.
     block_size : int
         Columns between two long updates; changes no code.
-    factor : Factor, optional
-        Made from the same `h`, damping, precision and order.
-    energy : bool
-        Compute ``tr(W H W^T)``, which costs about as much as the solve.
     threads : int
         Number of threads; 0 for all.
-    progress : callable, optional
-        Called with the share done.
 
     Returns
     -------
     dict
-        ``codes``, ``scales``, ``zeros`` as in `rtn`; ``proxy`` = ``tr(D H D^T)`` with ``D = W^ - W``,
-        ``proxy_damped``, ``energy`` and ``proxy_relative`` (None without `energy`), ``damping_abs``,
-        ``n_dead_columns``, ``min_pivot``, ``max_pivot``, ``order`` (int64 (dim,) with `act_order`, else None).
+        ``codes``, ``scales``, ``zeros`` as in `rtn`; ``proxy`` = ``tr(D H D^T)`` and ``proxy_damped`` =
+        ``tr(D S D^T)`` with ``D = W^ - W``; ``damping_abs``, the largest of `mu`; ``n_dead_columns``, those whose
+        diagonal in ``H`` is zero; ``min_pivot``, ``max_pivot``.
 
     Raises
     ------
     loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
-        As in `rtn` and `Factor`.
+        As in `rtn`; shapes that do not fit.
 
     Notes
     -----
-    With ``H' = R R^T`` and ``A = R diag(R)^-1``, column ``j`` is rounded at
-    ``w_j + sum_{i<j} (w_i - q_i) A_ij``, which gives the codes of GPTQ's inverse form.
+    Column ``j`` is rounded at ``w_j + sum_{i<j} (w_i - q_i) A_ij``, which gives the codes of GPTQ's inverse form.
     """
-
-@final
-class Prepared:
-    """A damped Hessian, ordered and factored once for all layers with the same input.
-
-    Parameters
-    ----------
-    h : ndarray of float64 or float32, shape (dim, dim)
-        Its upper triangle is read.
-    mu : ndarray of float64, shape (dim,)
-        Added to the diagonal.
-    order : {'conditional', 'diagonal', 'natural'}
-        Order of the sweep: by falling ``1 / [(S_F)^-1]_jj`` among the columns ``F`` that remain, by falling
-        diagonal, or as the columns lie.
-    threads : int
-        Number of threads; 0 for all.
-    progress : callable, optional
-        Called with the share done.
-
-    Raises
-    ------
-    loopq.errors.SolveError, loopq.errors.NonFiniteError, loopq.errors.ConfigError
-        A pivot is not positive (named by column); NaN or infinity; shapes or values of `mu`.
-    """
-
-    def __new__(
-        cls,
-        h: NDArray[np.floating[Any]],
-        mu: NDArray[np.float64],
-        *,
-        order: Literal["conditional", "diagonal", "natural"] = "conditional",
-        threads: int = 0,
-        progress: _Progress | None = None,
-    ) -> Prepared: ...
-    def shift(
-        self,
-        w: NDArray[np.float32],
-        cross: NDArray[np.float64],
-        alpha: float,
-        *,
-        threads: int = 0,
-        progress: _Progress | None = None,
-    ) -> NDArray[np.float32]:
-        """Give ``W (I + alpha C S^-1)``, the target of asymmetric calibration, with ``C = sum (X - X^)^T X^``.
-
-        Parameters
-        ----------
-        w : ndarray of float32, shape (m, dim)
-            Rows are outputs.
-        cross : ndarray of float64, shape (dim, dim)
-            ``C``.
-        alpha : float
-            0 gives the weight back.
-        threads : int
-            Number of threads; 0 for all.
-        progress : callable, optional
-            Called with the share done.
-        """
-    @property
-    def dim(self) -> int:
-        """Columns of the Hessian."""
-    @property
-    def order(self) -> NDArray[np.int64]:
-        """The column at each place of the sweep."""
-    @property
-    def conditional(self) -> NDArray[np.float64]:
-        """``1 / [S^-1]_jj``: what a unit error in a column costs when all others make up for it."""
 
 @final
 class FullSettings:
@@ -526,11 +433,10 @@ class FullSettings:
 
 def full(
     w: NDArray[np.float32],
-    prepared: Prepared,
+    factor: DampedFactor,
     settings: FullSettings,
     *,
     threads: int = 0,
-    progress: _Progress | None = None,
 ) -> dict[str, Any]:
     """Quantize a weight by the full solver: fitted static scales, ordered sweep, descent, refit, and again.
 
@@ -538,14 +444,12 @@ def full(
     ----------
     w : ndarray of float32, shape (m, dim)
         Rows are outputs.
-    prepared : Prepared
-        The damped Hessian.
+    factor : DampedFactor
+        The damped Hessian, in float64.
     settings : FullSettings
         Grid and stages.
     threads : int
         Number of threads; 0 for all.
-    progress : callable, optional
-        Called with the share done.
 
     Returns
     -------
@@ -562,13 +466,12 @@ def full(
 
 def coupled(
     w: NDArray[np.float32],
-    prepared: Prepared,
-    left: Sequence[Prepared],
+    factor: DampedFactor,
+    left: Sequence[DampedFactor],
     settings: FullSettings,
     *,
     passes: int = 1,
     threads: int = 0,
-    progress: _Progress | None = None,
 ) -> dict[str, Any]:
     """Quantize a weight under a metric on both sides: minimise ``tr(A D S D^T)``, ``A`` between outputs.
 
@@ -576,9 +479,9 @@ def coupled(
     ----------
     w : ndarray of float32, shape (m, dim)
         Rows are outputs.
-    prepared : Prepared
-        ``S``.
-    left : sequence of Prepared
+    factor : DampedFactor
+        ``S``, in float64.
+    left : sequence of DampedFactor
         ``A`` as consecutive blocks whose sizes add up to m; rows of different blocks are not coupled. The order
         of each is the order in which its rows are solved.
     settings : FullSettings
@@ -587,8 +490,6 @@ def coupled(
         Most times that every row is solved again with all others fixed, and taken where the loss falls.
     threads : int
         Number of threads; 0 for all. Blocks run side by side; rows of a block do not.
-    progress : callable, optional
-        Called with the share done.
 
     Returns
     -------

@@ -35,6 +35,10 @@ class SolveError(LoopqError):
     """A layer could not be solved; the message gives layer, pivot, reason and advice."""
 
 
+class OutOfMemoryError(LoopqError, MemoryError):
+    """The system has no memory for a buffer; the message gives its size, what it was for and what to do."""
+
+
 class KernelError(LoopqError):
     """A CUDA kernel does not support these inputs or this device; the message says what it supports and what to do."""
 

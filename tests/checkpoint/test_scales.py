@@ -39,7 +39,8 @@ def test_code_times_scale_is_exact_in_sixteen_bits(bits, kind, name, width, meth
     if method == "rtn":
         result = native.rtn(WEIGHT, **settings)
     else:
-        result = native.gptq(WEIGHT, HESSIAN, damping=0.01, **settings)
+        mu = np.full(len(HESSIAN), 0.01 * np.diag(HESSIAN).mean())
+        result = native.gptq(WEIGHT, native.DampedFactor(HESSIAN, mu), **settings)
     values = native.dequantize(result["codes"], result["scales"], None, 32)
     np.testing.assert_array_equal(float_to_raw(values, name).float32(), values)
     # With one bit more some product needs rounding: the bound is the right one.

@@ -1,15 +1,24 @@
 //! What must hold for any input: the fast paths against plain ones, and independence of cuts and threads.
 #![allow(clippy::unwrap_used, clippy::many_single_char_names, clippy::cast_precision_loss)]
 
+use std::sync::LazyLock;
+
 use loopq_core::dump::{RowType, Rows};
-use loopq_core::factor::{eigvalsh, Factor, Symmetric};
-use loopq_core::grid::{dequantize, Grid, Quantized, ScaleType, Search};
+use loopq_core::factor::{eigvalsh, DampedFactor, Order, Symmetric};
+use loopq_core::gptq::{gptq, Options, Scales};
+use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::simd::{tile_pairs, Isa, Real, MR};
-use loopq_core::solve::{gptq, proxy, rtn, Run, Scales};
-use loopq_core::Watch;
+use loopq_core::{proxy, Cancel, Execution, Weight};
 use proptest::prelude::*;
+
+static CANCEL: LazyLock<Cancel> = LazyLock::new(Cancel::new);
+
+/// That many threads, never cancelled.
+fn on(threads: usize) -> Execution<'static> {
+    Execution { threads, cancel: &CANCEL }
+}
 
 /// Reproducible numbers in -1..1.
 fn noise(n: usize, seed: u64) -> Vec<f32> {
@@ -47,7 +56,19 @@ fn hessian(dim: usize, n: usize, seed: u64) -> Vec<f64> {
 }
 
 fn grid(bits: u32, group_size: usize) -> Grid {
-    Grid { bits, group_size, symmetric: true, scale_type: ScaleType::F32, search: Search::Max }
+    let (scale_type, search) = (ScaleType::F32, Search::Max);
+    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search }
+}
+
+/// A Hessian with a fraction of its mean diagonal as damping, factored.
+fn factor<T: Real>(h: &[f64], dim: usize, fraction: f64, order: Order, threads: usize) -> DampedFactor<T> {
+    let mean = (0..dim).map(|i| h[i * dim + i]).sum::<f64>() / dim as f64;
+    let h = Symmetric::f64(h, dim).unwrap();
+    DampedFactor::new(h, &vec![fraction * mean; dim], order, &on(threads)).unwrap()
+}
+
+fn weight(values: &[f32], dim: usize) -> Weight<'_> {
+    Weight::new("W", values, values.len() / dim, dim).unwrap()
 }
 
 fn solve<T: Real>(
@@ -55,15 +76,15 @@ fn solve<T: Real>(
     h: &[f64],
     dim: usize,
     grid: &Grid,
-    scales: Scales,
-    block: usize,
+    options: Options,
     threads: usize,
-    isa: Isa,
 ) -> Quantized {
-    let watch = Watch::new();
-    let factor = Factor::<T>::new(Symmetric::F64(h), dim, 0.01, false, threads, &watch).unwrap();
-    let run = Run { block_size: block, threads, isa, watch: &watch };
-    gptq(w, w.len() / dim, &factor, grid, scales, &run).unwrap().0
+    let factor = factor::<T>(h, dim, 0.01, Order::Natural, threads);
+    gptq(weight(w, dim), &factor, grid, &options, &on(threads)).unwrap().0
+}
+
+fn options(scales: Scales, block_size: usize, isa: Isa) -> Options {
+    Options { scales, block_size, isa }
 }
 
 /// GPTQ as it was published: upper Cholesky factor of the inverse, in plain double precision.
@@ -209,17 +230,17 @@ proptest! {
     ) {
         let x = noise(n * dim, seed);
         let mut reference = Accumulator::new(settings(dim, 1, Isa::PORTABLE)).unwrap();
-        reference.update(3, Rows::from_f32(&x, n, dim).unwrap(), &Watch::new()).unwrap();
-        reference.finish(&Watch::new()).unwrap();
+        reference.update(3, Rows::from_f32(&x, n, dim).unwrap(), &CANCEL).unwrap();
+        reference.finish(&CANCEL).unwrap();
         for isa in Isa::available() {
             let mut other = Accumulator::new(settings(dim, 2, isa)).unwrap();
             let (mut from, mut cut) = (0, cuts.iter().cycle());
             while from < n {
                 let m = (*cut.next().unwrap()).min(n - from);
-                other.update(3, Rows::from_f32(&x[from * dim..(from + m) * dim], m, dim).unwrap(), &Watch::new()).unwrap();
+                other.update(3, Rows::from_f32(&x[from * dim..(from + m) * dim], m, dim).unwrap(), &CANCEL).unwrap();
                 from += m;
             }
-            other.finish(&Watch::new()).unwrap();
+            other.finish(&CANCEL).unwrap();
             prop_assert_eq!(other.state().unwrap(), reference.state().unwrap());
         }
     }
@@ -239,8 +260,8 @@ proptest! {
         for (rows, exact) in cases {
             for isa in Isa::available() {
                 let mut a = Accumulator::new(settings(dim, 1, isa)).unwrap();
-                a.update(0, rows, &Watch::new()).unwrap();
-                a.finish(&Watch::new()).unwrap();
+                a.update(0, rows, &CANCEL).unwrap();
+                a.finish(&CANCEL).unwrap();
                 let h = a.matrix(Some(&[0])).unwrap();
                 for i in 0..dim {
                     for j in 0..dim {
@@ -259,22 +280,21 @@ proptest! {
         let part = |s: u64, n: usize| {
             let x = noise(n * dim, seed + s);
             let mut a = Accumulator::new(settings(dim, 1, Isa::best())).unwrap();
-            a.update(0, Rows::from_f32(&x, n, dim).unwrap(), &Watch::new()).unwrap();
-            a.update(3, Rows::from_f32(&x[..dim], 1, dim).unwrap(), &Watch::new()).unwrap();
-            a.finish(&Watch::new()).unwrap();
+            a.update(0, Rows::from_f32(&x, n, dim).unwrap(), &CANCEL).unwrap();
+            a.update(3, Rows::from_f32(&x[..dim], 1, dim).unwrap(), &CANCEL).unwrap();
+            a.finish(&CANCEL).unwrap();
             a
         };
         let (a, b, c) = (part(1, 5), part(2, 600), part(3, 40));
-        let mut left = a.clone();
+        let again = |of: &Accumulator| Accumulator::from_state(&of.state().unwrap(), 1).unwrap();
+        let mut left = again(&a);
         left.merge(&b).unwrap();
         left.merge(&c).unwrap();
-        let mut right = c.clone();
+        let mut right = again(&c);
         right.merge(&a).unwrap();
-        let mut last = b.clone();
+        let mut last = again(&b);
         last.merge(&right).unwrap();
         prop_assert_eq!(left.state().unwrap(), last.state().unwrap());
-        let restored = Accumulator::from_state(&left.state().unwrap(), 1).unwrap();
-        prop_assert_eq!(restored.state().unwrap(), left.state().unwrap());
         prop_assert_eq!(left.n_rows(0).unwrap(), 645);
     }
 
@@ -284,7 +304,7 @@ proptest! {
         group in 1_usize..90, seed in 0_u64..99,
     ) {
         let (w, h) = (noise(rows * dim, seed), hessian(dim, 2 * dim, seed + 1));
-        let got = solve::<f64>(&w, &h, dim, &grid(bits, group), Scales::Group, 128, 1, Isa::best());
+        let got = solve::<f64>(&w, &h, dim, &grid(bits, group), options(Scales::Group, 128, Isa::best()), 1);
         let (codes, scales) = inverse_form(&w, &h, dim, bits, group);
         let middle = 1_i32 << (bits - 1);
         let differ = got.codes.iter().zip(&codes).filter(|(&u, &q)| i32::from(u) - middle != q).count();
@@ -299,11 +319,13 @@ proptest! {
     fn blocks_threads_and_vector_width_change_no_code(
         dim in 1_usize..260, rows in 1_usize..110, group in 1_usize..140, block in 1_usize..300, seed in 0_u64..99,
         scales in prop::sample::select(vec![Scales::Group, Scales::Static]),
+        search in prop::sample::select(vec![Search::Max, Search::Mse]),
     ) {
         let (w, h) = (noise(rows * dim, seed), hessian(dim, 40, seed + 1));
-        let expected = solve::<f32>(&w, &h, dim, &grid(3, group), scales, 128, 1, Isa::PORTABLE);
+        let grid = Grid { search, ..grid(3, group) };
+        let expected = solve::<f32>(&w, &h, dim, &grid, options(scales, 128, Isa::PORTABLE), 1);
         for isa in Isa::available() {
-            let got = solve::<f32>(&w, &h, dim, &grid(3, group), scales, block, 2, isa);
+            let got = solve::<f32>(&w, &h, dim, &grid, options(scales, block, isa), 2);
             prop_assert!(got == expected, "{}", isa.name());
         }
     }
@@ -329,8 +351,8 @@ proptest! {
     fn kernel_packing_round_trips(k in 1_usize..7, n in 1_usize..6, threads in 1_usize..4) {
         let (k, n) = (32 * k, 16 * n);
         let codes: Vec<u8> = noise(k * n, 3).iter().map(|v| ((v + 1.0) * 7.9) as u8).collect();
-        let packed = w4::pack(&codes, n, k, threads).unwrap();
-        prop_assert_eq!(&w4::unpack(&packed, n, k, threads).unwrap(), &codes);
+        let packed = w4::pack(&codes, n, k, &on(threads)).unwrap();
+        prop_assert_eq!(&w4::unpack(&packed, n, k, &on(threads)).unwrap(), &codes);
         // One code per place of the specification (kernels/README.md), the rest zero.
         let tiles = k.div_ceil(64);
         let mut by_formula = vec![0x8888_8888_u32; packed.len()];
@@ -355,8 +377,8 @@ proptest! {
             line[..k].copy_from_slice(codes);
         }
         let words = marlin::pack(&padded, file_k, file_n).unwrap();
-        let moved = w4::from_marlin(&words, (file_n, file_k), (n, k), 2).unwrap();
-        prop_assert_eq!(moved, w4::pack(&codes, n, k, 1).unwrap());
+        let moved = w4::from_marlin(&words, (file_n, file_k), (n, k), &on(2)).unwrap();
+        prop_assert_eq!(moved, w4::pack(&codes, n, k, &on(1)).unwrap());
     }
 }
 
@@ -367,9 +389,9 @@ fn sum_over_steps_is_the_sum() {
     let rows = |t: usize| Rows::from_f32(&x[t * n * dim..(t + 1) * n * dim], n, dim).unwrap();
     let run = |per_step| {
         let mut a = Accumulator::new(Settings { per_step, ..settings(dim, 2, Isa::best()) }).unwrap();
-        a.update(0, rows(0), &Watch::new()).unwrap();
-        a.update(3, rows(1), &Watch::new()).unwrap();
-        a.finish(&Watch::new()).unwrap();
+        a.update(0, rows(0), &CANCEL).unwrap();
+        a.update(3, rows(1), &CANCEL).unwrap();
+        a.finish(&CANCEL).unwrap();
         a
     };
     let (split, whole) = (run(true), run(false));
@@ -386,10 +408,10 @@ fn sum_over_steps_is_the_sum() {
 fn pivots_are_those_of_a_plain_factorisation_across_panels() {
     for dim in [1, 7, 191, 192, 193, 400] {
         let h = hessian(dim, 500, 3);
-        let f = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.02, false, 2, &Watch::new()).unwrap();
+        let f = factor::<f64>(&h, dim, 0.02, Order::Natural, 2);
         // With its columns turned round, H' = R R^T is an ordinary Cholesky factorisation.
         let mut m: Vec<f64> = h.iter().rev().copied().collect();
-        (0..dim).for_each(|i| m[i * dim + i] += f.damping_abs);
+        (0..dim).for_each(|i| m[i * dim + i] += f.mu()[0]);
         let u = upper_cholesky(&m, dim);
         for (j, &pivot) in f.pivots().iter().enumerate() {
             let expected = u[(dim - 1 - j) * (dim + 1)].powi(2);
@@ -398,7 +420,7 @@ fn pivots_are_those_of_a_plain_factorisation_across_panels() {
                 "dim {dim}, column {j}: {pivot} and {expected}"
             );
         }
-        let one = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.02, false, 1, &Watch::new()).unwrap();
+        let one = factor::<f64>(&h, dim, 0.02, Order::Natural, 1);
         assert_eq!(one.pivots(), f.pivots());
     }
 }
@@ -411,15 +433,17 @@ fn identity_gives_rtn_and_scaling_changes_nothing() {
     for symmetric in [true, false] {
         for search in [Search::Max, Search::Mse] {
             let grid = Grid { symmetric, search, scale_type: ScaleType::Bf16, ..grid(4, 32) };
-            let plain = rtn(&w, rows, dim, &grid, None, 1, &Watch::new()).unwrap();
+            let plain = rtn(weight(&w, dim), &grid, &on(1)).unwrap();
             for scales in [Scales::Group, Scales::Static] {
-                assert_eq!(solve::<f64>(&w, &identity, dim, &grid, scales, 16, 1, Isa::best()), plain);
+                let got = solve::<f64>(&w, &identity, dim, &grid, options(scales, 16, Isa::best()), 1);
+                assert_eq!(got, plain);
             }
         }
     }
     let h = hessian(dim, 300, 4);
     let scaled: Vec<f64> = h.iter().map(|v| v * 1024.0).collect();
-    let solved = |h: &[f64]| solve::<f64>(&w, h, dim, &grid(4, 32), Scales::Group, 128, 1, Isa::best());
+    let solved =
+        |h: &[f64]| solve::<f64>(&w, h, dim, &grid(4, 32), options(Scales::Group, 128, Isa::best()), 1);
     assert_eq!(solved(&h), solved(&scaled));
 }
 
@@ -444,18 +468,20 @@ fn short_scales_are_the_nearest_of_so_few_bits() {
 fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (dim, rows) = (150, 40);
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
-    let watch = Watch::new();
-    for act_order in [false, true] {
-        let f = Factor::<f64>::new(Symmetric::F64(&h), dim, 0.01, act_order, 1, &watch).unwrap();
-        let run = Run { block_size: 128, threads: 1, isa: Isa::best(), watch: &watch };
-        let (q, report) = gptq(&w, rows, &f, &grid(4, 50), Scales::Static, &run).unwrap();
+    let h_view = Symmetric::f64(&h, dim).unwrap();
+    let loss = |q: &Quantized| {
         let hat = dequantize(&q.codes, &q.scales, &q.zeros, rows, dim, 50).unwrap();
-        let real = proxy(&w, Some(&hat), rows, dim, Symmetric::F64(&h), 1, &watch).unwrap();
+        proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
+    };
+    for order in [Order::Natural, Order::Diagonal, Order::Conditional] {
+        let f = factor::<f64>(&h, dim, 0.01, order, 1);
+        let options = options(Scales::Static, 128, Isa::best());
+        let (q, report) = gptq(weight(&w, dim), &f, &grid(4, 50), &options, &on(1)).unwrap();
+        let real = loss(&q);
         assert!((report.proxy - real).abs() <= 1e-9 * real, "{} and {real}", report.proxy);
-        let plain = rtn(&w, rows, dim, &grid(4, 50), None, 1, &watch).unwrap();
+        let plain = rtn(weight(&w, dim), &grid(4, 50), &on(1)).unwrap();
         assert_eq!(plain.scales, q.scales);
-        let hat = dequantize(&plain.codes, &plain.scales, &plain.zeros, rows, dim, 50).unwrap();
-        assert!(real < 0.8 * proxy(&w, Some(&hat), rows, dim, Symmetric::F64(&h), 1, &watch).unwrap());
+        assert!(real < 0.8 * loss(&plain));
     }
 }
 
@@ -463,18 +489,10 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
 fn rows_of_w_are_independent() {
     let (dim, rows) = (90, 120);
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
-    let all = solve::<f32>(&w, &h, dim, &grid(4, 32), Scales::Group, 128, 2, Isa::best());
+    let options = options(Scales::Group, 128, Isa::best());
+    let all = solve::<f32>(&w, &h, dim, &grid(4, 32), options, 2);
     for r in [0, 47, 48, 119] {
-        let one = solve::<f32>(
-            &w[r * dim..(r + 1) * dim],
-            &h,
-            dim,
-            &grid(4, 32),
-            Scales::Group,
-            128,
-            1,
-            Isa::best(),
-        );
+        let one = solve::<f32>(&w[r * dim..(r + 1) * dim], &h, dim, &grid(4, 32), options, 1);
         assert_eq!(one.codes, all.codes[r * dim..(r + 1) * dim]);
     }
 }
@@ -490,7 +508,7 @@ fn eigenvalues_of_a_known_matrix() {
             _ => 0.0,
         })
         .collect();
-    let got = eigvalsh(Symmetric::F64(&h), n, 2, &Watch::new()).unwrap();
+    let got = eigvalsh(Symmetric::f64(&h, n).unwrap(), &on(2)).unwrap();
     for (k, value) in got.iter().enumerate() {
         let exact = 2.0 - 2.0 * ((k + 1) as f64 * std::f64::consts::PI / (n + 1) as f64).cos();
         assert!((value - exact).abs() < 1e-13);

@@ -17,7 +17,7 @@ def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings
     """Solve with all stages unless told otherwise; S too."""
     d = len(hessian)
     mu = np.full(d, 0.01 * np.diag(hessian).mean()) if mu is None else mu
-    prepared = native.Prepared(hessian, mu, order=order, threads=threads)
+    factor = native.DampedFactor(hessian, mu, order=order, threads=threads)
     options = {
         "bits": 3,
         "group_size": 16,
@@ -29,8 +29,8 @@ def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings
         "rounds": 4,
         "refit": True,
     } | settings
-    found = native.full(weight, prepared, native.FullSettings(**options), threads=threads)
-    return found, hessian + np.diag(mu), prepared
+    found = native.full(weight, factor, native.FullSettings(**options), threads=threads)
+    return found, hessian + np.diag(mu), factor
 
 
 CASES = [
@@ -48,13 +48,12 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     weight = rng.normal(size=(rows, d)).astype(np.float32)
     hessian = correlated(rng, d)
     grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
-    result, s, prepared = full(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
+    result, s, factor = full(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
     order = twin.conditional_order(s)
-    np.testing.assert_array_equal(prepared.order, order)
-    np.testing.assert_allclose(prepared.conditional, 1 / np.diag(np.linalg.inv(s)), rtol=1e-9)
+    np.testing.assert_array_equal(factor.order, order)
     w = weight.astype(np.float64)
     fitted = {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": "float16"}
-    scales, zeros = twin.fit_scales(w, prepared.conditional, signed=signed, **fitted)
+    scales, zeros = twin.fit_scales(w, 1 / np.diag(np.linalg.inv(s)), signed=signed, **fitted)
     np.testing.assert_array_equal(result["scales"], scales)
     codes, values = twin.sweep(w, s, order, scales, zeros, bits, group)
     np.testing.assert_array_equal(values_of(result, group, d), values)
@@ -126,10 +125,10 @@ def test_conditional_order_is_the_best_first_column_rule_by_brute_force():
     while left:
         energy = [1 / np.linalg.inv(s[np.ix_(left, left)])[i, i] for i in range(len(left))]
         expected.append(left.pop(int(np.argmax(energy))))
-    assert list(native.Prepared(s, np.zeros(7), threads=1).order) == expected
-    by_diagonal = native.Prepared(s, np.zeros(7), order="diagonal", threads=1).order
+    assert list(native.DampedFactor(s, np.zeros(7), order="conditional", threads=1).order) == expected
+    by_diagonal = native.DampedFactor(s, np.zeros(7), order="diagonal", threads=1).order
     assert list(by_diagonal) == list(np.argsort(-np.diag(s), kind="stable"))
-    assert list(native.Prepared(s, np.zeros(7), order="natural", threads=1).order) == list(range(7))
+    assert list(native.DampedFactor(s, np.zeros(7), order="natural", threads=1).order) == list(range(7))
 
 
 def test_shift_is_the_least_squares_target():
@@ -139,12 +138,12 @@ def test_shift_is_the_least_squares_target():
     near = x @ (np.eye(12) + 0.1 * rng.normal(size=(12, 12)))
     weight = rng.normal(size=(19, 12)).astype(np.float32)
     for order in ("natural", "conditional"):
-        prepared = native.Prepared(near.T @ near, np.zeros(12), order=order, threads=1)
+        factor = native.DampedFactor(near.T @ near, np.zeros(12), order=order, threads=1)
         cross = (x - near).T @ near
-        np.testing.assert_allclose(prepared.shift(weight, cross, 1.0) @ near.T, weight @ x.T, atol=2e-5)
-        np.testing.assert_array_equal(prepared.shift(weight, cross, 0.0), weight)
-        half = (prepared.shift(weight, cross, 1.0).astype(float) + weight) / 2
-        np.testing.assert_allclose(prepared.shift(weight, cross, 0.5), half, atol=1e-6)
+        np.testing.assert_allclose(factor.shift(weight, cross, 1.0) @ near.T, weight @ x.T, atol=2e-5)
+        np.testing.assert_array_equal(factor.shift(weight, cross, 0.0), weight)
+        half = (factor.shift(weight, cross, 1.0).astype(float) + weight) / 2
+        np.testing.assert_allclose(factor.shift(weight, cross, 0.5), half, atol=1e-6)
 
 
 def test_rows_do_not_see_their_neighbours_and_threads_change_nothing():
@@ -220,10 +219,10 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
         with pytest.raises(ConfigError, match="scale_cost" if "cost" in bad else next(iter(bad))):
             full(weight, correlated(rng, 20), **bad)
     with pytest.raises(SolveError, match="all zeros"):
-        native.Prepared(np.zeros((3, 3)), np.zeros(3))
+        native.DampedFactor(np.zeros((3, 3)), np.zeros(3))
     with pytest.raises(SolveError, match="column"):
-        native.Prepared(np.ones((3, 3)), np.zeros(3))
+        native.DampedFactor(np.ones((3, 3)), np.zeros(3))
     with pytest.raises(ConfigError, match="mu"):
-        native.Prepared(np.eye(3), np.zeros(2))
+        native.DampedFactor(np.eye(3), np.zeros(2))
     with pytest.raises(SolveError, match="none were collected"):
         solve("gptq-cd", weight, None)

@@ -16,16 +16,20 @@ REST = {"cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
 SETTINGS = native.FullSettings(**GRID, **REST)
 
 
+def factor(hessian, mu):
+    return native.DampedFactor(hessian, mu, order="conditional", threads=1)
+
+
 def made(rows, d, seed=0):
     rng = np.random.default_rng(seed)
     weight = rng.normal(size=(rows, d)).astype(np.float32)
     hessian, between = correlated(rng, d), correlated(rng, rows)
-    right = native.Prepared(hessian, np.full(d, 0.01 * np.diag(hessian).mean()), threads=1)
+    right = factor(hessian, np.full(d, 0.01 * np.diag(hessian).mean()))
     return weight, hessian + np.diag(np.full(d, 0.01 * np.diag(hessian).mean())), between, right
 
 
 def left_of(between):
-    return native.Prepared(between, np.zeros(len(between)), threads=1)
+    return factor(between, np.zeros(len(between)))
 
 
 def loss(weight, values, a, s):
@@ -38,8 +42,8 @@ def twin(weight, s, a, right, passes):
     rows, d = weight.shape
     order = np.asarray(left_of(a).order)
     ordered, goal = a[np.ix_(order, order)], weight[order].astype(np.float64)
-    factor = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
-    unit = factor / np.diag(factor)
+    upper = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
+    unit = upper / np.diag(upper)
     error, values = np.zeros((rows, d)), np.zeros((rows, d), np.float32)
 
     def solved(targets):
@@ -106,7 +110,7 @@ def test_near_the_optimum_of_all_codes():
     for _ in range(12):
         weight = rng.normal(size=(2, 3)).astype(np.float32)
         s, a = correlated(rng, 3), np.array([[1.0, 0.8], [0.8, 1.0]])
-        right = native.Prepared(s, np.zeros(3), threads=1)
+        right = factor(s, np.zeros(3))
         grid = GRID | REST | {"bits": 2, "group_size": 3, "signed": False, "refit": False}
         found = native.coupled(weight, right, [left_of(a)], native.FullSettings(**grid), passes=4, threads=1)
         values = values_of(found, 3, 3)
@@ -149,26 +153,12 @@ def test_a_scale_that_cannot_be_stored_is_named_by_its_row_of_the_weight():
             native.coupled(large, right, lefts, SETTINGS, passes=0, threads=1)
 
 
-def test_progress_is_told_and_can_stop_the_work():
-    weight, _, a, right = made(512, 256)
-    told = []
-
-    def stop(share):
-        told.append(share)
-        if share > 0:
-            raise RuntimeError("enough")
-
-    with pytest.raises(RuntimeError, match="enough"):
-        native.coupled(weight, right, [left_of(a)], SETTINGS, passes=50, threads=1, progress=stop)
-    assert 0 < told[-1] < 1
-
-
 def test_scaling_either_side_changes_no_code():
     weight, s, a, _ = made(16, 32)
     found = [
         native.coupled(
             weight,
-            native.Prepared(s * k, np.zeros(32), threads=1),
+            factor(s * k, np.zeros(32)),
             [left_of(a * k * k)],
             SETTINGS,
             threads=1,

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.errors import ConfigError, SolveError
+from loopq.errors import ConfigError, OutOfMemoryError, SolveError
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.rtn import ScaleSearch
@@ -59,29 +60,39 @@ class GPTQ(Method):
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
-        hessian, damping = problem.observed, self.damping.fraction
-        if self.damping.kind != "mean":
-            mu = self.damping.vector(hessian, problem.threads)
-            hessian, damping = hessian + np.diag(mu), 0.0
-        grid = problem.grid
+        hessian, grid = problem.observed, problem.grid
+
+        def factored() -> native.DampedFactor:
+            return native.DampedFactor(
+                hessian,
+                self._added(hessian, problem.threads),
+                order="diagonal" if self.act_order else "natural",
+                precision=self.precision,
+                threads=problem.threads,
+            )
+
         try:
+            factor = problem.once((self.name, self.damping, self.precision, self.act_order), factored)
             result = native.gptq(
                 problem.target,
-                hessian,
+                factor,
                 bits=grid.bits,
                 group_size=grid.core_group_size,
                 symmetric=grid.symmetric,
-                damping=damping,
-                precision=self.precision,
                 scale_dtype=grid.core_scale_dtype,
                 scales=self.scales,
                 scale_search=self.scale_search,
-                act_order=self.act_order,
                 block_size=self.block_size,
-                energy=False,
                 threads=problem.threads,
             )
-        except SolveError as cause:
-            raise SolveError(f"layer {problem.name}: {cause}") from cause
-        # The order of columns is an array, and a report is plain data.
-        return problem.layer({k: v for k, v in result.items() if k != "order"}, self.name)
+        except (SolveError, OutOfMemoryError) as cause:
+            raise type(cause)(f"layer {problem.name}: {cause}") from cause
+        return problem.layer(result, self.name)
+
+    def _added(self, hessian: NDArray[np.float64], threads: int) -> NDArray[np.float64]:
+        """What is added to the diagonal, shape (d,)."""
+        if self.damping.kind != "mean":
+            return self.damping.vector(hessian, threads)
+        # Summed in order, as GPTQ's codes always were: NumPy's mean adds pairs and has other last bits.
+        diagonal = np.diag(hessian)
+        return np.full(len(diagonal), self.damping.fraction * (np.cumsum(diagonal)[-1] / len(diagonal)))

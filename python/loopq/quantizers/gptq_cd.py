@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.errors import SolveError
+from loopq.errors import OutOfMemoryError, SolveError
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.settings import Settings, block, setting
@@ -95,8 +95,8 @@ class GPTQCD(Method):
         problem.observed  # noqa: B018  # refuses a layer without activations
         try:
             result = self._coupled(problem) if self.metric.kind == "loop" else self._plain(problem)
-        except SolveError as cause:
-            raise SolveError(f"layer {problem.name}: {cause}") from cause
+        except (SolveError, OutOfMemoryError) as cause:
+            raise type(cause)(f"layer {problem.name}: {cause}") from cause
         return problem.layer(result, self.name)
 
     def _settings(self, problem: Problem) -> native.FullSettings:
@@ -116,12 +116,12 @@ class GPTQCD(Method):
     def _plain(self, problem: Problem) -> dict[str, Any]:
         hessian = problem.observed
 
-        def factor() -> native.Prepared:
+        def factored() -> native.DampedFactor:
             mu = self.damping.vector(hessian, problem.threads)
-            return native.Prepared(hessian, mu, order=self.order, threads=problem.threads)
+            return native.DampedFactor(hessian, mu, order=self.order, threads=problem.threads)
 
-        prepared = problem.once((self.name, self.damping, self.order), factor)
-        return native.full(problem.target, prepared, self._settings(problem), threads=problem.threads)
+        factor = problem.once((self.name, self.damping, self.order), factored)
+        return native.full(problem.target, factor, self._settings(problem), threads=problem.threads)
 
     def _coupled(self, problem: Problem) -> dict[str, Any]:
         metric = problem.metric
@@ -129,11 +129,11 @@ class GPTQCD(Method):
             raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
         combined = metric.combined(problem.observed)
         mu = self.damping.vector(combined, problem.threads)
-        prepared = native.Prepared(combined, mu, order=self.order, threads=problem.threads)
-        left = metric.prepared(problem.target, combined, problem.threads)
+        factor = native.DampedFactor(combined, mu, order=self.order, threads=problem.threads)
+        left = metric.factors(problem.target, combined, problem.threads)
         found = native.coupled(
             problem.target,
-            prepared,
+            factor,
             left,
             self._settings(problem),
             passes=self.passes,

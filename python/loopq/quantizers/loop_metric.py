@@ -57,9 +57,9 @@ class LoopMetric:
             return hessian + self.right
         return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
 
-    def prepared(
+    def factors(
         self, weight: NDArray[np.float32], combined: NDArray[np.float64], threads: int
-    ) -> list[native.Prepared]:
+    ) -> list[native.DampedFactor]:
         """The blocks of A in the order in which rows are solved, factored.
 
         Parameters
@@ -82,7 +82,7 @@ class LoopMetric:
         floor = np.divide(FLOOR * float(np.mean(own * size)), size, out=np.zeros_like(size), where=size > 0)
         rows = np.split(floor, np.cumsum([len(a) for a in self.left])[:-1])
         return [
-            native.Prepared(a + np.diag(add), np.zeros(len(a)), order="conditional", threads=threads)
+            native.DampedFactor(a + np.diag(add), np.zeros(len(a)), order="conditional", threads=threads)
             for a, add in zip(self.left, rows, strict=True)
         ]
 

@@ -154,12 +154,13 @@ class _Group:
     def _target(self, task: Task, problem: Problem, moments: Moments) -> NDArray[np.float32]:
         damping = task.config.method.shift_damping
 
-        def factor() -> native.Prepared:
+        def factor() -> native.DampedFactor:
             mu = damping.vector(moments.quantized, problem.threads)
-            return native.Prepared(moments.quantized, mu, order="natural", threads=problem.threads)
+            return native.DampedFactor(moments.quantized, mu, threads=problem.threads)
 
-        prepared = problem.once(("shift", damping), factor)
-        return prepared.shift(problem.target, moments.cross, self.settings.alpha, threads=problem.threads)
+        return problem.once(("shift", damping), factor).shift(
+            problem.target, moments.cross, self.settings.alpha, threads=problem.threads
+        )
 
     def _weighted(
         self, task: Task, paired: PairedSums, weight: NDArray[np.float32]

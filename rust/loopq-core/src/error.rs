@@ -16,6 +16,8 @@ pub enum Kind {
     Dump,
     /// The arithmetic of a layer cannot be carried out.
     Solve,
+    /// The machine has not the memory.
+    Memory,
     /// Somebody asked the work to stop.
     Interrupted,
 }
@@ -50,6 +52,18 @@ pub enum Error {
         what: &'static str,
         /// The numbers that were multiplied.
         detail: String,
+    },
+    /// The system has no memory to give.
+    #[error(
+        "no memory for {what}, {}: end other programs or take a machine with more memory; \
+             --memory bounds what the Hessian sums of a run take together",
+        in_units(*.bytes)
+    )]
+    OutOfMemory {
+        /// What it was for.
+        what: &'static str,
+        /// How many bytes were asked for.
+        bytes: usize,
     },
     /// NaN or infinity in an input row of a Hessian.
     #[error("input rows hold {value} at step {step}, row {row} (counted from the step's first row), column {column}; \
@@ -125,10 +139,8 @@ pub enum Error {
     /// An update after `finish`.
     #[error("the Hessian is finished; rows can no longer be added, make a new accumulator and merge it")]
     Finished,
-    /// Any use after an interrupted update.
-    #[error(
-        "an update of this Hessian was interrupted half-way; its sums are not whole: make a new accumulator"
-    )]
+    /// Any use after an update that was interrupted or ran out of memory.
+    #[error("an update of this Hessian stopped half-way; its sums are not whole: make a new accumulator")]
     Broken,
     /// A read before `finish`.
     #[error("the Hessian still buffers rows; call finish() before reading it")]
@@ -162,24 +174,54 @@ pub enum Error {
         /// What the system said.
         reason: String,
     },
-    /// A file that ends before the rows do.
-    #[error("{path} is truncated: rows need bytes {need_from}..{need_to}, the file has {have}; collect this shard again")]
-    Truncated {
+    /// A file that the safetensors library refuses.
+    #[error("{path}: not a whole safetensors file: {reason}; collect this file again or restore it")]
+    NoSafetensors {
         /// The file.
         path: PathBuf,
-        /// First byte wanted.
-        need_from: u64,
-        /// One past the last byte wanted.
-        need_to: u64,
-        /// Bytes in the file.
-        have: u64,
+        /// What the library said.
+        reason: String,
+    },
+    /// A tensor that a file does not hold.
+    #[error("{path}: no tensor {tensor:?}; the file is not the one that its index describes")]
+    NoTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+    },
+    /// A tensor of another type or shape.
+    #[error("{path}: tensor {tensor:?} is {got}; rows must be {expected}")]
+    WrongTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// What rows look like.
+        expected: String,
+        /// What is there.
+        got: String,
+    },
+    /// Another refusal, of rows that came from a file.
+    #[error("{path}, tensor {tensor:?}: {source}")]
+    InTensor {
+        /// The file.
+        path: PathBuf,
+        /// The tensor's name.
+        tensor: String,
+        /// What was refused.
+        source: Box<Error>,
     },
     /// `H` without any energy.
     #[error("the Hessian is all zeros: no input row had a value; check that the layer saw data")]
     ZeroHessian,
+    /// A factor beside another `H` than its own.
+    #[error("the Hessian was changed after it was factored; make a new factor of it")]
+    ChangedHessian,
     /// Cholesky met a pivot that is not positive.
     #[error("the damped Hessian is not positive definite: pivot {value:e} at column {column} of {dim} \
-             (damping {damping} of the mean diagonal, {precision}); raise the damping, use float64, or give more rows")]
+             (damping {mu:e} on a diagonal entry of {diagonal:e}, {precision}); raise the damping, use float64, or \
+             give more rows")]
     NotPositive {
         /// Column of `H` at which the factorisation stopped.
         column: usize,
@@ -187,8 +229,10 @@ pub enum Error {
         dim: usize,
         /// The pivot's value before its square root.
         value: f64,
-        /// The damping that was asked for.
-        damping: f64,
+        /// The entry of `H` on its diagonal.
+        diagonal: f64,
+        /// What was added to it.
+        mu: f64,
         /// `float32` or `float64`.
         precision: &'static str,
     },
@@ -267,9 +311,15 @@ impl Error {
             | Self::OnlySummed { .. }
             | Self::MergeMismatch { .. }
             | Self::CodeRange { .. }
+            | Self::ChangedHessian
             | Self::Threads { .. } => Kind::Config,
             Self::NonFiniteRow { .. } | Self::NonFiniteMatrix { .. } => Kind::NonFinite,
-            Self::BadState(_) | Self::Io { .. } | Self::Truncated { .. } => Kind::Dump,
+            Self::BadState(_)
+            | Self::Io { .. }
+            | Self::NoSafetensors { .. }
+            | Self::NoTensor { .. }
+            | Self::WrongTensor { .. } => Kind::Dump,
+            Self::InTensor { source, .. } => source.kind(),
             Self::RowTooLarge { .. }
             | Self::SumTooLarge { .. }
             | Self::ZeroHessian
@@ -277,7 +327,18 @@ impl Error {
             | Self::ScaleRange { .. }
             | Self::NoConvergence { .. }
             | Self::EigenvalueLibrary { .. } => Kind::Solve,
+            Self::OutOfMemory { .. } => Kind::Memory,
             Self::Interrupted => Kind::Interrupted,
+        }
+    }
+
+    /// The same with row and group, where it is about a scale.
+    pub(crate) fn located(self, row: usize, group: usize) -> Self {
+        match self {
+            Self::ScaleRange { value, what, dtype, .. } => {
+                Self::ScaleRange { row, group, value, what, dtype }
+            }
+            other => other,
         }
     }
 
@@ -289,6 +350,15 @@ impl Error {
     /// Shorthand for [`Error::Shape`].
     pub(crate) fn shape(what: &'static str, expected: impl ToString, got: impl ToString) -> Self {
         Self::Shape { what, expected: expected.to_string(), got: got.to_string() }
+    }
+}
+
+/// A number of bytes in the unit that fits.
+fn in_units(bytes: usize) -> String {
+    match bytes {
+        0..0x10_0000 => format!("{bytes} bytes"),
+        0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes as f64 / 1_048_576.0),
+        _ => format!("{:.1} GiB", bytes as f64 / 1_073_741_824.0),
     }
 }
 

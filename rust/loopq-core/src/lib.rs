@@ -1,28 +1,47 @@
-//! The core of loopq: streaming Hessians, factorisations, GPTQ and packing. No Python in it.
+//! The core of loopq: streaming Hessians, factorisations, quantizers and packing. No Python in it.
 //!
 //! Symbols follow the field: `W` (outputs, inputs) is a weight, `X` (rows, inputs) its input rows, `H = X^T X`,
 //! `H_t` the part of `H` that loop step `t` contributed, `g` the group size. Matrices are row-major slices.
 //!
+//! A folder is a thing, a file in it what is done with it:
+//!
+//! | folder | what it is |
+//! |---|---|
+//! | [`dump`] | input rows, in memory or in a mapped file |
+//! | [`hessian`] | exact sums `X^T X` |
+//! | [`factor`] | the damped Hessian, factored |
+//! | [`grid`] | scales and codes of a group; rounding to nearest |
+//! | [`gptq`] | columns rounded one by one, each error made up for in the rest |
+//! | [`coordinate`] | codes changed one by one, scales refitted |
+//! | [`pack`] | bit layouts of stored codes |
+//! | [`simd`] | instruction sets and the register tile; uses nothing else of this crate |
+//!
 //! Three promises hold everywhere and are tested:
 //!
 //! * the same input gives the same bits at any thread count, block size and chunking;
-//! * every refusal is an [`Error`] value that says what was wrong and what to do next;
-//! * long work looks at its [`Watch`] many times a second, so that it can be cancelled.
+//! * every refusal is an [`Error`] value that says what was wrong and what to do next, want of memory for anything large
+//!   included;
+//! * long work checks its [`Cancel`] many times a second.
 #[cfg(not(target_endian = "little"))]
 compile_error!("loopq reads little-endian dumps in place and runs on little-endian machines only");
 
-pub mod dims;
+pub mod coordinate;
+mod dims;
 pub mod dump;
 pub mod error;
+mod execution;
 pub mod factor;
+pub mod gptq;
 pub mod grid;
 pub mod hessian;
+mod lanes;
+mod memory;
 pub mod pack;
-mod pages;
-pub mod pool;
+mod proxy;
 pub mod simd;
-pub mod solve;
-pub mod watch;
+mod weight;
 
 pub use error::{Error, Result};
-pub use watch::Watch;
+pub use execution::{Cancel, Execution, MAX_THREADS};
+pub use proxy::proxy;
+pub use weight::Weight;

@@ -3,17 +3,17 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use half::f16;
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::hessian::{Accumulator, MatrixState, Settings, State};
 use loopq_core::simd::Isa;
-use loopq_core::{Error, Watch};
-use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
-use pyo3::exceptions::{PyKeyError, PyTypeError};
+use loopq_core::Error;
+use numpy::{PyArray1, PyArray2};
+use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::door::{raise, run};
+use crate::arrays::{matrix, InputRows, Matrix, Vector};
+use crate::gil::{allow_threads, raise};
 
 /// `X^T X` summed over rows, per step, reproducibly.
 #[pyclass(frozen, module = "loopq._native")]
@@ -43,61 +43,38 @@ impl HessianAccumulator {
 #[pymethods]
 impl HessianAccumulator {
     #[new]
-    #[pyo3(signature = (dim, steps, *, per_step, threads = 0, isa = None))]
-    fn new(
-        py: Python<'_>,
-        dim: usize,
-        steps: Vec<usize>,
-        per_step: bool,
-        threads: usize,
-        isa: Option<&str>,
-    ) -> PyResult<Self> {
-        let isa = isa_named(py, isa)?;
-        let made = Accumulator::new(Settings { dim, steps, per_step, threads, isa });
+    #[pyo3(signature = (dim, steps, *, per_step, threads = 0))]
+    fn new(py: Python<'_>, dim: usize, steps: Vec<usize>, per_step: bool, threads: usize) -> PyResult<Self> {
+        let made = Accumulator::new(Settings { dim, steps, per_step, threads, isa: Isa::best() });
         Ok(Self::wrap(made.map_err(|e| raise(py, &e))?))
     }
 
     fn update(&self, py: Python<'_>, step: usize, rows: &Bound<'_, PyAny>) -> PyResult<()> {
-        if let Ok(rows) = rows.extract::<PyReadonlyArray2<'_, f32>>() {
-            let (n, dim) = (rows.shape()[0], rows.shape()[1]);
-            let values = rows.as_slice()?;
-            return self.add(py, step, Rows::from_f32(values, n, dim));
-        }
-        if let Ok(rows) = rows.extract::<PyReadonlyArray2<'_, u16>>() {
-            let (n, dim) = (rows.shape()[0], rows.shape()[1]);
-            let values = rows.as_slice()?;
-            return self.add(py, step, Rows::from_bits16(values, RowType::Bf16, n, dim));
-        }
-        if let Ok(rows) = rows.extract::<PyReadonlyArray2<'_, f16>>() {
-            let (n, dim) = (rows.shape()[0], rows.shape()[1]);
-            let values = rows.as_slice()?;
-            return self.add(py, step, Rows::from_f16(values, n, dim));
-        }
-        Err(PyTypeError::new_err(
-            "rows must be a C-contiguous (n, dim) array of float32, float16 or uint16 (bfloat16 bits)",
-        ))
+        let rows = InputRows::take(rows)?;
+        let [n, dim] = rows.shape();
+        let view = match &rows {
+            InputRows::F32(rows) => Rows::from_f32(rows.values()?, n, dim),
+            InputRows::F16(rows) => Rows::from_f16(rows.values()?, n, dim),
+            InputRows::Bf16(rows) => Rows::from_bits16(rows.values()?, RowType::Bf16, n, dim),
+        };
+        let view = view.map_err(|e| raise(py, &e))?;
+        allow_threads(py, |cancel| self.lock().update(step, view, cancel))
     }
 
-    fn update_file(
-        &self,
-        py: Python<'_>,
-        step: usize,
-        path: PathBuf,
-        offset: u64,
-        n_rows: usize,
-        dtype: &str,
-    ) -> PyResult<()> {
-        let dtype = RowType::parse(dtype).map_err(|e| raise(py, &e))?;
-        run(py, None, |watch| self.lock().update_file(step, &path, offset, n_rows, dtype, watch))
+    fn update_file(&self, py: Python<'_>, step: usize, path: PathBuf, tensor: &str) -> PyResult<()> {
+        allow_threads(py, |cancel| self.lock().update_file(step, &path, tensor, cancel))
     }
 
     fn add_products(
         &self,
         py: Python<'_>,
         n_rows: Vec<(usize, u64)>,
-        products: PyReadonlyArray2<'_, f64>,
+        products: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
-        let products = products.as_slice()?;
+        let products = Matrix::take("products", products)?;
+        let dim = self.read(py, |inner| Ok(inner.settings().dim))?;
+        products.check_shape(py, "products", [dim; 2])?;
+        let products = products.values()?;
         py.detach(|| self.lock().add_products(&n_rows, products)).map_err(|e| raise(py, &e))
     }
 
@@ -126,27 +103,18 @@ impl HessianAccumulator {
     }
 
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
-        run(py, None, |watch| self.lock().finish(watch))
+        allow_threads(py, |cancel| self.lock().finish(cancel))
     }
 
-    #[pyo3(signature = (steps = None, *, dtype = "float64", weights = None))]
+    #[pyo3(signature = (steps = None, *, weights = None))]
     fn matrix<'py>(
         &self,
         py: Python<'py>,
         steps: Option<Vec<usize>>,
-        dtype: &str,
         weights: Option<Vec<f64>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let single = match dtype {
-            "float32" => true,
-            "float64" => false,
-            other => {
-                let allowed = "'float32', 'float64'".to_string();
-                return Err(raise(py, &Error::Setting { name: "dtype", got: format!("{other:?}"), allowed }));
-            }
-        };
+    ) -> PyResult<Bound<'py, PyArray2<f64>>> {
         let steps = steps.as_deref();
-        let (dim, values) = run(py, None, |_| {
+        let (dim, values) = allow_threads(py, |_| {
             let inner = self.lock();
             let values = match &weights {
                 None => inner.matrix(steps)?,
@@ -154,11 +122,7 @@ impl HessianAccumulator {
             };
             Ok((inner.settings().dim, values))
         })?;
-        if single {
-            let narrow: Vec<f32> = loopq_core::hessian::narrow(&values);
-            return Ok(PyArray1::from_vec(py, narrow).reshape([dim, dim])?.into_any());
-        }
-        Ok(PyArray1::from_vec(py, values).reshape([dim, dim])?.into_any())
+        matrix(py, values, [dim, dim])
     }
 
     #[pyo3(signature = (steps = None))]
@@ -178,13 +142,13 @@ impl HessianAccumulator {
     fn merge(&self, py: Python<'_>, other: &Bound<'_, Self>) -> PyResult<()> {
         let theirs = other.get();
         if std::ptr::eq(self, theirs) {
-            return self
-                .read(py, |inner| Ok(inner.clone()))
-                .and_then(|copy| run(py, None, |_| self.lock().merge(&copy)));
+            let allowed = "another accumulator: with its own sums every row would count twice".to_string();
+            let got = "the accumulator itself".to_string();
+            return Err(raise(py, &Error::Setting { name: "other", got, allowed }));
         }
         // Both are locked in the order of their addresses, so that two merges in opposite directions cannot wait
         // for each other.
-        run(py, None, |_| {
+        allow_threads(py, |_| {
             if std::ptr::from_ref(self) < std::ptr::from_ref(theirs) {
                 let mut mine = self.lock();
                 mine.merge(&theirs.lock())
@@ -196,7 +160,7 @@ impl HessianAccumulator {
     }
 
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let state = run(py, None, |_| self.lock().state())?;
+        let state = allow_threads(py, |_| self.lock().state())?;
         let out = PyDict::new(py);
         out.set_item("spec_version", state.spec_version)?;
         out.set_item("dim", state.dim)?;
@@ -205,8 +169,8 @@ impl HessianAccumulator {
         out.set_item("n_rows", state.n_rows)?;
         let (hi, lo) = (PyList::empty(py), PyList::empty(py));
         for matrix in state.matrices {
-            hi.append(PyArray1::from_vec(py, matrix.hi))?;
-            lo.append(PyArray1::from_vec(py, matrix.lo))?;
+            hi.append(PyArray1::from_vec(py, matrix.hi.into_owned()))?;
+            lo.append(PyArray1::from_vec(py, matrix.lo.into_owned()))?;
         }
         out.set_item("hi", hi)?;
         out.set_item("lo", lo)?;
@@ -219,50 +183,27 @@ impl HessianAccumulator {
         let item = |name: &str| {
             state.get_item(name)?.ok_or_else(|| PyKeyError::new_err(format!("Hessian state has no {name:?}")))
         };
-        let limbs = |name: &str| -> PyResult<Vec<Vec<i64>>> {
-            let list: Vec<PyReadonlyArray1<'_, i64>> = item(name)?.extract()?;
-            list.iter().map(|array| Ok(array.as_slice()?.to_vec())).collect()
+        let limbs = |name: &str| -> PyResult<Vec<Vector<'_, i64>>> {
+            let list: Vec<Bound<'_, PyAny>> = item(name)?.extract()?;
+            list.iter().map(|array| Vector::take(name, array)).collect()
         };
         let (hi, lo) = (limbs("hi")?, limbs("lo")?);
         if hi.len() != lo.len() {
             let reason = format!("{} high and {} low parts", hi.len(), lo.len());
             return Err(raise(py, &Error::BadState(reason)));
         }
+        let matrices = hi
+            .iter()
+            .zip(&lo)
+            .map(|(hi, lo)| Ok(MatrixState { hi: hi.values()?.into(), lo: lo.values()?.into() }));
         let state = State {
             spec_version: item("spec_version")?.extract()?,
             dim: item("dim")?.extract()?,
             steps: item("steps")?.extract()?,
             per_step: item("per_step")?.extract()?,
             n_rows: item("n_rows")?.extract()?,
-            matrices: hi.into_iter().zip(lo).map(|(hi, lo)| MatrixState { hi, lo }).collect(),
+            matrices: matrices.collect::<PyResult<_>>()?,
         };
-        Ok(Self::wrap(run(py, None, |_: &Watch| Accumulator::from_state(&state, threads))?))
+        Ok(Self::wrap(allow_threads(py, |_| Accumulator::from_state(&state, threads))?))
     }
-}
-
-impl HessianAccumulator {
-    fn add(&self, py: Python<'_>, step: usize, rows: Result<Rows<'_>, Error>) -> PyResult<()> {
-        let rows = rows.map_err(|e| raise(py, &e))?;
-        run(py, None, |watch| self.lock().update(step, rows, watch))
-    }
-}
-
-fn isa_named(py: Python<'_>, name: Option<&str>) -> PyResult<Isa> {
-    let Some(name) = name else {
-        return Ok(Isa::best());
-    };
-    let all = Isa::available();
-    all.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
-        let allowed = all.iter().map(|isa| format!("'{}'", isa.name())).collect::<Vec<_>>().join(", ");
-        raise(py, &Error::Setting { name: "isa", got: format!("{name:?}"), allowed })
-    })
-}
-
-/// Shorthand used by the other files: a matrix as a Python array.
-pub(crate) fn matrix<'py, T: numpy::Element>(
-    py: Python<'py>,
-    values: Vec<T>,
-    shape: [usize; 2],
-) -> PyResult<Bound<'py, PyArray2<T>>> {
-    PyArray1::from_vec(py, values).reshape(shape)
 }

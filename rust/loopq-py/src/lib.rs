@@ -1,12 +1,14 @@
-//! Python binding of `loopq-core`: conversions and one door, no arithmetic.
+//! Python binding of `loopq-core`: conversions, the interpreter lock, and no arithmetic.
 #![allow(clippy::needless_pass_by_value)] // PyO3 hands arguments over by value
 
-mod door;
-mod full;
+mod arrays;
+mod factor;
+mod gil;
+mod grid;
 mod hessian;
 mod kernels;
 mod packing;
-mod solving;
+mod solve;
 
 use loopq_core::simd::Isa;
 use pyo3::prelude::*;
@@ -24,16 +26,15 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(cpu_features, m)?)?;
     m.add_function(wrap_pyfunction!(kernels::kernel_sources, m)?)?;
     m.add_class::<hessian::HessianAccumulator>()?;
-    m.add_class::<solving::Factor>()?;
-    m.add_class::<full::Prepared>()?;
-    m.add_class::<full::FullSettings>()?;
-    m.add_function(wrap_pyfunction!(full::full, m)?)?;
-    m.add_function(wrap_pyfunction!(full::coupled, m)?)?;
-    m.add_function(wrap_pyfunction!(solving::rtn, m)?)?;
-    m.add_function(wrap_pyfunction!(solving::gptq, m)?)?;
-    m.add_function(wrap_pyfunction!(solving::dequantize, m)?)?;
-    m.add_function(wrap_pyfunction!(solving::proxy, m)?)?;
-    m.add_function(wrap_pyfunction!(solving::eigvalsh, m)?)?;
+    m.add_class::<factor::DampedFactor>()?;
+    m.add_class::<solve::Settings>()?;
+    m.add_function(wrap_pyfunction!(factor::eigvalsh, m)?)?;
+    m.add_function(wrap_pyfunction!(grid::rtn, m)?)?;
+    m.add_function(wrap_pyfunction!(grid::dequantize, m)?)?;
+    m.add_function(wrap_pyfunction!(solve::gptq, m)?)?;
+    m.add_function(wrap_pyfunction!(solve::coordinate, m)?)?;
+    m.add_function(wrap_pyfunction!(solve::coupled, m)?)?;
+    m.add_function(wrap_pyfunction!(solve::proxy, m)?)?;
     m.add_function(wrap_pyfunction!(packing::pack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::unpack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::marlin_pack, m)?)?;

@@ -1,13 +1,15 @@
 //! Packed layouts.
 
 use loopq_core::pack::{dense, marlin, w4};
-use loopq_core::{grid, Error};
-use numpy::{PyArray2, PyReadonlyArray2, PyUntypedArrayMethods};
+use loopq_core::{grid, Error, Execution};
+use numpy::PyArray2;
 use pyo3::prelude::*;
 
-use crate::door::{raise, run};
-use crate::hessian::matrix;
-use crate::solving::Codes;
+use crate::arrays::{matrix, Codes, Matrix};
+use crate::gil::{allow_threads, raise};
+
+/// Codes or words, and scales.
+type Layer<'py, T> = (Bound<'py, PyArray2<T>>, Bound<'py, PyArray2<f32>>);
 
 /// Words as the int32 that other tools store.
 fn as_i32(words: Vec<u32>) -> Vec<i32> {
@@ -22,8 +24,8 @@ fn as_u32(words: &[i32]) -> Vec<u32> {
 fn biased(codes: &Codes<'_>, bits: u32, zero_offset: i64) -> PyResult<Result<Vec<u8>, Error>> {
     let [_, dim] = codes.shape();
     Ok(match codes {
-        Codes::Signed(codes) => grid::to_biased(codes.as_slice()?, dim, bits, zero_offset),
-        Codes::Biased(codes) => Ok(codes.as_slice()?.to_vec()),
+        Codes::Signed(codes) => grid::to_biased(codes.values()?, dim, bits, zero_offset),
+        Codes::Biased(codes) => Ok(codes.values()?.to_vec()),
     })
 }
 
@@ -46,7 +48,7 @@ pub(crate) fn pack_dense<'py>(
     let [rows, dim] = codes.shape();
     let n_words = dense::words(dim, bits).map_err(|e| raise(py, &e))?;
     let flat = biased(&codes, bits, zero_offset)?;
-    let words = run(py, None, |_| dense::pack(&flat?, rows, dim, bits))?;
+    let words = allow_threads(py, |_| dense::pack(&flat?, rows, dim, bits))?;
     matrix(py, as_i32(words), [rows, n_words])
 }
 
@@ -54,13 +56,14 @@ pub(crate) fn pack_dense<'py>(
 #[pyo3(signature = (packed, bits, dim, zero_offset = 0))]
 pub(crate) fn unpack_dense<'py>(
     py: Python<'py>,
-    packed: PyReadonlyArray2<'py, i32>,
+    packed: &Bound<'py, PyAny>,
     bits: u32,
     dim: usize,
     zero_offset: i64,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let (rows, words) = (packed.shape()[0], as_u32(packed.as_slice()?));
-    let codes = run(py, None, |_| dense::unpack(&words, rows, dim, bits))?;
+    let packed = Matrix::take("packed", packed)?;
+    let ([rows, _], words) = (packed.shape(), as_u32(packed.values()?));
+    let codes = allow_threads(py, |_| dense::unpack(&words, rows, dim, bits))?;
     if zero_offset == 0 {
         return Ok(matrix(py, codes, [rows, dim])?.into_any());
     }
@@ -73,15 +76,17 @@ pub(crate) fn unpack_dense<'py>(
 pub(crate) fn marlin_pack<'py>(
     py: Python<'py>,
     codes: &Bound<'py, PyAny>,
-    scales: PyReadonlyArray2<'py, f32>,
-) -> PyResult<(Bound<'py, PyArray2<i32>>, Bound<'py, PyArray2<f32>>)> {
+    scales: &Bound<'py, PyAny>,
+) -> PyResult<Layer<'py, i32>> {
     let codes = Codes::take(codes)?;
     let [n, k] = codes.shape();
-    let n_groups = scales.shape()[1];
+    let scales = Matrix::take("scales", scales)?;
+    let [_, n_groups] = scales.shape();
+    scales.check_shape(py, "scales", [n, n_groups])?;
     let flat = biased(&codes, 4, 8)?;
-    let scales = scales.as_slice()?;
+    let scales = scales.values()?;
     let (words, stored) =
-        run(py, None, |_| Ok((marlin::pack(&flat?, k, n)?, marlin::pack_scales(scales, n, n_groups)?)))?;
+        allow_threads(py, |_| Ok((marlin::pack(&flat?, k, n)?, marlin::pack_scales(scales, n, n_groups)?)))?;
     Ok((matrix(py, as_i32(words), [k / 16, 2 * n])?, matrix(py, stored, [n_groups, n])?))
 }
 
@@ -89,15 +94,18 @@ pub(crate) fn marlin_pack<'py>(
 #[pyo3(signature = (packed, scales))]
 pub(crate) fn marlin_unpack<'py>(
     py: Python<'py>,
-    packed: PyReadonlyArray2<'py, i32>,
-    scales: PyReadonlyArray2<'py, f32>,
-) -> PyResult<(Bound<'py, PyArray2<i8>>, Bound<'py, PyArray2<f32>>)> {
-    let (k, n) = (packed.shape()[0] * 16, packed.shape()[1] / 2);
-    let n_groups = scales.shape()[0];
-    let words = as_u32(packed.as_slice()?);
-    let stored = scales.as_slice()?;
-    let (codes, scales) =
-        run(py, None, |_| Ok((marlin::unpack(&words, k, n)?, marlin::unpack_scales(stored, n, n_groups)?)))?;
+    packed: &Bound<'py, PyAny>,
+    scales: &Bound<'py, PyAny>,
+) -> PyResult<Layer<'py, i8>> {
+    let (packed, scales) = (Matrix::take("packed", packed)?, Matrix::take("scales", scales)?);
+    let ([bands, width], [n_groups, _]) = (packed.shape(), scales.shape());
+    let (k, n) = (bands.saturating_mul(16), width / 2);
+    scales.check_shape(py, "scales", [n_groups, n])?;
+    let words = as_u32(packed.values()?);
+    let stored = scales.values()?;
+    let (codes, scales) = allow_threads(py, |_| {
+        Ok((marlin::unpack(&words, k, n)?, marlin::unpack_scales(stored, n, n_groups)?))
+    })?;
     Ok((matrix(py, grid::to_signed(&codes, 4), [n, k])?, matrix(py, scales, [n, n_groups])?))
 }
 
@@ -112,7 +120,7 @@ pub(crate) fn w4_pack<'py>(
     let [n, k] = codes.shape();
     let (strips, words) = w4::shape(n, k).map_err(|e| raise(py, &e))?;
     let flat = biased(&codes, 4, 8)?;
-    let packed = run(py, None, |_| w4::pack(&flat?, n, k, threads))?;
+    let packed = allow_threads(py, |cancel| w4::pack(&flat?, n, k, &Execution { threads, cancel }))?;
     matrix(py, as_i32(packed), [strips, words])
 }
 
@@ -120,13 +128,20 @@ pub(crate) fn w4_pack<'py>(
 #[pyo3(signature = (packed, in_features, threads = 0))]
 pub(crate) fn w4_unpack<'py>(
     py: Python<'py>,
-    packed: PyReadonlyArray2<'py, i32>,
+    packed: &Bound<'py, PyAny>,
     in_features: usize,
     threads: usize,
 ) -> PyResult<Bound<'py, PyArray2<i8>>> {
-    let n = packed.shape()[0] * w4::STRIP;
-    let words = as_u32(packed.as_slice()?);
-    let codes = run(py, None, |_| Ok(grid::to_signed(&w4::unpack(&words, n, in_features, threads)?, 4)))?;
+    let packed = Matrix::take("packed", packed)?;
+    let [strips, _] = packed.shape();
+    let n = strips.saturating_mul(w4::STRIP);
+    let (_, expected) = w4::shape(n, in_features).map_err(|e| raise(py, &e))?;
+    packed.check_shape(py, "packed codes", [strips, expected])?;
+    let words = as_u32(packed.values()?);
+    let codes = allow_threads(py, |cancel| {
+        let codes = w4::unpack(&words, n, in_features, &Execution { threads, cancel })?;
+        Ok(grid::to_signed(&codes, 4))
+    })?;
     matrix(py, codes, [n, in_features])
 }
 
@@ -134,15 +149,18 @@ pub(crate) fn w4_unpack<'py>(
 #[pyo3(signature = (words, in_features, out_features, threads = 0))]
 pub(crate) fn w4_from_marlin<'py>(
     py: Python<'py>,
-    words: PyReadonlyArray2<'py, i32>,
+    words: &Bound<'py, PyAny>,
     in_features: usize,
     out_features: usize,
     threads: usize,
 ) -> PyResult<Bound<'py, PyArray2<i32>>> {
-    let file = (words.shape()[1] / 2, words.shape()[0] * 16);
+    let words = Matrix::take("words", words)?;
+    let [bands, width] = words.shape();
+    let file = (width / 2, bands.saturating_mul(16));
     let layer = (out_features, in_features);
     let (strips, row) = w4::shape(out_features, in_features).map_err(|e| raise(py, &e))?;
-    let words = as_u32(words.as_slice()?);
-    let packed = run(py, None, |_| w4::from_marlin(&words, file, layer, threads))?;
+    let words = as_u32(words.values()?);
+    let packed =
+        allow_threads(py, |cancel| w4::from_marlin(&words, file, layer, &Execution { threads, cancel }))?;
     matrix(py, as_i32(packed), [strips, row])
 }

@@ -1,12 +1,10 @@
-//! Memory maps: a file seen as bytes without reading it first, and working memory that the kernel may take back.
-#![allow(unsafe_code)] // one of the two places that may; see the arguments below
+//! A file seen as bytes without reading it first.
+#![allow(unsafe_code)] // a map of a file is sound only while nobody changes the file
 
 use std::fs::File;
 use std::path::Path;
 
 use memmap2::Mmap;
-#[cfg(target_os = "linux")]
-use memmap2::MmapMut;
 
 use crate::{Error, Result};
 
@@ -38,14 +36,4 @@ impl MappedFile {
     pub fn bytes(&self) -> &[u8] {
         self.map.as_deref().unwrap_or(&[])
     }
-}
-
-/// Lets the kernel take the pages of an anonymous map when memory is short. From then on what the map holds is not
-/// defined, page by page, until that page is written again: some pages what was last written, others zeros.
-#[cfg(target_os = "linux")]
-pub(crate) fn mark_free(map: &MmapMut) -> bool {
-    // SAFETY: the map stays in place; only its contents may turn to zeros, at any time before the next write. Its one
-    // user is `pages.rs`, which holds no reference into it at that time, hands it out as undefined bytes that are
-    // written before they are read, and keeps values only for which every pattern of bits is valid.
-    unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::Free) }.is_ok()
 }

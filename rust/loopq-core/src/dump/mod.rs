@@ -1,11 +1,8 @@
-//! Rows as they lie in memory or in a mapped file.
+//! Input rows, as they lie in memory or in a mapped safetensors file.
 
 mod map;
+mod tensor;
 
-use std::path::Path;
-
-#[cfg(target_os = "linux")]
-pub(crate) use map::mark_free;
 pub use map::MappedFile;
 
 use crate::{dims, Error, Result};
@@ -38,16 +35,6 @@ impl RowType {
             Self::F32 => "F32",
             Self::F16 => "F16",
             Self::Bf16 => "BF16",
-        }
-    }
-
-    /// The type with that safetensors name.
-    pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "F32" => Ok(Self::F32),
-            "F16" => Ok(Self::F16),
-            "BF16" => Ok(Self::Bf16),
-            _ => Err(Error::setting("dtype", format!("{name:?}"), "'BF16', 'F16', 'F32'")),
         }
     }
 }
@@ -122,26 +109,4 @@ impl<'a> Rows<'a> {
         let size = self.row_bytes();
         Rows { bytes: &self.bytes[from * size..(from + n) * size], n_rows: n, ..*self }
     }
-}
-
-/// The byte range of `n_rows` rows at `offset` of a mapped file.
-pub fn rows_of_file<'a>(
-    file: &'a MappedFile,
-    path: &Path,
-    offset: u64,
-    n_rows: usize,
-    dim: usize,
-    dtype: RowType,
-) -> Result<Rows<'a>> {
-    let n_bytes = dims::product("the rows", dims::product("the rows", n_rows, dim)?, dtype.size())?;
-    let have = file.bytes().len() as u64;
-    let end = offset.checked_add(n_bytes as u64);
-    let range = end.filter(|&end| end <= have).map(|end| offset as usize..end as usize);
-    let bytes = range.and_then(|r| file.bytes().get(r)).ok_or_else(|| Error::Truncated {
-        path: path.to_path_buf(),
-        need_from: offset,
-        need_to: end.unwrap_or(u64::MAX),
-        have,
-    })?;
-    Rows::new(bytes, dtype, n_rows, dim)
 }

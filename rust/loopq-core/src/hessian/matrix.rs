@@ -1,16 +1,29 @@
 //! The exact upper triangle, stored in squares, and the pass that adds blocks of rows to it.
+//!
+//! The pass is a symmetric rank-k update, BLAS's `syrk`, laid out as in Goto and van de Geijn (see [`Real::tile`]'s file):
+//!
+//! 1. Rows are packed in panels of 48 columns, the width of the tile, once for all products (`rows.rs`).
+//! 2. Only pairs of panels on and above the diagonal are multiplied: half of what `X^T X` takes by a general product.
+//! 3. A tile runs through all lines of a block in one go, so that a strip of 8 x 48 float32 sums never leaves the
+//!    registers before it is whole.
+//! 4. The strip then meets its limbs, which are stored in the same squares of 48 x 48: two blocks at a time, since reading
+//!    and writing 16 bytes an entry is what is left to save. They are asked for before the tile runs and there when it ends.
+//! 5. Squares of up to 8 x 8 panels are one task: their packed panels fit the second-level cache. No two tasks share an
+//!    entry, so there is nothing to wait for.
 
 use rayon::prelude::*;
 
-use crate::hessian::limbs::{self, ONE_PER_HI};
+use crate::hessian::limbs;
 use crate::hessian::rows::{Lanes, PackedBlock};
-use crate::hessian::{PANEL, SIDE};
-use crate::pages::Pages;
-use crate::pool::pool;
-use crate::simd::{add_limbs, prefetch, tile_pairs, Isa, Real, MR};
-use crate::{dims, Error, Result, Watch};
+use crate::hessian::PANEL;
+use crate::memory::Buffer;
+use crate::simd::{prefetch, tile_pairs, Isa, Real, MR};
+use crate::{dims, Error, Execution, Result};
 
 const TILE: usize = PANEL * PANEL;
+
+/// Panels per side of the largest square that one thread works on at a time.
+const SIDE: usize = 8;
 
 /// Entries of the strip that one tile fills.
 const STRIP: usize = MR * PANEL;
@@ -19,7 +32,7 @@ const STRIP: usize = MR * PANEL;
 const FUSED: usize = 2;
 
 /// Up to [`SIDE`] x [`SIDE`] squares of the upper triangle: the unit of work of one thread.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Patch {
     /// Panel pairs `(i, j)`, `i <= j`, in the order of their limbs.
     pairs: Vec<(usize, usize)>,
@@ -47,7 +60,7 @@ impl Patch {
                     for (block, sums) in fused.iter().zip(sums.chunks_exact_mut(STRIP)) {
                         block.strip(isa, pi, pj, r, sums);
                     }
-                    add_limbs(isa, sums, hi, lo);
+                    limbs::add(isa, sums, hi, lo);
                 }
             }
         }
@@ -55,18 +68,20 @@ impl Patch {
 }
 
 /// The exact sum of `x x^T` over rows.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct ExactMatrix {
     dim: usize,
     patches: Vec<Patch>,
-    hi: Pages<i64>,
-    lo: Pages<i64>,
+    hi: Buffer<i64>,
+    lo: Buffer<i64>,
 }
 
 impl ExactMatrix {
     pub(crate) fn zeros(dim: usize) -> Result<Self> {
-        dims::product("the exact Hessian", dims::n_upper(dim)?, 32)?;
         let panels = dim.div_ceil(PANEL);
+        let n_limbs = dims::product("the exact Hessian", dims::n_upper(panels)?, TILE)?;
+        let limbs = || Buffer::zeroed("the exact sums of a Hessian", n_limbs);
+        let (hi, lo) = (limbs()?, limbs()?);
         // Small matrices are cut finer, so that all threads have work.
         let side = (panels / 10).clamp(1, SIDE);
         let macros = panels.div_ceil(side);
@@ -84,7 +99,7 @@ impl ExactMatrix {
                 patches.push(patch);
             }
         }
-        Ok(Self { dim, patches, hi: Pages::zeroed(start), lo: Pages::zeroed(start) })
+        Ok(Self { dim, patches, hi, lo })
     }
 
     /// Adds the products of all blocks.
@@ -92,10 +107,9 @@ impl ExactMatrix {
         &mut self,
         blocks: &[PackedBlock<'_>],
         isa: Isa,
-        threads: usize,
-        watch: &Watch,
+        execution: &Execution<'_>,
     ) -> Result<()> {
-        pool(threads)?.install(|| {
+        execution.pool()?.install(|| {
             let (mut hi, mut lo) = (&mut self.hi[..], &mut self.lo[..]);
             let mut tasks = Vec::with_capacity(self.patches.len());
             for patch in &self.patches {
@@ -106,7 +120,7 @@ impl ExactMatrix {
             }
             tasks.into_par_iter().with_max_len(1).for_each(|(patch, hi, lo)| patch.add(hi, lo, blocks, isa));
         });
-        watch.check()
+        execution.check()
     }
 
     /// Calls `f(row, column, hi, lo)` for every entry of the upper triangle.
@@ -167,7 +181,7 @@ impl ExactMatrix {
         if hi == 0 && self.lo.iter().all(|&lo| lo == 0) {
             return 0.0;
         }
-        (hi as f64 + 1.0) * f64::from(ONE_PER_HI)
+        (hi as f64 + 1.0) * limbs::HI_UNIT
     }
 
     /// Bytes that the limbs take.

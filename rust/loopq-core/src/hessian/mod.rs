@@ -7,32 +7,25 @@
 
 mod accumulate;
 mod limbs;
+#[cfg(target_arch = "x86_64")]
+mod limbs_x86;
 mod matrix;
-pub(crate) mod rows;
+mod merge;
+mod read;
+mod rows;
 mod state;
 
 pub use accumulate::{Accumulator, Settings};
-pub(crate) use limbs::{add as add_limbs_portable, HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
-pub use limbs::{LIMB_BITS, UNIT_EXPONENT};
 pub use state::{MatrixState, State, SPEC_VERSION};
 
 /// Rows whose products are summed in float32 before they reach the exact grid.
 pub const BLOCK_ROWS: usize = 512;
 
 /// Columns of a packed panel, and side of the square in which entries are stored.
-pub(crate) const PANEL: usize = 48;
-
-/// Panels per side of the largest square that one thread works on at a time.
-pub(crate) const SIDE: usize = 8;
+const PANEL: usize = 48;
 
 /// Largest magnitude of a row entry: `BLOCK_ROWS` squares of it stay within the range of one block's sum.
 pub const ROW_LIMIT: f64 = 134_217_728.0;
 
 /// Largest entry of a Hessian: half the range of the grid, so that float32 rounding cannot reach its end.
 pub const SUM_LIMIT: f64 = 18_446_744_073_709_551_616.0;
-
-/// Rounds a matrix to single precision.
-#[must_use]
-pub fn narrow(values: &[f64]) -> Vec<f32> {
-    values.iter().map(|&v| v as f32).collect()
-}

@@ -3,7 +3,7 @@
 use crate::dump::{RowType, Rows};
 use crate::error::name_of;
 use crate::hessian::{BLOCK_ROWS, PANEL, ROW_LIMIT};
-use crate::simd::{pack_pairs, pack_single, top_magnitude, Isa};
+use crate::simd::{per_isa, Isa};
 use crate::{Error, Result};
 
 /// Largest magnitude among the rows; refuses NaN, infinity and what the grid cannot hold.
@@ -20,9 +20,13 @@ pub(crate) fn check(rows: Rows<'_>, isa: Isa, step: usize, first_row: u64) -> Re
     Err(locate(rows, step, first_row))
 }
 
-/// The largest bits of any value without its sign, which is the largest magnitude, infinity and NaN above all.
+per_isa! {
+    /// The largest bits of any value without its sign, which is the largest magnitude, infinity and NaN above all.
+    fn top_magnitude(rows: Rows<'_>) -> u32 = top_body;
+}
+
 #[inline(always)]
-pub(crate) fn top_body(rows: Rows<'_>) -> u32 {
+fn top_body(rows: Rows<'_>) -> u32 {
     if rows.dtype() == RowType::F32 {
         let bits = |c: &[u8]| u32::from_le_bytes([c[0], c[1], c[2], c[3]]) & 0x7fff_ffff;
         return rows.bytes().chunks_exact(4).fold(0, |top, c| top.max(bits(c)));
@@ -78,11 +82,11 @@ impl<'a> PackedBlock<'a> {
         dim.div_ceil(PANEL) * PANEL * if pairs { BLOCK_ROWS.div_ceil(2) } else { BLOCK_ROWS }
     }
 
-    /// Packs rows into `room`, whatever it holds.
-    pub(crate) fn pack(rows: Rows<'_>, pairs: bool, isa: Isa, room: &'a mut [u32]) -> Self {
+    /// Packs rows into `scratch`, whatever it holds.
+    pub(crate) fn pack(rows: Rows<'_>, pairs: bool, isa: Isa, scratch: &'a mut [u32]) -> Self {
         debug_assert!(rows.n_rows() <= BLOCK_ROWS);
         let depth = if pairs { rows.n_rows().div_ceil(2) } else { rows.n_rows() };
-        let lanes = &mut room[..rows.dim().div_ceil(PANEL) * depth * PANEL];
+        let lanes = &mut scratch[..rows.dim().div_ceil(PANEL) * depth * PANEL];
         if pairs {
             pack_pairs(isa, rows, lanes);
             return Self { depth, lanes: Lanes::Pairs(lanes) };
@@ -99,11 +103,20 @@ impl<'a> PackedBlock<'a> {
 }
 
 /// Lines that are packed before the next panel's turn. A row holds a part of every panel; with one line at a time each of
-/// these would be written to once per row, more places than a cache has room for.
+/// these would be written to once per row, more places than a cache has lines for.
 const LINES: usize = 8;
 
+per_isa! {
+    /// Packs rows one to a line, in single precision.
+    fn pack_single(rows: Rows<'_>, lanes: &mut [f32]) = single_body;
+}
+per_isa! {
+    /// Packs rows of bf16 two to a line.
+    fn pack_pairs(rows: Rows<'_>, lanes: &mut [u32]) = pairs_body;
+}
+
 #[inline(always)]
-pub(crate) fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
+fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
     let (depth, size) = (rows.n_rows(), rows.dtype().size());
     for first in (0..depth).step_by(LINES) {
         let near = rows.slice(first, LINES.min(depth - first));
@@ -137,7 +150,7 @@ pub(crate) fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
 }
 
 #[inline(always)]
-pub(crate) fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
+fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
     let depth = rows.n_rows().div_ceil(2);
     let empty = vec![0_u8; rows.row_bytes()];
     let size = rows.dtype().size();

@@ -1,7 +1,10 @@
 //! The exact state as plain integers, for files.
 
+use std::borrow::Cow;
+
 use crate::hessian::accumulate::{Accumulator, Settings};
 use crate::hessian::matrix::{upper_index, ExactMatrix};
+use crate::memory::zeros;
 use crate::{dims, Error, Result};
 
 /// Version of the summation and of the state's layout (`docs/formats/hessian.md`).
@@ -9,16 +12,16 @@ pub const SPEC_VERSION: i64 = 1;
 
 /// One exact matrix: row-major packed upper triangles of both limbs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MatrixState {
+pub struct MatrixState<'a> {
     /// Multiples of `2^2`.
-    pub hi: Vec<i64>,
+    pub hi: Cow<'a, [i64]>,
     /// Multiples of `2^-60`, `0 <= lo < 2^62`.
-    pub lo: Vec<i64>,
+    pub lo: Cow<'a, [i64]>,
 }
 
 /// Everything that an accumulator is, once finished.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct State {
+pub struct State<'a> {
     /// [`SPEC_VERSION`] of the writer.
     pub spec_version: i64,
     /// Columns.
@@ -30,30 +33,31 @@ pub struct State {
     /// Rows per step.
     pub n_rows: Vec<u64>,
     /// The matrices, in the order of the steps.
-    pub matrices: Vec<MatrixState>,
+    pub matrices: Vec<MatrixState<'a>>,
 }
 
 impl Accumulator {
     /// The exact state.
-    pub fn state(&self) -> Result<State> {
+    pub fn state(&self) -> Result<State<'static>> {
         self.check_finished()?;
         let Settings { dim, steps, per_step, .. } = self.settings.clone();
         let n = dims::n_upper(dim)?;
         let matrices = self.matrices.iter().map(|m| {
-            let mut out = MatrixState { hi: vec![0; n], lo: vec![0; n] };
-            m.for_each(|i, j, hi, lo| {
+            let limbs = || zeros("the state of a Hessian", n);
+            let (mut hi, mut lo) = (limbs()?, limbs()?);
+            m.for_each(|i, j, h, l| {
                 let at = upper_index(dim, i, j);
-                out.hi[at] = hi;
-                out.lo[at] = lo;
+                (hi[at], lo[at]) = (h, l);
             });
-            out
+            Ok(MatrixState { hi: hi.into(), lo: lo.into() })
         });
+        let matrices = matrices.collect::<Result<_>>()?;
         let n_rows = steps.iter().map(|&s| self.n_rows(s)).collect::<Result<_>>()?;
-        Ok(State { spec_version: SPEC_VERSION, dim, n_rows, per_step, matrices: matrices.collect(), steps })
+        Ok(State { spec_version: SPEC_VERSION, dim, n_rows, per_step, matrices, steps })
     }
 
     /// A finished accumulator with that state.
-    pub fn from_state(state: &State, threads: usize) -> Result<Self> {
+    pub fn from_state(state: &State<'_>, threads: usize) -> Result<Self> {
         if state.spec_version != SPEC_VERSION {
             let reason = format!("spec version {} where this loopq reads {SPEC_VERSION}", state.spec_version);
             return Err(Error::BadState(reason));

@@ -2,8 +2,9 @@
 //!
 //! `W` is seen as `K` x `N` (inputs x outputs); codes come row-major as (outputs, inputs), the way they are solved.
 
+use crate::memory::zeros;
 use crate::pack::{check_codes, fold_row, interleave, separate, unfold_row};
-use crate::simd::{pack_marlin, unpack_marlin, Isa};
+use crate::simd::{per_isa, Isa};
 use crate::{dims, Error, Result};
 
 fn check(k: usize, n: usize) -> Result<()> {
@@ -32,14 +33,22 @@ pub fn pack(codes: &[u8], k: usize, n: usize) -> Result<Vec<u32>> {
     check(k, n)?;
     dims::check_matrix("codes", codes, n, k)?;
     check_codes(codes, k, 4, 0)?;
-    let mut out = vec![0_u32; dims::product("packed codes", k / TILE_K, 2 * n)?];
+    let mut out = zeros("packed codes", dims::product("packed codes", k / TILE_K, 2 * n)?)?;
     pack_marlin(Isa::best(), codes, k, &mut out);
     Ok(out)
 }
 
-/// Packs whole tiles of `k` inputs.
+per_isa! {
+    /// Packs whole tiles of `k` inputs.
+    fn pack_marlin(codes: &[u8], k: usize, out: &mut [u32]) = pack_body;
+}
+per_isa! {
+    /// The inverse of [`pack_marlin`].
+    fn unpack_marlin(packed: &[u32], k: usize, out: &mut [u8]) = unpack_body;
+}
+
 #[inline(always)]
-pub(crate) fn pack_body(codes: &[u8], k: usize, out: &mut [u32]) {
+fn pack_body(codes: &[u8], k: usize, out: &mut [u32]) {
     let n_words = codes.len() / k * 2;
     for (band, codes) in codes.chunks_exact(TILE_N * k).enumerate() {
         for step in 0..k / TILE_K {
@@ -67,14 +76,13 @@ pub(crate) fn pack_body(codes: &[u8], k: usize, out: &mut [u32]) {
 pub fn unpack(packed: &[u32], k: usize, n: usize) -> Result<Vec<u8>> {
     check(k, n)?;
     dims::check_matrix("packed codes", packed, k / TILE_K, 2 * n)?;
-    let mut out = vec![0; dims::product("codes", k, n)?];
+    let mut out = zeros("codes", dims::product("codes", k, n)?)?;
     unpack_marlin(Isa::best(), packed, k, &mut out);
     Ok(out)
 }
 
-/// The inverse of [`pack_body`].
 #[inline(always)]
-pub(crate) fn unpack_body(packed: &[u32], k: usize, out: &mut [u8]) {
+fn unpack_body(packed: &[u32], k: usize, out: &mut [u8]) {
     let n_words = out.len() / k * 2;
     for (band, codes) in out.chunks_exact_mut(TILE_N * k).enumerate() {
         for step in 0..k / TILE_K {

@@ -5,9 +5,9 @@
 
 use rayon::prelude::*;
 
+use crate::memory::zeros;
 use crate::pack::{check_codes, fold_row, interleave, separate, unfold_row};
-use crate::pool::pool;
-use crate::{dims, Error, Result};
+use crate::{dims, Error, Execution, Result};
 
 /// Outputs of a strip.
 pub const STRIP: usize = 16;
@@ -34,12 +34,13 @@ pub fn shape(n: usize, k: usize) -> Result<(usize, usize)> {
     Ok((n / STRIP, dims::product("packed codes", k.div_ceil(TILE), TILE_WORDS)?))
 }
 
-/// Packs biased 4-bit codes (N, K) to `shape(n, k)` words. `threads = 0` means all.
-pub fn pack(codes: &[u8], n: usize, k: usize, threads: usize) -> Result<Vec<u32>> {
+/// Packs biased 4-bit codes (N, K) to `shape(n, k)` words.
+pub fn pack(codes: &[u8], n: usize, k: usize, execution: &Execution<'_>) -> Result<Vec<u32>> {
     let (strips, words) = shape(n, k)?;
     dims::check_matrix("codes", codes, n, k)?;
-    let mut out = vec![ZERO; dims::product("packed codes", strips, words)?];
-    pool(threads)?.install(|| {
+    let mut out = zeros("packed codes", dims::product("packed codes", strips, words)?)?;
+    out.fill(ZERO);
+    execution.pool()?.install(|| {
         out.par_chunks_exact_mut(words).zip(codes.par_chunks_exact(STRIP * k)).enumerate().try_for_each(
             |(strip, (out, codes))| {
                 check_codes(codes, k, 4, strip * STRIP).map(|()| pack_strip(codes, k, out))
@@ -68,11 +69,11 @@ fn pack_strip(codes: &[u8], k: usize, out: &mut [u32]) {
 }
 
 /// The inverse of [`pack`]; what fills up a short last tile must be zero.
-pub fn unpack(packed: &[u32], n: usize, k: usize, threads: usize) -> Result<Vec<u8>> {
+pub fn unpack(packed: &[u32], n: usize, k: usize, execution: &Execution<'_>) -> Result<Vec<u8>> {
     let (strips, words) = shape(n, k)?;
     dims::check_matrix("packed codes", packed, strips, words)?;
-    let mut out = vec![0; dims::product("codes", n, k)?];
-    pool(threads)?.install(|| {
+    let mut out = zeros("codes", dims::product("codes", n, k)?)?;
+    execution.pool()?.install(|| {
         out.par_chunks_exact_mut(STRIP * k)
             .zip(packed.par_chunks_exact(words))
             .try_for_each(|(codes, packed)| unpack_strip(packed, k, codes))
@@ -111,7 +112,7 @@ pub fn from_marlin(
     words: &[u32],
     (file_n, file_k): (usize, usize),
     (n, k): (usize, usize),
-    threads: usize,
+    execution: &Execution<'_>,
 ) -> Result<Vec<u32>> {
     let (strips, row) = shape(n, k)?;
     let tiled =
@@ -132,8 +133,9 @@ pub fn from_marlin(
         ));
     }
     check_padding(words, (file_n, file_k), (n, k))?;
-    let mut out = vec![ZERO; dims::product("packed codes", strips, row)?];
-    pool(threads)?.install(|| {
+    let mut out = zeros("packed codes", dims::product("packed codes", strips, row)?)?;
+    out.fill(ZERO);
+    execution.pool()?.install(|| {
         out.par_chunks_exact_mut(row).enumerate().for_each(|(strip, out)| {
             for k16 in 0..k / MARLIN_K {
                 let from = &words[k16 * 2 * file_n + strip / 4 * 128..][..128];

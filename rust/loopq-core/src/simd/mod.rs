@@ -1,20 +1,14 @@
-//! Register tiles: the innermost loops, one version per instruction set.
+//! Instruction sets: the register tile that all products run on, and a macro that compiles a loop for each set.
 //!
-//! Every tile computes `c[i][j] + s * sum_k a[k][i] * b[k][j]` as ONE chain of fused multiply-adds per entry, `k`
-//! ascending. A chain has the same bits in every vector width, so the portable version is both fallback and oracle,
-//! and cutting `k` in pieces changes nothing.
-#![allow(unsafe_code)] // one of the two places that may; each block says why it is sound
+//! A leaf: it uses nothing else of this crate.
 
-mod lanes;
+mod axpy;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use lanes::{
-    axpy, lane_cost, lane_range, pack_dense, pack_marlin, pack_pairs, pack_single, round_column, round_row,
-    top_magnitude, unpack_dense, unpack_marlin, Column, Lanes,
-};
-pub(crate) use tile::{add_limbs, prefetch};
+pub(crate) use axpy::axpy;
+pub(crate) use tile::prefetch;
 pub use tile::{tile_pairs, Real, MR};
 
 /// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:
@@ -73,7 +67,44 @@ impl Isa {
         }
     }
 
-    fn level(self) -> u8 {
+    /// 1 portable, 2 AVX2, 3 AVX-512, 4 AVX-512 with bf16 products.
+    pub(crate) fn level(self) -> u8 {
         self.0
     }
 }
+
+/// Makes a function that runs `body`, compiled once for each instruction set, in the version of its first argument.
+///
+/// A body is marked `#[inline(always)]`, so that it takes on the instructions of its caller, holds no intrinsics and
+/// calls nothing that is not inlined too. Its arithmetic is exact or correctly rounded element by element, and Rust
+/// never fuses or reorders it, so every version gives the same bits.
+macro_rules! per_isa {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident $(<$t:ident: $bound:ident>)? ($($arg:ident: $of:ty),*) $(-> $out:ty)?
+        = $body:path;) => {
+        $(#[$doc])*
+        #[allow(unsafe_code)] // calls of functions whose instructions `isa` has shown to exist
+        $vis fn $name$(<$t: $bound>)?(isa: $crate::simd::Isa, $($arg: $of),*) $(-> $out)? {
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,fma")]
+                fn narrow$(<$t: $bound>)?($($arg: $of),*) $(-> $out)? {
+                    $body($($arg),*)
+                }
+                #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
+                fn wide$(<$t: $bound>)?($($arg: $of),*) $(-> $out)? {
+                    $body($($arg),*)
+                }
+                match isa.level() {
+                    // SAFETY: `Isa` values above the portable one are made only after asking the machine.
+                    2 => return unsafe { narrow($($arg),*) },
+                    // SAFETY: as above.
+                    3.. => return unsafe { wide($($arg),*) },
+                    _ => {}
+                }
+            }
+            let _ = isa;
+            $body($($arg),*)
+        }
+    };
+}
+pub(crate) use per_isa;

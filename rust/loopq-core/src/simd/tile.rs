@@ -1,4 +1,16 @@
 //! The multiply-add tile of `MR` x `NR` entries that Hessian, Cholesky and solver share.
+//!
+//! It is the micro-kernel of K. Goto and R. van de Geijn, *Anatomy of High-Performance Matrix Multiplication* (ACM
+//! TOMS 34, 2008), in the form of F. Van Zee and R. van de Geijn, *BLIS* (ACM TOMS 41, 2015): a block of `c` stays in
+//! registers while `k` runs; each step loads one line of `b`, and broadcasts the `MR` entries of one line of `a`. What
+//! differs is the promise:
+//!
+//! 1. Every entry is ONE chain of fused multiply-adds, `c[i][j] + sum_k a[k][i] * b[k][j]` with `k` ascending. There
+//!    are no partial sums to add up at the end, which is what other kernels gain by unrolling `k`; 24 entries per
+//!    lane hide the latency instead.
+//! 2. So a chain has the same bits in every vector width: [`chain`] below is both fallback and oracle.
+//! 3. And cutting `k` in pieces, which is how callers fit their operands into caches, changes nothing either.
+#![allow(unsafe_code)] // calls of functions whose instructions an `Isa` has shown to exist
 
 use super::Isa;
 
@@ -145,19 +157,4 @@ pub(crate) fn prefetch(isa: Isa, values: &[i64]) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (isa, values);
-}
-
-/// Adds float32 sums to the exact grid; see `hessian::limbs` for what that is. `hi` and `lo` have one length, a multiple
-/// of 16, and `sums` one or more times that.
-#[inline]
-pub(crate) fn add_limbs(isa: Isa, sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
-    match isa.level() {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as in `Real::tile`.
-        3.. => unsafe { super::x86::add_limbs(sums, hi, lo) },
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: as in `Real::tile`.
-        2 => unsafe { super::x86::add_limbs_avx2(sums, hi, lo) },
-        _ => crate::hessian::add_limbs_portable(sums, hi, lo),
-    }
 }

@@ -1,12 +1,15 @@
-//! `tr(D H D^T)`: the square error of a layer's outputs over the calibration rows.
+//! `tr(D H D^T)`: the square error of a layer's outputs over the calibration rows, the loss that GPTQ minimises.
+//!
+//! `W^ - W` is laid out with vectors over rows, in double precision, some hundred rows at a time; strips of `H` are
+//! packed once each with the entries off the diagonal doubled, and multiplied in the register tile.
 
 use rayon::prelude::*;
 
 use crate::factor::Symmetric;
-use crate::pool::pool;
+use crate::memory::zeros;
 use crate::simd::{Isa, Real, MR};
-use crate::solve::check_weight;
-use crate::{dims, Result, Watch};
+use crate::weight::Weight;
+use crate::{dims, Error, Execution, Result};
 
 /// Columns of `H` that one task multiplies with.
 const WIDTH: usize = 96;
@@ -22,34 +25,32 @@ const STRIDE: usize = 256;
 /// Reads the upper triangle: the sum over `i <= j` of `D_i H_ij D_j`, entries off the diagonal twice. Sums run in an
 /// order that depends on the shapes only.
 pub fn proxy(
-    w: &[f32],
-    w_hat: Option<&[f32]>,
-    rows: usize,
-    dim: usize,
+    w: Weight<'_>,
+    w_hat: Option<Weight<'_>>,
     h: Symmetric<'_>,
-    threads: usize,
-    watch: &Watch,
+    execution: &Execution<'_>,
 ) -> Result<f64> {
-    check_weight("W", w, rows, dim)?;
-    if let Some(w_hat) = w_hat {
-        check_weight("W^", w_hat, rows, dim)?;
+    let (rows, dim) = (w.rows(), w.dim());
+    w.check_width(h.dim())?;
+    if let Some(other) = w_hat.filter(|other| (other.rows(), other.dim()) != (rows, dim)) {
+        let got = format!("{} x {}", other.rows(), other.dim());
+        return Err(Error::shape("W^", format!("{rows} x {dim}, as W"), got));
     }
-    h.check(dim)?;
-    watch.plan((rows as u64).saturating_mul((dim as u64).pow(2) / 2));
-    let pool = pool(threads)?;
+    h.check_finite()?;
+    let pool = execution.pool()?;
     let mut total = 0.0;
     for first in (0..rows).step_by(ROWS) {
         let n = ROWS.min(rows - first);
-        let range = first * dim..(first + n) * dim;
-        let gaps = gaps(&w[range.clone()], w_hat.map(|v| &v[range]), dim)?;
+        let part = w_hat.map(|v| v.slice(first, n));
+        let gaps = pool.install(|| gaps(w.slice(first, n), part))?;
         let parts: Vec<Result<f64>> = pool.install(|| {
             (0..dim.div_ceil(WIDTH))
                 .into_par_iter()
                 .with_max_len(1)
                 .map(|p| {
                     let (from, to) = (p * WIDTH, dim.min((p + 1) * WIDTH));
-                    watch.advance((n * (to - from) * (from + to) / 2) as u64)?;
-                    Ok(columns(&gaps, h, dim, from, to))
+                    execution.check()?;
+                    Ok(columns(&gaps, h, from, to))
                 })
                 .collect()
         });
@@ -61,30 +62,31 @@ pub fn proxy(
 }
 
 /// `W^ - W` with vectors over rows: one matrix of lines per `f64::NR` rows, `dim` padded to whole strips.
-fn gaps(w: &[f32], w_hat: Option<&[f32]>, dim: usize) -> Result<Vec<Vec<f64>>> {
+fn gaps(w: Weight<'_>, w_hat: Option<Weight<'_>>) -> Result<Vec<Vec<f64>>> {
+    let dim = w.dim();
     let size = dims::product("W^ - W", dim.next_multiple_of(MR), f64::NR)?;
-    let vectors = w.par_chunks(f64::NR * dim).enumerate().map(|(v, rows)| {
-        let mut lines = vec![0.0; size];
+    let vectors = w.values().par_chunks(f64::NR * dim).enumerate().map(|(v, rows)| {
+        let mut lines = zeros("W^ - W", size)?;
         for (lane, row) in rows.chunks_exact(dim).enumerate() {
             let at = (v * f64::NR + lane) * dim;
             for (j, &value) in row.iter().enumerate() {
-                let hat = w_hat.map_or(0.0, |all| f64::from(all[at + j]));
+                let hat = w_hat.map_or(0.0, |all| f64::from(all.values()[at + j]));
                 lines[j * f64::NR + lane] = hat - f64::from(value);
             }
         }
-        lines
+        Ok(lines)
     });
-    Ok(vectors.collect())
+    vectors.collect()
 }
 
 /// The share of columns `from..to`.
-fn columns(gaps: &[Vec<f64>], h: Symmetric<'_>, dim: usize, from: usize, to: usize) -> f64 {
+fn columns(gaps: &[Vec<f64>], h: Symmetric<'_>, from: usize, to: usize) -> f64 {
     let (nr, isa) = (f64::NR, Isa::best());
     // Twice the entries above the diagonal, once those on it.
     let mut packed = vec![0.0; to * WIDTH];
     for (i, line) in packed.chunks_exact_mut(WIDTH).enumerate() {
         for j in from.max(i)..to {
-            line[j - from] = if i == j { h.at(i * dim + j) } else { 2.0 * h.at(i * dim + j) };
+            line[j - from] = if i == j { h.at(i, j) } else { 2.0 * h.at(i, j) };
         }
     }
     let mut sum = 0.0;

@@ -7,8 +7,9 @@
 
 use rayon::prelude::*;
 
-use crate::pool::pool;
-use crate::{Error, Result, Watch};
+use crate::factor::Symmetric;
+use crate::memory::Buffer;
+use crate::{dims, Error, Execution, Result};
 
 /// A rule for the order of columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,53 +34,25 @@ impl Order {
     }
 }
 
-/// `S^-1` from `S = A diag(p) A^T`, `A` unit upper triangular: `sum_i b_i b_i^T / p_i` with `b_i` the rows of `A^-1`.
-pub(crate) fn inverse(a: &[f64], pivots: &[f64], threads: usize, watch: &Watch) -> Result<Vec<f64>> {
-    let dim = pivots.len();
-    let mut rows = vec![0.0; dim * dim];
-    let mut out = vec![0.0; dim * dim];
-    pool(threads)?.install(|| -> Result<()> {
-        rows.par_chunks_mut(dim).enumerate().try_for_each(|(i, b)| {
-            watch.check()?;
-            b[i] = 1.0;
-            for l in i..dim {
-                let f = -b[l];
-                for (to, entry) in b[l + 1..].iter_mut().zip(&a[l * dim + l + 1..]) {
-                    *to += f * entry;
-                }
-            }
-            Ok(())
-        })?;
-        out.par_chunks_mut(dim).enumerate().try_for_each(|(j, p)| {
-            watch.check()?;
-            for i in 0..=j {
-                let f = rows[i * dim + j] / pivots[i];
-                for (to, b) in p[i..].iter_mut().zip(&rows[i * dim + i..(i + 1) * dim]) {
-                    *to += f * b;
-                }
-            }
-            Ok(())
-        })
-    })?;
-    Ok(out)
-}
-
-/// The order by falling conditional energy, ties by ascending index: a Cholesky factorisation of `S^-1` that takes
-/// the smallest remaining diagonal as its next pivot.
-pub(crate) fn by_conditional_energy(
+/// The order by falling conditional energy, ties by ascending index.
+///
+/// A Cholesky factorisation of `S^-1` with pivoting (Golub and Van Loan, *Matrix Computations*, section 4.2), but with
+/// the *smallest* remaining diagonal as the next pivot: after the columns of a set have been taken, what is left of the
+/// diagonal is that of `(S_F)^-1`, `F` the columns that remain.
+pub(super) fn by_conditional_energy(
     inverse: &[f64],
     dim: usize,
-    threads: usize,
-    watch: &Watch,
+    execution: &Execution<'_>,
 ) -> Result<Vec<usize>> {
     let mut left: Vec<usize> = (0..dim).collect();
     let mut diagonal: Vec<f64> = (0..dim).map(|j| inverse[j * dim + j]).collect();
     // Row k holds what the pivots so far took from column k of the inverse.
-    let mut taken = vec![0.0; dim * dim];
+    let size = dims::product("the pivoted factor of an inverse", dim, dim)?;
+    let mut taken = Buffer::zeroed("the pivoted factor of an inverse", size)?;
     let mut order = Vec::with_capacity(dim);
-    let pool = pool(threads)?;
+    let pool = execution.pool()?;
     for step in 0..dim {
-        watch.check()?;
+        execution.check()?;
         let Some(at) = (0..left.len())
             .min_by(|&a, &b| diagonal[left[a]].total_cmp(&diagonal[left[b]]).then(left[a].cmp(&left[b])))
         else {
@@ -122,9 +95,13 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
-/// Columns by descending diagonal, ties by ascending index.
-pub(crate) fn by_diagonal(s: &[f64], dim: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..dim).collect();
-    order.sort_by(|&i, &j| s[j * dim + j].total_cmp(&s[i * dim + i]).then(i.cmp(&j)));
+/// Columns by falling diagonal of `S = H + diag(mu)`, ties by falling diagonal of `H`, then by ascending index.
+pub(super) fn by_diagonal(h: Symmetric<'_>, mu: &[f64]) -> Vec<usize> {
+    let own = |j: usize| h.at(j, j);
+    let mut order: Vec<usize> = (0..h.dim()).collect();
+    order.sort_by(|&i, &j| {
+        let falling = (own(j) + mu[j]).total_cmp(&(own(i) + mu[i]));
+        falling.then(own(j).total_cmp(&own(i))).then(i.cmp(&j))
+    });
     order
 }

@@ -5,30 +5,30 @@
 //! done, so that it can be brought up to date in long strides (left of the block) and short ones (inside the block),
 //! always along the same chain.
 
-use crate::factor::{Factor, PANEL_WIDTH};
-use crate::grid::Grid;
-use crate::simd::{axpy, round_column, Column, Real, MR};
-use crate::solve::gptq::{Run, Scales};
-use crate::solve::levels::{fit_lanes, Levels};
-use crate::solve::located;
-use crate::Result;
+use crate::factor::{DampedFactor, PANEL_WIDTH};
+use crate::gptq::column::{round_column, Column};
+use crate::gptq::{Options, Scales};
+use crate::grid::{fit, Grid, Levels};
+use crate::simd::{axpy, Real, MR};
+use crate::weight::Weight;
+use crate::{Execution, Result};
 
 /// Rows of `A` that one stride of the long update takes: their share of `A` and of the errors fits the second-level
 /// cache.
 const STRIDE: usize = 256;
 
 /// What all batches share.
-pub(super) struct Job<'a, T> {
-    pub(super) factor: &'a Factor<T>,
+pub(super) struct Problem<'a, T> {
+    pub(super) factor: &'a DampedFactor<T>,
     pub(super) grid: &'a Grid,
-    pub(super) scales: Scales,
+    pub(super) options: &'a Options,
     /// Weights of the scale search, by column of `H`.
     pub(super) weights: &'a [f64],
-    pub(super) run: &'a Run<'a>,
 }
 
 pub(super) struct Batch<'a, T> {
-    w: &'a [f32],
+    problem: &'a Problem<'a, T>,
+    w: Weight<'a>,
     dim: usize,
     first: usize,
     vectors: Vec<Vector<T>>,
@@ -43,50 +43,57 @@ struct Vector<T> {
     original: Vec<f32>,
     codes: Vec<u8>,
     damped: Vec<f64>,
-    error: Vec<f64>,
+    added: Vec<f64>,
     /// Per octet: rows of `A` that have been applied.
     done: Vec<usize>,
 }
 
 impl<'a, T: Real> Batch<'a, T> {
-    pub(super) fn new(w: &'a [f32], dim: usize, first: usize, levels: Levels) -> Self {
-        Self { w, dim, first, vectors: Vec::new(), levels }
+    /// Rows `first..` of the weight, with their scales where these are known beforehand.
+    pub(super) fn new(problem: &'a Problem<'a, T>, w: Weight<'a>, first: usize) -> Result<Self> {
+        let (grid, isa) = (problem.grid, problem.options.isa);
+        let levels = match problem.options.scales {
+            Scales::Static => Levels::fitted(w, first, grid, problem.weights, isa)?,
+            Scales::Group => Levels::unset(w.rows(), grid.n_groups(w.dim())),
+        };
+        Ok(Self { problem, w, dim: w.dim(), first, vectors: Vec::new(), levels })
     }
 
     fn n(&self) -> usize {
-        self.w.len() / self.dim
+        self.w.rows()
     }
 
     /// Rounds all columns; codes are (rows, dim).
-    pub(super) fn solve(mut self, job: &Job<'_, T>, codes: &mut [u8]) -> Result<Self> {
-        let dim = self.dim;
-        self.vectors = (0..self.n().div_ceil(T::NR)).map(|v| self.load(v, job)).collect();
-        let block = job.run.block_size.next_multiple_of(MR).min(dim.next_multiple_of(MR));
+    pub(super) fn solve(mut self, codes: &mut [u8], execution: &Execution<'_>) -> Result<Self> {
+        let (dim, problem) = (self.dim, self.problem);
+        self.vectors = (0..self.n().div_ceil(T::NR)).map(|v| self.load(v)).collect();
+        let block = problem.options.block_size.next_multiple_of(MR).min(dim.next_multiple_of(MR));
         for from in (0..dim).step_by(block) {
             let to = dim.min(from + block);
-            self.reach(from, from, to, job);
+            self.update(from, from, to);
             for octet in (from..to).step_by(MR) {
-                self.octet(octet, to.min(octet + MR), job)?;
+                self.octet(octet, to.min(octet + MR))?;
             }
-            job.run.watch.advance((self.n() * (to - from) * (to + from) / 2) as u64)?;
+            execution.check()?;
         }
         for (v, vector) in self.vectors.iter().enumerate() {
             for (lane, row) in codes.chunks_exact_mut(dim).skip(v * T::NR).take(T::NR).enumerate() {
                 for j in 0..dim {
-                    row[column(job.factor, j)] = vector.codes[j * T::NR + lane];
+                    row[problem.factor.order()[j]] = vector.codes[j * T::NR + lane];
                 }
             }
         }
         Ok(self)
     }
 
-    fn load(&self, v: usize, job: &Job<'_, T>) -> Vector<T> {
+    fn load(&self, v: usize) -> Vector<T> {
+        let problem = self.problem;
         let padded = self.dim.next_multiple_of(MR);
         let mut values = vec![T::default(); padded * T::NR];
         let mut original = vec![0.0; padded * T::NR];
-        for (lane, row) in self.w.chunks_exact(self.dim).skip(v * T::NR).take(T::NR).enumerate() {
+        for (lane, row) in self.w.values().chunks_exact(self.dim).skip(v * T::NR).take(T::NR).enumerate() {
             for j in 0..self.dim {
-                let weight = row[column(job.factor, j)];
+                let weight = row[problem.factor.order()[j]];
                 values[j * T::NR + lane] = T::of(f64::from(weight));
                 original[j * T::NR + lane] = weight;
             }
@@ -96,13 +103,13 @@ impl<'a, T: Real> Batch<'a, T> {
             original,
             codes: vec![0; self.dim * T::NR],
             damped: vec![0.0; T::NR],
-            error: vec![0.0; T::NR],
+            added: vec![0.0; T::NR],
             done: vec![0; padded / MR],
         }
     }
 
     /// Brings columns `from..to` up to date with all errors of columns before `limit`.
-    fn reach(&mut self, limit: usize, from: usize, to: usize, job: &Job<'_, T>) {
+    fn update(&mut self, limit: usize, from: usize, to: usize) {
         let octets = from / MR..to.div_ceil(MR);
         let mut start =
             octets.clone().flat_map(|o| self.vectors.iter().map(move |v| v.done[o])).min().unwrap_or(limit);
@@ -110,7 +117,7 @@ impl<'a, T: Real> Batch<'a, T> {
             let stop = limit.min(start + STRIDE);
             for vector in &mut self.vectors {
                 for o in octets.clone() {
-                    vector.apply(o, stop, job);
+                    vector.apply(o, stop, self.problem);
                 }
             }
             start = stop;
@@ -118,28 +125,30 @@ impl<'a, T: Real> Batch<'a, T> {
     }
 
     /// Rounds the columns of one octet.
-    fn octet(&mut self, from: usize, to: usize, job: &Job<'_, T>) -> Result<()> {
-        let group = job.grid.group(self.dim);
-        self.reach(from, from, to, job);
+    fn octet(&mut self, from: usize, to: usize) -> Result<()> {
+        let group = self.problem.grid.group(self.dim);
+        self.update(from, from, to);
         for j in from..to {
-            if job.scales == Scales::Group && j % group == 0 {
-                self.begin_group(j, job)?;
+            if self.problem.options.scales == Scales::Group && j % group == 0 {
+                self.begin_group(j)?;
             }
             for v in 0..self.vectors.len() {
-                self.round(v, j, to, job);
+                self.round(v, j, to);
             }
         }
         Ok(())
     }
 
-    fn round(&mut self, v: usize, j: usize, to: usize, job: &Job<'_, T>) {
-        let (nr, g) = (T::NR, column(job.factor, j) / job.grid.group(self.dim));
+    fn round(&mut self, v: usize, j: usize, to: usize) {
+        let Problem { factor, grid, options, .. } = self.problem;
+        let (nr, column) = (T::NR, factor.order()[j]);
+        let g = column / grid.group(self.dim);
         let lanes = nr.min(self.n() - v * nr);
         let (scale, zero) = self.levels.lanes(g, v * nr, lanes);
         let vector = &mut self.vectors[v];
         let (line, later) = vector.values[j * nr..].split_at_mut(nr);
         round_column(
-            job.run.isa,
+            options.isa,
             Column {
                 values: &mut line[..lanes],
                 original: &vector.original[j * nr..],
@@ -147,28 +156,30 @@ impl<'a, T: Real> Batch<'a, T> {
                 zero,
                 codes: &mut vector.codes[j * nr..],
                 damped: &mut vector.damped,
-                error: &mut vector.error,
-                pivot: job.factor.pivots()[j],
-                top: f64::from(job.grid.top()),
+                added: &mut vector.added,
+                pivot: factor.pivots()[j],
+                mu: factor.mu()[column],
+                top: f64::from(grid.top()),
             },
         );
-        let a = job.factor.a.lines(j, j);
+        let a = factor.lines(j, j);
         for k in j + 1..to {
-            axpy(job.run.isa, a[k - j], line, &mut later[(k - j - 1) * nr..(k - j) * nr]);
+            axpy(options.isa, a[k - j], line, &mut later[(k - j - 1) * nr..(k - j) * nr]);
         }
         vector.done[j / MR] = j + 1;
     }
 
     /// Takes the scales of the group that begins at column `from` from the weights as they now are.
-    fn begin_group(&mut self, from: usize, job: &Job<'_, T>) -> Result<()> {
-        let group = job.grid.group(self.dim);
+    fn begin_group(&mut self, from: usize) -> Result<()> {
+        let Problem { grid, options, weights, .. } = self.problem;
+        let group = grid.group(self.dim);
         let to = self.dim.min(from + group);
-        self.reach(from, from, to, job);
+        self.update(from, from, to);
         for v in 0..self.vectors.len() {
             let lanes = T::NR.min(self.n() - v * T::NR);
-            let lines = self.vectors[v].group_start(from, to, job);
-            let fitted = fit_lanes(job.run.isa, job.grid, &lines, T::NR, &job.weights[from..to])
-                .map_err(|(lane, e)| located(e, self.first + v * T::NR + lane, from / group))?;
+            let lines = self.vectors[v].group_start(from, to, self.problem);
+            let fitted = fit(options.isa, grid, &lines, T::NR, &weights[from..to])
+                .map_err(|(lane, e)| e.located(self.first + v * T::NR + lane, from / group))?;
             for (lane, &level) in fitted.iter().take(lanes).enumerate() {
                 self.levels.set(from / group, v * T::NR + lane, level);
             }
@@ -180,21 +191,16 @@ impl<'a, T: Real> Batch<'a, T> {
         self.levels.store(scales, zeros);
     }
 
-    /// Damped proxy and square error of each row.
+    /// Damped proxy of each row, and what of it the damping adds.
     pub(super) fn costs(&self) -> Vec<(f64, f64)> {
-        let all = self.vectors.iter().flat_map(|v| v.damped.iter().copied().zip(v.error.iter().copied()));
+        let all = self.vectors.iter().flat_map(|v| v.damped.iter().copied().zip(v.added.iter().copied()));
         all.take(self.n()).collect()
     }
 }
 
-/// Column of `H` at a position of the factor.
-fn column<T>(factor: &Factor<T>, position: usize) -> usize {
-    factor.order.get(position).copied().unwrap_or(position)
-}
-
 impl<T: Real> Vector<T> {
     /// Adds the errors of columns `done..limit` to an octet.
-    fn apply(&mut self, octet: usize, limit: usize, job: &Job<'_, T>) {
+    fn apply(&mut self, octet: usize, limit: usize, problem: &Problem<'_, T>) {
         let (start, nr, c) = (self.done[octet], T::NR, octet * MR);
         if start >= limit {
             return;
@@ -202,14 +208,14 @@ impl<T: Real> Vector<T> {
         let (errors, rest) = self.values.split_at_mut(c.max(limit) * nr);
         // Inside an octet columns are updated one by one, so a stride never ends inside its own octet.
         debug_assert!(limit <= c);
-        let a = job.factor.a.lines(start, c);
-        T::tile(job.run.isa, limit - start, a, PANEL_WIDTH, &errors[start * nr..], nr, rest, nr);
+        let a = problem.factor.lines(start, c);
+        T::tile(problem.options.isa, limit - start, a, PANEL_WIDTH, &errors[start * nr..], nr, rest, nr);
         self.done[octet] = limit;
     }
 
     /// Columns `from..to` as GPTQ sees them when it reaches `from`: the best real-valued continuation,
     /// `w + (E A) A_gg^-1` with `A_gg` the unit upper triangle inside the group.
-    fn group_start(&self, from: usize, to: usize, job: &Job<'_, T>) -> Vec<T> {
+    fn group_start(&self, from: usize, to: usize, problem: &Problem<'_, T>) -> Vec<T> {
         let (nr, n) = (T::NR, to - from);
         let mut lines = self.values[from * nr..to * nr].to_vec();
         if from == 0 {
@@ -223,11 +229,11 @@ impl<T: Real> Vector<T> {
             let (line, later) = lines[i * nr..].split_at_mut(nr);
             let mut k = i + 1;
             while k < n {
-                let a = job.factor.a.lines(from + i, from + k);
+                let a = problem.factor.lines(from + i, from + k);
                 let m = (n - k).min(PANEL_WIDTH - (from + k) % PANEL_WIDTH);
                 for (c, &entry) in a[..m].iter().enumerate() {
                     let at = (k + c - i - 1) * nr;
-                    axpy(job.run.isa, -entry, line, &mut later[at..at + nr]);
+                    axpy(problem.options.isa, -entry, line, &mut later[at..at + nr]);
                 }
                 k += m;
             }

@@ -1,14 +1,14 @@
-//! The one door: leaves the interpreter, watches for Ctrl-C, turns errors into exceptions.
+//! Long calls: they release the interpreter lock (GIL), answer Ctrl-C, and turn errors into exceptions.
 
 use std::sync::mpsc::{sync_channel, RecvTimeoutError};
 use std::time::Duration;
 
 use loopq_core::error::Kind;
-use loopq_core::{Error, Watch};
+use loopq_core::{Cancel, Error};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
-/// How often signals and progress are looked at.
+/// How often signals are looked for.
 const TICK: Duration = Duration::from_millis(100);
 
 /// The exception of `loopq.errors` that a core error becomes.
@@ -18,6 +18,7 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
         Kind::NonFinite => "NonFiniteError",
         Kind::Dump => "DumpError",
         Kind::Solve => "SolveError",
+        Kind::Memory => "OutOfMemoryError",
         Kind::Interrupted => return PyKeyboardInterrupt::new_err("interrupted"),
     };
     let made =
@@ -28,31 +29,35 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// Runs `work` without the interpreter on a thread of its own. This thread looks for signals and reports progress.
-pub(crate) fn run<T: Send>(
+/// Runs `work` without the interpreter lock on a thread of its own, while this thread looks for signals.
+pub(crate) fn allow_threads<T: Send>(
     py: Python<'_>,
-    progress: Option<&Bound<'_, PyAny>>,
-    work: impl FnOnce(&Watch) -> Result<T, Error> + Send,
+    work: impl FnOnce(&Cancel) -> Result<T, Error> + Send,
 ) -> PyResult<T> {
-    let watch = Watch::new();
-    let progress = progress.map(|p| p.clone().unbind());
+    let cancel = Cancel::new();
     let (outcome, raised) = py.detach(|| {
         std::thread::scope(|scope| {
             let (sender, receiver) = sync_channel(1);
-            let watch = &watch;
-            scope.spawn(move || {
+            let flag = &cancel;
+            let task = move || {
                 // The receiver waits until it has got this, so sending cannot fail.
-                let _ = sender.send(work(watch));
-            });
+                let _ = sender.send(work(flag));
+            };
+            if let Err(e) = std::thread::Builder::new().spawn_scoped(scope, task) {
+                return (Some(Err(Error::Threads { threads: 1, reason: e.to_string() })), None);
+            }
             let mut raised: Option<PyErr> = None;
             loop {
                 match receiver.recv_timeout(TICK) {
                     Ok(result) => return (Some(result), raised),
                     Err(RecvTimeoutError::Disconnected) => return (None, raised),
                     Err(RecvTimeoutError::Timeout) if raised.is_none() => {
-                        raised = Python::attach(|py| look(py, watch, progress.as_ref())).err();
+                        // The method itself is not general enough in its lifetime.
+                        #[expect(clippy::redundant_closure_for_method_calls)]
+                        let signal = Python::attach(|py| py.check_signals());
+                        raised = signal.err();
                         if raised.is_some() {
-                            watch.cancel();
+                            cancel.cancel();
                         }
                     }
                     Err(RecvTimeoutError::Timeout) => {}
@@ -68,12 +73,4 @@ pub(crate) fn run<T: Send>(
         // Only a panic in the core gets here; std has printed it.
         None => Err(pyo3::panic::PanicException::new_err("the core panicked; please report this")),
     }
-}
-
-fn look(py: Python<'_>, watch: &Watch, progress: Option<&Py<PyAny>>) -> PyResult<()> {
-    py.check_signals()?;
-    if let Some(progress) = progress {
-        progress.call1(py, (watch.fraction(),))?;
-    }
-    Ok(())
 }

@@ -1,4 +1,4 @@
-//! The full solver under a metric on both sides: `tr(A D S D^T)`, `A` between outputs, `S` between inputs.
+//! The solver under a metric on both sides: `tr(A D S D^T)`, `A` between outputs, `S` between inputs.
 //!
 //! With `A = U diag(p) U^T`, `U` unit upper triangular, the loss is `sum_i p_i || D_i + sum_{k<i} U_ki D_k ||_S^2`: rows are
 //! solved one tile after the other, each towards what makes up for the errors of the rows before it, exactly as a
@@ -6,12 +6,13 @@
 
 use rayon::prelude::*;
 
+use crate::coordinate::{collect, Problem, Settings};
+use crate::factor::DampedHessian;
 use crate::grid::Quantized;
-use crate::pool::pool;
-use crate::solve::descent::{add_product, Field, Lane, LANES};
-use crate::solve::full::{collect, solve_tile, FullSettings, Prepared, Solved};
-use crate::solve::{check_weight, located};
-use crate::{Error, Result, Watch};
+use crate::lanes::{add_product, Lane, LANES};
+use crate::memory::zeros;
+use crate::weight::Weight;
+use crate::{dims, Error, Execution, Result};
 
 /// How the loss fell.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,51 +27,43 @@ pub struct CoupledReport {
 
 /// Rows of one block in the order of their solution, with errors and codes.
 struct Block<'a> {
-    field: &'a Field<'a>,
-    settings: &'a FullSettings,
-    cost: &'a [f64],
-    left: &'a Prepared,
-    /// Targets in the order of the left side.
-    goal: Vec<f64>,
+    problem: &'a Problem<'a>,
+    execution: &'a Execution<'a>,
+    /// `A`, row-major, full, and its factor.
+    metric: &'a [f64],
+    left: DampedHessian<'a>,
+    /// The block's weight in the order of the left side.
+    target: Vec<f64>,
     error: Vec<f64>,
     out: Quantized,
 }
 
-/// Quantizes `W` (rows, dim); `left` are the metrics of consecutive blocks of rows, which are coupled within only.
+/// Quantizes `W`; `left` are the metrics of consecutive blocks of rows, which are coupled within only. Up to `passes`
+/// times every row is solved again.
 pub fn coupled(
-    w: &[f32],
-    rows: usize,
-    prepared: &Prepared,
-    left: &[&Prepared],
-    settings: &FullSettings,
+    w: Weight<'_>,
+    input: &DampedHessian<'_>,
+    left: &[DampedHessian<'_>],
+    settings: &Settings,
     passes: usize,
-    threads: usize,
-    watch: &Watch,
+    execution: &Execution<'_>,
 ) -> Result<(Quantized, CoupledReport)> {
-    let dim = prepared.dim();
-    settings.grid.check()?;
-    check_weight("W", w, rows, dim)?;
-    let covered: usize = left.iter().map(|l| l.dim()).sum();
-    if covered != rows {
-        return Err(Error::shape("A", rows, covered));
+    let problem = Problem::new(w, input, settings, execution)?;
+    let covered: usize = left.iter().map(|l| l.factor().dim()).sum();
+    if covered != w.rows() {
+        return Err(Error::shape("A", w.rows(), covered));
     }
-    let cost = prepared.cost(settings.cost);
-    let field = prepared.field(settings);
-    let mut start = 0;
-    let parts: Vec<(usize, &Prepared)> = left
-        .iter()
-        .map(|l| {
-            start += l.dim();
-            (start - l.dim(), *l)
-        })
-        .collect();
-    let solved: Vec<Result<(Quantized, CoupledReport)>> = pool(threads)?.install(|| {
-        parts
+    let starts = left.iter().scan(0, |next, l| {
+        *next += l.factor().dim();
+        Some(*next - l.factor().dim())
+    });
+    let blocks: Vec<(usize, &DampedHessian<'_>)> = starts.zip(left).collect();
+    let solved: Vec<Result<(Quantized, CoupledReport)>> = execution.pool()?.install(|| {
+        blocks
             .par_iter()
-            .map(|&(from, l)| {
-                let w = &w[from * dim..(from + l.dim()) * dim];
-                let block = Block::new(w, &field, settings, &cost, l);
-                block.run(passes, watch).map_err(|e| moved(e, |row| from + row))
+            .map(|&(from, &l)| {
+                let block = Block::new(w.slice(from, l.factor().dim()), &problem, l, execution)?;
+                block.run(passes).map_err(|e| moved(e, |row| from + row))
             })
             .collect()
     });
@@ -90,41 +83,39 @@ pub fn coupled(
 
 impl<'a> Block<'a> {
     fn new(
-        w: &[f32],
-        field: &'a Field<'a>,
-        settings: &'a FullSettings,
-        cost: &'a [f64],
-        left: &'a Prepared,
-    ) -> Self {
-        let (rows, dim) = (left.dim(), field.dim);
-        let groups = field.grid.n_groups(dim);
-        let goal = left
-            .order()
-            .iter()
-            .flat_map(|&r| w[r * dim..(r + 1) * dim].iter().map(|&v| f64::from(v)))
-            .collect();
-        let out = Quantized {
-            codes: vec![0; rows * dim],
-            scales: vec![0.0; rows * groups],
-            zeros: vec![0; rows * groups],
-        };
-        Self { field, settings, cost, left, goal, error: vec![0.0; rows * dim], out }
+        w: Weight<'_>,
+        problem: &'a Problem<'a>,
+        left: DampedHessian<'a>,
+        execution: &'a Execution<'a>,
+    ) -> Result<Self> {
+        let (rows, dim) = (w.rows(), w.dim());
+        let size = dims::product("errors of the rows", rows, dim)?;
+        let mut target = zeros("the target of the rows", size)?;
+        for (to, &r) in target.chunks_exact_mut(dim).zip(left.factor().order()) {
+            for (to, &v) in to.iter_mut().zip(&w.values()[r * dim..(r + 1) * dim]) {
+                *to = f64::from(v);
+            }
+        }
+        let error = zeros("errors of the rows", size)?;
+        let out = Quantized::zeroed(rows, dim, &problem.grid)?;
+        Ok(Self { problem, execution, metric: left.matrix()?, left, target, error, out })
     }
 
-    fn run(mut self, passes: usize, watch: &Watch) -> Result<(Quantized, CoupledReport)> {
-        let rows = self.left.dim();
-        watch.plan((rows.div_ceil(LANES) as u64).saturating_mul(1 + passes as u64));
+    fn rows(&self) -> usize {
+        self.left.factor().dim()
+    }
+
+    fn run(mut self, passes: usize) -> Result<(Quantized, CoupledReport)> {
+        let rows = self.rows();
         for first in (0..rows).step_by(LANES) {
-            self.sweep(first, LANES.min(rows - first), watch)?;
-            watch.advance(1)?;
+            self.sweep(first, LANES.min(rows - first))?;
         }
         let swept = self.loss();
         let mut replaced = 0;
         for _ in 0..passes {
             let before = replaced;
             for first in (0..rows).step_by(LANES) {
-                replaced += self.again(first, LANES.min(rows - first), watch)?;
-                watch.advance(1)?;
+                replaced += self.again(first, LANES.min(rows - first))?;
             }
             if replaced == before {
                 break;
@@ -135,26 +126,26 @@ impl<'a> Block<'a> {
     }
 
     /// Solves the rows of a tile for the first time.
-    fn sweep(&mut self, first: usize, n: usize, watch: &Watch) -> Result<()> {
-        let (dim, rows) = (self.field.dim, self.left.dim());
+    fn sweep(&mut self, first: usize, n: usize) -> Result<()> {
+        let (dim, factor) = (self.problem.dim, self.left.factor());
         let mut shift = vec![0.0; n * dim];
         for i in 0..n {
             let (done, shift) = shift.split_at_mut(i * dim);
             let shift = &mut shift[..dim];
             for k in 0..first {
-                axpy(shift, self.left.a()[k * rows + first + i], &self.error[k * dim..(k + 1) * dim]);
+                axpy(shift, factor.entry(k, first + i), &self.error[k * dim..(k + 1) * dim]);
             }
             // Rows of the same tile have no codes yet: they stand at their own best real values.
             for k in 0..i {
-                axpy(shift, -self.left.a()[(first + k) * rows + first + i], &done[k * dim..(k + 1) * dim]);
+                axpy(shift, -factor.entry(first + k, first + i), &done[k * dim..(k + 1) * dim]);
             }
         }
-        let (part, values) = self.solve(first, n, &shift, watch)?;
+        let (part, values) = self.solve(first, n, &shift)?;
         for i in 0..n {
             let row = first + i;
             for (j, (to, value)) in self.error[row * dim..(row + 1) * dim].iter_mut().zip(&values).enumerate()
             {
-                *to = value[i] - self.goal[row * dim + j];
+                *to = value[i] - self.target[row * dim + j];
             }
             self.keep(row, i, &part);
         }
@@ -162,8 +153,8 @@ impl<'a> Block<'a> {
     }
 
     /// Solves the rows of a tile with all others fixed, and takes each over where the loss falls; returns how many.
-    fn again(&mut self, first: usize, n: usize, watch: &Watch) -> Result<u64> {
-        let dim = self.field.dim;
+    fn again(&mut self, first: usize, n: usize) -> Result<u64> {
+        let dim = self.problem.dim;
         let mut pull: Vec<f64> = (0..n).flat_map(|i| self.pull(first + i)).collect();
         let mut shift = vec![0.0; n * dim];
         for i in 0..n {
@@ -172,7 +163,7 @@ impl<'a> Block<'a> {
                 shift[i * dim + j] = pull[i * dim + j] / own - self.error[(first + i) * dim + j];
             }
         }
-        let (part, values) = self.solve(first, n, &shift, watch)?;
+        let (part, values) = self.solve(first, n, &shift)?;
         let change: Vec<Lane> = (0..dim)
             .map(|j| {
                 std::array::from_fn(|i| {
@@ -180,13 +171,13 @@ impl<'a> Block<'a> {
                         return 0.0;
                     }
                     let at = (first + i) * dim + j;
-                    values[j][i] - self.goal[at] - self.error[at]
+                    values[j][i] - self.target[at] - self.error[at]
                 })
             })
             .collect();
         let mut image = vec![[0.0; LANES]; dim];
         for (j, lane) in change.iter().enumerate() {
-            add_product(&mut image, self.field.s_row(j), lane);
+            add_product(&mut image, self.problem.s_row(j), lane);
         }
         let mut taken = 0;
         for i in 0..n {
@@ -212,22 +203,24 @@ impl<'a> Block<'a> {
     }
 
     /// Solves a tile towards its targets less `shift`; returns codes and values by column.
-    fn solve(&self, first: usize, n: usize, shift: &[f64], watch: &Watch) -> Result<(Quantized, Vec<Lane>)> {
-        let dim = self.field.dim;
-        let from = &self.goal[first * dim..(first + n) * dim];
+    fn solve(&self, first: usize, n: usize, shift: &[f64]) -> Result<(Quantized, Vec<Lane>)> {
+        let dim = self.problem.dim;
+        let from = &self.target[first * dim..(first + n) * dim];
         let w: Vec<f32> = from.iter().zip(shift).map(|(g, s)| (g - s) as f32).collect();
         // A tile counts its rows from 0 and in the order of their solution.
-        let solved: Solved = solve_tile(self.field, self.settings, &w, n, 0, self.cost, watch)
-            .map_err(|e| moved(e, |row| self.left.order()[first + row]))?;
-        let values = solved.choice.values.clone();
-        let (part, _) = collect(vec![Ok(solved)], self.field, n)?;
+        let solved = self
+            .problem
+            .solve_tile(Weight::new("the target of the rows", &w, n, dim)?, 0, self.execution)
+            .map_err(|e| moved(e, |row| self.left.factor().order()[first + row]))?;
+        let values = solved.solution.values.clone();
+        let (part, _) = collect(vec![Ok(solved)], self.problem, n)?;
         Ok((part, values))
     }
 
     /// Puts row `i` of a tile where it belongs.
     fn keep(&mut self, row: usize, i: usize, part: &Quantized) {
-        let (dim, groups) = (self.field.dim, self.field.grid.n_groups(self.field.dim));
-        let to = self.left.order()[row];
+        let (dim, groups) = (self.problem.dim, self.problem.grid.n_groups(self.problem.dim));
+        let to = self.left.factor().order()[row];
         self.out.codes[to * dim..(to + 1) * dim].copy_from_slice(&part.codes[i * dim..(i + 1) * dim]);
         let (own, at) = (to * groups..(to + 1) * groups, i * groups..(i + 1) * groups);
         self.out.scales[own.clone()].copy_from_slice(&part.scales[at.clone()]);
@@ -236,15 +229,15 @@ impl<'a> Block<'a> {
 
     /// Entry of `A` for two places of the order.
     fn entry(&self, i: usize, k: usize) -> f64 {
-        let order = self.left.order();
-        self.left.s()[order[i] * self.left.dim() + order[k]]
+        let order = self.left.factor().order();
+        self.metric[order[i] * order.len() + order[k]]
     }
 
     /// `(A D)` at one place.
     fn pull(&self, row: usize) -> Vec<f64> {
-        let dim = self.field.dim;
+        let dim = self.problem.dim;
         let mut out = vec![0.0; dim];
-        for k in 0..self.left.dim() {
+        for k in 0..self.rows() {
             axpy(&mut out, self.entry(row, k), &self.error[k * dim..(k + 1) * dim]);
         }
         out
@@ -252,15 +245,15 @@ impl<'a> Block<'a> {
 
     /// `tr(A D S D^T)`.
     fn loss(&self) -> f64 {
-        let dim = self.field.dim;
+        let dim = self.problem.dim;
         let mut total = 0.0;
-        for first in (0..self.left.dim()).step_by(LANES) {
-            let n = LANES.min(self.left.dim() - first);
+        for first in (0..self.rows()).step_by(LANES) {
+            let n = LANES.min(self.rows() - first);
             let mut image = vec![[0.0; LANES]; dim];
             for j in 0..dim {
                 let lane =
                     std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 });
-                add_product(&mut image, self.field.s_row(j), &lane);
+                add_product(&mut image, self.problem.s_row(j), &lane);
             }
             for i in 0..n {
                 total += self.pull(first + i).iter().zip(&image).map(|(p, lane)| p * lane[i]).sum::<f64>();
@@ -270,10 +263,13 @@ impl<'a> Block<'a> {
     }
 }
 
-/// A scale's error with its row where the weight has it.
+/// An error about a row of the tile, with the row where the weight has it.
 fn moved(error: Error, place: impl Fn(usize) -> usize) -> Error {
     match error {
-        Error::ScaleRange { row, group, .. } => located(error, place(row), group),
+        Error::ScaleRange { row, group, .. } => error.located(place(row), group),
+        Error::NonFiniteMatrix { what, row, column, value } => {
+            Error::NonFiniteMatrix { what, row: place(row), column, value }
+        }
         other => other,
     }
 }

@@ -1,0 +1,84 @@
+//! How work is carried out: on how many threads, and who may stop it.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::{Error, Result};
+
+/// The largest number of threads that may be asked for.
+pub const MAX_THREADS: usize = 1024;
+
+/// Pools by their number of threads, made at first use and kept: a layer is many short calls.
+static POOLS: Mutex<Option<HashMap<usize, Arc<ThreadPool>>>> = Mutex::new(None);
+
+/// A flag by which one thread stops the work of others.
+#[derive(Debug, Default)]
+pub struct Cancel {
+    cancelled: AtomicBool,
+}
+
+impl Cancel {
+    /// A flag that is not set.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Asks the work to stop at its next check.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    /// [`Error::Interrupted`] after [`Cancel::cancel`].
+    pub fn check(&self) -> Result<()> {
+        if self.cancelled.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        Ok(())
+    }
+}
+
+/// Threads and cancelling of one call; nothing here changes a bit of its result.
+#[derive(Clone, Copy, Debug)]
+pub struct Execution<'a> {
+    /// Threads; 0 for as many as the machine gives this process.
+    pub threads: usize,
+    /// Checked many times a second.
+    pub cancel: &'a Cancel,
+}
+
+impl Execution<'_> {
+    /// [`Error::Interrupted`] once the work is cancelled.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.cancel.check()
+    }
+
+    /// The pool of that many threads.
+    pub(crate) fn pool(&self) -> Result<Arc<ThreadPool>> {
+        pool(self.threads)
+    }
+}
+
+/// A pool of exactly `threads` threads, or of all for 0.
+pub(crate) fn pool(threads: usize) -> Result<Arc<ThreadPool>> {
+    if threads > MAX_THREADS {
+        return Err(Error::setting("threads", threads, format!("0 (all) to {MAX_THREADS}")));
+    }
+    let n = if threads == 0 { std::thread::available_parallelism().map_or(1, usize::from) } else { threads };
+    let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
+    let pools = pools.get_or_insert_with(HashMap::new);
+    if let Some(found) = pools.get(&n) {
+        return Ok(Arc::clone(found));
+    }
+    let made = ThreadPoolBuilder::new()
+        .num_threads(n)
+        .thread_name(|i| format!("loopq-{i}"))
+        .build()
+        .map_err(|e| Error::Threads { threads: n, reason: e.to_string() })?;
+    let made = Arc::new(made);
+    pools.insert(n, Arc::clone(&made));
+    Ok(made)
+}

@@ -1,0 +1,251 @@
+//! The damped Hessian that solvers share: `S = H + diag(mu)`, its columns in an order, factored.
+
+use std::sync::OnceLock;
+
+use rayon::prelude::*;
+
+use crate::factor::ldl::Ldl;
+use crate::factor::ordering::{by_conditional_energy, by_diagonal};
+use crate::factor::{Order, Symmetric};
+use crate::lanes::{add_product, columns_of, Lane, LANES};
+use crate::memory::{zeros, Buffer};
+use crate::simd::Real;
+use crate::weight::Weight;
+use crate::{dims, Error, Execution, Result};
+
+/// `S = H + diag(mu)` factored in an order, made once for all layers with the same input.
+///
+/// What not every solver asks for is made when one does: see [`DampedHessian`].
+#[derive(Debug)]
+pub struct DampedFactor<T> {
+    ldl: Ldl<T>,
+    rule: Order,
+    order: Vec<usize>,
+    mu: Vec<f64>,
+    n_dead_columns: usize,
+    /// Of the `H` that it was made of.
+    fingerprint: u64,
+    matrix: OnceLock<Buffer<f64>>,
+    energies: OnceLock<Vec<f64>>,
+}
+
+impl<T: Real> DampedFactor<T> {
+    /// Damps, orders and factors `H`; `mu` is added to its diagonal.
+    pub fn new(h: Symmetric<'_>, mu: &[f64], rule: Order, execution: &Execution<'_>) -> Result<Self> {
+        let dim = h.dim();
+        check(h, mu)?;
+        let natural: Vec<usize> = (0..dim).collect();
+        let energies = OnceLock::new();
+        let order = match rule {
+            Order::Natural => natural,
+            Order::Diagonal => by_diagonal(h, mu),
+            Order::Conditional => {
+                let inverse = Ldl::<f64>::new(h, mu, &natural, execution)?.inverse(execution)?;
+                let _ = energies.set((0..dim).map(|j| 1.0 / inverse[j * dim + j]).collect());
+                by_conditional_energy(&inverse, dim, execution)?
+            }
+        };
+        let ldl = Ldl::new(h, mu, &order, execution)?;
+        let n_dead_columns = (0..dim).filter(|&j| h.at(j, j) == 0.0).count();
+        let (mu, fingerprint, matrix) = (mu.to_vec(), h.fingerprint(), OnceLock::new());
+        Ok(Self { ldl, rule, order, mu, n_dead_columns, fingerprint, matrix, energies })
+    }
+
+    /// Columns.
+    #[must_use]
+    pub fn dim(&self) -> usize {
+        self.order.len()
+    }
+
+    /// The rule by which the order was found.
+    #[must_use]
+    pub fn rule(&self) -> Order {
+        self.rule
+    }
+
+    /// The column of `H` at each place of the order.
+    #[must_use]
+    pub fn order(&self) -> &[usize] {
+        &self.order
+    }
+
+    /// What was added to the diagonal of `H`.
+    #[must_use]
+    pub fn mu(&self) -> &[f64] {
+        &self.mu
+    }
+
+    /// Columns of `H` whose diagonal is zero.
+    #[must_use]
+    pub fn n_dead_columns(&self) -> usize {
+        self.n_dead_columns
+    }
+
+    /// `R_jj^2` by place of the order: what a unit error in a column costs once the later ones have made up for it.
+    #[must_use]
+    pub fn pivots(&self) -> &[f64] {
+        &self.ldl.pivots
+    }
+
+    /// The lines of `A` from place `(i, j)` on, [`super::PANEL_WIDTH`] apart, as far as the panel of `j` reaches.
+    #[inline]
+    pub(crate) fn lines(&self, i: usize, j: usize) -> &[T] {
+        self.ldl.a.lines(i, j)
+    }
+
+    /// Entry of `A` at place `(i, j)`, `i < j`.
+    #[inline]
+    pub(crate) fn entry(&self, i: usize, j: usize) -> T {
+        self.ldl.a.at(i, j)
+    }
+
+    /// Row `i` of `A` to the right of its diagonal, in pieces, each with the place at which it begins.
+    #[inline]
+    pub(crate) fn later(&self, i: usize) -> impl Iterator<Item = (usize, &[T])> {
+        self.ldl.a.right_of_diagonal(i)
+    }
+}
+
+impl DampedFactor<f64> {
+    /// The target of asymmetric calibration, `W (I + alpha C S^-1)`: what, multiplied with the inputs that the layer
+    /// will really get, comes nearest to its output on the inputs that it should have got. `C = sum (X - X^)^T X^`.
+    pub fn shift(
+        &self,
+        w: Weight<'_>,
+        cross: &[f64],
+        alpha: f64,
+        execution: &Execution<'_>,
+    ) -> Result<Vec<f32>> {
+        let dim = self.dim();
+        w.check_width(dim)?;
+        dims::check_matrix("C", cross, dim, dim)?;
+        if let Some(at) = cross.iter().position(|v| !v.is_finite()) {
+            let value = crate::error::name_of(cross[at]);
+            return Err(Error::NonFiniteMatrix { what: "C", row: at / dim, column: at % dim, value });
+        }
+        if !alpha.is_finite() {
+            return Err(Error::setting("alpha", alpha, "a finite number"));
+        }
+        let mut out = zeros("the shifted weight", dims::product("W", w.rows(), dim)?)?;
+        execution.pool()?.install(|| {
+            out.par_chunks_mut(dim * LANES).enumerate().try_for_each(|(tile, out)| {
+                execution.check()?;
+                let lanes = columns_of(w, tile * LANES);
+                let shift = self.divide(&product(&lanes, cross));
+                for (r, row) in out.chunks_exact_mut(dim).enumerate() {
+                    for (j, to) in row.iter_mut().enumerate() {
+                        *to = (lanes[j][r] + alpha * shift[j][r]) as f32;
+                    }
+                }
+                Ok(())
+            })
+        })?;
+        Ok(out)
+    }
+
+    /// `b S^-1` for every lane, by column of `H`.
+    fn divide(&self, b: &[Lane]) -> Vec<Lane> {
+        let mut x: Vec<Lane> = self.order.iter().map(|&j| b[j]).collect();
+        self.ldl.solve(&mut x);
+        let mut out = vec![[0.0; LANES]; x.len()];
+        for (lane, &j) in x.iter().zip(&self.order) {
+            out[j] = *lane;
+        }
+        out
+    }
+}
+
+/// `w C` for every lane, `C` row-major and square.
+fn product(w: &[Lane], cross: &[f64]) -> Vec<Lane> {
+    let mut out = vec![[0.0; LANES]; w.len()];
+    for (lane, row) in w.iter().zip(cross.chunks_exact(w.len())) {
+        add_product(&mut out, row, lane);
+    }
+    out
+}
+
+/// A damped Hessian with the matrix that its factor was made of: what solvers need that change codes one by one.
+#[derive(Clone, Copy, Debug)]
+pub struct DampedHessian<'a> {
+    h: Symmetric<'a>,
+    factor: &'a DampedFactor<f64>,
+}
+
+impl<'a> DampedHessian<'a> {
+    /// Puts a factor and its `H` together.
+    pub fn new(h: Symmetric<'a>, factor: &'a DampedFactor<f64>) -> Result<Self> {
+        if h.dim() != factor.dim() {
+            return Err(Error::shape("H", factor.dim(), h.dim()));
+        }
+        Ok(Self { h, factor })
+    }
+
+    /// Refuses an `H` that is not the one that was factored.
+    fn check_same(&self) -> Result<()> {
+        if self.h.fingerprint() == self.factor.fingerprint {
+            return Ok(());
+        }
+        Err(Error::ChangedHessian)
+    }
+
+    /// The factor.
+    pub(crate) fn factor(&self) -> &'a DampedFactor<f64> {
+        self.factor
+    }
+
+    /// `S`, row-major and full; formed at the first call for a factor.
+    pub(crate) fn matrix(&self) -> Result<&'a [f64]> {
+        let cell = &self.factor.matrix;
+        if let Some(found) = cell.get() {
+            return Ok(found);
+        }
+        self.check_same()?;
+        let dim = self.h.dim();
+        let mut s = Buffer::zeroed("a damped Hessian", dims::product("S", dim, dim)?)?;
+        for i in 0..dim {
+            s[i * dim + i] = self.h.at(i, i) + self.factor.mu[i];
+            for j in i + 1..dim {
+                let value = self.h.at(i, j);
+                s[i * dim + j] = value;
+                s[j * dim + i] = value;
+            }
+        }
+        Ok(cell.get_or_init(|| s))
+    }
+
+    /// `1 / [S^-1]_jj`, what a unit error in each column costs when all others make up for it; found at the first call
+    /// for a factor.
+    pub(crate) fn energies(&self, execution: &Execution<'_>) -> Result<&'a [f64]> {
+        let cell = &self.factor.energies;
+        if let Some(found) = cell.get() {
+            return Ok(found);
+        }
+        self.check_same()?;
+        let diagonal = if self.factor.rule == Order::Natural {
+            self.factor.ldl.inverse_diagonal(execution)?
+        } else {
+            let natural: Vec<usize> = (0..self.h.dim()).collect();
+            Ldl::<f64>::new(self.h, &self.factor.mu, &natural, execution)?.inverse_diagonal(execution)?
+        };
+        Ok(cell.get_or_init(|| diagonal.into_iter().map(|v| 1.0 / v).collect()))
+    }
+}
+
+/// Refuses what cannot be damped and factored.
+fn check(h: Symmetric<'_>, mu: &[f64]) -> Result<()> {
+    let dim = h.dim();
+    if dim == 0 {
+        return Err(Error::shape("H", "1 or more columns", 0));
+    }
+    h.check_finite()?;
+    if mu.len() != dim {
+        return Err(Error::shape("mu", dim, mu.len()));
+    }
+    if let Some(bad) = mu.iter().find(|v| !v.is_finite() || **v < 0.0) {
+        return Err(Error::setting("mu", bad, "finite numbers of 0 or more"));
+    }
+    if (0..dim).all(|j| h.at(j, j) + mu[j] == 0.0) {
+        return Err(Error::ZeroHessian);
+    }
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! `S = A diag(p) A^T`, `A` unit upper triangular, of a damped Hessian with its columns in some order.
+
+use rayon::prelude::*;
+
+use crate::factor::cholesky::{factor_in_place, Stop};
+use crate::factor::panels::{Panels, PANEL_WIDTH};
+use crate::factor::Symmetric;
+use crate::lanes::{add_product, Lane, LANES};
+use crate::memory::Buffer;
+use crate::simd::Real;
+use crate::{dims, Error, Execution, Result};
+
+/// `A` and `p`; row and column `i` stand for column `order[i]` of `H`.
+#[derive(Debug)]
+pub(super) struct Ldl<T> {
+    /// Entries above the diagonal.
+    pub(super) a: Panels<T>,
+    pub(super) pivots: Vec<f64>,
+}
+
+impl<T: Real> Ldl<T> {
+    /// Factors `S = H + diag(mu)`.
+    pub(super) fn new(
+        h: Symmetric<'_>,
+        mu: &[f64],
+        order: &[usize],
+        execution: &Execution<'_>,
+    ) -> Result<Self> {
+        let dim = h.dim();
+        let pool = execution.pool()?;
+        let mut made = Self { a: Panels::zeros(dim)?, pivots: vec![0.0; dim] };
+        let done = pool.install(|| {
+            made.load(h, mu, order);
+            factor_in_place(&mut made.a, &mut made.pivots, execution)
+        });
+        match done {
+            Ok(()) => Ok(made),
+            Err(Stop::Refused(error)) => Err(error),
+            Err(Stop::Pivot(at, value)) => {
+                let column = order[at];
+                let (diagonal, mu) = (h.at(column, column), mu[column]);
+                Err(Error::NotPositive { column, dim, value, diagonal, mu, precision: T::NAME })
+            }
+        }
+    }
+
+    /// Copies the upper triangle of `S`.
+    fn load(&mut self, h: Symmetric<'_>, mu: &[f64], order: &[usize]) {
+        let dim = h.dim();
+        self.a.panels.par_iter_mut().with_max_len(1).enumerate().for_each(|(p, panel)| {
+            for (i, line) in panel.chunks_exact_mut(PANEL_WIDTH).enumerate() {
+                let from = order[i];
+                for (c, entry) in line.iter_mut().enumerate() {
+                    let j = p * PANEL_WIDTH + c;
+                    if j < i || j >= dim {
+                        continue;
+                    }
+                    let value = h.at(from, order[j]);
+                    *entry = T::of(if i == j { value + mu[from] } else { value });
+                }
+            }
+        });
+    }
+}
+
+impl Ldl<f64> {
+    /// `A^-1`, row-major, zero below its diagonal.
+    fn unit_inverse(&self, execution: &Execution<'_>) -> Result<Buffer<f64>> {
+        let dim = self.a.dim;
+        let mut rows = Buffer::zeroed("the inverse of a factor", dims::product("S^-1", dim, dim)?)?;
+        execution.pool()?.install(|| {
+            rows.par_chunks_mut(dim).enumerate().try_for_each(|(i, b)| {
+                execution.check()?;
+                b[i] = 1.0;
+                for l in i..dim {
+                    let f = -b[l];
+                    for (from, piece) in self.a.right_of_diagonal(l) {
+                        for (to, entry) in b[from..].iter_mut().zip(piece) {
+                            *to += f * entry;
+                        }
+                    }
+                }
+                Ok(())
+            })
+        })?;
+        Ok(rows)
+    }
+
+    /// `S^-1 = sum_i b_i b_i^T / p_i`, `b_i` the rows of `A^-1`, row-major.
+    pub(super) fn inverse(&self, execution: &Execution<'_>) -> Result<Buffer<f64>> {
+        let dim = self.a.dim;
+        let rows = self.unit_inverse(execution)?;
+        let mut out = Buffer::zeroed("the inverse of a Hessian", dims::product("S^-1", dim, dim)?)?;
+        execution.pool()?.install(|| {
+            out.par_chunks_mut(dim).enumerate().try_for_each(|(j, p)| {
+                execution.check()?;
+                for i in 0..=j {
+                    let f = rows[i * dim + j] / self.pivots[i];
+                    for (to, b) in p[i..].iter_mut().zip(&rows[i * dim + i..(i + 1) * dim]) {
+                        *to += f * b;
+                    }
+                }
+                Ok(())
+            })
+        })?;
+        Ok(out)
+    }
+
+    /// The diagonal of `S^-1`, with the bits that [`Ldl::inverse`] has there.
+    pub(super) fn inverse_diagonal(&self, execution: &Execution<'_>) -> Result<Vec<f64>> {
+        let mut sums = vec![0.0; self.a.dim];
+        let rows = self.unit_inverse(execution)?;
+        for (i, (row, pivot)) in rows.chunks_exact(self.a.dim).zip(&self.pivots).enumerate() {
+            for (sum, b) in sums[i..].iter_mut().zip(&row[i..]) {
+                *sum += b / pivot * b;
+            }
+        }
+        Ok(sums)
+    }
+
+    /// Turns `x` into `x S^-1`, one row per lane.
+    pub(super) fn solve(&self, x: &mut [Lane]) {
+        let dim = self.a.dim;
+        for i in (0..dim).rev() {
+            let mut sum = [0.0; LANES];
+            for (from, piece) in self.a.right_of_diagonal(i) {
+                for (f, later) in piece.iter().zip(&x[from..]) {
+                    for r in 0..LANES {
+                        sum[r] += f * later[r];
+                    }
+                }
+            }
+            for r in 0..LANES {
+                x[i][r] -= sum[r];
+            }
+        }
+        for (lane, pivot) in x.iter_mut().zip(&self.pivots) {
+            for value in lane {
+                *value /= pivot;
+            }
+        }
+        for i in 0..dim {
+            let by = x[i].map(|v| -v);
+            for (from, piece) in self.a.right_of_diagonal(i) {
+                add_product(&mut x[from..], piece, &by);
+            }
+        }
+    }
+}

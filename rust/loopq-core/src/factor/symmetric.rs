@@ -1,0 +1,85 @@
+//! A symmetric matrix as it was given.
+
+use crate::error::name_of;
+use crate::memory::{copied, zeros};
+use crate::{dims, Error, Result};
+
+/// `H` (dim, dim), row-major, in either precision; its upper triangle is what is read.
+#[derive(Clone, Copy, Debug)]
+pub struct Symmetric<'a> {
+    values: Values<'a>,
+    dim: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Values<'a> {
+    F32(&'a [f32]),
+    F64(&'a [f64]),
+}
+
+impl<'a> Symmetric<'a> {
+    /// Views `dim` x `dim` values in single precision.
+    pub fn f32(values: &'a [f32], dim: usize) -> Result<Self> {
+        dims::check_matrix("H", values, dim, dim)?;
+        Ok(Self { values: Values::F32(values), dim })
+    }
+
+    /// Views `dim` x `dim` values in double precision.
+    pub fn f64(values: &'a [f64], dim: usize) -> Result<Self> {
+        dims::check_matrix("H", values, dim, dim)?;
+        Ok(Self { values: Values::F64(values), dim })
+    }
+
+    /// Columns.
+    #[must_use]
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Entry `(i, j)` or `(j, i)`, whichever lies in the upper triangle.
+    #[inline]
+    pub(crate) fn at(&self, i: usize, j: usize) -> f64 {
+        self.flat(i.min(j) * self.dim + i.max(j))
+    }
+
+    #[inline]
+    fn flat(&self, at: usize) -> f64 {
+        match self.values {
+            Values::F32(values) => f64::from(values[at]),
+            Values::F64(values) => values[at],
+        }
+    }
+
+    /// A copy in double precision.
+    pub(crate) fn to_f64(self, what: &'static str) -> Result<Vec<f64>> {
+        match self.values {
+            Values::F64(values) => copied(what, values),
+            Values::F32(values) => {
+                let mut out = zeros(what, values.len())?;
+                out.iter_mut().zip(values).for_each(|(to, &v)| *to = f64::from(v));
+                Ok(out)
+            }
+        }
+    }
+
+    /// A number that another matrix hardly has: what was made of a matrix knows it again.
+    pub(crate) fn fingerprint(self) -> u64 {
+        let mix = |sum: u64, bits: u64| (sum.rotate_left(5) ^ bits).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        match self.values {
+            Values::F32(values) => values.iter().fold(0, |sum, v| mix(sum, u64::from(v.to_bits()))),
+            Values::F64(values) => values.iter().fold(0, |sum, v| mix(sum, v.to_bits())),
+        }
+    }
+
+    /// Refuses NaN and infinity.
+    pub(crate) fn check_finite(&self) -> Result<()> {
+        let bad = match self.values {
+            Values::F32(values) => values.iter().position(|v| !v.is_finite()),
+            Values::F64(values) => values.iter().position(|v| !v.is_finite()),
+        };
+        bad.map_or(Ok(()), |at| {
+            let (row, column) = (at / self.dim, at % self.dim);
+            Err(Error::NonFiniteMatrix { what: "H", row, column, value: name_of(self.flat(at)) })
+        })
+    }
+}

@@ -1,0 +1,54 @@
+//! Rounding one column of many rows.
+
+use crate::simd::{per_isa, Real};
+
+/// What rounding one column of a batch of rows needs and leaves; `values`, `scale` and `zero` have one length.
+pub(super) struct Column<'a, T> {
+    /// In: the updated weights. Out: the errors `w - q`.
+    pub(super) values: &'a mut [T],
+    /// The original weights.
+    pub(super) original: &'a [f32],
+    /// Scale per row.
+    pub(super) scale: &'a [f32],
+    /// Zero point per row.
+    pub(super) zero: &'a [f32],
+    /// Biased codes.
+    pub(super) codes: &'a mut [u8],
+    /// Sum of `pivot * (updated - q)^2` per row: the proxy with the damped Hessian.
+    pub(super) damped: &'a mut [f64],
+    /// Sum of `mu * (w - q)^2` per row: what of it the damping adds.
+    pub(super) added: &'a mut [f64],
+    /// `R_jj^2`.
+    pub(super) pivot: f64,
+    /// The column's damping.
+    pub(super) mu: f64,
+    /// Largest code.
+    pub(super) top: f64,
+}
+
+/// 2^52: adding it to a whole number below puts that number in the low bits.
+const WHOLE: f64 = 4_503_599_627_370_496.0;
+
+per_isa! {
+    /// Rounds a column, half to even.
+    pub(super) fn round_column<T: Real>(c: Column<'_, T>) = round_body;
+}
+
+#[inline(always)]
+fn round_body<T: Real>(c: Column<'_, T>) {
+    let n = c.values.len();
+    let (original, scale, zero) = (&c.original[..n], &c.scale[..n], &c.zero[..n]);
+    let (codes, damped, added) = (&mut c.codes[..n], &mut c.damped[..n], &mut c.added[..n]);
+    for i in 0..n {
+        let updated = c.values[i].wide();
+        let steps = (updated / f64::from(scale[i])).round_ties_even() + f64::from(zero[i]);
+        let code = steps.max(0.0).min(c.top);
+        codes[i] = (code + WHOLE).to_bits() as u8;
+        let value = (code as f32 - zero[i]) * scale[i];
+        let gap = updated - f64::from(value);
+        let e = T::of(f64::from(original[i])) - T::of(f64::from(value));
+        damped[i] += c.pivot * gap * gap;
+        added[i] += c.mu * (e.wide() * e.wide());
+        c.values[i] = e;
+    }
+}

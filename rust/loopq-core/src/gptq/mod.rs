@@ -1,0 +1,139 @@
+//! GPTQ: columns rounded one by one, each error made up for in the columns still to come.
+//!
+//! The algorithm is E. Frantar, S. Ashkboos, T. Hoefler and D. Alistarh, *GPTQ* (2022, arXiv:2210.17323). It is
+//! published with the inverse of the damped Hessian `S`; the same codes come without an inverse:
+//!
+//! 1. With `S = A diag(p) A^T`, `A` unit upper, the column that GPTQ rounds is `w_j + sum_{i<j} (w_i - q_i) A_ij`
+//!    (shown by J. Chee et al., *QuIP*, 2023, arXiv:2307.13304).
+//! 2. As in the published code, updates are lazy: inside a block of columns one at a time, for all columns to the right
+//!    of it in one product. Each entry is one chain of fused multiply-adds with `i` ascending, whoever adds a link, so
+//!    block size and threads change nothing.
+//! 3. The damped proxy `tr(D S D^T)` comes for free: `(W - Q) R` has the entries `R_jj (w'_j - q_j)`, `w'` the updated
+//!    weights.
+//! 4. Rows are independent: every task takes a batch of them through all columns, with no barrier in between.
+
+mod batch;
+mod column;
+
+use rayon::prelude::*;
+
+use crate::factor::{DampedFactor, Order};
+use crate::grid::{Grid, Quantized};
+use crate::simd::{Isa, Real};
+use crate::weight::Weight;
+use crate::{Error, Execution, Result};
+
+use batch::{Batch, Problem};
+
+/// When a group's scale is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scales {
+    /// When the solver reaches the group, from the weights as earlier columns have changed them.
+    Group,
+    /// Before the sweep, from the original weights.
+    Static,
+}
+
+impl Scales {
+    /// The mode with that name.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "group" => Ok(Self::Group),
+            "static" => Ok(Self::Static),
+            _ => Err(Error::setting("scales", format!("{name:?}"), "'group', 'static'")),
+        }
+    }
+}
+
+/// What a solve says about itself.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Report {
+    /// `tr(D H D^T)` with the undamped `H`.
+    pub proxy: f64,
+    /// `tr(D S D^T)` with the damped one.
+    pub proxy_damped: f64,
+}
+
+/// What GPTQ is asked beside the grid.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// When scales are taken.
+    pub scales: Scales,
+    /// Columns between two long updates; changes no code.
+    pub block_size: usize,
+    /// Instruction set; changes no code.
+    pub isa: Isa,
+}
+
+impl Options {
+    fn check(&self, rule: Order) -> Result<()> {
+        if self.block_size == 0 {
+            return Err(Error::setting("block_size", self.block_size, "1 or more"));
+        }
+        if self.scales == Scales::Group && rule != Order::Natural {
+            let allowed = "'static' where columns are reordered, as by act_order (groups keep their columns)";
+            return Err(Error::setting("scales", "'group'", allowed));
+        }
+        Ok(())
+    }
+}
+
+/// Vectors of rows that one task takes through the columns together: reading `A` once for all of them is what keeps
+/// the solver out of main memory.
+fn vectors_per_task<T: Real>(rows: usize, threads: usize) -> usize {
+    let wanted = 192 / T::NR;
+    let vectors = rows.div_ceil(T::NR);
+    // At least two tasks per thread, so that none waits long for the last.
+    (vectors / (2 * threads.max(1))).clamp(1, wanted)
+}
+
+/// Quantizes `W` against a factored Hessian.
+pub fn gptq<T: Real>(
+    w: Weight<'_>,
+    factor: &DampedFactor<T>,
+    grid: &Grid,
+    options: &Options,
+    execution: &Execution<'_>,
+) -> Result<(Quantized, Report)> {
+    let (rows, dim) = (w.rows(), factor.dim());
+    grid.check()?;
+    w.check_width(dim)?;
+    options.check(factor.rule())?;
+    let n_groups = grid.n_groups(dim);
+    let mut out = Quantized::zeroed(rows, dim, grid)?;
+    let pool = execution.pool()?;
+    let batch_rows = vectors_per_task::<T>(rows, pool.current_num_threads()) * T::NR;
+    // What an error in a column costs once the later columns have made up for it.
+    let mut weights = vec![0.0; dim];
+    for (&column, &pivot) in factor.order().iter().zip(factor.pivots()) {
+        weights[column] = pivot;
+    }
+    let problem = Problem { factor, grid, options, weights: &weights };
+    let results: Vec<Result<Vec<(f64, f64)>>> = pool.install(|| {
+        out.codes
+            .par_chunks_mut(batch_rows * dim)
+            .zip(
+                out.scales
+                    .par_chunks_mut(batch_rows * n_groups)
+                    .zip(out.zeros.par_chunks_mut(batch_rows * n_groups)),
+            )
+            .with_max_len(1)
+            .enumerate()
+            .map(|(b, (codes, (scales, zeros)))| {
+                let first = b * batch_rows;
+                let batch = Batch::new(&problem, w.slice(first, codes.len() / dim), first)?;
+                let solved = batch.solve(codes, execution)?;
+                solved.store(scales, zeros);
+                Ok(solved.costs())
+            })
+            .collect()
+    });
+    let (mut damped, mut added) = (0.0, 0.0);
+    for result in results {
+        for (row_damped, row_added) in result? {
+            damped += row_damped;
+            added += row_added;
+        }
+    }
+    Ok((out, Report { proxy: (damped - added).max(0.0), proxy_damped: damped }))
+}

@@ -1,0 +1,107 @@
+//! Codes to values, and between signed and biased codes.
+
+use std::ops::RangeInclusive;
+
+use crate::grid::Level;
+use crate::memory::zeros;
+use crate::{dims, Error, Result};
+
+/// `(code - zero) * scale` for every entry; the product is rounded to float32.
+pub fn dequantize(
+    codes: &[u8],
+    scales: &[f32],
+    zeros: &[u8],
+    rows: usize,
+    dim: usize,
+    group: usize,
+) -> Result<Vec<f32>> {
+    dims::check_matrix("codes", codes, rows, dim)?;
+    let n_groups = dim.div_ceil(group.max(1));
+    dims::check_matrix("scales", scales, rows, n_groups)?;
+    dims::check_matrix("zeros", zeros, rows, n_groups)?;
+    let mut out = self::zeros("values", codes.len())?;
+    for (r, row) in out.chunks_exact_mut(dim.max(1)).enumerate() {
+        for (j, values) in row.chunks_mut(group.max(1)).enumerate() {
+            let level = Level { scale: scales[r * n_groups + j], zero: zeros[r * n_groups + j] };
+            for (to, &code) in values.iter_mut().zip(&codes[r * dim + j * group.max(1)..]) {
+                *to = level.value(code);
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Signed codes of a symmetric grid: `u - 2^(bits - 1)`.
+#[must_use]
+pub fn to_signed(codes: &[u8], bits: u32) -> Vec<i8> {
+    let middle = 1_u8 << (bits - 1);
+    codes.iter().map(|&u| u.wrapping_sub(middle) as i8).collect()
+}
+
+/// Biased codes of signed ones: `q + zero_offset`, each checked to fit `bits` bits.
+pub fn to_biased(codes: &[i8], dim: usize, bits: u32, zero_offset: i64) -> Result<Vec<u8>> {
+    let found = shifted(codes, zero_offset, 0..=(1 << bits) - 1, |u| u as u8);
+    found.map_err(|i| Error::CodeRange {
+        row: i / dim.max(1),
+        column: i % dim.max(1),
+        value: i64::from(codes[i]),
+        bits,
+        zero_offset,
+    })
+}
+
+/// Signed codes `u - zero_offset`; refuses what int8 cannot hold.
+pub fn to_signed_by(codes: &[u8], zero_offset: i64) -> Result<Vec<i8>> {
+    let range = i32::from(i8::MIN)..=i32::from(i8::MAX);
+    let found = shifted(codes, zero_offset.saturating_neg(), range, |q| q as i8);
+    found.map_err(|column| {
+        let value = i64::from(codes[column]) - zero_offset;
+        Error::CodeRange { row: 0, column, value, bits: 8, zero_offset }
+    })
+}
+
+/// `code + offset`, narrowed, or the place of the first code that this takes out of `range`. That place is looked for only
+/// when there is one: the loop has no branch and runs at the speed of memory.
+fn shifted<A: Copy + Into<i32>, B>(
+    codes: &[A],
+    offset: i64,
+    range: RangeInclusive<i32>,
+    narrow: impl Fn(i32) -> B,
+) -> std::result::Result<Vec<B>, usize> {
+    // Codes have 8 bits: an offset beyond 1000 takes all of them out of any range, and so does 1000.
+    let offset = offset.clamp(-1000, 1000) as i32;
+    let mut outside = false;
+    let moved = codes.iter().map(|&code| {
+        let value = code.into() + offset;
+        outside |= !range.contains(&value);
+        narrow(value)
+    });
+    let out = moved.collect();
+    if outside {
+        return Err(codes.iter().position(|&code| !range.contains(&(code.into() + offset))).unwrap_or(0));
+    }
+    Ok(out)
+}
+
+/// `code * scale` for signed codes of a symmetric grid.
+pub fn dequantize_signed(
+    codes: &[i8],
+    scales: &[f32],
+    rows: usize,
+    dim: usize,
+    group: usize,
+) -> Result<Vec<f32>> {
+    dims::check_matrix("codes", codes, rows, dim)?;
+    let n_groups = dim.div_ceil(group.max(1));
+    dims::check_matrix("scales", scales, rows, n_groups)?;
+    let mut out = zeros("values", codes.len())?;
+    for (r, row) in out.chunks_exact_mut(dim.max(1)).enumerate() {
+        for (j, values) in row.chunks_mut(group.max(1)).enumerate() {
+            let scale = scales[r * n_groups + j];
+            for (to, &code) in values.iter_mut().zip(&codes[r * dim + j * group.max(1)..]) {
+                *to = f32::from(code) * scale;
+            }
+        }
+    }
+    Ok(out)
+}

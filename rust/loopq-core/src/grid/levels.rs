@@ -1,0 +1,71 @@
+//! Scales and zero points of a batch of rows.
+
+use crate::grid::{fit, Grid, Level};
+use crate::simd::Isa;
+use crate::weight::Weight;
+use crate::Result;
+
+/// Levels of a batch, group by group, one lane per row.
+pub(crate) struct Levels {
+    n: usize,
+    scale: Vec<f32>,
+    zero: Vec<f32>,
+}
+
+impl Levels {
+    /// Levels of `n` rows that are still to be set.
+    pub(crate) fn unset(n: usize, n_groups: usize) -> Self {
+        Self { n, scale: vec![1.0; n * n_groups], zero: vec![0.0; n * n_groups] }
+    }
+
+    /// Levels from the original weights of rows `first..`, errors of columns weighted.
+    pub(crate) fn fitted(
+        w: Weight<'_>,
+        first: usize,
+        grid: &Grid,
+        weights: &[f64],
+        isa: Isa,
+    ) -> Result<Self> {
+        let (n, dim) = (w.rows(), w.dim());
+        let group = grid.group(dim);
+        let mut levels = Self::unset(n, grid.n_groups(dim));
+        let mut lines = vec![0.0_f32; n * group.min(dim)];
+        for (g, from) in (0..dim).step_by(group).enumerate() {
+            let to = dim.min(from + group);
+            for (r, row) in w.values().chunks_exact(dim).enumerate() {
+                for (c, &v) in row[from..to].iter().enumerate() {
+                    lines[c * n + r] = v;
+                }
+            }
+            let fitted = fit(isa, grid, &lines[..(to - from) * n], n, &weights[from..to])
+                .map_err(|(lane, e)| e.located(first + lane, g))?;
+            for (lane, level) in fitted.into_iter().enumerate() {
+                levels.set(g, lane, level);
+            }
+        }
+        Ok(levels)
+    }
+
+    /// Lanes `from..from + len` of group `g`: scales and zero points.
+    pub(crate) fn lanes(&self, g: usize, from: usize, len: usize) -> (&[f32], &[f32]) {
+        let at = g * self.n + from;
+        (&self.scale[at..at + len], &self.zero[at..at + len])
+    }
+
+    /// Sets the level of one lane in group `g`.
+    pub(crate) fn set(&mut self, g: usize, lane: usize, level: Level) {
+        self.scale[g * self.n + lane] = level.scale;
+        self.zero[g * self.n + lane] = f32::from(level.zero);
+    }
+
+    /// Copies to the (rows, groups) arrays of the result.
+    pub(crate) fn store(&self, scales: &mut [f32], zeros: &mut [u8]) {
+        let n_groups = self.scale.len() / self.n.max(1);
+        for r in 0..self.n {
+            for g in 0..n_groups {
+                scales[r * n_groups + g] = self.scale[g * self.n + r];
+                zeros[r * n_groups + g] = self.zero[g * self.n + r] as u8;
+            }
+        }
+    }
+}

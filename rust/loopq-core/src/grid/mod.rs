@@ -1,0 +1,149 @@
+//! Quantization grids: what scales, zero points and codes a group of weights can have.
+//!
+//! Codes are kept *biased*: `u` in `0..2^b`, value `(u - z) * s`. A symmetric grid has `z = 2^(b-1)` everywhere, so
+//! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`.
+
+mod codes;
+mod levels;
+mod rtn;
+mod scale_type;
+mod search;
+
+pub use codes::{dequantize, dequantize_signed, to_biased, to_signed, to_signed_by};
+pub(crate) use levels::Levels;
+pub use rtn::rtn;
+pub use scale_type::ScaleType;
+pub(crate) use search::fit;
+
+use crate::memory::zeros;
+use crate::{dims, Error, Result};
+
+/// How a group's scale is found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Search {
+    /// From the largest magnitude.
+    Max,
+    /// The best of 70 shrunken ones by weighted square error.
+    Mse,
+}
+
+impl Search {
+    /// The search with that name.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "max" => Ok(Self::Max),
+            "mse" => Ok(Self::Mse),
+            _ => Err(Error::setting("scale_search", format!("{name:?}"), "'max', 'mse'")),
+        }
+    }
+}
+
+/// Refuses bits outside the formats that exist.
+pub(crate) fn check_bits(bits: u32) -> Result<()> {
+    match bits {
+        2 | 3 | 4 | 8 => Ok(()),
+        other => Err(Error::setting("bits", other, "2, 3, 4, 8")),
+    }
+}
+
+/// A grid's settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Bits per code: 2, 3, 4 or 8.
+    pub bits: u32,
+    /// Columns per scale; 0 for one scale per row.
+    pub group_size: usize,
+    /// Whether zero sits in the middle of the codes.
+    pub symmetric: bool,
+    /// Whether a scale may be negative. A symmetric grid has one code more below zero than above; a negative scale
+    /// turns it round at no cost in bytes, which matters at two and three bits.
+    pub signed: bool,
+    /// How scales are stored.
+    pub scale_type: ScaleType,
+    /// How scales are found.
+    pub search: Search,
+}
+
+impl Grid {
+    /// Refuses bits outside the formats that exist.
+    pub fn check(&self) -> Result<()> {
+        check_bits(self.bits)
+    }
+
+    /// Columns per group in a row of `dim`.
+    #[must_use]
+    pub fn group(&self, dim: usize) -> usize {
+        if self.group_size == 0 {
+            dim.max(1)
+        } else {
+            self.group_size
+        }
+    }
+
+    /// Groups in a row of `dim`; the last may be ragged.
+    #[must_use]
+    pub fn n_groups(&self, dim: usize) -> usize {
+        dim.div_ceil(self.group(dim))
+    }
+
+    /// Largest biased code.
+    #[must_use]
+    pub fn top(&self) -> u8 {
+        ((1_u32 << self.bits) - 1) as u8
+    }
+
+    /// Zero point of a symmetric grid.
+    #[must_use]
+    pub fn middle(&self) -> u8 {
+        1 << (self.bits - 1)
+    }
+}
+
+/// Scale and zero point of one group.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Level {
+    /// Distance of neighbouring values.
+    pub scale: f32,
+    /// The code of zero.
+    pub zero: u8,
+}
+
+impl Level {
+    /// The nearest biased code; the quotient is taken in double precision and rounded half to even.
+    #[inline(always)]
+    #[must_use]
+    pub fn code(self, value: f64, top: u8) -> u8 {
+        let steps = (value / f64::from(self.scale)).round_ties_even();
+        (steps + f64::from(self.zero)).clamp(0.0, f64::from(top)) as u8
+    }
+
+    /// What a code stands for.
+    #[inline(always)]
+    #[must_use]
+    pub fn value(self, code: u8) -> f32 {
+        (f32::from(code) - f32::from(self.zero)) * self.scale
+    }
+}
+
+/// A quantized matrix.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Quantized {
+    /// Biased codes, row-major.
+    pub codes: Vec<u8>,
+    /// Scales (rows, groups).
+    pub scales: Vec<f32>,
+    /// Zero points (rows, groups).
+    pub zeros: Vec<u8>,
+}
+
+impl Quantized {
+    /// Zeros for a weight of `rows` x `dim`.
+    pub(crate) fn zeroed(rows: usize, dim: usize, grid: &Grid) -> Result<Self> {
+        let n_levels = dims::product("scales", rows, grid.n_groups(dim))?;
+        Ok(Self {
+            codes: zeros("codes", dims::product("codes", rows, dim)?)?,
+            scales: zeros("scales", n_levels)?,
+            zeros: zeros("zero points", n_levels)?,
+        })
+    }
+}

@@ -1,0 +1,62 @@
+//! Round to nearest: every weight on its own, to the nearest point of its group's grid.
+
+use rayon::prelude::*;
+
+use crate::grid::{Grid, Level, Levels, Quantized};
+use crate::simd::{per_isa, Isa};
+use crate::weight::Weight;
+use crate::{Execution, Result};
+
+/// Rows whose scales are fitted together.
+const BATCH: usize = 48;
+
+/// Rounds every weight to the nearest point of its group's grid; half to even.
+pub fn rtn(w: Weight<'_>, grid: &Grid, execution: &Execution<'_>) -> Result<Quantized> {
+    grid.check()?;
+    let (rows, dim) = (w.rows(), w.dim());
+    let n_groups = grid.n_groups(dim);
+    let even = vec![1.0; dim];
+    let mut out = Quantized::zeroed(rows, dim, grid)?;
+    execution.pool()?.install(|| {
+        out.codes
+            .par_chunks_mut(BATCH * dim)
+            .zip(out.scales.par_chunks_mut(BATCH * n_groups).zip(out.zeros.par_chunks_mut(BATCH * n_groups)))
+            .enumerate()
+            .try_for_each(|(b, (codes, (scales, zeros)))| {
+                execution.check()?;
+                let batch = w.slice(b * BATCH, codes.len() / dim);
+                let levels = Levels::fitted(batch, b * BATCH, grid, &even, Isa::best())?;
+                levels.store(scales, zeros);
+                round_rows(batch, grid, (scales, zeros), codes);
+                Ok(())
+            })
+    })?;
+    Ok(out)
+}
+
+fn round_rows(w: Weight<'_>, grid: &Grid, (scales, zeros): (&[f32], &[u8]), codes: &mut [u8]) {
+    let dim = w.dim();
+    let (group, n_groups) = (grid.group(dim), grid.n_groups(dim));
+    for (r, (row, codes)) in w.values().chunks_exact(dim).zip(codes.chunks_exact_mut(dim)).enumerate() {
+        for (g, (values, codes)) in row.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
+            let level = Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] };
+            round_row(Isa::best(), values, level, grid.top(), codes);
+        }
+    }
+}
+
+/// 2^52: adding it to a whole number below puts that number in the low bits.
+const WHOLE: f64 = 4_503_599_627_370_496.0;
+
+per_isa! {
+    fn round_row(values: &[f32], level: Level, top: u8, codes: &mut [u8]) = round_body;
+}
+
+#[inline(always)]
+fn round_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
+    let (scale, zero, top) = (f64::from(level.scale), f64::from(level.zero), f64::from(top));
+    for (code, &v) in codes.iter_mut().zip(values) {
+        let steps = (f64::from(v) / scale).round_ties_even() + zero;
+        *code = (steps.max(0.0).min(top) + WHOLE).to_bits() as u8;
+    }
+}

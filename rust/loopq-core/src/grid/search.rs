@@ -1,0 +1,146 @@
+//! The scale search: one for every solver, with either sign or one, over many rows at a time.
+//!
+//! The scale of a group is the one from its largest magnitude, or the best of 70 shrunken ones, `1 - k / 100` of the
+//! largest, by the weighted square error of the rounded values: the shrink grid of the code published with GPTQ, with its
+//! power of 2.4 put to 2. Rows lie side by side, one *lane* each, so that a step of the search is a few vector instructions
+//! for all of them.
+
+use crate::grid::{Grid, Level, Search};
+use crate::simd::{per_isa, Isa, Real};
+use crate::Error;
+
+/// Scales tried by [`Search::Mse`].
+const SHRINK_STEPS: usize = 70;
+
+/// Fits one level per lane to `lines`, columns of `lanes` values each, whose errors count by `weights`.
+///
+/// Scales that the stored type cannot hold are left out; a lane for which it holds none is an error, with that lane.
+pub(crate) fn fit<T: Real>(
+    isa: Isa,
+    grid: &Grid,
+    lines: &[T],
+    lanes: usize,
+    weights: &[f64],
+) -> std::result::Result<Vec<Level>, (usize, Error)> {
+    let (mut low, mut high) = (vec![0.0; lanes], vec![0.0; lanes]);
+    for line in lines.chunks_exact(lanes) {
+        widen(isa, line, &mut low, &mut high);
+    }
+    let signs: &[f32] = if grid.signed && grid.symmetric { &[1.0, -1.0] } else { &[1.0] };
+    let steps = match grid.search {
+        Search::Max => 1,
+        Search::Mse => SHRINK_STEPS,
+    };
+    let mut best: Vec<Option<Level>> = vec![None; lanes];
+    let (mut costs, mut least) = (vec![0.0; lanes], vec![0.0; lanes]);
+    let mut tried = Candidates { levels: vec![None; lanes], scale: vec![0.0; lanes], zero: vec![0.0; lanes] };
+    for (&sign, k) in signs.iter().flat_map(|sign| (0..steps).map(move |k| (sign, k))) {
+        tried.take(grid, &low, &high, sign, 1.0 - k as f64 / 100.0);
+        if signs.len() * steps > 1 {
+            costs.fill(0.0);
+            for (line, &weight) in lines.chunks_exact(lanes).zip(weights) {
+                add_costs(isa, line, weight, &tried, f64::from(grid.top()), &mut costs);
+            }
+        }
+        for lane in 0..lanes {
+            if tried.levels[lane].is_some() && (best[lane].is_none() || costs[lane] < least[lane]) {
+                (best[lane], least[lane]) = (tried.levels[lane], costs[lane]);
+            }
+        }
+    }
+    let levels = best.into_iter().enumerate();
+    levels.map(|(l, level)| level.map_or_else(|| fallback(grid, l, low[l], high[l]), Ok)).collect()
+}
+
+/// The level of a lane that has no candidate: any fits a group of zeros, none fits another.
+fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Result<Level, (usize, Error)> {
+    if low == 0.0 && high == 0.0 {
+        return Ok(Level { scale: 1.0, zero: if grid.symmetric { grid.middle() } else { 0 } });
+    }
+    let value = grid.widest(low, high);
+    let what = if grid.scale_type.round(value) == 0.0 { "zero" } else { "infinite" };
+    Err((lane, Error::ScaleRange { row: 0, group: 0, value, what, dtype: grid.scale_type.name() }))
+}
+
+impl Grid {
+    /// The scale at which nothing between `low <= 0` and `high >= 0` is clipped. Without signs it is the published one,
+    /// which leaves the lowest code unused.
+    fn widest(&self, low: f64, high: f64) -> f64 {
+        if !self.symmetric {
+            return (high - low) / f64::from(self.top());
+        }
+        let above = f64::from(self.middle() - 1);
+        if self.signed {
+            (high / above).max(-low / f64::from(self.middle()))
+        } else {
+            high.max(-low) / above
+        }
+    }
+
+    /// A shrunken scale with the given sign and its zero point; nothing for a group of zeros, or where the stored type
+    /// cannot hold the scale.
+    fn candidate(&self, low: f64, high: f64, sign: f32, shrink: f64) -> Option<Level> {
+        if low == 0.0 && high == 0.0 {
+            return None;
+        }
+        let (low, high) = if sign > 0.0 { (low, high) } else { (-high, -low) };
+        let scale = self.scale_type.round(self.widest(low, high) * shrink);
+        if scale == 0.0 || !scale.is_finite() {
+            return None;
+        }
+        let zero = if self.symmetric {
+            self.middle()
+        } else {
+            (-low * shrink / f64::from(scale)).round_ties_even().clamp(0.0, f64::from(self.top())) as u8
+        };
+        Some(Level { scale: scale * sign, zero })
+    }
+}
+
+/// One candidate per lane; a lane without one has some numbers that are not looked at.
+struct Candidates {
+    levels: Vec<Option<Level>>,
+    scale: Vec<f32>,
+    zero: Vec<f32>,
+}
+
+impl Candidates {
+    fn take(&mut self, grid: &Grid, low: &[f64], high: &[f64], sign: f32, shrink: f64) {
+        for lane in 0..low.len() {
+            let found = grid.candidate(low[lane], high[lane], sign, shrink);
+            self.levels[lane] = found;
+            (self.scale[lane], self.zero[lane]) = found.map_or((1.0, 0.0), |l| (l.scale, f32::from(l.zero)));
+        }
+    }
+}
+
+per_isa! {
+    /// Takes one value per lane into the lanes' ranges.
+    fn widen<T: Real>(line: &[T], low: &mut [f64], high: &mut [f64]) = widen_body;
+}
+
+#[inline(always)]
+fn widen_body<T: Real>(line: &[T], low: &mut [f64], high: &mut [f64]) {
+    for ((&v, low), high) in line.iter().zip(low).zip(high) {
+        *low = low.min(v.wide());
+        *high = high.max(v.wide());
+    }
+}
+
+per_isa! {
+    /// Adds the weighted square errors of one column, at one scale per lane, to `costs`.
+    fn add_costs<T: Real>(line: &[T], weight: f64, tried: &Candidates, top: f64, costs: &mut [f64]) = costs_body;
+}
+
+#[inline(always)]
+fn costs_body<T: Real>(line: &[T], weight: f64, tried: &Candidates, top: f64, costs: &mut [f64]) {
+    let n = line.len();
+    let (scale, zero, costs) = (&tried.scale[..n], &tried.zero[..n], &mut costs[..n]);
+    for i in 0..n {
+        let value = line[i].wide();
+        let steps = (value / f64::from(scale[i])).round_ties_even() + f64::from(zero[i]);
+        let code = steps.max(0.0).min(top);
+        let gap = value - f64::from((code as f32 - zero[i]) * scale[i]);
+        costs[i] += weight * gap * gap;
+    }
+}

@@ -1,0 +1,175 @@
+"""Every array argument of the binding, in every order in memory, gives what its C-ordered copy gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopq import _native as native
+
+Arrays = list[np.ndarray]
+
+
+def strided(array: np.ndarray) -> np.ndarray:
+    """Every third entry of a larger array along each axis, backwards along the last."""
+    place = np.zeros([3 * n for n in array.shape], array.dtype)
+    view = place[tuple(slice(None, None, 3) for _ in array.shape)][..., ::-1]
+    view[...] = array
+    return view
+
+
+def misaligned(array: np.ndarray) -> np.ndarray:
+    """The same one byte off its alignment."""
+    bytes_ = np.zeros(array.nbytes + 1, np.uint8)[1:]
+    view = bytes_.view(array.dtype).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """A Fortran-ordered view that cannot be written to."""
+    made = np.asfortranarray(array)
+    made.flags.writeable = False
+    return made
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "c": np.ascontiguousarray,
+    "fortran": np.asfortranarray,
+    "strided": strided,
+    "misaligned": misaligned,
+    "read only": read_only,
+}
+
+
+def spd(rng: np.random.Generator, n: int) -> np.ndarray:
+    """A symmetric matrix of which only the upper triangle is filled, as all that is read."""
+    x = rng.standard_normal((2 * n, n))
+    return np.triu(x.T @ x)
+
+
+def weight(rng: np.random.Generator, rows: int, dim: int) -> np.ndarray:
+    """A weight."""
+    return rng.standard_normal((rows, dim)).astype(np.float32)
+
+
+FULL = native.FullSettings(
+    bits=3, group_size=8, symmetric=True, signed=True, scale_dtype="float32", cost="conditional", sweeps=4,
+    rounds=2, refit=True,
+)  # fmt: skip
+
+
+def accumulated(step: Callable[[native.HessianAccumulator], object], dim: int) -> np.ndarray:
+    """The Hessian after something was added."""
+    made = native.HessianAccumulator(dim, [0], per_step=True)
+    step(made)
+    made.finish()
+    return made.matrix()
+
+
+def restored(hi: np.ndarray, lo: np.ndarray, dim: int) -> np.ndarray:
+    """The Hessian of a saved state."""
+    state: Any = {
+        "spec_version": 1, "dim": dim, "steps": [0], "per_step": True, "n_rows": [1], "hi": [hi], "lo": [lo],
+    }  # fmt: skip
+    return native.HessianAccumulator.from_state(state).matrix()
+
+
+def coupled(w: np.ndarray, h: np.ndarray, mu: np.ndarray, a: np.ndarray) -> dict[str, Any]:
+    """Solve under a metric between outputs."""
+    left = native.DampedFactor(a, np.ones(len(a)), order="conditional")
+    return native.coupled(w, native.DampedFactor(h, mu, order="diagonal"), [left], FULL)
+
+
+def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[..., Any], Arrays]]:
+    """Functions of arrays, with arrays in C order; the keys begin with the name of what they call."""
+    w, h, mu = weight(rng, m, d), spd(rng, d), rng.random(d) + 1
+    grid: dict[str, Any] = {"bits": 4, "group_size": 8}
+    n_groups = -(-d // 8)
+    codes = rng.integers(-8, 8, (m, d)).astype(np.int8)
+    scales, zeros = rng.random((m, n_groups)).astype(np.float32) + 1, rng.integers(0, 16, (m, n_groups))
+    tile = rng.integers(0, 16, (64, 32)).astype(np.uint8)
+    words = native.marlin_pack(tile, np.ones((64, 1), np.float32))[0]
+    tile_scales = rng.random((64, 2)).astype(np.float32)
+    hi, lo = (rng.integers(0, 1000, d * (d + 1) // 2) for _ in range(2))
+    factor = native.DampedFactor(h, mu)
+    return {
+        "rtn": (lambda w: native.rtn(w, **grid), [w]),
+        "DampedFactor, gptq": (
+            lambda w, h, mu: native.gptq(w, native.DampedFactor(h, mu), **grid),
+            [w, h, mu],
+        ),
+        "DampedFactor, gptq of float32 H": (
+            lambda w, h, mu: native.gptq(w, native.DampedFactor(h, mu, precision="float32"), **grid),
+            [w, h.astype(np.float32), mu],
+        ),
+        "DampedFactor, full": (
+            lambda w, h, mu: native.full(w, native.DampedFactor(h, mu, order="conditional"), FULL),
+            [w, h, mu],
+        ),
+        "coupled": (coupled, [w, h, mu, spd(rng, m)]),
+        "shift": (lambda w, cross: factor.shift(w, cross, 0.5), [w, rng.standard_normal((d, d))]),
+        "proxy": (native.proxy, [w, weight(rng, m, d), h]),
+        "eigvalsh": (native.eigvalsh, [h]),
+        "dequantize": (lambda c, s: native.dequantize(c, s, None, 8), [codes, scales]),
+        "dequantize of uint8": (
+            lambda c, s, z: native.dequantize(c, s, z, 8),
+            [codes.view(np.uint8), scales, zeros.astype(np.uint8)],
+        ),
+        "pack_dense": (lambda c: native.pack_dense(c, 4, 8), [codes]),
+        "pack_dense of uint8": (lambda c: native.pack_dense(c, 8), [codes.view(np.uint8)]),
+        "unpack_dense": (lambda p: native.unpack_dense(p, 4, d, 8), [native.pack_dense(codes, 4, 8)]),
+        "marlin_pack": (native.marlin_pack, [tile, tile_scales]),
+        "marlin_unpack": (native.marlin_unpack, [words, np.ascontiguousarray(tile_scales.T)]),
+        "w4_pack": (native.w4_pack, [tile]),
+        "w4_unpack": (lambda p: native.w4_unpack(p, 32), [native.w4_pack(tile)]),
+        "w4_from_marlin": (lambda p: native.w4_from_marlin(p, 32, 64), [words]),
+        "HessianAccumulator, update": (lambda x: accumulated(lambda a: a.update(0, x), d), [w]),
+        "HessianAccumulator, update of float16": (
+            lambda x: accumulated(lambda a: a.update(0, x), d),
+            [w.astype(np.float16)],
+        ),
+        "HessianAccumulator, update of bfloat16": (
+            lambda x: accumulated(lambda a: a.update(0, x), d),
+            [(w.view(np.uint32) >> 16).astype(np.uint16)],
+        ),
+        "HessianAccumulator, add_products": (
+            lambda p: accumulated(lambda a: a.add_products([(0, 3)], p), d),
+            [h],
+        ),
+        "HessianAccumulator, from_state": (lambda hi, lo: restored(hi, lo, d), [hi, lo]),
+    }
+
+
+NAMES = list(cases(np.random.default_rng(0), 3, 16))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two results have the same values."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_order_in_memory_changes_nothing(name: str, data: st.DataObject) -> None:
+    m, d, seed = (data.draw(st.integers(1, top)) for top in (20, 33, 99))
+    run, arrays = cases(np.random.default_rng(seed), m, d)[name]
+    layouts = [data.draw(st.sampled_from(sorted(LAYOUTS))) for _ in arrays]
+    turned = [LAYOUTS[layout](array) for layout, array in zip(layouts, arrays, strict=True)]
+    assert same(run(*turned), run(*arrays)), layouts
+
+
+def test_every_function_that_takes_arrays_is_among_the_cases() -> None:
+    without = {"cpu_features", "kernel_sources", "FullSettings"}
+    public = {n for n in native.__all__ if not n.startswith("_") and callable(getattr(native, n))}
+    assert public - without == {w for w in " ".join(NAMES).replace(",", "").split() if w in public}

@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BLOCK_ROWS",
+    "CpuLayout",
     "DampedFactor",
     "FullSettings",
     "HessianAccumulator",
     "__version__",
     "coupled",
+    "cpu_engines",
     "cpu_features",
+    "cpu_read",
     "dequantize",
     "eigvalsh",
     "full",
@@ -610,3 +613,130 @@ def w4_from_marlin(
     loopq.errors.ConfigError
         The file's matrix is smaller than the layer or not whole tiles, or there are codes beyond the layer.
     """
+
+def cpu_engines() -> list[str]:
+    """Name the instruction sets that products with packed codes can run with here; the last one is in use.
+
+    Returns
+    -------
+    list of str
+        "portable", and where found "avx2", "avx512vnni".
+    """
+
+def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int:
+    """Read an array `repeats` times, each thread always its part: what the speed of products is compared with.
+
+    Returns
+    -------
+    int
+        Sum of its 64-bit words, modulo 2**64, over all repeats.
+    """
+
+@final
+class CpuLayout:
+    """Where the codes and scales of a layer lie for products on the processor (docs/cpu.md).
+
+    Parameters
+    ----------
+    out_features, in_features : int
+        1 or more.
+    group_size : int
+        Inputs per scale; -1 for one scale per output.
+    bits : int
+        2, 3, 4 or 8.
+    symmetric : bool
+        Whether there are no zero points.
+    scale_dtype : str
+        "float32", "bfloat16" or "float16".
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        Another setting.
+    """
+
+    def __new__(
+        cls,
+        out_features: int,
+        in_features: int,
+        group_size: int,
+        bits: int,
+        *,
+        symmetric: bool = True,
+        scale_dtype: str = "float32",
+    ) -> CpuLayout: ...
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the packed weight."""
+
+    def pack(
+        self,
+        codes: NDArray[np.int8] | NDArray[np.uint8],
+        scales: NDArray[np.float32],
+        out: NDArray[np.uint8],
+        zeros: NDArray[np.uint8] | None = None,
+        threads: int = 0,
+    ) -> None:
+        """Pack a layer into `out`.
+
+        Parameters
+        ----------
+        codes : ndarray of int8 (signed) or uint8 (biased), shape (out, in)
+        scales : ndarray of float32, shape (out, groups)
+            Rounded to the layout's type.
+        out : ndarray of uint8, shape (n_bytes,)
+            C order; best on a 64-byte boundary.
+        zeros : ndarray of uint8, shape (out, groups), or None
+            Zero points of an asymmetric layout.
+        threads : int
+            0 for all.
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            Another shape, or a code that does not fit.
+        """
+
+    def unpack(self, packed: NDArray[np.uint8], threads: int = 0) -> NDArray[np.int8] | NDArray[np.uint8]:
+        """Undo `pack`: codes (out, in), int8 of a symmetric layout, else uint8.
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            `packed` has another size.
+        """
+
+    def multiply(
+        self,
+        packed: NDArray[np.uint8],
+        x: NDArray[np.float32] | NDArray[np.uint16],
+        out: NDArray[np.float32] | NDArray[np.uint16],
+        bias: NDArray[np.float32] | None = None,
+        *,
+        precision: Literal["int8", "fixed16", "fixed24"],
+        threads: int = 0,
+    ) -> None:
+        """``out = x W^T + bias``.
+
+        Parameters
+        ----------
+        packed : ndarray of uint8, shape (n_bytes,)
+        x : ndarray of float32, or of uint16 that holds bfloat16 bits, shape (tokens, in)
+        out : ndarray of float32, or of uint16 for bfloat16 bits, shape (tokens, out)
+            C order.
+        bias : ndarray of float32, shape (out,), or None
+            Added before the one rounding of the result.
+        precision : str
+            Bits of the integers that each block of activations becomes: at most 256 inputs of one group.
+        threads : int
+            0 for all. Changes no bit of the result.
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            Shapes that do not fit together.
+
+        Notes
+        -----
+        A token whose activations hold NaN or infinity gets NaN results. The others do not depend on it.
+        """

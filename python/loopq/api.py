@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluate.compare import Measurement
+    from loopq.kernels.cpu import Activations
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -179,6 +180,7 @@ def load(
     model: LoadedModel | None = None,
     *,
     quantized: bool = False,
+    activations: Activations = "float",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint as a torch model.
@@ -190,9 +192,12 @@ def load(
     model : LoadedModel, optional
         A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
     quantized : bool
-        Hold codes and scales instead of dequantized weights, in `loopq.kernels.modules.QuantLinear` (int4 on a
-        GPU where the kernel fits). A layer whose module is no `nn.Linear` keeps its dequantized weight; the
-        report's notes say which and why.
+        Hold codes and scales instead of dequantized weights, in `loopq.kernels.modules.QuantLinear`: packed for the
+        processor, and packed anew for the int4 kernel when the model is moved to a GPU. A layer whose module is no
+        `nn.Linear` keeps its dequantized weight; the report's notes say which and why.
+    activations : "float" or "int8"
+        With ``quantized=True``: "int8" rounds the input of each quantized layer to 8 bits, by one scale for each token
+        and group (W4A8), which is faster where a product is not bound by memory, and less exact.
     trust_remote_code : bool
         Allow code that came with the model to run.
 
@@ -207,7 +212,9 @@ def load(
         The checkpoint is damaged, or does not fit the model.
     """
     checkpoint = folder if isinstance(folder, Checkpoint) else read_any(Path(folder))
-    return load_checkpoint(checkpoint, model, quantized=quantized, trust_remote_code=trust_remote_code)
+    return load_checkpoint(
+        checkpoint, model, quantized=quantized, activations=activations, trust_remote_code=trust_remote_code
+    )
 
 
 def evaluate(

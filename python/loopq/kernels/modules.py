@@ -11,6 +11,7 @@ import torch
 import loopq._native as native
 from loopq.errors import ConfigError
 from loopq.grid import BITS
+from loopq.kernels.cpu import Activations, CpuPanels
 from loopq.kernels.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.kernels.plan import fold_of
 from loopq.kernels.transforms import InputTransform
@@ -56,11 +57,16 @@ class Layout(Protocol):
     Another backend is another entry of `LAYOUTS`: nothing else knows how a layer's codes are stored.
     """
 
+    devices: tuple[str, ...]
+    """Types of device that it can multiply on."""
+
     def fits(self, grid: Grid) -> bool:
         """Whether it can hold such a layer."""
 
-    def pack(self, codes: NDArray[Any]) -> NDArray[Any]:
-        """Codes (out, in), int8 or uint8, as they are stored."""
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Codes (out, in), int8 or uint8, as they are stored; scales and zero points (groups, out)."""
 
     def unpack(self, layer: QuantLinear) -> torch.Tensor:
         """A layer's codes again, int8 or uint8, (out, in)."""
@@ -72,6 +78,8 @@ class Layout(Protocol):
 class _Int4Tiles:
     """The int4 kernel's words: `loopq.kernels.layout`. Symmetric, plain input, out % 16, in % 32."""
 
+    devices: tuple[str, ...] = ("cuda", "cpu", "meta")
+
     def fits(self, grid: Grid) -> bool:
         try:
             fold_of(grid.group_size)
@@ -80,9 +88,10 @@ class _Int4Tiles:
         plain = grid.bits == 4 and grid.symmetric and not grid.transformed
         return plain and grid.out_features % N_STEP == 0 and grid.in_features % K_STEP == 0
 
-    def pack(self, codes: NDArray[Any]) -> NDArray[Any]:
-        words: NDArray[np.int32] = native.w4_pack(codes)
-        return words
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.from_numpy(native.w4_pack(codes))
 
     def unpack(self, layer: QuantLinear) -> torch.Tensor:
         codes = native.w4_unpack(layer.qweight.cpu().numpy(), layer.in_features)
@@ -96,11 +105,15 @@ class _Int4Tiles:
 class _PlainCodes:
     """One byte for each code, any layer: the weight is dequantized at each call and forgotten."""
 
+    devices: tuple[str, ...] = ("cuda", "cpu", "meta")
+
     def fits(self, grid: Grid) -> bool:
         return True
 
-    def pack(self, codes: NDArray[Any]) -> NDArray[Any]:
-        return codes
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.from_numpy(codes)
 
     def unpack(self, layer: QuantLinear) -> torch.Tensor:
         return layer.qweight
@@ -113,8 +126,12 @@ class _PlainCodes:
         return out.to(x.dtype)
 
 
-# A layer takes the first that fits.
-LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes()}
+# A layer for which none is named takes the first that fits.
+LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
+
+
+def _first_fit(grid: Grid, device: str) -> str:
+    return next(name for name, found in LAYOUTS.items() if device in found.devices and found.fits(grid))
 
 
 class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -126,9 +143,12 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     ----------
     layout : str
         Key of `LAYOUTS`. ``"lq-w4"``: the int4 kernel's words, which run it on a GPU. ``"codes"``: one byte per
-        code, dequantized at each call, on any device.
+        code, dequantized at each call, on any device. ``"lq-cpu"``: codes and scales for the processor; moved to
+        a GPU, the layer is packed anew.
+    activations : str
+        ``"float"``, or ``"int8"`` for W4A8 (``"lq-cpu"`` only).
     qweight : torch.Tensor
-        int32 (out / 16, ceil(in / 64) * 128), or int8 or uint8 (out, in).
+        int32 (out / 16, ceil(in / 64) * 128), int8 or uint8 (out, in), or uint8 (bytes,).
     scales : torch.Tensor, shape (groups, out)
         In 16 bits where that is exact, else float32.
     zeros : torch.Tensor or None, uint8, shape (groups, out)
@@ -157,9 +177,13 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         transform: InputTransform | None = None,
+        activations: Activations = "float",
     ) -> None:
         super().__init__()
-        self.layout = layout
+        if activations not in ("float", "int8"):
+            raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
+        self.layout, self.grid, self.activations = layout, grid, activations
+        self._check_activations(layout)
         self.in_features, self.out_features = grid.in_features, grid.out_features
         self.group_size, self.bits = grid.group_size, grid.bits
         self.register_buffer("qweight", qweight)
@@ -180,8 +204,10 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         zeros: NDArray[np.uint8] | None = None,
         transform: Transform | None = None,
         scale_dtype: torch.dtype | None = None,
+        layout: str | None = None,
+        activations: Activations = "float",
     ) -> QuantLinear:
-        """A layer from native codes, in the first layout that fits.
+        """A layer from native codes.
 
         Parameters
         ----------
@@ -201,26 +227,37 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             Change of the input's basis that the codes are for; applied to the input at each call.
         scale_dtype : torch.dtype or None
             Type to round the scales to; None keeps them exact, in 16 bits where possible.
+        layout : str or None
+            Key of `LAYOUTS`; None takes the first that fits, which a GPU can run too.
+        activations : "float" or "int8"
+            "int8" rounds activations to 8 bits, one scale for each token and group: W4A8, of ``layout="lq-cpu"`` only.
 
         Raises
         ------
         ConfigError
-            If shapes, types, codes or bits do not fit together, or the transform is of an unknown kind.
+            If shapes, types, codes or bits do not fit together, the transform is of an unknown kind, or the layout
+            does not take the layer or its activations.
         """
         q = np.ascontiguousarray(_to_numpy(codes))
         s = torch.from_numpy(np.array(_to_numpy(scales), dtype=np.float32))
         _check_codes(q, tuple(s.shape), zeros, group_size, bits)
         rows = s.t().contiguous()
         grid = Grid(q.shape[0], q.shape[1], group_size, bits, zeros is None, transform is not None)
-        layout = next(name for name, found in LAYOUTS.items() if found.fits(grid))
+        if layout is None:
+            layout = _first_fit(grid, "cpu")
+        elif layout not in LAYOUTS or not LAYOUTS[layout].fits(grid):
+            raise ConfigError(f"layout {layout!r} does not take {grid}; there are {', '.join(LAYOUTS)}")
+        rows = _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype)
+        points = None if zeros is None else torch.from_numpy(zeros.T.copy())
         return cls(
             layout,
-            torch.from_numpy(LAYOUTS[layout].pack(q)),
-            _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype),
+            LAYOUTS[layout].pack(grid, q, rows, points),
+            rows,
             grid=grid,
-            zeros=None if zeros is None else torch.from_numpy(zeros.T.copy()),
+            zeros=points,
             bias=_bias(bias, q.shape[0]),
             transform=None if transform is None else InputTransform(transform),
+            activations=activations,
         )
 
     @classmethod
@@ -286,6 +323,9 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
         """Moves between devices, but keeps types: `model.bfloat16()` must not round the scales."""
+        device = fn(self.scales).device.type
+        if device not in LAYOUTS[self.layout].devices:
+            self._repack(_first_fit(self.grid, device))
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -293,6 +333,18 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
         super()._apply(move, recurse)
         return self
+
+    def _check_activations(self, layout: str) -> None:
+        if self.activations == "int8" and layout != "lq-cpu":
+            raise ConfigError(
+                f"activations='int8' runs on the processor, in layout 'lq-cpu'; the layer would be in {layout!r}: "
+                f"keep the model on the CPU, or take activations='float'"
+            )
+
+    def _repack(self, layout: str) -> None:
+        self._check_activations(layout)
+        self.qweight = LAYOUTS[layout].pack(self.grid, self.codes().numpy(), self.scales, self.zeros)
+        self.layout = layout
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes over the stored type of the scales: copying into a narrower buffer would round them."""
@@ -305,7 +357,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
             f"group_size={self.group_size}, symmetric={self.zeros is None}, layout={self.layout!r}, "
-            f"bias={self.bias is not None}"
+            f"activations={self.activations!r}, bias={self.bias is not None}"
         )
 
 

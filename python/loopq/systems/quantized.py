@@ -12,8 +12,10 @@ from loopq.lazy import require
 if TYPE_CHECKING:
     from torch import nn
 
+    from loopq.kernels.cpu import Activations
 
-def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+
+def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
     """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`.
 
     Parameters
@@ -22,6 +24,8 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
         Model that the checkpoint's weights were put into (`loopq.checkpoint.native.load_into`).
     checkpoint : Checkpoint
         Its layers.
+    activations : "float" or "int8"
+        See `loopq.kernels.modules.QuantLinear.from_codes`.
 
     Returns
     -------
@@ -49,7 +53,7 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
         for module in found:
             # One quantized module stands for one linear module, however many names that has.
             if id(module) not in made:
-                made[id(module)] = _module(layer, module)
+                made[id(module)] = _module(layer, module, activations)
     for name, module in modules.items():
         if id(module) in made:
             parent, _, child = name.rpartition(".")
@@ -57,7 +61,7 @@ def install(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     return kept
 
 
-def _module(layer: QuantizedLayer, linear: Any) -> Any:
+def _module(layer: QuantizedLayer, linear: Any, activations: Activations) -> Any:
     from loopq.kernels.modules import QuantLinear
 
     if tuple(linear.weight.shape) != layer.shape:
@@ -66,6 +70,6 @@ def _module(layer: QuantizedLayer, linear: Any) -> Any:
         )
     module = QuantLinear.from_codes(
         layer.codes, layer.scales, layer.group_size, layer.bits, linear.bias,
-        zeros=layer.zeros, transform=layer.transform,
+        zeros=layer.zeros, transform=layer.transform, layout="lq-cpu", activations=activations,
     )  # fmt: skip
     return module.to(linear.weight.device)

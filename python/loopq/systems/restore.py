@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from loopq.checkpoint import native as store
 from loopq.checkpoint.native import Checkpoint
+from loopq.errors import ConfigError
 from loopq.systems.build import build_model
 from loopq.systems.load import LoadedModel
+
+if TYPE_CHECKING:
+    from loopq.kernels.cpu import Activations
 
 
 def load_checkpoint(
@@ -15,6 +20,7 @@ def load_checkpoint(
     model: LoadedModel | None = None,
     *,
     quantized: bool = False,
+    activations: Activations = "float",
     trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Put a checkpoint into a model; see `loopq.load`."""
@@ -25,11 +31,15 @@ def load_checkpoint(
     )
     store.load_into(loaded.model, checkpoint)
     if not quantized:
+        if activations != "float":
+            raise ConfigError(
+                f"activations={activations!r} is for loading codes: give quantized=True as well"
+            )
         return loaded
     # torch is needed for modules that hold codes, and for nothing before.
     from loopq.systems.quantized import install
 
-    kept = install(loaded.model, checkpoint)
+    kept = install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)

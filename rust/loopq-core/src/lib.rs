@@ -14,6 +14,7 @@
 //! | [`gptq`] | columns rounded one by one, each error made up for in the rest |
 //! | [`coordinate`] | codes changed one by one, scales refitted |
 //! | [`pack`] | bit layouts of stored codes |
+//! | [`matmul`] | activations times packed codes, on this machine's processor |
 //! | [`simd`] | instruction sets and the register tile; uses nothing else of this crate |
 //!
 //! Three promises hold everywhere and are tested:
@@ -35,6 +36,7 @@ pub mod gptq;
 pub mod grid;
 pub mod hessian;
 mod lanes;
+pub mod matmul;
 mod memory;
 pub mod pack;
 mod proxy;

@@ -11,7 +11,7 @@ use crate::arrays::{matrix, Codes, Matrix};
 use crate::gil::{allow_threads, raise};
 
 /// Reads a number of columns per scale; -1 and 0 both mean one scale per row.
-fn group_size_of(group_size: i64) -> Result<usize, Error> {
+pub(crate) fn group_size_of(group_size: i64) -> Result<usize, Error> {
     let allowed = "1 or more, or 0 / -1 for one scale per row".to_string();
     match group_size {
         -1 => Ok(0),

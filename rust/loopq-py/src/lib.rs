@@ -7,6 +7,7 @@ mod gil;
 mod grid;
 mod hessian;
 mod kernels;
+mod matmul;
 mod packing;
 mod solve;
 
@@ -27,6 +28,9 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(kernels::kernel_sources, m)?)?;
     m.add_class::<hessian::HessianAccumulator>()?;
     m.add_class::<factor::DampedFactor>()?;
+    m.add_class::<matmul::CpuLayout>()?;
+    m.add_function(wrap_pyfunction!(matmul::cpu_engines, m)?)?;
+    m.add_function(wrap_pyfunction!(matmul::cpu_read, m)?)?;
     m.add_class::<solve::Settings>()?;
     m.add_function(wrap_pyfunction!(factor::eigvalsh, m)?)?;
     m.add_function(wrap_pyfunction!(grid::rtn, m)?)?;

@@ -1,0 +1,190 @@
+"""Products with packed codes on this processor beside torch's, in one process, interleaved.
+
+    python benches/python/bench_cpu.py [--threads 2] [--trials 15] [--models huginn ouro] [--record FILE]
+
+Four ways to multiply are timed right after each other on the same activations: loopq's ``lq-cpu`` layout with float
+and with int8 activations, torch's bfloat16 `F.linear`, and torch's own int4 product `_weight_int4pack_mm_for_cpu`. Out
+of cache, each call takes another copy of its weight, copies together larger than the last-level cache; in cache, one
+copy of a weight that fits. The speed at which this process can read memory, and a buffer that fits the cache, is
+measured in the same run. Every result is compared with float64 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from loopq import _native
+from loopq.kernels.modules import QuantLinear
+from loopq.kernels.shapes import Projection, shapes_of
+from record import write
+
+GROUP = 128
+# Relative error in the l2 norm that a way may show against float64 on the stored codes.
+BOUNDS = {"loopq": 2e-3, "loopq int8": 2e-2, "torch bf16": 6e-3, "torch int4": 6e-3}
+
+
+@dataclass
+class Weights:
+    """One copy of a layer's weight in every way's own form."""
+
+    ours: QuantLinear
+    int8: QuantLinear
+    dense: torch.Tensor
+    int4: torch.Tensor
+    int4_scales: torch.Tensor
+
+    @classmethod
+    def random(cls, layer: Projection, seed: int, dense: bool = True) -> Weights:
+        rng = np.random.default_rng(seed)
+        codes = rng.integers(-8, 8, (layer.out_features, layer.in_features), dtype=np.int8)
+        groups = -(-layer.in_features // GROUP)
+        drawn = rng.uniform(0.5, 1.5, (layer.out_features, groups)) / (6 * layer.in_features**0.5)
+        scales = torch.from_numpy(drawn.astype(np.float32)).bfloat16()
+        given = (codes, scales.float().numpy(), GROUP, 4)
+        ours = QuantLinear.from_codes(*given, layout="lq-cpu")
+        int8 = QuantLinear("lq-cpu", ours.qweight, ours.scales, grid=ours.grid, activations="int8")
+        # torch's operator takes whole groups: the last is filled with the code of zero.
+        padded = np.zeros((layer.out_features, groups * GROUP), np.int32)
+        padded[:, : layer.in_features] = codes
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.from_numpy(padded + 8), 1)
+        both = torch.stack([scales.t(), torch.zeros_like(scales.t())], dim=2).contiguous()
+        return cls(ours, int8, ours.dequantize().bfloat16() if dense else torch.empty(0), packed, both)
+
+
+def ways(weights: Weights, x: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each way to multiply."""
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP))
+    return {
+        "loopq": lambda: weights.ours(x),
+        "loopq int8": lambda: weights.int8(x),
+        "torch bf16": lambda: torch.nn.functional.linear(x, weights.dense),
+        "torch int4": lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(
+            filled, weights.int4, GROUP, weights.int4_scales
+        ),
+    }
+
+
+def check(weights: Weights, x: torch.Tensor) -> dict[str, float]:
+    """Relative error of every way against float64 on the stored codes."""
+    exact = x.double() @ weights.ours.dequantize().double().t()
+    found = {
+        way: float((run().double() - exact).norm() / exact.norm()) for way, run in ways(weights, x).items()
+    }
+    for way, error in found.items():
+        assert error < BOUNDS[way], (way, error)
+    return found
+
+
+def best_of(run: Callable[[], object], trials: int) -> float:
+    times = []
+    for _ in range(trials):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def read_speed(n_bytes: int, threads: int, trials: int) -> float:
+    """Bytes per second that `threads` threads read of a buffer of that size."""
+    buffer = np.zeros(n_bytes, np.uint8)
+    buffer[:] = 1
+    repeats = max(1, (64 << 20) // n_bytes)
+    return n_bytes * repeats / best_of(lambda: _native.cpu_read(buffer, repeats, threads), trials)
+
+
+def interleaved(runs: dict[str, list[Callable[[], object]]], trials: int) -> dict[str, list[float]]:
+    """Seconds of each trial of each way, in turns; a trial is one call with each copy."""
+    times: dict[str, list[float]] = {way: [] for way in runs}
+    for trial in range(trials + 1):
+        for way in list(runs) if trial % 2 else list(reversed(runs)):
+            start = time.perf_counter()
+            for run in runs[way]:
+                run()
+            if trial:  # the first warms up
+                times[way].append((time.perf_counter() - start) / len(runs[way]))
+    return times
+
+
+def bench_layer(layer: Projection, tokens: int, cold: int, trials: int) -> dict[str, Any]:
+    """One layer: `cold` bytes of copies of the int4 weight, or one copy for 0."""
+    n_copies = max(2, -(-cold // layer.int4_bytes(GROUP))) if cold else 1
+    copies = [Weights.random(layer, seed) for seed in range(n_copies)]
+    x = torch.randn(tokens, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
+    errors = check(copies[0], x)
+    runs = {way: [ways(weights, x)[way] for weights in copies] for way in BOUNDS}
+    times = interleaved(runs, trials)
+    n_bytes = copies[0].ours.qweight.numel()
+    found: dict[str, Any] = {
+        "layer": layer.name, "in": layer.in_features, "out": layer.out_features, "tokens": tokens,
+        "copies": n_copies, "bytes": n_bytes, "errors": errors,
+        "us": {way: round(1e6 * statistics.median(t), 1) for way, t in times.items()},
+    }  # fmt: skip
+    ours = times["loopq"]
+    found["gb_per_s"] = round(n_bytes / statistics.median(ours) / 1e9, 2)
+    found["over"] = {
+        way: round(statistics.median(t / o for t, o in zip(times[way], ours, strict=True)), 2)
+        for way in ("torch bf16", "torch int4", "loopq int8")
+    }
+    return found
+
+
+def line(found: dict[str, Any]) -> str:
+    us, over = found["us"], found["over"]
+    others = "; ".join(f"{way} {us[way]:.0f} ({over[way]:.2f}x)" for way in over)
+    return (
+        f"{found['layer']:>12} {found['in']:>6} x {found['out']:<6} {found['tokens']:>4} tokens, "
+        f"{found['copies']:>3} copies: {us['loopq']:>8.0f} us {found['gb_per_s']:>6.1f} GB/s; {others}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benches and print or record them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--trials", type=int, default=15)
+    parser.add_argument("--models", nargs="*", default=["huginn", "ouro"])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 512])
+    parser.add_argument("--cold", type=int, default=320 << 20, help="bytes of int4 copies, out of cache")
+    parser.add_argument("--cache", type=int, default=24 << 20, help="largest weight measured in cache")
+    parser.add_argument("--note", default="", help="what else the machine did")
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    speeds = {
+        "memory": read_speed(1 << 30, args.threads, 5),
+        "cache": read_speed(args.cache, args.threads, 9),
+    }
+    print(
+        f"reads: memory {speeds['memory'] / 1e9:.1f} GB/s, {args.cache >> 20} MB {speeds['cache'] / 1e9:.1f} GB/s"
+    )
+    results = []
+    with torch.inference_mode():
+        for model in args.models:
+            for layer in next(iter(shapes_of(model).values())):
+                for tokens in args.tokens:
+                    warm = layer.int4_bytes(GROUP) <= args.cache
+                    for cold in (args.cold, 0) if warm else (args.cold,):
+                        found = bench_layer(layer, tokens, cold, args.trials if tokens < 100 else 3)
+                        found |= {
+                            "model": model,
+                            "share": round(found["gb_per_s"] * 1e9 / speeds["memory"], 3),
+                        }
+                        print(line(found), flush=True)
+                        results.append(found)
+    write(args.record, results, speeds=speeds, threads=args.threads, note=args.note, torch=torch.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The layout ``lq-cpu``: products with packed codes on the processor, by the core.
+
+Codes and scales of 32 outputs lie side by side, in the order in which a core reads them. Activations become integers
+block by block, sums of products are exact, and the result has the same bits on any instruction set, in any batch and on
+any number of threads: `docs/cpu.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+import loopq._native as native
+from loopq.errors import KernelError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from loopq.kernels.modules import Grid, QuantLinear
+
+__all__ = ["Activations", "CpuPanels"]
+
+#: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
+Activations = Literal["float", "int8"]
+
+_LARGE = 2 << 20
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@lru_cache(maxsize=1024)
+def _layout(grid: Grid, scale_dtype: torch.dtype) -> native.CpuLayout:
+    return native.CpuLayout(
+        grid.out_features, grid.in_features, grid.group_size, grid.bits,
+        symmetric=grid.symmetric, scale_dtype=_DTYPES[scale_dtype],
+    )  # fmt: skip
+
+
+def _memory(n_bytes: int) -> torch.Tensor:
+    """Bytes that begin on a cache line; large ones on pages of 2 MiB, where the system has them."""
+    if n_bytes < _LARGE:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.from_numpy(np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8))
+    made = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # advice: without it the memory is the same, only slower
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(made, np.uint8))
+
+
+class CpuPanels:
+    """Panels of 32 outputs for the processor: any bits, group size and width, with or without zero points."""
+
+    devices: tuple[str, ...] = ("cpu",)
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether it can hold such a layer: always."""
+        return True
+
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Codes (out, in), scales and zero points (groups, out) as one array of bytes."""
+        layout = _layout(grid, scales.dtype)
+        packed = _memory(layout.n_bytes)
+        points = None if zeros is None else np.ascontiguousarray(zeros.numpy().T)
+        layout.pack(codes, scales.t().float().contiguous().numpy(), packed.numpy(), points)
+        return packed
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        """A layer's codes again, int8 or uint8, (out, in)."""
+        return torch.from_numpy(_layout(layer.grid, layer.scales.dtype).unpack(layer.qweight.numpy()))
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        """``T x W^T + bias`` in x's type.
+
+        Raises
+        ------
+        KernelError
+            If a gradient would have to flow through it.
+        """
+        if x.requires_grad and torch.is_grad_enabled():
+            raise KernelError(
+                "products with packed codes have no gradient: call the model under torch.inference_mode(), or load "
+                "it with quantized=False"
+            )
+        inputs = x if layer.transform is None else layer.transform(x)
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        if rows.dtype not in (torch.float32, torch.bfloat16):
+            rows = rows.float()
+        out = torch.empty(
+            (rows.shape[0], layer.out_features),
+            dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
+        )
+        precision: Literal["int8", "fixed16", "fixed24"] = "int8"
+        if layer.activations == "float":
+            precision = "fixed16" if rows.dtype == torch.bfloat16 else "fixed24"
+        _layout(layer.grid, layer.scales.dtype).multiply(
+            layer.qweight.numpy(), _view(rows), _view(out), None if layer.bias is None else layer.bias.numpy(),
+            precision=precision, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        return out.to(x.dtype).view(*x.shape[:-1], layer.out_features)
+
+
+def _view(rows: torch.Tensor) -> NDArray[Any]:
+    """A matrix without a copy; bfloat16 as its bits."""
+    bits = rows.detach().view(torch.uint16) if rows.dtype == torch.bfloat16 else rows.detach()
+    array: NDArray[Any] = bits.numpy()
+    return array

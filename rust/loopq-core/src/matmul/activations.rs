@@ -1,0 +1,197 @@
+//! Activations as integers: blocks of fixed-point numbers, cut into signed bytes.
+
+use half::bf16;
+
+use super::layout::Layout;
+use crate::memory::zeros;
+use crate::simd::{per_isa, Isa};
+use crate::{dims, Error, Result};
+
+/// How finely activations enter the products.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// One byte, scaled by the largest magnitude of the block over 127: W4A8.
+    Int8,
+    /// Two bytes, in steps of a power of two: within `2^-14` of the block's largest magnitude.
+    Fixed16,
+    /// Three bytes, in steps of a power of two: within `2^-22` of the block's largest magnitude.
+    Fixed24,
+}
+
+impl Precision {
+    /// Signed bytes of a number.
+    pub(super) fn limbs(self) -> usize {
+        match self {
+            Self::Int8 => 1,
+            Self::Fixed16 => 2,
+            Self::Fixed24 => 3,
+        }
+    }
+}
+
+/// Activations (tokens, inputs), row-major.
+#[derive(Clone, Copy, Debug)]
+pub enum Inputs<'a> {
+    /// float32.
+    F32(&'a [f32]),
+    /// The bits of bfloat16 numbers.
+    Bf16(&'a [u16]),
+}
+
+impl Inputs<'_> {
+    fn len(self) -> usize {
+        match self {
+            Self::F32(x) => x.len(),
+            Self::Bf16(x) => x.len(),
+        }
+    }
+
+    /// Tokens, if the inputs are whole ones.
+    pub(super) fn tokens(self, inputs: usize) -> Result<usize> {
+        if self.len().is_multiple_of(inputs) {
+            return Ok(self.len() / inputs);
+        }
+        Err(Error::shape("activations", format!("a multiple of {inputs} values"), self.len()))
+    }
+
+    /// A token's activations as float32.
+    fn read(self, token: usize, to: &mut [f32]) {
+        let range = token * to.len()..(token + 1) * to.len();
+        match self {
+            Self::F32(x) => to.copy_from_slice(&x[range]),
+            Self::Bf16(x) => {
+                for (to, &x) in to.iter_mut().zip(&x[range]) {
+                    *to = bf16::from_bits(x).to_f32();
+                }
+            }
+        }
+    }
+}
+
+/// Some tokens' activations as integers.
+///
+/// Activation `k` of a block is `scale * sum_i limb_i[k] * 256^i`.
+pub(super) struct Rows {
+    pub(super) limbs: usize,
+    /// Bytes of a row.
+    pub(super) stride: usize,
+    /// Row `token * limbs + i` holds limb `i`; zeros between blocks.
+    pub(super) bytes: Vec<i8>,
+    /// (tokens, blocks).
+    pub(super) scales: Vec<f32>,
+    /// Minus the sum of each limb over a block, (tokens, blocks, limbs): what a zero point is multiplied by.
+    pub(super) minus_sums: Vec<i32>,
+    n_blocks: usize,
+}
+
+impl Rows {
+    /// Room for `tokens` of them.
+    pub(super) fn new(layout: &Layout, tokens: usize, precision: Precision) -> Result<Self> {
+        const WHAT: &str = "quantized activations";
+        let (limbs, n_blocks) = (precision.limbs(), layout.blocks.len());
+        let rows = dims::product(WHAT, tokens, limbs)?;
+        Ok(Self {
+            limbs,
+            stride: layout.row,
+            bytes: zeros(WHAT, dims::product(WHAT, rows, layout.row)?)?,
+            scales: zeros(WHAT, dims::product(WHAT, tokens, n_blocks)?)?,
+            minus_sums: zeros(WHAT, dims::product(WHAT, rows, n_blocks)?)?,
+            n_blocks,
+        })
+    }
+
+    /// Quantizes tokens `from..` of `x`, as many as `scratch` has rows to give, into rows from 0 on.
+    pub(super) fn fill(&mut self, layout: &Layout, x: Inputs<'_>, tokens: std::ops::Range<usize>, isa: Isa) {
+        let mut values = vec![0.0; layout.grid.inputs];
+        let per_token = self.limbs * self.stride;
+        let bytes = self.bytes.chunks_exact_mut(per_token);
+        let scales = self.scales.chunks_exact_mut(self.n_blocks);
+        let sums = self.minus_sums.chunks_exact_mut(self.n_blocks * self.limbs);
+        for (token, ((bytes, scales), sums)) in tokens.zip(bytes.zip(scales).zip(sums)) {
+            x.read(token, &mut values);
+            quantize(isa, layout, &values, self.limbs, bytes, scales, sums);
+        }
+    }
+
+    pub(super) fn scale(&self, token: usize, block: usize) -> f32 {
+        self.scales[token * self.n_blocks + block]
+    }
+
+    pub(super) fn minus_sum(&self, token: usize, block: usize, limb: usize) -> i32 {
+        self.minus_sums[(token * self.n_blocks + block) * self.limbs + limb]
+    }
+}
+
+per_isa! {
+    /// Quantizes a token: each block by its own scale.
+    fn quantize(layout: &Layout, x: &[f32], limbs: usize, bytes: &mut [i8], scales: &mut [f32],
+                minus_sums: &mut [i32]) = quantize_body;
+}
+
+#[inline(always)]
+fn quantize_body(
+    layout: &Layout,
+    x: &[f32],
+    limbs: usize,
+    bytes: &mut [i8],
+    scales: &mut [f32],
+    minus_sums: &mut [i32],
+) {
+    let stride = bytes.len() / limbs;
+    for (b, block) in layout.blocks.iter().enumerate() {
+        let x = &x[block.first..][..block.len];
+        let (scale, inverse) = scale_of(largest(x), limbs);
+        scales[b] = scale;
+        let sums = &mut minus_sums[b * limbs..][..limbs];
+        match limbs {
+            1 => split::<1>(x, inverse, &mut bytes[block.at..], stride, sums),
+            2 => split::<2>(x, inverse, &mut bytes[block.at..], stride, sums),
+            _ => split::<3>(x, inverse, &mut bytes[block.at..], stride, sums),
+        }
+    }
+}
+
+/// Bits of the largest magnitude; those of infinity and NaN are larger than all others.
+#[inline(always)]
+fn largest(x: &[f32]) -> u32 {
+    let mut bits = 0;
+    for &v in x {
+        bits = bits.max(v.to_bits() & 0x7fff_ffff);
+    }
+    bits
+}
+
+/// The scale of a block and what activations are multiplied by; NaN and 0 where the block is not finite, so that the
+/// results of the token become NaN.
+#[inline(always)]
+fn scale_of(largest: u32, limbs: usize) -> (f32, f32) {
+    if largest >= f32::INFINITY.to_bits() {
+        return (f32::NAN, 0.0);
+    }
+    if limbs == 1 {
+        // Below this the inverse would overflow; such a block is zero.
+        let largest = f32::from_bits(largest);
+        return if largest < 1e-30 { (0.0, 0.0) } else { (largest / 127.0, 127.0 / largest) };
+    }
+    // largest < 2^(exponent - 126); codes stay within 2^top.
+    let top = if limbs == 2 { 14 } else { 22 };
+    let exponent = (largest >> 23).max(26) + 1;
+    let step = exponent - top;
+    (f32::from_bits(step << 23), f32::from_bits((254 - step) << 23))
+}
+
+/// Rounds to integers, half to even, and cuts them into signed bytes, lowest first.
+#[inline(always)]
+fn split<const L: usize>(x: &[f32], inverse: f32, bytes: &mut [i8], stride: usize, minus_sums: &mut [i32]) {
+    let mut sums = [0; L];
+    for (k, &v) in x.iter().enumerate() {
+        let mut rest = (v * inverse).round_ties_even() as i32;
+        for (i, sum) in sums.iter_mut().enumerate() {
+            let limb = rest as i8;
+            rest = (rest - i32::from(limb)) >> 8;
+            bytes[i * stride + k] = limb;
+            *sum -= i32::from(limb);
+        }
+    }
+    minus_sums.copy_from_slice(&sums);
+}

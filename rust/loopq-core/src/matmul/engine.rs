@@ -1,0 +1,96 @@
+//! Instruction sets for the products.
+
+use super::portable::Portable;
+use super::tile::{panel, Panel};
+
+/// An instruction set that panels can be multiplied with. Values come from [`Engine::available`] only, which asks the
+/// machine: holding one is the proof that its instructions exist here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Engine(Kind);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Vnni,
+}
+
+/// Calls a function for a panel's bits and limbs.
+macro_rules! for_bits_and_limbs {
+    ($run:ident, $lanes:ty, $panel:expr) => {{
+        let panel = $panel;
+        match (panel.layout.grid.bits, panel.rows.limbs) {
+            (2, 1) => $run::<$lanes, 2, 1>(panel),
+            (2, 2) => $run::<$lanes, 2, 2>(panel),
+            (2, _) => $run::<$lanes, 2, 3>(panel),
+            (3, 1) => $run::<$lanes, 3, 1>(panel),
+            (3, 2) => $run::<$lanes, 3, 2>(panel),
+            (3, _) => $run::<$lanes, 3, 3>(panel),
+            (4, 1) => $run::<$lanes, 4, 1>(panel),
+            (4, 2) => $run::<$lanes, 4, 2>(panel),
+            (4, _) => $run::<$lanes, 4, 3>(panel),
+            (_, 1) => $run::<$lanes, 8, 1>(panel),
+            (_, 2) => $run::<$lanes, 8, 2>(panel),
+            _ => $run::<$lanes, 8, 3>(panel),
+        }
+    }};
+}
+pub(super) use for_bits_and_limbs;
+
+impl Engine {
+    /// Whatever the compiler's target guarantees.
+    pub const PORTABLE: Self = Self(Kind::Portable);
+
+    /// All that this machine can run, best last.
+    #[must_use]
+    pub fn available() -> Vec<Self> {
+        let mut found = vec![Self::PORTABLE];
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx2") && has!("fma") && has!("f16c") {
+                found.push(Self(Kind::Avx2));
+            }
+            let wide = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
+            if wide && has!("avx512vnni") && has!("fma") {
+                found.push(Self(Kind::Vnni));
+            }
+        }
+        found
+    }
+
+    /// The best one of this machine.
+    #[must_use]
+    pub fn best() -> Self {
+        Self::available().last().copied().unwrap_or(Self::PORTABLE)
+    }
+
+    /// Its name in reports.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Kind::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Vnni => "avx512vnni",
+        }
+    }
+
+    /// Multiplies a panel.
+    #[allow(unsafe_code)]
+    pub(super) fn run(self, p: Panel<'_>) {
+        match self.0 {
+            // SAFETY: plain Rust runs anywhere.
+            Kind::Portable => unsafe { for_bits_and_limbs!(panel, Portable, p) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: such a value is made only after asking the machine.
+            Kind::Avx2 => unsafe { super::x86::panel_avx2(p) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Kind::Vnni => unsafe { super::x86::panel_vnni(p) },
+        }
+    }
+}

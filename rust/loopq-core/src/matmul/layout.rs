@@ -1,0 +1,203 @@
+//! Where codes, scales and zero points of a layer lie. Spec: `docs/cpu.md`.
+
+use half::{bf16, f16};
+
+use crate::grid::check_bits;
+use crate::{dims, Error, Result};
+
+/// Outputs that a panel holds: two registers of 16 lanes.
+pub const PANEL: usize = 32;
+/// Bytes of a line, the unit in which everything is stored: a cache line, a 512-bit register.
+pub(super) const LINE: usize = 64;
+/// Outputs of a line.
+pub(super) const LANES: usize = 16;
+/// The most inputs that share a scale of the activations and an integer sum.
+const MAX_BLOCK: usize = 256;
+/// What longer groups are cut into.
+const CUT: usize = 128;
+
+/// How scales are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleFormat {
+    /// float32.
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// float16.
+    F16,
+}
+
+impl ScaleFormat {
+    /// The format with that name.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "float32" => Ok(Self::F32),
+            "bfloat16" => Ok(Self::Bf16),
+            "float16" => Ok(Self::F16),
+            _ => Err(Error::setting("scale_dtype", format!("{name:?}"), "'float32', 'bfloat16', 'float16'")),
+        }
+    }
+
+    fn lines(self) -> usize {
+        if self == Self::F32 {
+            2
+        } else {
+            1
+        }
+    }
+
+    /// Writes a panel's scales, rounded to the format.
+    pub(super) fn write(self, scales: &[f32; PANEL], to: &mut [u8]) {
+        match self {
+            Self::F32 => to.copy_from_slice(bytemuck::bytes_of(scales)),
+            Self::Bf16 => {
+                to.copy_from_slice(bytemuck::bytes_of(&scales.map(|s| bf16::from_f32(s).to_bits())));
+            }
+            Self::F16 => to.copy_from_slice(bytemuck::bytes_of(&scales.map(|s| f16::from_f32(s).to_bits()))),
+        }
+    }
+}
+
+/// What a layout is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Rows of the weight.
+    pub outputs: usize,
+    /// Columns of the weight.
+    pub inputs: usize,
+    /// Columns per scale; 0 for one scale per row.
+    pub group_size: usize,
+    /// 2, 3, 4 or 8.
+    pub bits: u32,
+    /// Whether there are no zero points: the code of zero is `2^(bits - 1)`.
+    pub symmetric: bool,
+    /// How scales are stored.
+    pub scales: ScaleFormat,
+}
+
+/// Inputs that share a scale of the weight and one of the activations: a group, or a piece of a long one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Block {
+    /// Its group.
+    pub(super) group: usize,
+    /// First input.
+    pub(super) first: usize,
+    /// Inputs.
+    pub(super) len: usize,
+    /// Where a row of quantized activations holds it.
+    pub(super) at: usize,
+    /// Offset in the panel of its group's scales.
+    pub(super) scales: usize,
+    /// Offset in the panel of its codes.
+    pub(super) codes: usize,
+    /// Units of codes.
+    pub(super) units: usize,
+}
+
+/// Where a layer's codes and scales lie.
+///
+/// A *panel* is 32 outputs; all panels have the same size and follow each other. A panel holds its groups one after
+/// another: scales, zero points (one line, half of it used) if there are any, then the codes of the group's blocks.
+/// A *unit* is the fewest inputs whose codes fill whole lines; a short last unit is filled up.
+#[derive(Clone, Debug)]
+pub struct Layout {
+    pub(super) grid: Grid,
+    pub(super) blocks: Vec<Block>,
+    /// Bytes of a panel.
+    pub(super) panel: usize,
+    /// Bytes of a row of quantized activations.
+    pub(super) row: usize,
+}
+
+/// Lines of 16 outputs in a unit.
+pub(super) const fn unit_lines(bits: u32) -> usize {
+    if bits == 3 {
+        3
+    } else {
+        1
+    }
+}
+
+/// Inputs of a unit.
+pub(super) const fn unit_inputs(bits: u32) -> usize {
+    if bits == 3 {
+        32
+    } else {
+        32 / bits as usize
+    }
+}
+
+impl Layout {
+    /// The layout of a layer.
+    pub fn new(grid: Grid) -> Result<Self> {
+        check_bits(grid.bits)?;
+        if grid.outputs == 0 || grid.inputs == 0 {
+            return Err(Error::shape(
+                "a packed weight",
+                "1 or more outputs and inputs",
+                format!("{} x {}", grid.outputs, grid.inputs),
+            ));
+        }
+        // A bound for all that follows: no code takes more than a byte, nor a scale and a zero point more than 8.
+        dims::product("a packed weight", grid.outputs.saturating_add(PANEL), grid.inputs.saturating_mul(16))?;
+        let (unit, unit_bytes) = (unit_inputs(grid.bits), unit_lines(grid.bits) * 2 * LINE);
+        let group = if grid.group_size == 0 { grid.inputs } else { grid.group_size.min(grid.inputs) };
+        let cut = if group > MAX_BLOCK { CUT } else { group };
+        let header = (grid.scales.lines() + usize::from(!grid.symmetric)) * LINE;
+        let (mut blocks, mut offset, mut at) = (Vec::new(), 0, 0);
+        for (index, start) in (0..grid.inputs).step_by(group).enumerate() {
+            let scales = offset;
+            offset += header;
+            let end = grid.inputs.min(start + group);
+            for first in (start..end).step_by(cut) {
+                let len = cut.min(end - first);
+                let units = len.div_ceil(unit);
+                blocks.push(Block { group: index, first, len, at, scales, codes: offset, units });
+                at += units * unit;
+                offset += units * unit_bytes;
+            }
+        }
+        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at) })
+    }
+
+    /// What it was made of.
+    #[must_use]
+    pub fn grid(&self) -> Grid {
+        self.grid
+    }
+
+    /// Groups of a row.
+    #[must_use]
+    pub fn n_groups(&self) -> usize {
+        self.blocks.last().map_or(0, |b| b.group + 1)
+    }
+
+    pub(super) fn n_panels(&self) -> usize {
+        self.grid.outputs.div_ceil(PANEL)
+    }
+
+    /// Bytes of the packed weight.
+    #[must_use]
+    pub fn n_bytes(&self) -> usize {
+        self.n_panels() * self.panel
+    }
+
+    /// Offset of zero points after the scales.
+    pub(super) fn zeros_after_scales(&self) -> usize {
+        self.grid.scales.lines() * LINE
+    }
+
+    pub(super) fn check(&self, packed: &[u8]) -> Result<()> {
+        dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel)
+    }
+}
+
+/// A row of activations takes whole lines, and rows do not all start in the same set of the first-level cache.
+fn row_bytes(len: usize) -> usize {
+    let whole = len.next_multiple_of(LINE);
+    if whole.is_multiple_of(8 * LINE) {
+        whole + LINE
+    } else {
+        whole
+    }
+}

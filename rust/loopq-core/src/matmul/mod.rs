@@ -1,0 +1,153 @@
+//! Products of activations and packed codes: `y = x W^T + b` without ever making `W`.
+//!
+//! Activations are turned into integers, block by block ([`Precision`]); sums of products within a block are then exact,
+//! and floating point begins where a block's sum meets its scales. Spec and bounds: `docs/cpu.md`.
+
+mod activations;
+mod engine;
+mod layout;
+mod pack;
+mod portable;
+mod read;
+mod tile;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub use activations::{Inputs, Precision};
+use engine::for_bits_and_limbs;
+pub use engine::Engine;
+pub use layout::{Grid, Layout, ScaleFormat, PANEL};
+pub use pack::{pack, unpack, Codes};
+pub use read::read;
+
+use half::bf16;
+
+use crate::simd::Isa;
+use crate::{dims, Error, Execution, Result};
+use activations::Rows;
+use tile::Panel;
+
+/// Tokens whose activations are quantized at once: in two limbs of 5,280 inputs they fill half a second-level cache.
+const TOKENS: usize = 64;
+
+/// Where results go, (tokens, outputs).
+#[derive(Debug)]
+pub enum Outputs<'a> {
+    /// float32.
+    F32(&'a mut [f32]),
+    /// The bits of bfloat16 numbers, rounded half to even.
+    Bf16(&'a mut [u16]),
+}
+
+/// How a product is carried out; of these only the precision changes a bit of it.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan<'a> {
+    /// How finely activations are taken.
+    pub precision: Precision,
+    /// Instruction set.
+    pub engine: Engine,
+    /// Threads, which share the outputs: each always has the same ones.
+    pub execution: Execution<'a>,
+}
+
+/// `out = x W^T + bias` for a packed `W`.
+pub fn multiply(
+    layout: &Layout,
+    packed: &[u8],
+    x: Inputs<'_>,
+    bias: Option<&[f32]>,
+    mut out: Outputs<'_>,
+    plan: &Plan<'_>,
+) -> Result<()> {
+    layout.check(packed)?;
+    let (outputs, tokens) = (layout.grid.outputs, x.tokens(layout.grid.inputs)?);
+    if let Some(bias) = bias {
+        dims::check_matrix("the bias", bias, 1, outputs)?;
+    }
+    let columns = Columns::of(&mut out, tokens, outputs)?;
+    let mut rows = Rows::new(layout, tokens.min(TOKENS), plan.precision)?;
+    let isa = Isa::best();
+    for first in (0..tokens).step_by(TOKENS) {
+        plan.execution.check()?;
+        let count = TOKENS.min(tokens - first);
+        rows.fill(layout, x, first..first + count, isa);
+        let rows = &rows;
+        share(layout.n_panels(), &plan.execution, |panels| {
+            let mut results = [0.0; TOKENS * PANEL];
+            for p in panels {
+                let out = &mut results[..count * PANEL];
+                let bytes = &packed[p * layout.panel..][..layout.panel];
+                plan.engine.run(Panel { layout, bytes, rows, token: 0, out });
+                let live = PANEL.min(outputs - p * PANEL);
+                for (t, values) in results.chunks_exact_mut(PANEL).take(count).enumerate() {
+                    let values = &mut values[..live];
+                    if let Some(bias) = bias {
+                        values.iter_mut().zip(&bias[p * PANEL..]).for_each(|(v, b)| *v += b);
+                    }
+                    columns.write(first + t, p * PANEL, values);
+                }
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// Cuts `0..n` into equal runs, one per thread.
+fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usize>) + Sync) -> Result<()> {
+    if execution.threads == 1 {
+        work(0..n);
+        return Ok(());
+    }
+    execution.pool()?.broadcast(|thread| {
+        let (i, of) = (thread.index(), thread.num_threads());
+        work(n * i / of..n * (i + 1) / of);
+    });
+    Ok(())
+}
+
+/// Results that several threads write, each in columns of its own.
+struct Columns<'a> {
+    to: Target,
+    tokens: usize,
+    outputs: usize,
+    slice: std::marker::PhantomData<&'a mut [u8]>,
+}
+
+#[derive(Clone, Copy)]
+enum Target {
+    F32(*mut f32),
+    Bf16(*mut u16),
+}
+
+#[allow(unsafe_code)] // threads write different columns of the same rows, which no slice can say
+                      // SAFETY: `write` is the only use of the pointers, and its callers write different columns.
+unsafe impl Sync for Columns<'_> {}
+
+impl<'a> Columns<'a> {
+    fn of(out: &'a mut Outputs<'_>, tokens: usize, outputs: usize) -> Result<Self> {
+        let (len, to) = match out {
+            Outputs::F32(out) => (out.len(), Target::F32(out.as_mut_ptr())),
+            Outputs::Bf16(out) => (out.len(), Target::Bf16(out.as_mut_ptr())),
+        };
+        if len != dims::product("results", tokens, outputs)? {
+            return Err(Error::shape("results", format!("{tokens} x {outputs}"), format!("{len} values")));
+        }
+        Ok(Self { to, tokens, outputs, slice: std::marker::PhantomData })
+    }
+
+    /// Writes part of a row; no two threads may be given the same columns.
+    #[allow(unsafe_code)] // see above
+    fn write(&self, token: usize, first: usize, values: &[f32]) {
+        assert!(token < self.tokens && first + values.len() <= self.outputs);
+        let at = token * self.outputs + first;
+        for (i, &value) in values.iter().enumerate() {
+            // SAFETY: `of` has compared the slice's length with the shape, and the assertion keeps within that.
+            unsafe {
+                match self.to {
+                    Target::F32(to) => to.add(at + i).write(value),
+                    Target::Bf16(to) => to.add(at + i).write(bf16::from_f32(value).to_bits()),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Codes to the layout and back.
+
+use rayon::prelude::*;
+
+use super::layout::{unit_inputs, unit_lines, Layout, LANES, LINE, PANEL};
+use crate::memory::zeros;
+use crate::{dims, Error, Execution, Result};
+
+/// A layer as it is quantized: biased codes (outputs, inputs), scales and zero points (outputs, groups).
+#[derive(Clone, Copy, Debug)]
+pub struct Codes<'a> {
+    /// Each below `2^bits`.
+    pub codes: &'a [u8],
+    /// Rounded to the layout's format.
+    pub scales: &'a [f32],
+    /// Of an asymmetric grid.
+    pub zeros: Option<&'a [u8]>,
+}
+
+/// Packs a layer into `out`, which has [`Layout::n_bytes`] bytes.
+pub fn pack(layout: &Layout, layer: Codes<'_>, out: &mut [u8], execution: &Execution<'_>) -> Result<()> {
+    check(layout, layer)?;
+    layout.check(out)?;
+    execution.pool()?.install(|| {
+        out.par_chunks_exact_mut(layout.panel).enumerate().try_for_each(|(p, panel)| {
+            execution.check()?;
+            pack_panel(layout, layer, p * PANEL, panel);
+            Ok(())
+        })
+    })
+}
+
+fn check(layout: &Layout, layer: Codes<'_>) -> Result<()> {
+    let grid = layout.grid;
+    dims::check_matrix("codes", layer.codes, grid.outputs, grid.inputs)?;
+    dims::check_matrix("scales", layer.scales, grid.outputs, layout.n_groups())?;
+    if layer.zeros.is_none() != grid.symmetric {
+        let (expected, got) = if grid.symmetric { ("none", "some") } else { ("some", "none") };
+        return Err(Error::shape("zero points", expected, got));
+    }
+    if let Some(zeros) = layer.zeros {
+        dims::check_matrix("zero points", zeros, grid.outputs, layout.n_groups())?;
+        crate::pack::check_codes(zeros, layout.n_groups(), grid.bits, 0)?;
+    }
+    crate::pack::check_codes(layer.codes, grid.inputs, grid.bits, 0)
+}
+
+fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8]) {
+    let grid = layout.grid;
+    let (bits, n_groups) = (grid.bits, layout.n_groups());
+    let live = PANEL.min(grid.outputs - first);
+    let (unit, lines) = (unit_inputs(bits), unit_lines(bits));
+    panel.fill(0);
+    for block in &layout.blocks {
+        let mut scales = [0.0; PANEL];
+        for lane in 0..live {
+            scales[lane] = layer.scales[(first + lane) * n_groups + block.group];
+        }
+        grid.scales.write(&scales, &mut panel[block.scales..][..layout.zeros_after_scales()]);
+        if let Some(zeros) = layer.zeros {
+            for lane in 0..live {
+                panel[block.scales + layout.zeros_after_scales() + lane] =
+                    zeros[(first + lane) * n_groups + block.group];
+            }
+        }
+        for lane in 0..live {
+            let row = &layer.codes[(first + lane) * grid.inputs + block.first..][..block.len];
+            for (u, codes) in row.chunks(unit).enumerate() {
+                let strip = block.codes + (u * 2 + lane / LANES) * lines * LINE;
+                pack_unit(bits, codes, &mut panel[strip..][..lines * LINE], lane % LANES * 4);
+            }
+        }
+    }
+}
+
+/// Input `4 p + i` of a unit is plane `p` of byte `i` of an output's four. Three bits are stored as two and one: lines 0
+/// and 1 hold the low two bits of 16 inputs each, line 2 the high bits of all.
+fn pack_unit(bits: u32, codes: &[u8], lines: &mut [u8], byte: usize) {
+    for (k, &code) in codes.iter().enumerate() {
+        let (plane, at) = (k / 4, byte + k % 4);
+        if bits == 3 {
+            lines[plane / 4 * LINE + at] |= (code & 3) << (2 * (plane % 4));
+            lines[2 * LINE + at] |= (code >> 2) << plane;
+        } else {
+            lines[at] |= code << (bits as usize * plane);
+        }
+    }
+}
+
+/// The biased codes (outputs, inputs) of a packed weight.
+pub fn unpack(layout: &Layout, packed: &[u8], execution: &Execution<'_>) -> Result<Vec<u8>> {
+    layout.check(packed)?;
+    let grid = layout.grid;
+    let mut codes = zeros("codes", dims::product("codes", grid.outputs, grid.inputs)?)?;
+    execution.pool()?.install(|| {
+        codes.par_chunks_exact_mut(grid.inputs).enumerate().try_for_each(|(n, row)| {
+            execution.check()?;
+            unpack_row(layout, &packed[n / PANEL * layout.panel..][..layout.panel], n % PANEL, row);
+            Ok(())
+        })
+    })?;
+    Ok(codes)
+}
+
+fn unpack_row(layout: &Layout, panel: &[u8], lane: usize, row: &mut [u8]) {
+    let bits = layout.grid.bits;
+    let (unit, lines) = (unit_inputs(bits), unit_lines(bits));
+    for block in &layout.blocks {
+        for (u, codes) in row[block.first..][..block.len].chunks_mut(unit).enumerate() {
+            let strip = &panel[block.codes + (u * 2 + lane / LANES) * lines * LINE..][..lines * LINE];
+            for (k, code) in codes.iter_mut().enumerate() {
+                *code = code_in_unit(bits, strip, lane % LANES * 4, k);
+            }
+        }
+    }
+}
+
+fn code_in_unit(bits: u32, lines: &[u8], byte: usize, k: usize) -> u8 {
+    let (plane, at) = (k / 4, byte + k % 4);
+    if bits == 3 {
+        let low = lines[plane / 4 * LINE + at] >> (2 * (plane % 4)) & 3;
+        return low | (lines[2 * LINE + at] >> plane & 1) << 2;
+    }
+    lines[at] >> (bits as usize * plane) & (u8::MAX >> (8 - bits))
+}

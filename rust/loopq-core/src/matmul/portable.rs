@@ -1,0 +1,95 @@
+//! The tile in plain Rust: fallback, and what the other instruction sets are compared with.
+#![allow(unsafe_code)] // the trait's methods take pointers
+
+use std::array::from_fn;
+
+use half::{bf16, f16};
+
+use super::layout::{ScaleFormat, LANES, LINE};
+use super::tile::Lanes;
+
+pub(super) struct Portable;
+
+// Every block below reads or writes what the trait's contract says is there.
+impl Lanes for Portable {
+    type Codes = [u8; LINE];
+    type Ints = [i32; LANES];
+    type Floats = [f32; LANES];
+
+    unsafe fn line(at: *const u8) -> [u8; LINE] {
+        // SAFETY: a line of bytes.
+        unsafe { at.cast::<[u8; LINE]>().read() }
+    }
+
+    unsafe fn bits(c: [u8; LINE], by: u32, mask: u8) -> [u8; LINE] {
+        c.map(|c| c >> by & mask)
+    }
+
+    unsafe fn bits_up(c: [u8; LINE], by: u32, mask: u8) -> [u8; LINE] {
+        c.map(|c| c << by & mask)
+    }
+
+    unsafe fn or(a: [u8; LINE], b: [u8; LINE]) -> [u8; LINE] {
+        from_fn(|i| a[i] | b[i])
+    }
+
+    unsafe fn dot<const WIDE: bool>(sum: [i32; LANES], c: [u8; LINE], x: *const i8) -> [i32; LANES] {
+        // SAFETY: four bytes.
+        let x = unsafe { x.cast::<[i8; 4]>().read() };
+        from_fn(|lane| {
+            let products = (0..4).map(|i| i32::from(c[lane * 4 + i]) * i32::from(x[i]));
+            sum[lane] + products.sum::<i32>()
+        })
+    }
+
+    unsafe fn splat(value: i32) -> [i32; LANES] {
+        [value; LANES]
+    }
+
+    unsafe fn times(bytes: *const u8, value: i32) -> [i32; LANES] {
+        // SAFETY: sixteen bytes.
+        unsafe { bytes.cast::<[u8; LANES]>().read() }.map(|b| i32::from(b) * value)
+    }
+
+    unsafe fn add(a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
+        from_fn(|i| a[i] + b[i])
+    }
+
+    unsafe fn float(sums: [i32; LANES]) -> [f32; LANES] {
+        sums.map(|s| s as f32)
+    }
+
+    unsafe fn splat_float(value: f32) -> [f32; LANES] {
+        [value; LANES]
+    }
+
+    unsafe fn scales(at: *const u8, format: ScaleFormat) -> [f32; LANES] {
+        // SAFETY: sixteen scales of that format; no alignment is asked for.
+        unsafe {
+            match format {
+                ScaleFormat::F32 => at.cast::<[f32; LANES]>().read_unaligned(),
+                ScaleFormat::Bf16 => {
+                    at.cast::<[u16; LANES]>().read_unaligned().map(|b| bf16::from_bits(b).to_f32())
+                }
+                ScaleFormat::F16 => {
+                    at.cast::<[u16; LANES]>().read_unaligned().map(|b| f16::from_bits(b).to_f32())
+                }
+            }
+        }
+    }
+
+    unsafe fn mul(a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
+        from_fn(|i| a[i] * b[i])
+    }
+
+    unsafe fn fma(a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
+        from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+
+    unsafe fn store(to: *mut f32, values: [f32; LANES]) {
+        // SAFETY: room for sixteen numbers.
+        unsafe { to.cast::<[f32; LANES]>().write_unaligned(values) };
+    }
+
+    unsafe fn prefetch(_: *const u8) {}
+}

@@ -1,0 +1,261 @@
+//! The product of a panel: 32 outputs times some tokens, all inputs.
+//!
+//! A register holds 16 outputs side by side, so no sum is ever taken across lanes. A line of codes is read once for a
+//! tile of tokens; each of its planes gives four inputs of every output, which one instruction multiplies by four
+//! inputs of a token's limb, the same for all lanes, and adds up. These sums are integers and exact. At the end of a
+//! block they become floating-point numbers in a fixed order of correctly rounded operations, which is why all instruction
+//! sets, tile sizes and thread counts give the same bits.
+#![allow(unsafe_code)] // pointers into slices whose lengths `Panel::check` has compared with the layout
+
+use super::activations::Rows;
+use super::layout::{unit_inputs, unit_lines, Block, Layout, ScaleFormat, LANES, LINE, PANEL};
+
+/// Sixteen outputs of an instruction set.
+///
+/// # Safety
+/// Every method may be called only where the instruction set exists, with pointers to as many bytes as its type says.
+pub(super) trait Lanes {
+    /// 64 bytes: four codes of each output.
+    type Codes: Copy;
+    /// 16 sums.
+    type Ints: Copy;
+    /// 16 results.
+    type Floats: Copy;
+
+    /// Reads a line.
+    unsafe fn line(at: *const u8) -> Self::Codes;
+    /// `(c >> by) & mask` for every byte; bits that come from the next byte are masked off.
+    unsafe fn bits(c: Self::Codes, by: u32, mask: u8) -> Self::Codes;
+    /// `(c << by) & mask`.
+    unsafe fn bits_up(c: Self::Codes, by: u32, mask: u8) -> Self::Codes;
+    /// `a | b`.
+    unsafe fn or(a: Self::Codes, b: Self::Codes) -> Self::Codes;
+    /// Four signed bytes, repeated for all lanes, times four codes of each lane, added to its sum. `WIDE` codes may
+    /// have all eight bits.
+    unsafe fn dot<const WIDE: bool>(sum: Self::Ints, c: Self::Codes, x: *const i8) -> Self::Ints;
+    /// The same number in all lanes.
+    unsafe fn splat(value: i32) -> Self::Ints;
+    /// Sixteen bytes as numbers, each times `value`.
+    unsafe fn times(bytes: *const u8, value: i32) -> Self::Ints;
+    /// `a + b`.
+    unsafe fn add(a: Self::Ints, b: Self::Ints) -> Self::Ints;
+    /// Rounded to floating point.
+    unsafe fn float(sums: Self::Ints) -> Self::Floats;
+    /// The same number in all lanes.
+    unsafe fn splat_float(value: f32) -> Self::Floats;
+    /// Sixteen scales.
+    unsafe fn scales(at: *const u8, format: ScaleFormat) -> Self::Floats;
+    /// `a * b`.
+    unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// Writes 16 numbers.
+    unsafe fn store(to: *mut f32, values: Self::Floats);
+    /// Asks for the cache line of an address that may lie outside of any slice.
+    unsafe fn prefetch(at: *const u8);
+}
+
+/// A panel and the tokens that it multiplies.
+pub(super) struct Panel<'a> {
+    pub(super) layout: &'a Layout,
+    /// Codes and scales of 32 outputs.
+    pub(super) bytes: &'a [u8],
+    pub(super) rows: &'a Rows,
+    /// First of the tokens, of the rows.
+    pub(super) token: usize,
+    /// Results, (tokens, 32): as many as there are tokens.
+    pub(super) out: &'a mut [f32],
+}
+
+impl Panel<'_> {
+    fn check(&self) {
+        let (layout, rows) = (self.layout, self.rows);
+        let tokens = self.token + self.out.len() / PANEL;
+        assert!(self.bytes.len() == layout.panel && rows.stride == layout.row);
+        assert!(
+            self.out.len().is_multiple_of(PANEL) && rows.bytes.len() >= tokens * rows.limbs * rows.stride
+        );
+    }
+}
+
+/// Bytes between what is read and what is asked for: memory answers in about the time in which a core reads them.
+const AHEAD: usize = 2048;
+
+/// All tokens of a panel, four at a time and then one at a time.
+///
+/// # Safety
+/// The instruction set of `V` must exist.
+#[inline(always)]
+pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize>(mut panel: Panel<'_>) {
+    panel.check();
+    assert!(panel.rows.limbs == L && panel.layout.grid.bits == BITS);
+    let tokens = panel.out.len() / PANEL;
+    let (mut done, first) = (0, panel.token);
+    while done < tokens {
+        panel.token = first + done;
+        let out = panel.out[done * PANEL..].as_mut_ptr();
+        // SAFETY: `check` has compared the lengths of all slices with the layout, and `tile` writes as many tokens as
+        // it is made for, no more than are left.
+        unsafe {
+            if tokens - done >= 4 {
+                tile::<V, BITS, L, 4, 1>(&panel, out);
+                done += 4;
+            } else {
+                // Two sums for each output, in turns: one alone would wait for itself.
+                tile::<V, BITS, L, 1, 2>(&panel, out);
+                done += 1;
+            }
+        }
+    }
+}
+
+/// `T` tokens, with `S` integer sums for each output, token and limb.
+///
+/// # Safety
+/// As [`panel`]; the slices of `p` must have been checked, with `T` tokens from `p.token` on and as many at `out`.
+#[inline(always)]
+unsafe fn tile<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
+    p: &Panel<'_>,
+    out: *mut f32,
+) {
+    // SAFETY: offsets are those of the layout, which the slices were compared with.
+    unsafe {
+        let x = p.rows.bytes.as_ptr().add(p.token * L * p.rows.stride);
+        let mut results = [[V::splat_float(0.0); 2]; T];
+        for (b, block) in p.layout.blocks.iter().enumerate() {
+            let mut sums = start::<V, L, T, S>(p, b, block);
+            multiply::<V, BITS, L, T, S>(p, block, x.add(block.at), &mut sums);
+            for half in 0..2 {
+                let format = p.layout.grid.scales;
+                let bytes = if format == ScaleFormat::F32 { 4 } else { 2 };
+                let at = p.bytes.as_ptr().add(block.scales + half * LANES * bytes);
+                let weight_scales = V::scales(at, format);
+                for t in 0..T {
+                    let scales = V::mul(weight_scales, V::splat_float(p.rows.scale(p.token + t, b)));
+                    let mut value = V::splat_float(0.0);
+                    for limb in (0..L).rev() {
+                        let mut sum = sums[0][t][limb][half];
+                        for more in &sums[1..] {
+                            sum = V::add(sum, more[t][limb][half]);
+                        }
+                        let digit = V::float(sum);
+                        value =
+                            if limb == L - 1 { digit } else { V::fma(value, V::splat_float(256.0), digit) };
+                    }
+                    results[t][half] = V::fma(value, scales, results[t][half]);
+                }
+            }
+        }
+        for (t, halves) in results.iter().enumerate() {
+            V::store(out.add(t * PANEL), halves[0]);
+            V::store(out.add(t * PANEL + LANES), halves[1]);
+        }
+    }
+}
+
+/// Integer sums of a tile: `[set][token][limb][half of the panel]`.
+type Sums<I, const L: usize, const T: usize, const S: usize> = [[[[I; 2]; L]; T]; S];
+
+/// What the zero point takes away: its code times the sum of the activations.
+///
+/// # Safety
+/// As [`tile`].
+#[inline(always)]
+unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
+    p: &Panel<'_>,
+    b: usize,
+    block: &Block,
+) -> Sums<V::Ints, L, T, S> {
+    // SAFETY: an asymmetric layout has a line of zero points after the scales.
+    unsafe {
+        let mut sums = [[[[V::splat(0); 2]; L]; T]; S];
+        for t in 0..T {
+            for limb in 0..L {
+                let minus_sum = p.rows.minus_sum(p.token + t, b, limb);
+                for half in 0..2 {
+                    sums[0][t][limb][half] = if p.layout.grid.symmetric {
+                        V::splat(minus_sum << (p.layout.grid.bits - 1))
+                    } else {
+                        let at = block.scales + p.layout.zeros_after_scales() + half * LANES;
+                        V::times(p.bytes.as_ptr().add(at), minus_sum)
+                    };
+                }
+            }
+        }
+        sums
+    }
+}
+
+/// Adds the products of a block.
+///
+/// # Safety
+/// As [`tile`]; `x` is where the block begins in the first row.
+#[inline(always)]
+unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
+    p: &Panel<'_>,
+    block: &Block,
+    x: *const i8,
+    sums: &mut Sums<V::Ints, L, T, S>,
+) {
+    let (lines, inputs) = (unit_lines(BITS), unit_inputs(BITS));
+    // SAFETY: as in `tile`; prefetching may look past the end.
+    unsafe {
+        let mut at = p.bytes.as_ptr().add(block.codes);
+        for unit in 0..block.units {
+            let x = x.add(unit * inputs);
+            let read = |line: usize| V::line(at.add(line * LINE));
+            let strips = if lines == 3 {
+                [[read(0), read(1), read(2)], [read(3), read(4), read(5)]]
+            } else {
+                [[read(0); 3], [read(1); 3]]
+            };
+            for line in 0..2 * lines {
+                V::prefetch(at.wrapping_add(AHEAD + line * LINE));
+            }
+            for plane in 0..inputs / 4 {
+                let codes = [codes_of::<V, BITS>(strips[0], plane), codes_of::<V, BITS>(strips[1], plane)];
+                for t in 0..T {
+                    for limb in 0..L {
+                        let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
+                        let pair = &mut sums[plane % S][t][limb];
+                        if BITS == 8 {
+                            *pair =
+                                [V::dot::<true>(pair[0], codes[0], x), V::dot::<true>(pair[1], codes[1], x)];
+                        } else {
+                            *pair = [
+                                V::dot::<false>(pair[0], codes[0], x),
+                                V::dot::<false>(pair[1], codes[1], x),
+                            ];
+                        }
+                    }
+                }
+            }
+            at = at.add(2 * lines * LINE);
+        }
+    }
+}
+
+/// A plane of a unit's codes, a byte each.
+///
+/// # Safety
+/// As [`panel`].
+#[inline(always)]
+unsafe fn codes_of<V: Lanes, const BITS: u32>(lines: [V::Codes; 3], plane: usize) -> V::Codes {
+    let plane = plane as u32;
+    // SAFETY: the caller's.
+    unsafe {
+        match BITS {
+            8 => lines[0],
+            3 => {
+                let low = V::bits(lines[plane as usize / 4], plane % 4 * 2, 3);
+                let high = if plane < 2 {
+                    V::bits_up(lines[2], 2 - plane, 4)
+                } else {
+                    V::bits(lines[2], plane - 2, 4)
+                };
+                V::or(low, high)
+            }
+            _ => V::bits(lines[0], plane * BITS, u8::MAX >> (8 - BITS)),
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The tile with AVX2 and with AVX-512 VNNI.
+#![allow(unsafe_code)] // intrinsics; the functions below that name their instruction set inline all of them
+
+#[allow(clippy::wildcard_imports)] // some sixty intrinsics
+use std::arch::x86_64::*;
+
+use super::layout::{ScaleFormat, LANES, LINE};
+use super::tile::{panel, Lanes, Panel};
+
+/// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.
+struct Vnni;
+
+// In both implementations every block has the same two reasons: the trait's callers have the instructions, and its
+// pointers point to as many bytes as are read or written. No alignment is asked for.
+impl Lanes for Vnni {
+    type Codes = __m512i;
+    type Ints = __m512i;
+    type Floats = __m512;
+
+    #[inline(always)]
+    unsafe fn line(at: *const u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_si512(at.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn bits(c: __m512i, by: u32, mask: u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let c = if by == 0 { c } else { _mm512_srl_epi32(c, _mm_cvtsi32_si128(by as i32)) };
+            _mm512_and_si512(c, _mm512_set1_epi8(mask as i8))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bits_up(c: __m512i, by: u32, mask: u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let c = _mm512_sll_epi32(c, _mm_cvtsi32_si128(by as i32));
+            _mm512_and_si512(c, _mm512_set1_epi8(mask as i8))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn or(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_or_si512(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(sum: __m512i, c: __m512i, x: *const i8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_dpbusd_epi32(sum, c, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: i32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_epi32(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn times(bytes: *const u8, value: i32) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes.cast()));
+            _mm512_mullo_epi32(bytes, _mm512_set1_epi32(value))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m512i, b: __m512i) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn float(sums: __m512i) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_cvtepi32_ps(sums) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_float(value: f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_set1_ps(value) }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(at: *const u8, format: ScaleFormat) -> __m512 {
+        // SAFETY: see above.
+        unsafe {
+            match format {
+                ScaleFormat::F32 => _mm512_loadu_ps(at.cast()),
+                ScaleFormat::F16 => _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())),
+                ScaleFormat::Bf16 => {
+                    let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(at.cast()));
+                    _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words))
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, values: __m512) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_ps(to, values) }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}
+
+/// Two 256-bit registers for 16 outputs.
+struct Avx2;
+
+/// `f` of both halves.
+macro_rules! both {
+    (|$($x:ident),*| $f:expr) => {
+        [{ $(let $x = $x[0];)* $f }, { $(let $x = $x[1];)* $f }]
+    };
+}
+
+impl Avx2 {
+    /// Four products of unsigned and signed bytes, added up; the sum of two must fit 16 bits.
+    #[inline(always)]
+    unsafe fn products(c: __m256i, x: __m256i, weight: i16) -> __m256i {
+        // SAFETY: see above.
+        unsafe { _mm256_madd_epi16(_mm256_maddubs_epi16(c, x), _mm256_set1_epi16(weight)) }
+    }
+}
+
+impl Lanes for Avx2 {
+    type Codes = [__m256i; 2];
+    type Ints = [__m256i; 2];
+    type Floats = [__m256; 2];
+
+    #[inline(always)]
+    unsafe fn line(at: *const u8) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(LINE / 2).cast())] }
+    }
+
+    #[inline(always)]
+    unsafe fn bits(c: [__m256i; 2], by: u32, mask: u8) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe {
+            let (by, mask) = (_mm_cvtsi32_si128(by as i32), _mm256_set1_epi8(mask as i8));
+            both!(|c| _mm256_and_si256(_mm256_srl_epi32(c, by), mask))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn bits_up(c: [__m256i; 2], by: u32, mask: u8) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe {
+            let (by, mask) = (_mm_cvtsi32_si128(by as i32), _mm256_set1_epi8(mask as i8));
+            both!(|c| _mm256_and_si256(_mm256_sll_epi32(c, by), mask))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn or(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|a, b| _mm256_or_si256(a, b)) }
+    }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(sum: [__m256i; 2], c: [__m256i; 2], x: *const i8) -> [__m256i; 2] {
+        // SAFETY: see above. Two products of 4-bit codes stay below 2^12; two of 8-bit codes would not fit 16 bits, so
+        // the code is taken as two digits.
+        unsafe {
+            let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+            if WIDE {
+                let (low, high) = (Self::bits(c, 0, 15), Self::bits(c, 4, 15));
+                both!(|sum, low, high| {
+                    let digits = _mm256_add_epi32(Self::products(low, x, 1), Self::products(high, x, 16));
+                    _mm256_add_epi32(sum, digits)
+                })
+            } else {
+                both!(|sum, c| _mm256_add_epi32(sum, Self::products(c, x, 1)))
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(value: i32) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_set1_epi32(value); 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn times(bytes: *const u8, value: i32) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe {
+            let eight = [_mm_loadl_epi64(bytes.cast()), _mm_loadl_epi64(bytes.add(LANES / 2).cast())];
+            both!(|eight| _mm256_mullo_epi32(_mm256_cvtepu8_epi32(eight), _mm256_set1_epi32(value)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|a, b| _mm256_add_epi32(a, b)) }
+    }
+
+    #[inline(always)]
+    unsafe fn float(sums: [__m256i; 2]) -> [__m256; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|sums| _mm256_cvtepi32_ps(sums)) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat_float(value: f32) -> [__m256; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_set1_ps(value); 2] }
+    }
+
+    #[inline(always)]
+    unsafe fn scales(at: *const u8, format: ScaleFormat) -> [__m256; 2] {
+        // SAFETY: see above.
+        unsafe {
+            if format == ScaleFormat::F32 {
+                return [_mm256_loadu_ps(at.cast()), _mm256_loadu_ps(at.add(4 * LANES / 2).cast())];
+            }
+            let words = [_mm_loadu_si128(at.cast()), _mm_loadu_si128(at.add(LANES).cast())];
+            if format == ScaleFormat::F16 {
+                return both!(|words| _mm256_cvtph_ps(words));
+            }
+            both!(|words| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(words))))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|a, b| _mm256_mul_ps(a, b)) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|a, b, c| _mm256_fmadd_ps(a, b, c)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, values: [__m256; 2]) {
+        // SAFETY: see above.
+        unsafe {
+            _mm256_storeu_ps(to, values[0]);
+            _mm256_storeu_ps(to.add(LANES / 2), values[1]);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+}
+
+/// A function for each number of bits and limbs.
+macro_rules! versions {
+    ($name:ident, $lanes:ty, $features:literal) => {
+        /// Multiplies a panel.
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(p: Panel<'_>) {
+            // SAFETY: this function's features are those that the lanes need.
+            unsafe { super::for_bits_and_limbs!(panel, $lanes, p) }
+        }
+    };
+}
+versions!(panel_vnni, Vnni, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+versions!(panel_avx2, Avx2, "avx2,fma,f16c");

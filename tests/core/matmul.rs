@@ -1,0 +1,321 @@
+//! Products with packed codes: bits against a plain twin on every instruction set, bounds against double precision.
+#![allow(clippy::unwrap_used)]
+
+use half::bf16;
+use loopq_core::matmul::{
+    multiply, pack, unpack, Codes, Engine, Grid, Inputs, Layout, Outputs, Plan, Precision, ScaleFormat,
+};
+use loopq_core::{Cancel, Error, Execution};
+use proptest::prelude::*;
+
+const PRECISIONS: [Precision; 3] = [Precision::Int8, Precision::Fixed16, Precision::Fixed24];
+
+/// A layer with everything that its product needs, and the same numbers in plain arrays.
+#[derive(Debug, Clone)]
+struct Layer {
+    grid: Grid,
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+    zeros: Option<Vec<u8>>,
+}
+
+fn noise(n: usize, seed: u64) -> Vec<u64> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state >> 20
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// Numbers of very different sizes, some zero.
+fn activations(n: usize, seed: u64) -> Vec<f32> {
+    let number = |v: u64| {
+        let size = [0.0, 1.0, 1.0, 0.25, 30.0, 1e-3, 1.0, 4.0][v as usize % 8];
+        bf16::from_f32(((v >> 8) % 4001) as f32 / 2000.0 * size - size).to_f32()
+    };
+    noise(n, seed).into_iter().map(number).collect()
+}
+
+impl Layer {
+    fn random(grid: Grid, seed: u64) -> Self {
+        let layout = Layout::new(grid).unwrap();
+        let (n, top) = (grid.outputs * layout.n_groups(), 1 << grid.bits);
+        let codes = noise(grid.outputs * grid.inputs, seed).iter().map(|v| (v % top) as u8).collect();
+        // Few enough digits for all formats of scales.
+        let scale = |v: &u64| (1.0 + (v % 64) as f32 / 64.0) * 2.0_f32.powi((v / 64 % 5) as i32 - 8);
+        let scales = noise(n, seed + 1).iter().map(scale).collect();
+        let zeros = (!grid.symmetric).then(|| noise(n, seed + 2).iter().map(|v| (v % top) as u8).collect());
+        Self { grid, codes, scales, zeros }
+    }
+
+    fn packed(&self) -> (Layout, Vec<u8>) {
+        let layout = Layout::new(self.grid).unwrap();
+        let mut packed = vec![7; layout.n_bytes()];
+        let given = Codes { codes: &self.codes, scales: &self.scales, zeros: self.zeros.as_deref() };
+        pack(&layout, given, &mut packed, &on(1, &Cancel::new())).unwrap();
+        (layout, packed)
+    }
+
+    /// Code less zero point, and scale, of output `n` and input `k`.
+    fn weight(&self, n: usize, k: usize) -> (i32, f32) {
+        let g = if self.grid.group_size == 0 { self.grid.inputs } else { self.grid.group_size };
+        let at = n * self.grid.inputs.div_ceil(g) + k / g;
+        let zero = self.zeros.as_ref().map_or(1 << (self.grid.bits - 1), |z| z[at]);
+        (i32::from(self.codes[n * self.grid.inputs + k]) - i32::from(zero), self.scales[at])
+    }
+
+    /// First inputs of the blocks: groups, those above 256 cut into 128.
+    fn blocks(&self) -> Vec<usize> {
+        let (inputs, g) = (self.grid.inputs, self.grid.group_size);
+        let group = if g == 0 { inputs } else { g.min(inputs) };
+        let cut = if group > 256 { 128 } else { group };
+        let starts = |start: usize| (start..inputs.min(start + group)).step_by(cut);
+        (0..inputs).step_by(group).flat_map(starts).chain([inputs]).collect()
+    }
+
+    /// The plain twin: `docs/cpu.md` word by word.
+    fn twin(&self, x: &[f32], precision: Precision) -> Vec<f32> {
+        let (inputs, outputs) = (self.grid.inputs, self.grid.outputs);
+        let mut out = Vec::new();
+        for row in x.chunks(inputs) {
+            for n in 0..outputs {
+                let mut sum = 0.0_f32;
+                for ends in self.blocks().windows(2) {
+                    let block = &row[ends[0]..ends[1]];
+                    let (scale, integers) = integers(block, precision);
+                    let mut value = None;
+                    for limb in (0..limbs(precision)).rev() {
+                        let dot: i32 = (0..block.len())
+                            .map(|i| self.weight(n, ends[0] + i).0 * digit(integers[i], limb))
+                            .sum();
+                        value = Some(value.map_or(dot as f32, |v: f32| v.mul_add(256.0, dot as f32)));
+                    }
+                    let scale = self.weight(n, ends[0]).1 * scale;
+                    sum = value.unwrap().mul_add(scale, sum);
+                }
+                out.push(sum);
+            }
+        }
+        out
+    }
+}
+
+fn limbs(precision: Precision) -> usize {
+    1 + PRECISIONS.iter().position(|&p| p == precision).unwrap()
+}
+
+/// Signed byte `limb` of a number, lowest first.
+fn digit(mut v: i32, limb: usize) -> i32 {
+    for _ in 0..limb {
+        v = (v - i32::from(v as i8)) >> 8;
+    }
+    i32::from(v as i8)
+}
+
+fn integers(block: &[f32], precision: Precision) -> (f32, Vec<i32>) {
+    let largest = block.iter().fold(0.0_f32, |a, b| a.max(b.abs()));
+    let (scale, inverse) = match precision {
+        Precision::Int8 if largest < 1e-30 => (0.0, 0.0),
+        Precision::Int8 => (largest / 127.0, 127.0 / largest),
+        _ => {
+            let top = if precision == Precision::Fixed16 { 14 } else { 22 };
+            let exponent = (-100..=128).find(|&e| f64::from(largest) < 2.0_f64.powi(e)).unwrap();
+            (2.0_f32.powi(exponent - top), 2.0_f32.powi(top - exponent))
+        }
+    };
+    (scale, block.iter().map(|v| (v * inverse).round_ties_even() as i32).collect())
+}
+
+fn on(threads: usize, cancel: &Cancel) -> Execution<'_> {
+    Execution { threads, cancel }
+}
+
+fn product(
+    packed: &(Layout, Vec<u8>),
+    x: &[f32],
+    engine: Engine,
+    threads: usize,
+    precision: Precision,
+) -> Vec<f32> {
+    let cancel = Cancel::new();
+    let plan = Plan { precision, engine, execution: on(threads, &cancel) };
+    let grid = packed.0.grid();
+    let mut out = vec![f32::NAN; x.len() / grid.inputs * grid.outputs];
+    multiply(&packed.0, &packed.1, Inputs::F32(x), None, Outputs::F32(&mut out), &plan).unwrap();
+    out
+}
+
+fn grids() -> impl Strategy<Value = Grid> {
+    let formats = prop_oneof![Just(ScaleFormat::F32), Just(ScaleFormat::Bf16), Just(ScaleFormat::F16)];
+    let bits = prop_oneof![Just(2_u32), Just(3), Just(4), Just(8)];
+    let group = prop_oneof![Just(0_usize), Just(8), Just(32), Just(48), Just(128), Just(300), 1_usize..70];
+    (1_usize..70, 1_usize..600, group, bits, any::<bool>(), formats).prop_map(
+        |(outputs, inputs, group_size, bits, symmetric, scales)| Grid {
+            outputs,
+            inputs,
+            group_size,
+            bits,
+            symmetric,
+            scales,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(120))]
+
+    #[test]
+    fn every_instruction_set_has_the_bits_of_the_plain_twin(grid in grids(), tokens in 1_usize..10, seed: u32) {
+        let layer = Layer::random(grid, u64::from(seed));
+        let packed = layer.packed();
+        let x = activations(tokens * grid.inputs, u64::from(seed) + 3);
+        for precision in PRECISIONS {
+            let expected = layer.twin(&x, precision);
+            for engine in Engine::available() {
+                for threads in [1, 3] {
+                    let got = product(&packed, &x, engine, threads, precision);
+                    prop_assert_eq!(&got, &expected, "{} {:?} on {}", engine.name(), precision, threads);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn codes_come_back(grid in grids(), seed: u32) {
+        let layer = Layer::random(grid, u64::from(seed));
+        let (layout, packed) = layer.packed();
+        prop_assert_eq!(unpack(&layout, &packed, &on(2, &Cancel::new())).unwrap(), layer.codes);
+    }
+
+    #[test]
+    fn errors_stay_within_the_stated_bound(grid in grids(), seed: u32) {
+        let layer = Layer::random(grid, u64::from(seed));
+        let x = activations(grid.inputs, u64::from(seed) + 3);
+        for (precision, step) in [(Precision::Int8, 0.5 / 127.0), (Precision::Fixed16, 2.0_f64.powi(-14)), (Precision::Fixed24, 2.0_f64.powi(-22))] {
+            let got = product(&layer.packed(), &x, Engine::best(), 1, precision);
+            for n in 0..grid.outputs {
+                let (mut exact, mut bound, mut size) = (0.0, 0.0, 0.0);
+                for ends in layer.blocks().windows(2) {
+                    let block = &x[ends[0]..ends[1]];
+                    let largest = f64::from(block.iter().fold(0.0_f32, |a, b| a.max(b.abs())));
+                    for (i, &v) in block.iter().enumerate() {
+                        let (q, s) = layer.weight(n, ends[0] + i);
+                        let w = f64::from(q) * f64::from(s);
+                        exact += w * f64::from(v);
+                        bound += w.abs() * largest * step;
+                        size += w.abs() * largest;
+                    }
+                }
+                // The float32 sum over blocks, and three roundings in each.
+                let rounding = size * (layer.blocks().len() + 3) as f64 * 2.0_f64.powi(-24);
+                let error = (f64::from(got[n]) - exact).abs();
+                prop_assert!(error <= bound + rounding, "{error} > {bound} + {rounding}");
+            }
+        }
+    }
+}
+
+fn one_layer(outputs: usize, inputs: usize) -> Layer {
+    let grid = Grid { outputs, inputs, group_size: 32, bits: 4, symmetric: true, scales: ScaleFormat::F16 };
+    Layer::random(grid, 5)
+}
+
+#[test]
+fn a_token_has_the_same_bits_in_any_batch() {
+    let layer = one_layer(40, 100);
+    let packed = layer.packed();
+    let x = activations(133 * 100, 9);
+    let together = product(&packed, &x, Engine::best(), 2, Precision::Fixed24);
+    for (token, results) in x.chunks(100).zip(together.chunks(40)) {
+        assert_eq!(product(&packed, token, Engine::best(), 1, Precision::Fixed24), results);
+    }
+}
+
+#[test]
+fn bfloat16_in_and_out_is_float32_rounded_once_with_the_bias_added_before() {
+    let layer = one_layer(40, 100);
+    let (layout, packed) = layer.packed();
+    let x = activations(3 * 100, 9);
+    let bits: Vec<u16> = x.iter().map(|&v| bf16::from_f32(v).to_bits()).collect();
+    let bias: Vec<f32> = (0..40).map(|i| i as f32 / 7.0).collect();
+    let cancel = Cancel::new();
+    let plan = Plan { precision: Precision::Fixed16, engine: Engine::best(), execution: on(2, &cancel) };
+    let mut out = vec![0; 3 * 40];
+    multiply(&layout, &packed, Inputs::Bf16(&bits), Some(&bias), Outputs::Bf16(&mut out), &plan).unwrap();
+    let plain = product(&(layout, packed), &x, Engine::best(), 1, Precision::Fixed16);
+    let expected = plain.iter().enumerate().map(|(i, v)| bf16::from_f32(v + bias[i % 40]).to_bits());
+    assert_eq!(out, expected.collect::<Vec<_>>());
+}
+
+#[test]
+fn activations_that_are_not_finite_make_their_own_token_nan() {
+    let layer = one_layer(40, 100);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut x = activations(3 * 100, 9);
+        x[137] = bad;
+        for precision in PRECISIONS {
+            let out = product(&layer.packed(), &x, Engine::best(), 1, precision);
+            assert!(out[40..80].iter().all(|v| v.is_nan()));
+            assert!(out[..40].iter().chain(&out[80..]).all(|v| v.is_finite()));
+        }
+    }
+}
+
+#[test]
+fn sizes_of_activations_do_not_matter_to_the_relative_error() {
+    let layer = one_layer(33, 64);
+    let x = activations(64, 4);
+    let plain = product(&layer.packed(), &x, Engine::best(), 1, Precision::Fixed24);
+    for exponent in [-90, 100] {
+        let factor = 2.0_f32.powi(exponent);
+        let scaled: Vec<f32> = x.iter().map(|v| v * factor).collect();
+        let out = product(&layer.packed(), &scaled, Engine::best(), 1, Precision::Fixed24);
+        assert!(out.iter().zip(&plain).all(|(a, b)| *a == b * factor));
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let layer = one_layer(40, 100);
+    let (layout, packed) = layer.packed();
+    let cancel = Cancel::new();
+    let plan = Plan { precision: Precision::Fixed24, engine: Engine::best(), execution: on(1, &cancel) };
+    let run = |packed: &[u8], x: &[f32], bias: Option<&[f32]>, out: &mut [f32]| {
+        multiply(&layout, packed, Inputs::F32(x), bias, Outputs::F32(out), &plan).unwrap_err().to_string()
+    };
+    let (x, mut out) = (vec![0.0; 100], vec![0.0; 40]);
+    assert!(run(&packed[1..], &x, None, &mut out).starts_with("the packed weight: expected 2 x "));
+    assert!(
+        run(&packed, &x[1..], None, &mut out).starts_with("activations: expected a multiple of 100 values")
+    );
+    assert!(run(&packed, &x, None, &mut out[1..]).starts_with("results: expected 1 x 40"));
+    assert!(run(&packed, &x, Some(&[0.0; 39]), &mut out).starts_with("the bias: expected 1 x 40"));
+
+    let given = Codes { codes: &layer.codes, scales: &layer.scales, zeros: None };
+    let refuse = |given: Codes<'_>| pack(&layout, given, &mut packed.clone(), &on(1, &cancel)).unwrap_err();
+    assert!(matches!(
+        refuse(Codes { codes: &layer.codes[1..], ..given }),
+        Error::Shape { what: "codes", .. }
+    ));
+    assert!(matches!(refuse(Codes { scales: &[], ..given }), Error::Shape { what: "scales", .. }));
+    assert!(matches!(refuse(Codes { zeros: Some(&[]), ..given }), Error::Shape { what: "zero points", .. }));
+    let mut wrong = layer.codes.clone();
+    wrong[203] = 16;
+    let refused = refuse(Codes { codes: &wrong, ..given });
+    assert!(matches!(refused, Error::CodeRange { row: 2, column: 3, value: 16, .. }));
+
+    let grid = layer.grid;
+    assert!(matches!(
+        Layout::new(Grid { bits: 5, ..grid }).unwrap_err(),
+        Error::Setting { name: "bits", .. }
+    ));
+    assert!(matches!(Layout::new(Grid { inputs: 0, ..grid }).unwrap_err(), Error::Shape { .. }));
+    assert!(matches!(
+        Layout::new(Grid { inputs: usize::MAX / 64, ..grid }).unwrap_err(),
+        Error::TooLarge { .. }
+    ));
+    assert!(matches!(ScaleFormat::parse("float64").unwrap_err(), Error::Setting { name: "scale_dtype", .. }));
+}

@@ -9,6 +9,7 @@ from loopq.calibrate.prompts import Take
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.execution import Execution
+from loopq.generate import Generation
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings import Leaf, Settings, leaves, lowered
@@ -28,7 +29,7 @@ def page() -> str:
     parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig)]
     parts += _section("Of a run", QuantConfig, without=leaves(LayerConfig))
     parts += _section("Of the prompts", Take) + _section("Of the work", Execution)
-    parts += _section("Of a diagnosis", DiagnoseConfig)
+    parts += _section("Of a diagnosis", DiagnoseConfig) + _section("Of generated text", Generation)
     return "\n".join(parts)
 
 
@@ -47,7 +48,8 @@ def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | 
     for group, found in groups.items():
         lines += [f"### {group[:1].upper()}{group[1:]}\n", "| name | option | what |", "| --- | --- | --- |"]
         lines += [
-            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |" for entries in found
+            f"| `{entries[0].name}` | `{_cell(_option(entries[0]))}` | {_cell(_text(entries))} |"
+            for entries in found
         ]
         lines.append("")
     return lines
@@ -60,7 +62,9 @@ def _option(leaf: Leaf) -> str:
 def _text(entries: list[Leaf]) -> str:
     """What is shown of a setting; of one whose option turns it off, what it is and what it is then."""
     leaf = entries[0]
-    return f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
+    return (
+        f"{lowered(leaf.help.removesuffix('.'))} (default true)" if leaf.default is True else text_of(entries)
+    )
 
 
 def _cell(text: str) -> str:

@@ -92,6 +92,13 @@ def format_of(folder: Path) -> str:
     return _target(folder, quantization).name
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a quantized checkpoint, readable or not, rather than a model."""
+    if (folder / store.INDEX).is_file():
+        return True
+    return (folder / hf_folder.CONFIG).is_file() and hf_folder.read_config(folder)[1] is not None
+
+
 def _target(folder: Path, quantization: Mapping[str, Any]) -> Format:
     for _, target in FORMATS:
         if target.describes(quantization):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from loopq.checkpoint.schema import Name, checked
 from loopq.errors import ConfigError, SystemContractError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Orientation = Literal["out_in", "in_out"]
 Treatment = Literal["gptq", "rtn", "dense"]
+#: Takes the state after a step and the logits read from it, (width) and (vocabulary) of one token, and a threshold.
+ExitRule: TypeAlias = "Callable[[Tensor, Tensor, float], bool]"
 #: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
 MAX_STEPS = 1 << 16
 
@@ -41,11 +43,15 @@ class Batch:
         that batching changes nothing about it.
     seed : int
         Seed of the initial states.
+    by_token : bool
+        Draw the noise of every token from a generator of its own, so that a token starts from the same state however
+        many follow, as a text that is being generated needs it.
     """
 
     input_ids: Tensor
     prompts: tuple[int, ...]
     seed: int = 0
+    by_token: bool = False
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 2 or self.input_ids.shape[0] != len(self.prompts):
@@ -60,7 +66,7 @@ class Batch:
         Parameters
         ----------
         *shape : int
-            Shape for one prompt.
+            Shape for one prompt, tokens first.
         std : float
             Standard deviation.
         cut : float, optional
@@ -73,15 +79,22 @@ class Batch:
         """
         import torch
 
+        def draw(number: int, size: tuple[int, ...]) -> Tensor:
+            generator = torch.Generator().manual_seed(number % (1 << 63))
+            if cut is None:
+                return torch.randn(*size, generator=generator)
+            row = torch.empty(*size)
+            torch.nn.init.trunc_normal_(row, std=1.0, a=-cut, b=cut, generator=generator)
+            return row
+
         rows = []
         for prompt in self.prompts:
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + prompt) % (1 << 63))
-            if cut is None:
-                rows.append(torch.randn(*shape, generator=generator) * std)
+            number = self.seed * 1_000_003 + prompt
+            if self.by_token:
+                tokens = [draw(number * 1_000_033 + 1 + i, shape[1:]) for i in range(shape[0])]
+                rows.append(torch.stack(tokens) * std)
             else:
-                row = torch.empty(*shape)
-                torch.nn.init.trunc_normal_(row, std=1.0, a=-cut, b=cut, generator=generator)
-                rows.append(row * std)
+                rows.append(draw(number, shape) * std)
         return torch.stack(rows)
 
 
@@ -214,6 +227,37 @@ class LoopedSystem(ABC):
             Logits, or hidden states where `output` says so.
         """
 
+    def prompt_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt with what the model needs after it before it answers."""
+        return list(ids)
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any] | None:
+        """Go on with a rollout by the model's own cache of keys and values, one for each step of the loop.
+
+        Parameters
+        ----------
+        batch : Batch
+            All tokens so far.
+        n_steps : int
+            Depth.
+        n_seen : int
+            Tokens that the cache holds.
+        cache : object or None
+            What the last call returned; None at first.
+
+        Returns
+        -------
+        logits : Tensor, shape (n_prompts, n_tokens - n_seen, vocabulary)
+            Of the tokens that the cache does not hold.
+        cache : object
+            That of all tokens. None instead of the pair: the model has no cache.
+        """
+        return None
+
+    def exit_rule(self) -> ExitRule | None:
+        """Return the model's own rule for leaving the loop early, new for each token; None where it has none."""
+        return None
+
     @contextlib.contextmanager
     def differentiable(self) -> Iterator[None]:
         """Let rollouts keep what gradients need inside the block."""
@@ -330,6 +374,29 @@ def logits_of(output: Any) -> Tensor:
         raise SystemContractError(
             f"{type(output).__name__}: the forward kept a cache; rollouts run with use_cache=False"
         )
+    return _logits(output)
+
+
+def cached(output: Any, name: str = "past_key_values") -> tuple[Tensor, Any]:
+    """Take the logits and the cache out of what a forward with ``use_cache=True`` returns.
+
+    Raises
+    ------
+    SystemContractError
+        The model kept no cache, or gave no logits.
+    """
+    cache = getattr(output, name, None)
+    if cache is None:
+        raise SystemContractError(f"{type(output).__name__}: the forward kept no cache")
+    return _logits(output), cache
+
+
+def past(cache: Any, name: str = "past_key_values") -> dict[str, Any]:
+    """Arguments of a forward that is to go on from a cache, or to begin one."""
+    return {"use_cache": True} if cache is None else {"use_cache": True, name: cache}
+
+
+def _logits(output: Any) -> Tensor:
     logits = output["logits"] if isinstance(output, dict) else getattr(output, "logits", output)
     if isinstance(logits, tuple):
         logits = logits[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
@@ -88,17 +89,34 @@ class Coconut(LoopedSystem):
         """Run question, latents and answer in `n_steps` passes that keep each other's keys and values."""
         import torch
 
-        depth = self.check_depth(n_steps)
-        ids = self.to_device(batch.input_ids)
-        question, answer, marked = self._split(ids)
         with torch.set_grad_enabled(self.keeps_graph):
-            logits = torch.cat([out for _, out in self._passes(question, answer, depth)], 1)
+            return self._whole(self.to_device(batch.input_ids), self.check_depth(n_steps))[0]
+
+    def prompt_ids(self, ids: Sequence[int]) -> list[int]:
+        """Put the marks after a question that has none."""
+        marks = [] if self.start_id in ids else [self.start_id, self.end_id]
+        return [*ids, *marks]
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on with the answer by GPT-2's cache of question, latents and what there is of the answer."""
+        ids = self.to_device(batch.input_ids)
+        if cache is None:
+            return self._whole(ids, n_steps)
+        return self._pass(self.base.transformer.wte(ids[:, n_seen:]), cache)[1:]
+
+    def _whole(self, ids: Tensor, depth: int) -> tuple[Tensor, Any]:
+        """Logits aligned with the ids, and the cache."""
+        import torch
+
+        question, answer, marked = self._split(ids)
+        passes, past = self._passes(question, answer, depth)
+        logits = torch.cat([out for _, out in passes], 1)
         # Positions of the whole: question, start, latents, end, answer.
         end = question.shape[1] + depth
         parts = [logits[:, : question.shape[1]], logits[:, question.shape[1] : end], logits[:, end:]]
         if marked:
-            return torch.cat((parts[0], parts[1][:, :1], parts[2]), 1)
-        return torch.cat((parts[0][:, :-1], parts[2]), 1)
+            return torch.cat((parts[0], parts[1][:, :1], parts[2]), 1), past
+        return torch.cat((parts[0][:, :-1], parts[2]), 1), past
 
     def _split(self, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Return question, answer, and whether the ids held the marks between them."""
@@ -116,8 +134,10 @@ class Coconut(LoopedSystem):
             )
         return ids[:, : columns[0]], ids[:, columns[0] + 2 :], True
 
-    def _passes(self, question: Tensor, answer: Tensor, depth: int) -> list[tuple[Tensor, Tensor]]:
-        """Return hidden states (after the final norm) and logits of every pass."""
+    def _passes(
+        self, question: Tensor, answer: Tensor, depth: int
+    ) -> tuple[list[tuple[Tensor, Tensor]], Any]:
+        """Return hidden states (after the final norm) and logits of every pass, and the cache after the last."""
         import torch
 
         table = self.base.transformer.wte
@@ -139,7 +159,7 @@ class Coconut(LoopedSystem):
             piece = torch.cat((embeds, tail), 1) if t == depth - 1 else embeds
             hidden, logits, past = self._pass(piece, past)
             done.append((hidden, logits))
-        return done
+        return done, past
 
     def _pass(self, embeds: Tensor, past: Any) -> tuple[Tensor, Tensor, Any]:
         out = self.base.transformer(inputs_embeds=embeds, past_key_values=past, use_cache=True)

@@ -6,11 +6,19 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, owners_of_parameters
+from loopq.systems.base import (
+    Batch,
+    LoopedSystem,
+    SharedParameter,
+    cached,
+    declare,
+    owners_of_parameters,
+    past,
+)
 from loopq.systems.trace import Trace, trace
 
 if TYPE_CHECKING:
@@ -231,3 +239,11 @@ class Generic(LoopedSystem):
         """Call the model with the ids, without cache."""
         self.check_depth(n_steps)
         return self._call(batch, n_steps)
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any] | None:
+        """Go on by the cache of a model that is called as those of transformers are."""
+        if not {"use_cache", "past_key_values"} <= set(inspect.signature(self.model.forward).parameters):
+            return None
+        arguments = {} if self._depth is None else {self._depth: n_steps}
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        return cached(self.model(ids, **arguments, **past(cache)))

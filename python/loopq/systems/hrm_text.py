@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, logits_of, setting
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past, setting
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -72,6 +72,14 @@ class HrmText(LoopedSystem):
         depth = self.check_depth(n_steps)
         with torch.set_grad_enabled(self.keeps_graph), setting(self.model.config, H_cycles=depth):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache: a slot for each layer of each run of a stack."""
+        config = self.model.config
+        slots = config.num_layers_per_stack * n_steps * (self._low_cycles + 1)
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        with setting(config, H_cycles=n_steps, num_hidden_layers=slots):
+            return cached(self.model(input_ids=ids, **past(cache)))
 
     def embed(self, batch: Batch) -> Tensor:
         """Scaled token embeddings; they start z_H and are not injected again."""

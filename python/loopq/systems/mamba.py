@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, logits_of
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,3 +76,8 @@ class Mamba(LoopedSystem):
         ids = self.to_device(batch.input_ids)
         with torch.set_grad_enabled(self.keeps_graph):
             return logits_of(self.model(input_ids=ids, use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on from the states of the recurrence."""
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        return cached(self.model(input_ids=ids, **past(cache, "cache_params")), "cache_params")

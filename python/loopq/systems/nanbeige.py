@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, is_embedding, logits_of, setting
+from loopq.systems.base import Batch, SharedParameter, cached, is_embedding, logits_of, past, setting
 from loopq.systems.llama_loops import LlamaLoops
 
 if TYPE_CHECKING:
@@ -81,6 +81,11 @@ class Nanbeige(LlamaLoops):
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         with self._loops(n_steps):
             return logits_of(self.model(ids, use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache: a slot for each layer of each loop."""
+        with self._loops(n_steps):
+            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""

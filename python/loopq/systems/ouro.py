@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, logits_of, setting
+from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, logits_of, past, setting
 from loopq.systems.llama_loops import LlamaLoops
 
 if TYPE_CHECKING:
@@ -44,16 +46,35 @@ class Ouro(LlamaLoops):
         return {"model.early_exit_gate.weight": "chooses a loop to leave at; the last one is read always"}
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
-        # The inner model keeps its own copy of the loop count.
-        with (
-            setting(self.model.config, total_ut_steps=n_steps),
-            setting(self.model.model, total_ut_steps=n_steps),
-        ):
+        with self._loops(n_steps):
             return logits_of(self.model(ids, use_cache=False, exit_at_step=n_steps - 1))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache: a slot for each layer of each loop."""
+        ids = self.to_device(batch.input_ids[:, n_seen:])
+        with self._loops(n_steps):
+            return cached(self.model(ids, exit_at_step=n_steps - 1, **past(cache)))
+
+    def exit_rule(self) -> ExitRule:
+        """Leave when the exit gate's cumulative probability reaches the threshold."""
+        staying = 1.0
+
+        def reached(state: Tensor, logits: Tensor, threshold: float) -> bool:
+            nonlocal staying
+            staying *= 1.0 - float(self.model.model.early_exit_gate(state).sigmoid())
+            return 1.0 - staying >= threshold
+
+        return reached
+
+    @contextlib.contextmanager
+    def _loops(self, n: int) -> Iterator[None]:
+        # The inner model keeps its own copy of the loop count.
+        with setting(self.model.config, total_ut_steps=n), setting(self.model.model, total_ut_steps=n):
+            yield
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""
-        with setting(self.model.config, total_ut_steps=1), setting(self.model.model, total_ut_steps=1):
+        with self._loops(1):
             out = self.model.model(inputs_embeds=state, use_cache=False)
         after: Tensor = out[0].last_hidden_state
         return after

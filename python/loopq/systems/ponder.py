@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, declare, is_embedding
+from loopq.systems.base import Batch, SharedParameter, declare, is_embedding, past
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
@@ -86,6 +86,19 @@ class Ponder(StepwiseSystem):
             state = self.step(state, None, t, n_steps)
         return self.predict(state, None)
 
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by a cache of GPT-NeoX for each pass: every pass reads the keys and values of its own inputs."""
+        caches = [None] * n_steps if cache is None else cache
+        state = self._start(self._embed(self.to_device(batch.input_ids[:, n_seen:])))
+        done = []
+        for t in range(n_steps):
+            out = self.model.gpt_neox(inputs_embeds=state, **past(caches[t]))
+            logits: Tensor = self.model.get_submodule(self._head)(out.last_hidden_state)
+            done.append(out.past_key_values)
+            if t < n_steps - 1:
+                state = state + self._mixture(logits)
+        return logits, done
+
     def _embed(self, ids: Tensor) -> Tensor:
         embedding: Tensor = self.model.gpt_neox.embed_in(ids) * self._scale
         return embedding
@@ -99,8 +112,12 @@ class Ponder(StepwiseSystem):
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """Add the expected embedding under the prediction of one pass."""
-        mixture = self.predict(state, embedding).softmax(-1)
-        return state + mixture @ (self.model.gpt_neox.embed_in.weight * self._scale)
+        return state + self._mixture(self.predict(state, embedding))
+
+    def _mixture(self, logits: Tensor) -> Tensor:
+        """Expected embedding under a prediction."""
+        mixture: Tensor = logits.softmax(-1) @ (self.model.gpt_neox.embed_in.weight * self._scale)
+        return mixture
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """One pass of the language model."""

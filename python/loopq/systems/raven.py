@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
-from loopq.systems.base import Batch, SharedParameter, declare, logits_of, setting
+from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, declare, logits_of, past, setting
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
@@ -70,6 +70,25 @@ class Raven(StepwiseSystem):
         # A plain number runs without gradient, the second number of a pair with it.
         depth = (0, n_steps) if self.keeps_graph else n_steps
         return logits_of(self.model(ids, num_steps=depth, input_states=self.noise(batch), use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache: a slot for each block of each step."""
+        import torch
+
+        where = {} if cache is None else {"cache_position": torch.arange(n_seen, batch.input_ids.shape[1])}
+        ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch)[:, n_seen:]
+        return cached(self.model(ids, num_steps=n_steps, input_states=noise, **where, **past(cache)))
+
+    def exit_rule(self) -> ExitRule:
+        """Leave when the prediction has settled: KL between those of two steps below the threshold."""
+        before: list[Tensor] = []
+
+        def settled(state: Tensor, logits: Tensor, threshold: float) -> bool:
+            now = logits.float().log_softmax(-1)
+            before.append(now)
+            return len(before) > 1 and float((now.exp() * (now - before[-2])).sum()) < threshold
+
+        return settled
 
     def _forward_around(self, ids: Tensor, loop: Any) -> Tensor:
         with setting(self.model, iterate_forward=loop):

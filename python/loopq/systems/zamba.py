@@ -10,9 +10,11 @@ from loopq.systems.base import (
     Batch,
     LoopedSystem,
     SharedParameter,
+    cached,
     declare,
     logits_of,
     owners_of_parameters,
+    past,
 )
 
 if TYPE_CHECKING:
@@ -92,3 +94,7 @@ class Zamba(LoopedSystem):
         self.check_depth(n_steps)
         with torch.set_grad_enabled(self.keeps_graph):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache."""
+        return cached(self.model(input_ids=self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))

@@ -1,0 +1,103 @@
+"""`loopq run`: text from a model or from a quantized checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from loopq.api import load as load_checkpoint
+from loopq.checkpoint.convert import is_checkpoint
+from loopq.commands import COMMANDS, Command
+from loopq.commands.options import add_settings, add_source, given, load
+from loopq.errors import ConfigError
+from loopq.generate import Decoder, Generation, decode, generate, prompt_ids
+from loopq.systems.load import LoadedModel
+
+_EXAMPLES = """examples:
+  loopq run huginn_small "The sea was"
+  loopq run DIR "The sea was" --n-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+  loopq run DIR "The sea was" --n-steps 4         another depth
+the text goes to the standard output, what is said about it to the standard error"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    add_source(
+        parser, "checkpoint of any format that loopq reads, embedded model (huginn_small), folder or hub id"
+    )
+    parser.add_argument(
+        "prompt", metavar="PROMPT", help="text to go on with; -: read it from the standard input"
+    )
+    add_settings(parser, Generation)
+    parser.add_argument(
+        "--quantized",
+        action="store_true",
+        help="of a checkpoint: hold codes and scales in memory instead of dequantized weights",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the text token by token, and how fast it came."""
+    settings = Generation().changed(**given(args, Generation))
+    loaded = _open(args)
+    n_steps = args.n_steps if args.n_steps is not None else loaded.system.n_steps
+    ids = prompt_ids(loaded, sys.stdin.read() if args.prompt == "-" else args.prompt)
+    decoder = Decoder(loaded.system, n_steps, settings)
+    cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
+    _say(f"{loaded.system.name}, {n_steps} steps, {len(ids)} tokens of prompt; {cache}")
+    start = time.perf_counter()
+    times = [start]
+    for text in _pieces(loaded, generate(loaded, ids, decoder, settings), times):
+        print(text, end="", flush=True)
+    print()
+    _say(_speed(len(ids), times, decoder.depths))
+    return 0
+
+
+def _open(args: argparse.Namespace) -> LoadedModel:
+    """A checkpoint, or a model in full precision."""
+    if args.model is None or not is_checkpoint(Path(args.model)):
+        if args.quantized:
+            raise ConfigError(f"--quantized: {args.model} is no quantized checkpoint")
+        found: LoadedModel = load(args)
+        return found
+    loaded = load_checkpoint(args.model, quantized=args.quantized, trust_remote_code=args.trust_remote_code)
+    loaded.model.to(args.device)
+    return loaded
+
+
+def _pieces(loaded: LoadedModel, tokens: Iterator[int], times: list[float]) -> Iterator[str]:
+    """Text as it becomes certain: the last character of what is decoded may wait for its other bytes."""
+    ids: list[int] = []
+    printed = ""
+    for token in tokens:
+        times.append(time.perf_counter())
+        ids.append(token)
+        text = decode(loaded, ids)
+        if not text.endswith("�"):
+            yield text[len(printed) :]
+            printed = text
+    yield decode(loaded, ids)[len(printed) :]
+
+
+def _speed(n_prompt: int, times: list[float], depths: list[int]) -> str:
+    n_tokens = len(times) - 1
+    if n_tokens == 0:
+        return "no tokens: the model ends the text at once"
+    first, rest = times[1] - times[0], times[-1] - times[1]
+    text = f"{n_tokens} tokens; the first after {first:.2f} s ({n_prompt / max(first, 1e-9):.1f} tokens of prompt/s)"
+    if n_tokens > 1:
+        text += f", then {(n_tokens - 1) / max(rest, 1e-9):.2f} tokens/s"
+    if len(set(depths)) > 1:
+        text += f"; {sum(depths) / len(depths):.2f} steps a token ({min(depths)} to {max(depths)})"
+    return text
+
+
+def _say(text: str) -> None:
+    print(f"loopq: {text}", file=sys.stderr)
+
+
+COMMANDS.register("run")(Command("generate text by a model or a checkpoint", add, run, 13, epilog=_EXAMPLES))

@@ -1,0 +1,46 @@
+"""`loopq run`: text on the standard output, what is said about it beside it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+SHORT = ("--n-tokens", "12")
+
+
+def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized, command):
+    code, text, said = command("run", saved_model, "abc", *SHORT)
+    assert code == 0
+    assert text.endswith("\n")
+    assert "huginn, 3 steps, 3 tokens of prompt; no cache (" in said
+    assert "12 tokens; the first after " in said
+    assert "tokens/s" in said
+    code, dense, _ = command("run", quantized, "abc", *SHORT)
+    assert code == 0
+    assert command("run", quantized, "abc", *SHORT, "--quantized")[:2] == (0, dense)
+
+
+def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_model, command, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    code, _, said = command("run", saved_model, "-", *SHORT, "--exit", "1000", "--n-steps", 4)
+    assert code == 0
+    assert "4 steps, 3 tokens of prompt; no cache (left early)" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "match"),
+    [
+        (["{model}", "abc", "--quantized"], "is no quantized checkpoint"),
+        (["{model}", ""], "the prompt has no tokens"),
+        (["{model}", "abc", "--top-p", "2"], "argument --top-p: must be between 1e-06 and 1"),
+        (
+            ["{model}", "abc", "--n-tokens", "4000"],
+            "--n-tokens 4000: with the prompt's 3 tokens more than the",
+        ),
+    ],
+)
+def test_errors_are_one_line(saved_model, command, args, match):
+    code, out, err = command("run", *(a.format(model=saved_model) for a in args))
+    assert (code, out) == (2, "")
+    assert match in err.splitlines()[-1]

@@ -1,0 +1,107 @@
+"""What the pages show is what happens: examples run, commands exist, the tutorial prints what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from loopq.cli import main, parse
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"])
+#: Examples that need what a test machine does not have: (page, what stands in the example).
+ELSEWHERE = {
+    ("kernels.md", "CudaBackend"): "a GPU",
+    ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
+}
+#: Examples that take longer than a test should, by what stands in them.
+LONG = ("diagnose(loaded.system", "for measured in loopq.evaluate")
+
+
+def _blocks(kinds: str) -> list[tuple[Path, str]]:
+    pattern = re.compile(rf"^ *```(?:{kinds})\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    return [(page, block) for page in PAGES for block in pattern.findall(page.read_text("utf-8"))]
+
+
+def _examples() -> list[object]:
+    found = []
+    for page, block in _blocks("python"):
+        if not any(page.name == name and words in block for name, words in ELSEWHERE):
+            marks = [pytest.mark.slow] if any(words in block for words in LONG) else []
+            line = page.read_text("utf-8")[: page.read_text("utf-8").index(block)].count("\n")
+            found.append(pytest.param(block, id=f"{page.name}:{line}", marks=marks))
+    return found
+
+
+def _commands() -> list[tuple[str, str]]:
+    """Every `loopq` command on a page, without its comment; the tutorial's are run, the others read."""
+    found = []
+    for page, block in _blocks("console|sh"):
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            # In a console, what follows no prompt was printed; in a script every line is a command.
+            if "$ " in block and not line.strip().startswith("$ "):
+                continue
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+            for _, command in itertools.groupby(words, lambda word: word == "&&"):
+                name, *rest = command
+                if name == "loopq":
+                    found.append((page.name, shlex.join(rest)))
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("example", _examples())
+def test_example_runs(example, folder):
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(textwrap.dedent(example), "example", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize(("page", "command"), sorted(set(_commands())))
+def test_command_is_read(page, command):
+    # MODEL, DIR and the like stand for names; an ellipsis in brackets is how a page says "and more of these".
+    words = shlex.split(command.replace("[MODEL ...]", "MODEL"))
+    if words[-1] in ("--help", "--help-all", "--version"):
+        with pytest.raises(SystemExit) as stopped:
+            parse(words)
+        assert stopped.value.code == 0
+    else:
+        assert parse(words).run
+
+
+@pytest.mark.slow
+def test_the_tutorial_prints_what_it_shows(folder, capsys):
+    page = ROOT / "docs" / "tutorial.md"
+    checked = 0
+    for block in re.findall(r"```console\n(.*?)```", page.read_text("utf-8"), re.DOTALL):
+        for entry in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, shown = entry.partition("\n")
+            assert main(shlex.split(command)[1:]) == 0, command
+            printed = capsys.readouterr().out
+            for line in shown.splitlines():
+                # `...` stands for lines left out; times and what the standard error says differ.
+                if line.strip() != "..." and not line.startswith("loopq:"):
+                    assert _same(line, printed), f"{command}\n{line!r} is not in\n{printed}"
+                    checked += 1
+    assert checked > 10
+
+
+def _same(line: str, printed: str) -> bool:
+    """Whether a line was printed; the digits after the third of a number may differ by processor."""
+
+    def near(text: str) -> str:
+        return re.sub(r"(\d\.\d{2})\d+", r"\1", re.sub(r"\s+", " ", text.strip()))
+
+    return near(line) in [near(other) for other in printed.splitlines()]

@@ -12,6 +12,7 @@ _EXTRA = {
     "transformers": "hf",
     "huggingface_hub": "hf",
     "lm_eval": "eval",
+    "gguf": "gguf",
     "matplotlib": "report",
     "scipy": "stats",
     "threadpoolctl": "torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -64,3 +65,34 @@ def test_small_divergences_are_not_shown_as_none():
         "1.23e-06",
         "0.01234",
     ]
+
+
+@pytest.mark.parametrize("form", ["native", "compressed-tensors"])
+def test_a_model_card_says_what_was_made_and_measured(saved_model, quantized, tmp_path, command, form):
+    folder = tmp_path / "q"
+    assert command("export", quantized, "--out", folder, "--format", form)[0] == 0
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    code, text, _ = command("evaluate", saved_model, folder, *FEW, "--card")
+    assert code == 0
+    assert f"model card: {folder / 'README.md'}" in text
+    card = (folder / "README.md").read_text()
+    assert card.startswith(
+        "---\ntags:\n- loopq\n- looped-transformer\n- 4-bit\n---\n\n# tiny-model, quantized by loopq"
+    )
+    assert "* 9 weights: INT4, groups of 16, symmetric, float16 scales" in card
+    assert "4 prompts, 96 tokens of embedded evaluation text, at 3 steps" in card
+    kl = json.loads(command("evaluate", saved_model, folder, *FEW, "--json")[1])[1]["kl"]
+    assert f"| quantized | {kl:.3g} [" in card
+    assert "loopq quantize tiny-model --like DIR --calibration TEXT --out NEW" in card
+    # The card is no part of the checkpoint: what it is written from stays as it was.
+    assert command("export", folder, "--out", tmp_path / "again", "--format", form)[0] == 0
+    assert {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()} == before
+
+
+def test_a_card_names_the_licence_of_the_base_model(saved_model, quantized, tmp_path, command):
+    base = tmp_path / "base"
+    shutil.copytree(saved_model, base)
+    (base / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\nText\n")
+    shutil.copytree(quantized, tmp_path / "q")
+    assert command("evaluate", base, tmp_path / "q", *FEW, "--card")[0] == 0
+    assert "\nlicense: apache-2.0\n" in (tmp_path / "q" / "README.md").read_text()

@@ -185,3 +185,41 @@ def test_interrupt_says_where_progress_is_saved(saved_model, tmp_path, command, 
     monkeypatch.undo()
     assert command("quantize", saved_model, "--out", tmp_path / "q", *TINY)[0] == 0
     assert not place.exists()
+
+
+def test_settings_are_taken_from_a_checkpoint_and_changed_by_options(saved_model, tmp_path, command):
+    """Depth and seed too; the same command as the first then gives the same bytes."""
+    asked = ("--preset", "paper", "--bits", 3, "--group-size", 16, "--n-steps", 2, "--seed", 3)
+    assert (
+        command(
+            "quantize", saved_model, "--out", tmp_path / "a", *asked, "--layer", "*adapter*=>bits=8", *TINY
+        )[0]
+        == 0
+    )
+    assert command("quantize", saved_model, "--out", tmp_path / "b", "--like", tmp_path / "a", *TINY)[0] == 0
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "ab")
+    assert first == second
+    more = ("--like", tmp_path / "a", "--bits", 4, "--n-steps", 3, "--evaluate", "-", *TINY)
+    code, text, _ = command("quantize", saved_model, "--out", tmp_path / "c", *more)
+    assert code == 0
+    assert "KL (nats)" in text
+    settings = json.loads(command("inspect", tmp_path / "c", "--json")[1])["settings"]
+    assert (settings["n_steps"], settings["seed"]) == (3, 3)
+    assert settings["quantization"]["layer"]["grid"] == {
+        "bits": 4,
+        "group_size": 16,
+        "symmetric": True,
+        **{
+            k: v
+            for k, v in settings["quantization"]["layer"]["grid"].items()
+            if k not in ("bits", "group_size", "symmetric")
+        },
+    }
+    assert "model card" in text
+    assert (tmp_path / "c" / "README.md").is_file()
+
+
+def test_settings_cannot_be_taken_from_a_model(saved_model, tmp_path, command):
+    code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", "--like", saved_model)
+    assert code == 1
+    assert "a model that is not quantized" in err

@@ -99,6 +99,22 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / hf_folder.CONFIG).is_file() and hf_folder.read_config(folder)[1] is not None
 
 
+def settings_of(folder: str | Path) -> Object:
+    """Return the settings of the run that made a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        loopq did not make it.
+    """
+    folder = Path(folder)
+    if format_of(folder) == NATIVE:
+        return store.read_index(folder).settings
+    if not (folder / RECORD).exists():
+        raise CheckpointError(f"{folder}: loopq did not make it, so the settings are not known")
+    return _read_record(folder).settings
+
+
 def _target(folder: Path, quantization: Mapping[str, Any]) -> Format:
     for _, target in FORMATS:
         if target.describes(quantization):
@@ -137,7 +153,7 @@ def read_any(folder: str | Path) -> Checkpoint:
     if not layers:
         raise CheckpointError(f"{folder}: config.json says {target.name}, but there is no quantized layer")
     dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
-    side = hf_folder.side_files(folder, frozenset({RECORD, store.REPORT}))
+    side = hf_folder.side_files(folder, frozenset({RECORD, store.REPORT, hf_folder.CARD}))
     if (folder / RECORD).exists():
         return _recorded(folder, target, layers, dense, side).check(folder)
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"

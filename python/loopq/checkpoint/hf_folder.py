@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loopq.checkpoint.files import MAX_SIZE, RawTensor, inside, read_bytes, read_json, read_tensors
+from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import TENSORS
 from loopq.checkpoint.schema import Name, Object, checked, shown
 from loopq.errors import CheckpointError
@@ -15,6 +19,10 @@ CONFIG = "config.json"
 QUANTIZE_CONFIG = "quantize_config.json"
 SHARDS = "model.safetensors.index.json"
 KEY = "quantization_config"
+CARD = "README.md"
+#: `quant_method` of loopq's own tensors, which `loopq.transformers` registers.
+METHOD = "loopq"
+_OWN = re.compile(rb',\n  "quantization_config": \{"quant_method": "loopq".*\}(?=\s*\}\s*$)')
 
 
 @dataclass(frozen=True)
@@ -86,3 +94,33 @@ def side_files(folder: Path, leave_out: frozenset[str]) -> dict[str, bytes]:
     names = [p.name for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
     kept = [n for n in names if n not in weights and not n.endswith((".safetensors", ".bin"))]
     return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}
+
+
+def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:
+    """Return what `loopq.transformers` needs to know of the tensors of a native checkpoint: layers by their grid."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        rest = {k: v for k, v in layer.settings().items() if k not in ("name", "shape")}
+        names.setdefault(json.dumps(rest, sort_keys=True), []).append(layer.name)
+    groups = [{**json.loads(grid), "layers": found} for grid, found in names.items()]
+    stored = {name for found in names.values() for name in found}
+    tied = {name: source for name, source in ties.items() if source in stored}
+    return {"quant_method": METHOD, "groups": groups, "ties": tied}
+
+
+def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
+    """Put a `quantization_config` at the end of the config.json of a model of transformers, other bytes as they are.
+
+    A model of another library has no "architectures", and its config.json stays as it is.
+    """
+    head, brace, tail = config.rpartition(b"}")
+    told = head.rstrip()
+    if not brace or b'"architectures"' not in told or f'"{KEY}"'.encode() in told:
+        return config
+    space = head[len(told) :]
+    return told + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
+
+
+def without_own(config: bytes) -> bytes:
+    """Undo `add_own`."""
+    return _OWN.sub(b"", config)

@@ -20,6 +20,7 @@ from loopq.checkpoint.files import (
     read_tensors,
     write_json,
 )
+from loopq.checkpoint.hf_folder import CONFIG, add_own, describe_layers, without_own
 from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files, to_torch, write_files
 from loopq.checkpoint.schema import Depth, Name, Object, checked, parse_json, sealed, shown, unsealed
@@ -142,6 +143,10 @@ def write(folder: Path, checkpoint: Checkpoint) -> None:
     for layer in checkpoint.layers.values():
         tensors.update(layer.tensors())
     texts = {**checkpoint.side_files, REPORT: report_lines(checkpoint.layers.values()).encode()}
+    if CONFIG in texts:
+        # Without it transformers would leave the quantized layers at random values.
+        told = describe_layers(checkpoint.layers.values(), checkpoint.ties)
+        texts[CONFIG] = add_own(texts[CONFIG], told)
     files = write_files(folder, tensors, texts, {"format": "pt", "loopq": _native.__version__})
     index = {
         "loopq_version": _native.__version__,
@@ -185,6 +190,8 @@ def read(folder: Path) -> Checkpoint:
     side = [e.file for e in index.files if e.file not in (TENSORS, REPORT)]
     dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
     files = {name: read_bytes(folder / name, MAX_SIZE) for name in side}
+    if CONFIG in files:
+        files[CONFIG] = without_own(files[CONFIG])
     return Checkpoint(layers, dense, index.ties, index.settings, files).check(folder)
 
 

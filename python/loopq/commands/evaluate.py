@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.convert import format_of
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, add_text, execution, load, take, whole
 from loopq.commands.output import measurement_table
+from loopq.execution import Execution
 from loopq.progress import Line
+from loopq.report.card import write_card
+from loopq.systems.load import LoadedModel
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -32,25 +37,47 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="paired initial states of each prompt (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--card", action="store_true", help="write a model card (README.md) into each DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
-    from loopq.api import evaluate
     from loopq.calibrate.prompts import evaluation_tokens
 
     for folder in args.checkpoints:
         format_of(Path(folder))
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
-    how = execution(args)
+    name = str(args.model or args.python)
+    measure(
+        loaded, name, args.checkpoints, tokens, args.n_steps, execution(args),
+        n_seeds=args.n_seeds, as_json=args.json, card=args.card,
+    )  # fmt: skip
+    return 0
+
+
+def measure(
+    loaded: LoadedModel,
+    name: str,
+    folders: Sequence[str],
+    tokens: TokenSet,
+    n_steps: int | None,
+    how: Execution,
+    *,
+    n_seeds: int = 1,
+    as_json: bool = False,
+    card: bool = False,
+) -> None:
+    """Measure checkpoints of a model on prompts, print a table or JSON, and write model cards if asked."""
+    from loopq.api import evaluate
+
     with Line() as progress:
         measured = evaluate(
             loaded,
-            args.checkpoints,
+            folders,
             tokens,
-            n_steps=args.n_steps,
-            seeds=range(how.seed, how.seed + args.n_seeds),
+            n_steps=n_steps,
+            seeds=range(how.seed, how.seed + n_seeds),
             progress=progress,
             batch_size=how.batch_size,
         )
@@ -58,20 +85,26 @@ def run(args: argparse.Namespace) -> int:
     for summary, measurement in zip(summaries[1:], measured[1:], strict=True):
         interval = measurement.kl_interval()
         summary["kl_95"] = None if interval is None else [interval.low, interval.high]
-    if args.json:
+    depth = n_steps if n_steps is not None else loaded.system.n_steps
+    said = {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
+    cards = [
+        write_card(Path(folder), name, loaded.folder, [summaries[0], {**summary, "name": "quantized"}], said)
+        for folder, summary in zip(folders, summaries[1:], strict=True)
+        if card
+    ]
+    if as_json:
         print(json.dumps(summaries, indent=1))
-        return 0
-    said = tokens.describe()
-    depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
+        return
     print(
         f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {depth} steps, initial states of "
-        f"each: {args.n_seeds}, the same in every row"
+        f"each: {n_seeds}, the same in every row"
     )
     print(measurement_table(summaries))
     print(
         "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
     )
-    return 0
+    for path in cards:
+        print(f"model card: {path}")
 
 
 COMMANDS.register("evaluate")(Command("measure checkpoints against the full-precision model", add, run, 11))

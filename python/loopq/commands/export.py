@@ -6,13 +6,34 @@ import argparse
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format
+from loopq.engines.gguf import write_gguf
+from loopq.engines.imatrix import write_imatrix
+from loopq.run.export import export
+
+#: Single files of llama.cpp.
+_FILES = ("gguf", "imatrix")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("folder", metavar="DIR", help="checkpoint of any format that loopq reads")
-    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
-    add_format(parser)
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        help="checkpoint of any format that loopq reads; for imatrix a calibration dump",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="new folder; for gguf and imatrix a new file"
+    )
+    add_format(parser, more=_FILES)
+    parser.add_argument(
+        "--vocabulary", metavar="FILE", help="for gguf: copy the tokenizer of this GGUF file of the model"
+    )
+    parser.add_argument(
+        "--steps",
+        default="all",
+        metavar="STEPS",
+        help="for imatrix: the steps that count (default %(default)s)",
+    )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -22,12 +43,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and say what it cost."""
-    from loopq.run.export import export
-
-    exported = export(
-        args.folder, args.out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
-    )
-    print("\n".join(exported.lines()))
+    if args.format == "gguf":
+        lines = write_gguf(args.folder, args.out, args.vocabulary)
+    elif args.format == "imatrix":
+        lines = write_imatrix(args.folder, args.out, args.steps)
+    else:
+        exported = export(
+            args.folder, args.out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
+        )
+        lines = exported.lines()
+    print("\n".join(lines))
     return 0
 
 

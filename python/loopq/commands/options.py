@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from loopq.calibrate.prompts import Take
+from loopq.checkpoint.convert import settings_of
 from loopq.checkpoint.files import nearest
 from loopq.errors import ConfigError
 from loopq.execution import Execution
@@ -217,10 +219,27 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         A value that is not allowed, or an option that what was chosen would not read.
     """
     include = tuple(getattr(args, "include", ()))
-    config = QuantConfig(overrides=tuple(args.layer), include=include, exclude=tuple(args.exclude))
+    config = QuantConfig() if getattr(args, "like", None) is None else like(args)
+    config = dataclasses.replace(
+        config,
+        overrides=(*config.overrides, *args.layer),
+        include=(*config.include, *include),
+        exclude=(*config.exclude, *args.exclude),
+    )
     if getattr(args, "preset", None):
         config = config.preset(args.preset)
     return config.changed(**given(args, QuantConfig))
+
+
+def like(args: argparse.Namespace) -> QuantConfig:
+    """Read the settings of the checkpoint that ``--like`` names; depth and seed too, unless they are given."""
+    settings = settings_of(args.like)
+    if "quantization" not in settings:
+        raise ConfigError(f"--like {args.like}: it holds no settings of a run")
+    if args.n_steps is None:
+        args.n_steps = settings["n_steps"]
+    args.seed = getattr(args, "seed", settings["seed"])
+    return QuantConfig.from_json(settings["quantization"])
 
 
 def add_source(
@@ -296,15 +315,15 @@ def take(args: argparse.Namespace) -> Take:
     return Take().changed(**given(args, Take))
 
 
-def add_format(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add the options that choose a checkpoint format; without a default the format must be given."""
+def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:
+    """Add the options that choose a checkpoint format, or one of `more`; without a default it must be given."""
     from loopq.checkpoint.convert import format_names
 
     parser.add_argument(
         "--format",
         required=default is None,
         default=default,
-        choices=format_names(),
+        choices=(*format_names(), *more),
         help="format of the checkpoint" + (" (default %(default)s)" if default else ""),
     )
     parser.add_argument(

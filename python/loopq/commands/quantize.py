@@ -9,11 +9,12 @@ from pathlib import Path
 
 import loopq
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import calibration_tokens
+from loopq.calibrate.prompts import calibration_tokens, evaluation_tokens
 from loopq.checkpoint.files import check_new
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
+from loopq.commands.evaluate import measure
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -21,6 +22,7 @@ from loopq.commands.options import (
     add_source,
     add_text,
     check_place,
+    execution,
     given,
     load,
     quant_config,
@@ -52,6 +54,16 @@ docs/quantizers.md has measured comparisons"""
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
+    parser.add_argument(
+        "--like",
+        metavar="DIR",
+        help="take the settings of that checkpoint, its depth and its seed; options change them",
+    )
+    parser.add_argument(
+        "--evaluate",
+        metavar="FILE",
+        help="measure the result on this held-out text (-: the one that ships with loopq) and write a model card",
+    )
     add_quantizer(parser, model=True)
     add_text(parser, "calibration")
     add_source(parser)
@@ -81,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         refuse_early(loaded.system, config, args.format, args.ragged, args.n_steps)
     solved = _solved(args)
     tokens = calibration_tokens(loaded, args.calibration, take(args))
+    if args.evaluate:
+        text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
     with Line() as progress:
         result = loopq.quantize(
             loaded,
@@ -94,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     print_checkpoint(result, str(out) if native else None)
     if not native:
         _export(args, solved, out)
+    if args.evaluate:
+        measure(loaded, str(args.model), [str(out)], text, args.n_steps, execution(args), card=True)
     if args.html:
         _page(args, config.layer, loaded, tokens, result)
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)

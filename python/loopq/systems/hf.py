@@ -28,13 +28,15 @@ _TOKENIZER_FILES = (
     "spiece.model",
 )
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+#: Names the licence of a model.
+_CARD = ("README.md",)
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def fetch(hub_id: str, revision: str | None, allow_pickle: bool) -> Path:
     """Download a checkpoint from the hub, or take it from the local cache."""
-    patterns = [*_SIDE_FILES, *_WEIGHTS, *(_PICKLES if allow_pickle else ())]
+    patterns = [*_SIDE_FILES, *_CARD, *_WEIGHTS, *(_PICKLES if allow_pickle else ())]
     try:
         folder = require("huggingface_hub").snapshot_download(
             hub_id, revision=revision, allow_patterns=patterns

@@ -53,7 +53,7 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         for module in found:
             # One quantized module stands for one linear module, however many names that has.
             if id(module) not in made:
-                made[id(module)] = _module(layer, module, activations)
+                made[id(module)] = quantized_linear(layer, module, activations)
     for name, module in modules.items():
         if id(module) in made:
             parent, _, child = name.rpartition(".")
@@ -61,7 +61,14 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     return kept
 
 
-def _module(layer: QuantizedLayer, linear: Any, activations: Activations) -> Any:
+def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activations = "float") -> Any:
+    """Return the module that holds a layer's codes, on the device and with the bias of the one that it replaces.
+
+    Raises
+    ------
+    CheckpointError
+        The module's `weight` is of another shape.
+    """
     from loopq.kernels.modules import QuantLinear
 
     if tuple(linear.weight.shape) != layer.shape:

@@ -41,6 +41,8 @@ def checkpoint_of(model, config, *, leave=("lm_head",), side=None, **grid):
     layers = {}
     for module in linear_names(model, leave):
         name = f"{module}.weight"
+        if name in ties:
+            continue
         layers[name] = rounded(name, tensors[name].float32(), **grid)
     dense = {n: t for n, t in tensors.items() if n not in layers}
     files = {"config.json": (json.dumps(config, indent=2) + "\n").encode(), **(side or {})}

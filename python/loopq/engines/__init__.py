@@ -1,0 +1,1 @@
+"""Files and rules of inference engines: GGUF, importance for llama.cpp's quantizer, and what each engine refuses."""

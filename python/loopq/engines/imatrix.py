@@ -1,0 +1,74 @@
+"""Importance for llama.cpp's own quantizer: the diagonal of the Hessian over the loop's steps. docs/formats/gguf.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from loopq.calibrate.dump import Dump
+from loopq.checkpoint.files import check_new, replacing
+from loopq.checkpoint.schema import parse_json
+from loopq.engines.gguf import Shape
+from loopq.errors import DumpError
+from loopq.lazy import require
+from loopq.steps import parse_steps
+
+
+def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> list[str]:
+    """Write the sums of squares of every layer's inputs over steps, as llama-quantize reads them.
+
+    Parameters
+    ----------
+    source : path
+        Calibration dump (`loopq collect`) of a Llama-shaped loop.
+    out : path
+        New file.
+    steps : str
+        Steps that count, as of `loopq.steps.parse_steps`.
+
+    Returns
+    -------
+    list of str
+        Lines to print.
+
+    Raises
+    ------
+    CheckpointError
+        llama.cpp has no such architecture.
+
+    Notes
+    -----
+    ``in_sum2[j] = sum over steps t and rows r of X_t[r, j]^2 = diag(H)[j]`` and ``counts`` the rows: a weight that the
+    loop uses at every step is rounded by what all steps feed it.
+    """
+    gguf = require("gguf")
+    check_new(Path(out))
+    dump = Dump(Path(source))
+    manifest = dump.manifest
+    config = parse_json(dump.side_files().get("config.json", b"{}"), "config.json", finite=False)
+    shape = Shape.of(config if isinstance(config, dict) else {})
+    layers = [p for p in manifest.parameters if p.name in manifest.leaders]
+    if not layers:
+        raise DumpError(f"{source}: no layer was observed")
+    with replacing(Path(out)) as temporary:
+        writer = gguf.GGUFWriter(temporary, shape.architecture)
+        writer.add_type("imatrix")
+        text = manifest.calibration
+        writer.add_array("imatrix.datasets", [str(text["source"])])
+        writer.add_uint32("imatrix.chunk_count", text["n_prompts"])
+        writer.add_uint32("imatrix.chunk_size", text["n_tokens"] // text["n_prompts"])
+        for parameter in layers:
+            leader = manifest.leaders[parameter.name]
+            chosen = parse_steps(steps, parameter.invocations)
+            hessians = dump.accumulator(leader, chosen)
+            name = shape.tensor(parameter.name)
+            sums = hessians.diagonal(chosen).astype(np.float32)
+            rows = sum(hessians.n_rows(t) for t in chosen)
+            writer.add_tensor(f"{name}.in_sum2", sums[None])
+            writer.add_tensor(f"{name}.counts", np.array([[rows]], np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return [f"{out}: importance of {len(layers)} layers, steps {steps}"]

@@ -1,0 +1,160 @@
+"""The model card of a checkpoint folder: what it is of, what was measured, how to make it again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopq.checkpoint.convert import inspect_any
+from loopq.checkpoint.files import replacing
+from loopq.checkpoint.hf_folder import CARD
+from loopq.table import size
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_LOADS = {
+    "native": "import loopq.transformers  # or loopq.load(DIR)",
+    "compressed-tensors": "# transformers and vLLM load this folder as it is",
+    "gptq": "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is",
+}
+
+
+def write_card(
+    folder: Path,
+    model: str,
+    base: Path | None,
+    measured: Sequence[Mapping[str, Any]],
+    text: Mapping[str, Any],
+) -> Path:
+    """Write README.md into a checkpoint folder.
+
+    Parameters
+    ----------
+    folder : Path
+        Checkpoint of any format that loopq reads.
+    model : str
+        What the full-precision model was asked for by: a hub id is named in the card, a folder by its last part.
+    base : Path, optional
+        The model's folder, whose own card may name a licence.
+    measured : sequence of mapping
+        `Measurement.summary` of full precision and of the checkpoint, and "kl_95" where there is an interval.
+    text : mapping
+        `TokenSet.describe` of the prompts, with "n_steps" and "n_seeds".
+
+    Returns
+    -------
+    Path
+        The file.
+    """
+    found = inspect_any(folder)
+    name = (
+        model
+        if _HUB_ID.fullmatch(model) and base is not None and not Path(model).exists()
+        else Path(model).name
+    )
+    lines = [*_front(found, name, _licence(base)), f"# {name}, quantized by loopq", ""]
+    lines += [*_what(found), "", *_table(measured), "", _measured_on(text), "", *_made(found, name), ""]
+    path = folder / CARD
+    with replacing(path) as temporary:
+        temporary.write_text("\n".join(lines), "utf-8")
+    return path
+
+
+def _front(found: Mapping[str, Any], name: str, licence: str | None) -> list[str]:
+    bits = sorted({layer["bits"] for layer in found["layers"]})
+    named = "/" in name
+    return [
+        "---",
+        *([f"base_model: {name}", "base_model_relation: quantized"] if named else []),
+        *([f"license: {licence}"] if licence else []),
+        "tags:",
+        *(f"- {tag}" for tag in ("loopq", "looped-transformer", *(f"{b}-bit" for b in bits))),
+        "---",
+        "",
+    ]
+
+
+def _licence(base: Path | None) -> str | None:
+    """The licence that the base model's card names."""
+    card = None if base is None else base / CARD
+    if card is None or not card.is_file():
+        return None
+    front = card.read_text("utf-8", errors="replace").split("---")
+    stated = re.search(r"^license: *([\w.-]+) *$", front[1], re.MULTILINE) if len(front) > 2 else None
+    return stated[1] if stated else None
+
+
+def _what(found: Mapping[str, Any]) -> list[str]:
+    layers, settings = found["layers"], found["settings"]
+    grids: dict[str, int] = {}
+    for layer in layers:
+        group = "one scale a row" if layer["group_size"] == -1 else f"groups of {layer['group_size']}"
+        kind = "symmetric" if layer["symmetric"] else "asymmetric"
+        grid = f"INT{layer['bits']}, {group}, {kind}, {layer['scale_dtype']} scales"
+        grids[grid] = grids.get(grid, 0) + 1
+    packed, whole = size(sum(layer["n_bytes"] for layer in layers)), size(found["n_bytes"])
+    of = f" of system `{settings['system']}`" if settings.get("system") else ""
+    return [
+        f"A looped transformer{of}: {len(layers)} weights of the loop quantized ({packed}), all tensors {whole}. "
+        f"Format: {found['format']}.",
+        "",
+        *(f"* {count} weights: {grid}" for grid, count in grids.items()),
+        "",
+        "```python",
+        _LOADS.get(found["format"], "import loopq  # loopq.load(DIR)"),
+        "```",
+    ]
+
+
+def _table(measured: Sequence[Mapping[str, Any]]) -> list[str]:
+    hidden = measured[0]["output"] == "hidden"
+    heads = (
+        ["weights", "squared relative error", "cosine"]
+        if hidden
+        else ["weights", "KL (nats)", "agreement", "perplexity"]
+    )
+    rows = []
+    for m in measured:
+        ends = m.get("kl_95")
+        kl = f"{m['kl']:.3g}" + (f" [{ends[0]:.3g}, {ends[1]:.3g}]" if ends else "")
+        cells = (
+            [f"{m['agreement']:.5f}"]
+            if hidden
+            else [f"{100 * m['agreement']:.2f} %", f"{m['perplexity']:.4f}"]
+        )
+        rows.append([m["name"], kl, *cells, size(m["n_bytes"])])
+    return [f"| {' | '.join(row)} |" for row in ([*heads, "bytes"], ["---"] * (len(heads) + 1), *rows)]
+
+
+def _measured_on(text: Mapping[str, Any]) -> str:
+    return (
+        f"Measured by `loopq evaluate` on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']}, "
+        f"at {text['n_steps']} steps, {text['n_seeds']} initial states of each, the same for both. KL to full "
+        "precision, mean over tokens, with a 95 % bootstrap interval over prompts; agreement: same most probable token."
+    )
+
+
+def _made(found: Mapping[str, Any], name: str) -> list[str]:
+    settings = found["settings"]
+    if "quantization" not in settings:
+        return ["Not quantized by loopq: its settings are not known."]
+    text = settings["calibration"]
+    return [
+        "## How it was made",
+        "",
+        f"Calibrated on {text['n_prompts']} prompts, {text['n_tokens']} tokens of {text['source']} (SHA-256 of the "
+        f"tokens {text['sha256'][:16]}), {settings['n_steps']} steps, seed {settings['seed']}. The same again, or of "
+        "another model:",
+        "",
+        "```sh",
+        f"loopq quantize {name} --like DIR --calibration TEXT --out NEW",
+        "```",
+        "",
+        "`quantization` of `loopq inspect DIR --json`:",
+        "",
+        "```json",
+        json.dumps(settings["quantization"], indent=1, sort_keys=True),
+        "```",
+    ]

@@ -1,0 +1,38 @@
+"""Importance for llama-quantize: sums of squares of a layer's inputs over the loop's steps."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import benches.zoo.models
+from benches.zoo.store import save_model
+from loopq.calibrate.dump import Dump
+from loopq.cli import main
+from loopq.engines.imatrix import write_imatrix
+
+gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
+
+
+def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monkeypatch):
+    small = {
+        "model_type": "loopq-zoo-nanbeige", "vocab_size": 256, "n_embd": 32, "intermediate_size": 48, "n_layers": 1,
+        "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "block_size": 64, "num_loops": 2,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    save_model(benches.zoo.models.build(small), tmp_path / "m")
+    few = ("--n-prompts", "3", "--seq-len", "16")
+    assert main(["collect", str(tmp_path / "m"), "--out", str(tmp_path / "d"), *few]) == 0
+    # The published class's config.json in the place of the small one's.
+    told = json.dumps({"architectures": ["NanbeigeForCausalLM"]}).encode()
+    monkeypatch.setattr(Dump, "side_files", lambda self: {"config.json": told})
+    lines = write_imatrix(tmp_path / "d", tmp_path / "i.gguf", "1")
+    assert "importance of 7 layers, steps 1" in lines[0]
+    tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
+    hessians = Dump(tmp_path / "d").accumulator("model.layers.0.mlp.gate_proj.weight", [1])
+    assert np.allclose(tensors["blk.0.ffn_up.weight.in_sum2"], hessians.diagonal([1]), rtol=1e-6)
+    assert tensors["blk.0.ffn_up.weight.counts"].item() == 3 * 16
+    assert len(tensors) == 14

@@ -1,0 +1,119 @@
+"""transformers loads and saves native checkpoints as codes, after `import loopq.transformers`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import loopq.transformers  # noqa: F401  registers the quantizer
+from loopq.checkpoint.convert import read_any, write_as
+from loopq.checkpoint.hf_folder import read_all_tensors
+from loopq.checkpoint.native import load_into
+from loopq.errors import CheckpointError
+from loopq.kernels.modules import QuantLinear
+from tests.support.interop import models
+from tests.support.systems import CASES, build
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels|use_mamba).*")
+
+_IDS = torch.tensor([[5, 9, 7, 30, 11, 12], [1, 2, 3, 4, 5, 6]])
+
+
+def _logits(model):
+    with torch.no_grad():
+        return model(_IDS, use_cache=False).logits
+
+
+def _from_case(name):
+    model = build(CASES[name])
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    return model, config, {}
+
+
+def _code():
+    return models.looped_code()
+
+
+BUILT = {
+    "Llama": lambda: (*models.tiny_llama(), {}),
+    "HRM-Text": lambda: (*models.tiny_hrm(), {}),
+    "code of its own": _code,
+    "Zamba, tied modules": lambda: _from_case("transformers Zamba"),
+    "GPT-NeoX, biases": lambda: _from_case("transformers GPT-NeoX Ponder"),
+}
+GRIDS = {
+    "INT4": {"bits": 4, "group_size": 16},
+    "INT3 asymmetric, ragged": {"bits": 3, "group_size": 24, "symmetric": False},
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", BUILT)
+def test_transformers_gives_the_logits_of_the_dequantized_model_and_saves_the_codes(name, grid, tmp_path):
+    model, config, files = BUILT[name]()
+    checkpoint = models.checkpoint_of(model, config, side=files, **GRIDS[grid])
+    write_as(tmp_path / "q", checkpoint, "native")
+    load_into(model, checkpoint)
+    found, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "q", trust_remote_code=True, output_loading_info=True
+    )
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    assert {type(found.get_submodule(n.removesuffix(".weight"))) for n in checkpoint.layers} == {QuantLinear}
+    torch.testing.assert_close(_logits(found), _logits(model), rtol=0, atol=1e-6)
+    found.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert torch.equal(_logits(again), _logits(found))
+    packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
+    for tensor_name, tensor in packed.items():
+        assert saved[tensor_name].data.tobytes() == tensor.data.tobytes()
+
+
+def test_scales_in_16_bits_stay_what_they_are_in_a_bfloat16_model(tmp_path):
+    model, config = models.tiny_llama("bfloat16")
+    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32, scale_dtype="float16")
+    write_as(tmp_path / "q", checkpoint, "native")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype="auto")
+    for name, layer in checkpoint.layers.items():
+        module = found.get_submodule(name.removesuffix(".weight"))
+        assert torch.equal(module.dequantize(), torch.from_numpy(layer.dequantize()))
+
+
+def test_config_json_says_how_to_load_it_and_comes_back_byte_for_byte(tmp_path):
+    model, config = models.tiny_llama()
+    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
+    write_as(tmp_path / "q", checkpoint, "native")
+    told = json.loads((tmp_path / "q" / "config.json").read_bytes())
+    quantization = told.pop("quantization_config")
+    assert told == json.loads(checkpoint.side_files["config.json"])
+    assert quantization["quant_method"] == "loopq"
+    (group,) = quantization["groups"]
+    assert group["layers"] == list(checkpoint.layers)
+    assert (group["bits"], group["group_size"]) == (4, 32)
+    assert read_any(tmp_path / "q").side_files == checkpoint.side_files
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"model_type": "other"}', b"[]", b'{"architectures": ["A"], "quantization_config": {}}']
+)
+def test_other_configs_stay_as_they_are(text, tmp_path):
+    model, config = models.tiny_llama()
+    checkpoint = models.checkpoint_of(model, config, side={"config.json": text}, bits=4, group_size=32)
+    checkpoint.side_files["config.json"] = text
+    write_as(tmp_path / "q", checkpoint, "native")
+    assert (tmp_path / "q" / "config.json").read_bytes() == text
+
+
+def test_a_layer_that_is_no_linear_module_is_refused(tmp_path):
+    model, config = models.tiny_llama()
+    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
+    write_as(tmp_path / "q", checkpoint, "native")
+    path = tmp_path / "q" / "config.json"
+    path.write_text(
+        path.read_text().replace("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.weight")
+    )
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp is LlamaMLP, not nn\.Linear"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "q")

@@ -63,7 +63,9 @@ def test_transformers_gives_the_logits_of_the_dequantized_model_and_saves_the_co
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
     assert {type(found.get_submodule(n.removesuffix(".weight"))) for n in checkpoint.layers} == {QuantLinear}
-    torch.testing.assert_close(_logits(found), _logits(model), rtol=0, atol=1e-6)
+    # Packed products round activations to 24 bits (docs/cpu.md).
+    expected = _logits(model)
+    torch.testing.assert_close(_logits(found), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     found.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert torch.equal(_logits(again), _logits(found))

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.convert import format_of
@@ -48,27 +49,25 @@ def run(args: argparse.Namespace) -> int:
         format_of(Path(folder))
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
-    name = str(args.model or args.python)
-    measure(
-        loaded, name, args.checkpoints, tokens, args.n_steps, execution(args),
-        n_seeds=args.n_seeds, as_json=args.json, card=args.card,
-    )  # fmt: skip
+    summaries, said = measure(loaded, args.checkpoints, tokens, args.n_steps, execution(args), args.n_seeds)
+    cards = write_cards(loaded, str(args.model or args.python), summaries, said) if args.card else []
+    if args.json:
+        print(json.dumps(summaries, indent=1))
+    else:
+        print_measured(summaries, said)
+        print("".join(f"model card: {path}\n" for path in cards), end="")
     return 0
 
 
 def measure(
     loaded: LoadedModel,
-    name: str,
     folders: Sequence[str],
     tokens: TokenSet,
     n_steps: int | None,
     how: Execution,
-    *,
     n_seeds: int = 1,
-    as_json: bool = False,
-    card: bool = False,
-) -> None:
-    """Measure checkpoints of a model on prompts, print a table or JSON, and write model cards if asked."""
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure checkpoints of a model; return what was found, full precision first, and what it was measured on."""
     from loopq.api import evaluate
 
     with Line() as progress:
@@ -86,25 +85,29 @@ def measure(
         interval = measurement.kl_interval()
         summary["kl_95"] = None if interval is None else [interval.low, interval.high]
     depth = n_steps if n_steps is not None else loaded.system.n_steps
-    said = {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
-    cards = [
-        write_card(Path(folder), name, loaded.folder, [summaries[0], {**summary, "name": "quantized"}], said)
-        for folder, summary in zip(folders, summaries[1:], strict=True)
-        if card
+    return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
+
+
+def write_cards(
+    loaded: LoadedModel, name: str, summaries: Sequence[dict[str, Any]], said: dict[str, Any]
+) -> list[Path]:
+    """Write a model card into each checkpoint that was measured."""
+    return [
+        write_card(Path(s["name"]), name, loaded.folder, [summaries[0], {**s, "name": "quantized"}], said)
+        for s in summaries[1:]
     ]
-    if as_json:
-        print(json.dumps(summaries, indent=1))
-        return
+
+
+def print_measured(summaries: Sequence[dict[str, Any]], said: dict[str, Any]) -> None:
+    """Print what `measure` found."""
     print(
-        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {depth} steps, initial states of "
-        f"each: {n_seeds}, the same in every row"
+        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, "
+        f"initial states of each: {said['n_seeds']}, the same in every row"
     )
     print(measurement_table(summaries))
     print(
         "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
     )
-    for path in cards:
-        print(f"model card: {path}")
 
 
 COMMANDS.register("evaluate")(Command("measure checkpoints against the full-precision model", add, run, 11))

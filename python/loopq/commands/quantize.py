@@ -14,7 +14,7 @@ from loopq.checkpoint.files import check_new
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
-from loopq.commands.evaluate import measure
+from loopq.commands.evaluate import measure, print_measured, write_cards
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     if not native:
         _export(args, solved, out)
     if args.evaluate:
-        measure(loaded, str(args.model), [str(out)], text, args.n_steps, execution(args), card=True)
+        found = measure(loaded, [str(out)], text, args.n_steps, execution(args))
+        print_measured(*found)
+        print(f"model card: {write_cards(loaded, str(args.model), *found)[0]}")
     if args.html:
         _page(args, config.layer, loaded, tokens, result)
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)

@@ -252,6 +252,11 @@ def own_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Path:
     return folder
 
 
+def is_own(folder: Path) -> bool:
+    """Whether `own_folder` made a folder."""
+    return (folder / _MARKER).is_file() and not folder.is_symlink()
+
+
 def remove_own(folder: Path, *, if_empty: bool = False) -> None:
     """Remove a folder that `own_folder` made, with all that is in it; leave any other as it is.
 
@@ -259,7 +264,7 @@ def remove_own(folder: Path, *, if_empty: bool = False) -> None:
     """
     if if_empty and any(p.is_file() and p.name != _MARKER for p in folder.rglob("*")):
         return
-    if (folder / _MARKER).is_file() and not folder.is_symlink():
+    if is_own(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -298,6 +303,8 @@ def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
         raise error(f"{out}: a symbolic link; name the folder itself: {out.resolve()}")
     if out.is_dir():
         if any(out.iterdir()):
+            # The kill of an earlier run may have come between the rename and the removal of what was around it.
+            remove_leftovers(out.parent, out.name)
             raise error(f"{out}: exists and is not empty; choose a new folder")
     elif out.exists():
         raise error(f"{out}: a file stands there; name a new folder")

@@ -135,6 +135,21 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def check_values(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no values: on the device "meta", or of lazy modules.
+
+    Raises
+    ------
+    ConfigError
+        The message names the first one.
+    """
+    torch = require("torch")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
+            kind = "lazy module: call the model once" if not parameter.is_meta else "device meta: load its values"
+            raise ConfigError(f"parameter {name} has no values ({kind} before)")
+
+
 def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadReport:
     """Make the report of a model that is loaded."""
     parameters = list(model.parameters())
@@ -235,6 +250,7 @@ def load_model(
             dtype=wanted,
         )
     model = _to_device(model, device).eval()
+    check_values(model)
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)
     tokenizer, encode = text_encoder(registered, folder, trust_remote_code)

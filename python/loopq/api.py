@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, read_any, verify, write_as
-from loopq.checkpoint.files import check_new, is_own, own_folder, remove_own
+from loopq.checkpoint.files import check_new, is_own, own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
@@ -147,6 +147,7 @@ def _output(
 
         def finish(checkpoint: Checkpoint) -> None:
             if late:
+                remove_leftovers(out.parent, out.name)
                 verify(out, checkpoint)
                 execution.progress.note(f"{out} was written before the interruption; compared")
             elif write is None:

@@ -335,13 +335,15 @@ class LoopedSystem(ABC):
 
 
 @contextlib.contextmanager
-def model_code(where: str | Callable[[], str]) -> Iterator[None]:
+def model_code(
+    where: str | Callable[[], str], error: type[LoopqError] = CalibrationError
+) -> Iterator[None]:
     """Run code of a model inside the block: what it raises becomes one line that says where it was.
 
     Raises
     ------
-    CalibrationError
-        Whatever the model's own code raised. Errors of loopq, and of memory, pass as they are.
+    LoopqError
+        Of the class given: whatever the model's own code raised. Errors of loopq, and of memory, pass as they are.
     """
     try:
         yield
@@ -351,7 +353,7 @@ def model_code(where: str | Callable[[], str]) -> Iterator[None]:
         first = next(iter(str(cause).strip().splitlines()), "")
         hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * ("memory" in first)
         place = where if isinstance(where, str) else where()
-        raise CalibrationError(
+        raise error(
             f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}"
         ) from cause
 

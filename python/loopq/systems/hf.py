@@ -161,9 +161,10 @@ def load_hf(
                 output_loading_info=True,
                 dtype=dtype if dtype is not None else "auto",
             )
-    except (OSError, ValueError, RuntimeError, ImportError, AttributeError, KeyError, TypeError) as cause:
+    except Exception as cause:  # it raises what it likes on a damaged folder
+        reason = " ".join(str(cause).split())
         raise CheckpointError(
-            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {cause})"
+            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
             f"{_version_advice(config, trust_remote_code)}"
         ) from cause
     model = model.eval()

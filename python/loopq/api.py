@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, read_any, verify, write_as
-from loopq.checkpoint.files import check_new, is_own, own_folder, remove_leftovers, remove_own
+from loopq.checkpoint.files import own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
@@ -26,7 +26,7 @@ from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
 from loopq.run.engine import Run, side_files
 from loopq.run.estimate import estimate
-from loopq.run.result import checkpoint_of, solve_dump, work_folder
+from loopq.run.result import checkpoint_of, killed_late, solve_dump, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -141,9 +141,9 @@ def _output(
         yield execution, lambda checkpoint: None
         return
     out = Path(path)
-    _refuse_existing(out)
+    killed_late(out)
     with locked(out):
-        late = _refuse_existing(out)
+        late = killed_late(out)
 
         def finish(checkpoint: Checkpoint) -> None:
             if late:
@@ -162,14 +162,6 @@ def _output(
             remove_own(work, if_empty=True)
             raise
         remove_own(work)
-
-
-def _refuse_existing(out: Path) -> bool:
-    """Whether a run was killed after it wrote the folder; refuse any other folder that is there."""
-    late = is_own(work_folder(out)) and out.is_dir() and not out.is_symlink() and any(out.iterdir())
-    if not late:
-        check_new(out)
-    return late
 
 
 def solve(

@@ -9,7 +9,6 @@ from pathlib import Path
 import loopq
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import calibration_tokens, evaluation_tokens
-from loopq.checkpoint.files import check_new
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
@@ -36,7 +35,7 @@ from loopq.progress import Line
 from loopq.quantizers.config import LayerConfig
 from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import Exported, export, refuse_early
-from loopq.run.result import work_folder
+from loopq.run.result import killed_late, work_folder
 from loopq.systems.load import LoadedModel
 
 _HINT = "hint: --preset best is more accurate at the same bytes; it takes gradients on all prompts"
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     # What can be refused is refused before the model is loaded, which takes minutes for a large one.
     out = Path(args.out)
     native = args.format == "native"
-    check_new(out)
+    killed_late(out)
     config = quant_config(args)
     refuse_unused_held_out(config)
     if args.html:

@@ -3,7 +3,6 @@
 Needs numpy and safetensors; everything that runs a model needs the extra "torch".
 """
 
-# ruff: noqa: E402
 import signal
 import sys
 from pathlib import Path

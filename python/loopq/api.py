@@ -18,7 +18,7 @@ from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out

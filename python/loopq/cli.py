@@ -255,4 +255,3 @@ def _left_behind(args: argparse.Namespace) -> str:
     if place is not None and place.exists():
         return f"progress is saved in {place}: the same command resumes from there"
     return "nothing is saved: the same command starts anew"
-

@@ -80,7 +80,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SIZES)} (default all)")
     parser.add_argument("--seed", type=int, default=0)
     for name, (default, text) in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default {default})"
+        )
     args = parser.parse_args()
     failed = False
     for name in args.names or SIZES:

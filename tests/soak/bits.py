@@ -51,4 +51,3 @@ def _read(target: Target, read, known: tuple[str, str], base: Path, counts: Coun
         counts.outcomes[f"{target.name}: {'same content' if same else 'not noticed'}"] += 1
         if not same:
             counts.failures.append(f"{what}: not noticed")
-

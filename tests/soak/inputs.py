@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import json
 import random
 import shutil
 import signal
@@ -20,15 +19,15 @@ import loopq
 from loopq.cli import main, parser
 from loopq.errors import LoopqError
 
-from .files import VALUES, changed_json, replace
-from .runs import PAPER, Counts
+from .files import changed_json, replace
+from .runs import TINY, Counts
 
 WORDS = [
     "", " ", "-1", "0", "1", "2", "3.25", "1e400", "nan", "inf", "-inf", "1e20", "99999999999999999999", "9" * 400, "٣",
-    "none", "true", "maybe", "../x", "/", "/dev/null", "/dev/zero", "nowhere", ".", "\ud800", "a\nb", "é" * 300, "x" * 5000,
+    "none", "true", "maybe", "../x", "/", "/dev/null", "/dev/zero", "nowhere", ".", "\ud800", "a\nb", "x" * 5000,
     "0-1", "5-2", "first", "last", "all", "re:(", "re:(a+)+$", "[", "*", "*=>bits=8", "*=>bits=5", "*=>symmetric=maybe",
     "*=>x", "=>", "2,4", ",", "8G", "1B", "1M", "-1G", "cpu", "meta", "cuda:99", "cuda", "x:y:z", "hadamard:16",
-    "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan", "minimax", "validated",
+    "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan", "minimax",
 ]  # fmt: skip
 #: What one command may take; beyond it something runs that should have been refused.
 SECONDS = 120
@@ -74,7 +73,9 @@ def command_lines(model: Path, n_cases: int, rng: random.Random) -> Counts:
 
 def _line(name: str, command, model: Path, folder: Path, rng: random.Random) -> list[str]:
     argv = [name]
-    options = [a for a in command._actions if a.option_strings and a.dest not in ("help", "trust_remote_code")]
+    options = [
+        a for a in command._actions if a.option_strings and a.dest not in ("help", "trust_remote_code")
+    ]
     for action in command._actions:
         if not action.option_strings:
             argv.append(rng.choice([str(model), str(model), str(model), *WORDS[:24]]))
@@ -84,7 +85,7 @@ def _line(name: str, command, model: Path, folder: Path, rng: random.Random) -> 
         argv += ["--n-prompts", "2", "--seq-len", "8", "--threads", "1"][: 4 if name == "evaluate" else 6]
     for action in rng.sample(options, min(len(options), rng.randint(1, 3))):
         argv.append(action.option_strings[0])
-        if action.nargs != 0 and not hasattr(action, "const") or action.const is None:
+        if action.const is None:
             argv.append(rng.choice([*WORDS, *map(str, action.choices or ())]))
     return [a.replace("\0", "") for a in argv]
 
@@ -113,11 +114,13 @@ def models(model: Path, n_cases: int, rng: random.Random) -> Counts:
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(model, folder)
             _break(folder, number, rng)
-            code, text = _run(f"quantize {folder} --out {name}/out {PAPER} --method rtn --preset fast".split()[:-2])
+            code, text = _run(f"quantize {folder} --out {name}/out {TINY} --method rtn".split())
             shutil.rmtree(Path(name) / "out", ignore_errors=True)
             counts.outcomes[{0: "works", 1: "refused", 2: "refused"}.get(code, f"exit code {code}")] += 1
             if code not in (0, 1, 2):
-                counts.failures.append(f"{(folder / 'config.json').read_bytes()[:600]!r}: {code}: {text[-300:]}")
+                counts.failures.append(
+                    f"{(folder / 'config.json').read_bytes()[:600]!r}: {code}: {text[-300:]}"
+                )
     for make in MODULES:
         try:
             loopq.quantize(make(), [[1, 2, 3, 4], [5, 6, 7, 8]], method="rtn", group_size=8, threads=1)
@@ -158,7 +161,11 @@ class Loop(nn.Module):
 
     def __init__(self, core: nn.Module | None = None) -> None:
         super().__init__()
-        self.embed, self.core, self.head = nn.Embedding(256, 16), core or nn.Linear(16, 16), nn.Linear(16, 256)
+        self.embed, self.core, self.head = (
+            nn.Embedding(256, 16),
+            core or nn.Linear(16, 16),
+            nn.Linear(16, 256),
+        )
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -216,7 +223,10 @@ MODULES = [
     nn.Module,
     lambda: nn.DataParallel(Loop()),
     lambda: copy.deepcopy(Loop()),
-    *(_with(type(e).__name__, _raises(e)) for e in (ValueError("a\nb"), KeyError("x"), RuntimeError(), StopIteration())),
+    *(
+        _with(type(e).__name__, _raises(e))
+        for e in (ValueError("a\nb"), KeyError("x"), RuntimeError(), StopIteration())
+    ),
     _with("shapes", lambda self, x, t: x @ torch.zeros(3, 3)),
     _with("infinite", lambda self, x, t: self.core(x) * float("inf")),
     _with("text", lambda self, x, t: "x"),

@@ -24,6 +24,7 @@ from ..support.runs import digest
 COLLECT = "--n-prompts 3 --seq-len 16 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
 TINY = f"{COLLECT} --group-size 16 --rank-threshold none"
 PAPER = f"{TINY} --preset paper"
+ALLOCATE = "--allocate 3.5 --allocate-bits 2,4 --allocate-group-sizes 16"
 #: Command lines by name: {model} is the tiny model, {rows} and {sums} dumps of it, {checkpoint} a checkpoint, {out}
 #: what is written.
 COMMANDS = {
@@ -37,9 +38,8 @@ COMMANDS = {
     "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
     "tune scales": f"quantize {{model}} --out {{out}} {PAPER} --tune scales --tune-n-updates 6 --tune-every 2",
     "tune codes": f"quantize {{model}} --out {{out}} {PAPER} --tune codes --tune-n-updates 6 --tune-every 2",
-    "allocate": f"quantize {{model}} --out {{out}} {PAPER} --allocate 3.5 --allocate-bits 2,4 --allocate-group-sizes 16",
-    "allocate fisher": f"quantize {{model}} --out {{out}} {PAPER} --allocate 3.5 --allocate-bits 2,4 "
-    "--allocate-group-sizes 16 --allocate-score fisher",
+    "allocate": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE}",
+    "allocate fisher": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE} --allocate-score fisher",
     "collect rows": f"collect {{model}} --out {{out}} {COLLECT} --shard-batches 1",
     "collect sums": f"collect {{model}} --out {{out}} {COLLECT} --hessian --per-step",
     "solve rows": "solve {rows} --out {out} --method gptq --group-size 16 --threads 1",
@@ -74,7 +74,12 @@ class Bench:
         self.base, self.names = base, names
         self.inputs: dict[str, object] = {"model": base / "model", "memory": 34_000}
         save_model(tiny_model(), base / "model")
-        made = {"rows": "collect rows", "sums": "collect sums", "more": "collect sums", "checkpoint": "quantize"}
+        made = {
+            "rows": "collect rows",
+            "sums": "collect sums",
+            "more": "collect sums",
+            "checkpoint": "quantize",
+        }
         for name, command in made.items():
             self.inputs[name] = base / name
             line = COMMANDS[command].format(**self.inputs, out=base / name)

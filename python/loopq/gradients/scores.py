@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,7 +122,8 @@ def loop_fisher(
     }
     journal = journal or Journal(None)
     piece = journal.find("fisher")
-    saved = piece.facts if piece else {"totals": [0.0] * len(candidates), "positions": 0, "done": 0}
+    zero: dict[str, Any] = {"totals": [0.0] * len(candidates), "positions": 0, "done": 0}
+    saved = piece.facts if piece else zero
     totals = dict(zip(candidates, saved["totals"], strict=True))
     positions, done = int(saved["positions"]), int(saved["done"])
     progress.start("fisher", len(tokens.sequences), "prompts")

@@ -249,7 +249,9 @@ def tune(
         "tuned_held_out_after": run.best,
         "tuned_codes_flipped": flipped,
     }
-    return Tuned({n: layer.with_report(**facts) for n, layer in run.layers.items()}, tuple(run.history), flipped)
+    return Tuned(
+        {n: layer.with_report(**facts) for n, layer in run.layers.items()}, tuple(run.history), flipped
+    )
 
 
 @dataclass

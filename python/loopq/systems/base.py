@@ -335,9 +335,7 @@ class LoopedSystem(ABC):
 
 
 @contextlib.contextmanager
-def model_code(
-    where: str | Callable[[], str], error: type[LoopqError] = CalibrationError
-) -> Iterator[None]:
+def model_code(where: str | Callable[[], str], error: type[LoopqError] = CalibrationError) -> Iterator[None]:
     """Run code of a model inside the block: what it raises becomes one line that says where it was.
 
     Raises
@@ -353,9 +351,7 @@ def model_code(
         first = next(iter(str(cause).strip().splitlines()), "")
         hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * ("memory" in first)
         place = where if isinstance(where, str) else where()
-        raise error(
-            f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}"
-        ) from cause
+        raise error(f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}") from cause
 
 
 def find_prefix(model: nn.Module, marker: str) -> str | None:

@@ -157,7 +157,11 @@ def check_values(model: nn.Module) -> None:
     torch = require("torch")
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
-            kind = "lazy module: call the model once" if not parameter.is_meta else "device meta: load its values"
+            kind = (
+                "lazy module: call the model once"
+                if not parameter.is_meta
+                else "device meta: load its values"
+            )
             raise ConfigError(f"parameter {name} has no values ({kind} before)")
 
 

@@ -1,5 +1,6 @@
 """The campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. Each prints its counts; a failure ends with code 1.
 
+SOAK_MINUTES ends the campaigns of runs earlier, with the counts that there are.
 Everything runs on a tiny model and on small made files, in memory where there is a file system in memory.
 """
 
@@ -36,7 +37,8 @@ SIZES = {
 
 def _on_runs(function: Callable[[runs.Bench, int, random.Random], runs.Counts]):
     def campaign(base: Path, size: int, rng: random.Random) -> runs.Counts:
-        return function(runs.Bench(base, list(runs.COMMANDS)), size, rng)
+        until = time.monotonic() + 60 * float(os.environ.get("SOAK_MINUTES", "inf"))
+        return function(runs.Bench(base, list(runs.COMMANDS), until), size, rng)
 
     return campaign
 

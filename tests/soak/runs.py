@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import os
 import random
 import re
@@ -64,14 +65,17 @@ class Counts:
 
 
 class Bench:
-    """A folder with everything the commands read, and what each of them writes when nothing happens to it."""
+    """A folder with everything the commands read, and what each of them writes when nothing happens to it.
 
-    def __init__(self, base: Path, names: list[str]) -> None:
+    `until` is the time of the monotonic clock at which a campaign ends, however much is left.
+    """
+
+    def __init__(self, base: Path, names: list[str], until: float = math.inf) -> None:
         from benches.zoo.store import save_model
 
         from ..conftest import tiny_model
 
-        self.base, self.names = base, names
+        self.base, self.names, self.until = base, names, until
         self.inputs: dict[str, object] = {"model": base / "model", "memory": 34_000}
         save_model(tiny_model(), base / "model")
         made = {
@@ -191,7 +195,7 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
     """
     counts = Counts()
     done = 0
-    while done < n_kills:
+    while done < n_kills and time.monotonic() < bench.until:
         name = bench.names[counts.outcomes["sequences"] % len(bench.names)]
         counts.outcomes["sequences"] += 1
         with place(bench.base) as folder:
@@ -221,6 +225,8 @@ def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
     """Start the same command twice with one output: one of them writes it, or both come after each other."""
     counts = Counts()
     for number in range(n_pairs):
+        if time.monotonic() > bench.until:
+            break
         name = bench.names[number % len(bench.names)]
         with place(bench.base) as folder:
             first = bench.start(name, folder / "out")
@@ -240,6 +246,8 @@ def full_disk(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
     """Let no file grow beyond a random size: one line, no half output, and the same command goes on afterwards."""
     counts = Counts()
     for number in range(n_runs):
+        if time.monotonic() > bench.until:
+            break
         name = bench.names[number % len(bench.names)]
         limit = int(2 ** rng.uniform(6, 17))
 

@@ -1,7 +1,34 @@
-"""`python -m loopq`."""
+"""`python -m loopq`, and the program `loopq`."""
 
+import os
 import sys
 
-from loopq.cli import main
+from loopq.cli import main as run
 
-sys.exit(main())
+
+def main() -> int:
+    """Set right what closed streams would spoil, and run the command line.
+
+    Returns
+    -------
+    int
+        The exit code, as of `loopq.cli.main`.
+    """
+    # A stream that was closed (`2>&-`) leaves its number to the next file, which would get what is printed.
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = (s or open(n, "w") for n, s in ((1, sys.stdout), (2, sys.stderr)))  # noqa: PTH123, SIM115
+    code = run()
+    if code == 130:
+        # Whoever interrupts waits: what modules do as they go takes longer than the rest.
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

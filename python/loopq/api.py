@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
-from loopq.checkpoint.convert import NATIVE, read_any, write_as
-from loopq.checkpoint.files import check_new, own_folder, remove_own
+from loopq.checkpoint.convert import NATIVE, read_any, verify, write_as
+from loopq.checkpoint.files import own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
@@ -26,7 +26,7 @@ from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
 from loopq.run.engine import Run, side_files
 from loopq.run.estimate import estimate
-from loopq.run.result import checkpoint_of, solve_dump, work_folder
+from loopq.run.result import checkpoint_of, killed_late, solve_dump, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
+Write: TypeAlias = Callable[[Checkpoint], object]
+
 
 def quantize(
     model: Model,
@@ -48,6 +50,7 @@ def quantize(
     *,
     out: str | Path | None = None,
     n_steps: int | None = None,
+    write: Write | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
@@ -65,6 +68,8 @@ def quantize(
         Folder for the checkpoint. The same call resumes a run that was interrupted.
     n_steps : int, optional
         Depth of the rollout; the model's own when absent.
+    write : callable, optional
+        Called with the checkpoint to write `out`, as by `loopq.export`; loopq's own format when absent.
     **options
         Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
         ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts" and
@@ -94,10 +99,9 @@ def quantize(
     """
     config, execution, take = _options(config, options)
     refuse_unused_held_out(config)
-    with _output(out, execution) as execution:
+    with _output(out, execution, write) as (execution, finish):
         checkpoint = _quantized(open_model(model), calibration, take, config, n_steps, execution)
-        if out is not None:
-            write_as(out, checkpoint, NATIVE)
+        finish(checkpoint)
     return checkpoint
 
 
@@ -109,7 +113,7 @@ def _quantized(
     n_steps: int | None,
     execution: Execution,
 ) -> Checkpoint:
-    for line in loaded.system.describe_loop():
+    for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
     if config.needs_held_out:
@@ -125,17 +129,36 @@ def _quantized(
 
 
 @contextlib.contextmanager
-def _output(out: str | Path | None, execution: Execution) -> Iterator[Execution]:
-    """Hold an output folder and its work folder for one run; the work folder is gone after a good end."""
-    if out is None:
-        yield execution
+def _output(
+    path: str | Path | None, execution: Execution, write: Write | None = None
+) -> Iterator[tuple[Execution, Write]]:
+    """Hold an output folder and its work folder for one run, and give what writes the output.
+
+    The work folder is gone after a good end. A run that was killed between the two has nothing more to write: what it
+    comes to is compared with what is there.
+    """
+    if path is None:
+        yield execution, lambda checkpoint: None
         return
-    check_new(Path(out))
-    with locked(Path(out)):
+    out = Path(path)
+    killed_late(out)
+    with locked(out):
+        late = killed_late(out)
+
+        def finish(checkpoint: Checkpoint) -> None:
+            if late:
+                remove_leftovers(out.parent, out.name)
+                verify(out, checkpoint)
+                execution.progress.note(f"{out} was written before the interruption; compared")
+            elif write is None:
+                write_as(out, checkpoint, NATIVE)
+            else:
+                write(checkpoint)
+
         work = own_folder(work_folder(out))
         try:
-            yield dataclasses.replace(execution, work=work)
-        except LoopqError:
+            yield dataclasses.replace(execution, work=work), finish
+        except BaseException:
             remove_own(work, if_empty=True)
             raise
         remove_own(work)
@@ -168,10 +191,9 @@ def solve(
         The dump is truncated or altered, or lacks a step that is asked for.
     """
     config, execution, _ = _options(config, options)
-    with _output(out, execution) as execution:
+    with _output(out, execution) as (execution, finish):
         checkpoint = solve_dump(Path(dump), config, execution)
-        if out is not None:
-            write_as(out, checkpoint, NATIVE)
+        finish(checkpoint)
     return checkpoint
 
 

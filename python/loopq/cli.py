@@ -9,6 +9,7 @@ import re
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -172,6 +173,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = parse(argv)
+    interrupts = _Interrupts()
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    finally:
+        interrupts.end()
+    if interrupts.any or code == 130:
+        print(f"loopq: interrupted; {_left_behind(args)}", file=sys.stderr)
+        return 130
+    return code
+
+
+class _Interrupts:
+    """Ctrl-C, noted when it comes: libraries that are being imported turn it into errors of their own."""
+
+    def __init__(self) -> None:
+        self.any = False
+        # Only the main thread is told of signals; elsewhere whoever has it decides.
+        self._main = threading.current_thread() is threading.main_thread()
+        self._before = signal.signal(signal.SIGINT, self._note) if self._main else None
+
+    def _note(self, number: int, frame: object) -> None:
+        self.any = True
+        raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Put back what was there."""
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Run the command; an error is one line."""
     try:
         for file in args.register:
             _run_file(Path(file))
@@ -181,14 +217,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = isinstance(error, ConfigError)
         print(f"loopq: error: {_as_options(args, str(error)) if wrong else error}", file=sys.stderr)
         return 2 if wrong else 1
+    except MemoryError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        print(
+            f"loopq: error: out of memory{': ' * bool(reason)}{reason}; take fewer prompts at once (--batch-size), "
+            "shorter ones (--seq-len), or set a limit to keep to (--memory)",
+            file=sys.stderr,
+        )
+        return 1
     except OSError as error:
         # Files that loopq reads and writes have messages of their own; this is for what is left.
         place = f"{error.filename}: " if error.filename else ""
         print(f"loopq: error: {place}{error.strerror or error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"loopq: interrupted; {_left_behind(args)}", file=sys.stderr)
-        return 130
 
 
 def _as_options(args: argparse.Namespace, message: str) -> str:
@@ -214,7 +255,3 @@ def _left_behind(args: argparse.Namespace) -> str:
     if place is not None and place.exists():
         return f"progress is saved in {place}: the same command resumes from there"
     return "nothing is saved: the same command starts anew"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,12 +32,15 @@ def require(module: str, extra: str | None = None) -> Any:
     Raises
     ------
     MissingExtraError
-        The module is not installed; the message gives the command that installs it.
+        The module is not installed; the message gives the command that installs it. Or it cannot be loaded.
     """
     try:
         return importlib.import_module(module)
     except ImportError as cause:
         package = module.split(".")[0]
+        if not isinstance(cause, ModuleNotFoundError):
+            reason = next(iter(str(cause).strip().splitlines()), "")
+            raise MissingExtraError(f"this needs {package}, which cannot be loaded: {reason:.300}") from cause
         raise MissingExtraError(
             f"this needs {package}, which is not installed; run: pip install 'loopq[{extra or _EXTRA[package]}]'"
         ) from cause

@@ -52,7 +52,7 @@ def test_export_says_why_logits_were_not_compared(solved, tmp_path):
 def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
     values = iter([np.zeros(3), np.ones(3)])
     monkeypatch.setattr("loopq.run.export._logits", lambda *a: next(values))
-    with pytest.raises(CheckpointError, match="logits differ by 1 from those of"):
+    with pytest.raises(CheckpointError, match="logits differ by 1 from those before"):
         export(solved, tmp_path / "x", "gptq")
     assert not list(tmp_path.glob("*x*")), "what was not verified has no name"
 
@@ -169,20 +169,26 @@ def test_a_format_that_cannot_hold_the_grid_is_refused_before_the_run(
     args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "-1", *options]
     assert main([*args, "--n-prompts", "2", "--seq-len", "16"]) == 1
     assert re.search(match, capsys.readouterr().err)
-    assert not (tmp_path / "q.native").exists()
+    assert not (tmp_path / ".q.work").exists()
 
 
-def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_path, capsys):
+def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_path, capsys, monkeypatch):
+    """Another format goes on from it: no layer is solved again."""
     from loopq.cli import main
+    from loopq.quantizers.rtn import RTN
 
     args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--format", "gptq", "--method", "rtn"]
     more = ["--group-size", "16", "--scale-dtype", "float32", "--n-prompts", "2", "--seq-len", "16"]
     assert main([*args, *more]) == 1
     error = capsys.readouterr().err
     assert "cannot hold" in error
-    assert f"{tmp_path / 'q.native'}: what was solved is kept here" in error
-    assert len(store.read(tmp_path / "q.native").layers) == 9
+    assert f"{tmp_path / '.q.work'}: what was solved is kept here" in error
     assert not (tmp_path / "q").exists()
+    monkeypatch.setattr(RTN, "quantize", lambda *a, **k: pytest.fail("solved again"))
+    args[args.index("gptq")] = "compressed-tensors"
+    assert main([*args, *more]) == 0
+    assert len(read_any(tmp_path / "q").layers) == 9
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".q")] == []
 
 
 def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):

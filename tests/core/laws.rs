@@ -222,7 +222,7 @@ fn pair_tiles_agree_with_exact_products() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(12))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn cuts_threads_and_vector_width_leave_no_trace(

@@ -8,7 +8,9 @@ import pytest
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.evaluate.compare import compare
 from loopq.gradients.tuner import Tune, tune
+from loopq.journal import Journal
 from loopq.run.config import QuantConfig
+from tests.support.kills import Counter, Kill, Killer
 from tests.support.runs import run_of, tensors_of
 
 
@@ -60,3 +62,21 @@ def test_a_rate_that_is_too_large_is_told_and_an_input_transform_refused(tiny, t
     turned = run.config.inputs.solve(run)
     with pytest.raises(ConfigError, match=rf"layer {name}: has an input transform"):
         tune(tiny.system, {name: turned[name]}, train, held_out)
+
+
+@pytest.mark.parametrize("what", ["scales", "codes"])
+def test_a_killed_run_goes_on_to_the_same_result(tiny, tokens, layers, what, tmp_path):
+    train, held_out = tokens.take(0, 7), tokens.take(7)
+    config = Tune(what=what, n_updates=9, every=3, scale_rate=1e-2, code_rate=2e-2, batch_size=4)
+    whole = tune(tiny.system, layers, train, held_out, config)
+    journal, seen = Journal(tmp_path, "key"), []
+    with pytest.raises(Kill):
+        tune(tiny.system, layers, train, held_out, config, journal=journal, progress=Killer(5))
+    again = tune(tiny.system, layers, train, held_out, config, journal=journal, progress=Counter(seen))
+    assert sum(seen) == 3 + 6
+    assert seen[0] == 3
+    assert again.history == whole.history
+    assert again.flipped == whole.flipped
+    for name, layer in whole.layers.items():
+        assert layer.same_as(again.layers[name])
+        assert layer.report == again.layers[name].report

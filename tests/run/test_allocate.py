@@ -13,9 +13,11 @@ import loopq.checkpoint.native
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.quantizers.config import Override
+from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.allocate import Allocate, Candidate, choose_bits, parse_budget
 from loopq.run.config import QuantConfig
-from tests.support.runs import tensors_of
+from tests.support.kills import Kill, Killer, counting
+from tests.support.runs import digest, tensors_of
 
 FULL = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
 
@@ -134,3 +136,22 @@ def test_budget_in_bytes_and_settings_that_cannot_be(tiny, tokens):
     ]:
         with pytest.raises(ConfigError, match=match):
             Allocate(**({"budget": 3.0} | bad))
+
+
+@pytest.mark.parametrize(("score", "at"), [("ablation", 28), ("fisher", 30)])
+def test_a_killed_allocation_goes_on(tiny_folder, tokens, tmp_path, score, at, monkeypatch):
+    """What is collected, solved and scored is not done again."""
+    asked = Allocate(3.6, score, bits=(2, 4), group_sizes=(16,), n_prompts=4)
+    whole = loopq.quantize(tiny_folder, tokens, FULL, allocate=asked, out=tmp_path / "whole", threads=1)
+    out = tmp_path / "q"
+    with pytest.raises(Kill):
+        loopq.quantize(
+            tiny_folder, tokens, FULL, allocate=asked, out=out, threads=1, progress=Killer(10 + at)
+        )
+    solved = []
+    monkeypatch.setattr(GPTQCD, "quantize", counting(GPTQCD.quantize, solved))
+    again = loopq.quantize(tiny_folder, tokens, FULL, allocate=asked, out=out, threads=1)
+    assert len(solved) <= 9
+    assert again.settings == whole.settings
+    assert digest(out) == digest(tmp_path / "whole")
+    assert not (tmp_path / ".q.work").exists()

@@ -28,6 +28,16 @@ class Killer:
         pass
 
 
+class Counter(Killer):
+    """Progress that notes every advance."""
+
+    def __init__(self, seen):
+        self.advances = seen
+
+    def advance(self, n=1):
+        self.advances.append(n)
+
+
 def counting(function, seen):
     """The same function, with an entry in `seen` for every call."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.checkpoint.files import check_regular
 from loopq.checkpoint.schema import parse_json
 from loopq.errors import CalibrationError, ConfigError
 
@@ -253,12 +254,25 @@ def read_text(path: Path) -> str:
             parts = sorted(path.glob("*.txt"))
             if not parts:
                 raise CalibrationError(f"{path}: the folder has no *.txt file")
+            for part in parts:
+                check_regular(part, CalibrationError)
             return "\n".join(part.read_text("utf-8") for part in parts)
+        check_regular(path, CalibrationError)
         return path.read_text("utf-8")
     except OSError as cause:
         raise CalibrationError(f"{path}: cannot be read ({cause.strerror})") from cause
     except UnicodeDecodeError as cause:
         raise CalibrationError(f"{path}: not UTF-8 text (byte {cause.start})") from cause
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """An array file, mapped: a header that says more than the file holds is refused before anything is made for it."""
+    check_regular(path, CalibrationError)
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as cause:  # numpy's reader of headers raises far more kinds than it documents
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise CalibrationError(f"{path}: cannot be read as an array ({reason:.200})") from cause
 
 
 def read_tokens(
@@ -294,10 +308,7 @@ def read_tokens(
     if path.suffix == ".jsonl":
         return prompts_from_jsonl(path, encode, field, seq_len, n_prompts)
     if path.suffix == ".npy":
-        try:
-            ids = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as cause:
-            raise CalibrationError(f"{path}: cannot be read as an array ({cause})") from cause
+        ids = _mapped(path)
         if ids.ndim != 2 or ids.dtype.kind not in "iu":
             raise CalibrationError(
                 f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}"

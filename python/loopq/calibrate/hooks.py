@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CalibrationError, NonFiniteError
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, model_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ class Observer:
         self._sink = sink
         self._check_finite = check_finite
         self._counts: dict[str, int] = {}
+        self._last = ""
         self._batch: Batch | None = None
         self._handles: list[Any] = []
 
@@ -77,14 +78,17 @@ class Observer:
         Raises
         ------
         CalibrationError
-            A parameter was never called, or not as often as its system declares.
+            A parameter was never called, or not as often as its system declares; or the model itself failed: the
+            message names the layer and the step that it came to.
         """
         if not self._handles:
             raise CalibrationError("the observer is used outside its block: its hooks are not attached")
         self._batch = batch
         self._counts = {p.name: 0 for p in self._parameters.values()}
+        self._last = "before the first layer"
         try:
-            yield
+            with model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
+                yield
             self._check_counts()
         finally:
             self._batch = None
@@ -116,6 +120,7 @@ class Observer:
                 f"layer {parameter.name}: invocation {step} in one rollout, its system declares "
                 f"{parameter.invocations}; depth, caching or chunking differ from what was declared"
             )
+        self._last = f"after layer {parameter.name} was called at step {step}"
         value = args[0] if args else next(iter(kwargs.values()))
         rows = value.detach().reshape(-1, parameter.in_features)
         if self._check_finite:

@@ -237,7 +237,7 @@ def write_as(
 
 
 def verify(folder: Path, checkpoint: Checkpoint) -> Checkpoint:
-    """Read a folder back, compare every layer, tensor, tie and file with the checkpoint, and return what was read.
+    """Read a folder back, compare all that is in it with the checkpoint, and return what was read.
 
     Raises
     ------
@@ -246,6 +246,7 @@ def verify(folder: Path, checkpoint: Checkpoint) -> Checkpoint:
     """
     again = read_any(folder)
     equal = {"ties": again.ties == checkpoint.ties, "side files": again.side_files == checkpoint.side_files}
+    equal["settings"] = json_bytes(again.settings) == json_bytes(checkpoint.settings)
     for name, layer in checkpoint.layers.items():
         found = again.layers.get(name)
         equal[f"layer {name}"] = (

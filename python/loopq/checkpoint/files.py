@@ -209,18 +209,22 @@ def write_tensors(
 
 def _temporary(path: Path, suffix: str) -> Path:
     """A path beside `path` that no other process uses; its name says which one does."""
-    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.{suffix}")
+    return path.with_name(f".{path.name}.{_writer()}.{suffix}")
+
+
+def _writer() -> str:
+    return f"{_HOST}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove what killed processes of this machine were writing in a folder, for files and folders of this name."""
-    for path in folder.glob(f".{glob.escape(name) if name != '*' else name}.{_HOST}-*"):
+    for path in folder.glob(f".{glob.escape(name) if name != '*' else name}.*{_HOST}-*"):
         writer = re.fullmatch(rf".*\.{_HOST}-([0-9]{{1,9}})-[0-9a-f]{{8}}\.(tmp|partial)", path.name)
         if writer is None or _runs(int(writer[1])):
             continue
         if writer[2] == "tmp":
             path.unlink(missing_ok=True)
-        remove_own(path)
+        _clear(path)
 
 
 def _runs(process: int) -> bool:
@@ -252,6 +256,11 @@ def own_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Path:
     return folder
 
 
+def is_own(folder: Path) -> bool:
+    """Whether `own_folder` made a folder."""
+    return (folder / _MARKER).is_file() and not folder.is_symlink()
+
+
 def remove_own(folder: Path, *, if_empty: bool = False) -> None:
     """Remove a folder that `own_folder` made, with all that is in it; leave any other as it is.
 
@@ -259,8 +268,25 @@ def remove_own(folder: Path, *, if_empty: bool = False) -> None:
     """
     if if_empty and any(p.is_file() and p.name != _MARKER for p in folder.rglob("*")):
         return
-    if (folder / _MARKER).is_file() and not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)
+    if is_own(folder):
+        # A name that tells whose it is first: a kill may come at any moment of the removal.
+        going = folder.with_name(f"{folder.name}.{_writer()}.partial")
+        with contextlib.suppress(OSError):
+            folder.rename(going)
+            _clear(going)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder that is marked, the marker last, or an empty one."""
+    with contextlib.suppress(OSError):
+        if is_own(folder):
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.name != _MARKER:
+                    path.unlink()
+            (folder / _MARKER).unlink()
+        folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -298,6 +324,8 @@ def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
         raise error(f"{out}: a symbolic link; name the folder itself: {out.resolve()}")
     if out.is_dir():
         if any(out.iterdir()):
+            # The kill of an earlier run may have come between the rename and the removal of what was around it.
+            remove_leftovers(out.parent, out.name)
             raise error(f"{out}: exists and is not empty; choose a new folder")
     elif out.exists():
         raise error(f"{out}: a file stands there; name a new folder")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 import loopq
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import calibration_tokens, evaluation_tokens
-from loopq.checkpoint.files import check_new
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
@@ -36,8 +34,8 @@ from loopq.lazy import require
 from loopq.progress import Line
 from loopq.quantizers.config import LayerConfig
 from loopq.run.choose import refuse_unused_held_out
-from loopq.run.export import export, refuse_early
-from loopq.run.result import work_folder
+from loopq.run.export import Exported, export, refuse_early
+from loopq.run.result import killed_late, work_folder
 from loopq.systems.load import LoadedModel
 
 _HINT = "hint: --preset best is more accurate at the same bytes; it takes gradients on all prompts"
@@ -82,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     # What can be refused is refused before the model is loaded, which takes minutes for a large one.
     out = Path(args.out)
     native = args.format == "native"
-    check_new(out)
+    killed_late(out)
     config = quant_config(args)
     refuse_unused_held_out(config)
     if args.html:
@@ -91,7 +89,11 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args)
     if not native:
         refuse_early(loaded.system, config, args.format, args.ragged, args.n_steps)
-    solved = _solved(args)
+    exported: list[Exported] = []
+
+    def write(checkpoint: Checkpoint) -> None:
+        exported.append(_export(args, out, checkpoint))
+
     tokens = calibration_tokens(loaded, args.calibration, take(args))
     if args.evaluate:
         text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
@@ -100,14 +102,14 @@ def run(args: argparse.Namespace) -> int:
             loaded,
             tokens,
             config,
-            out=solved,
+            out=out,
             n_steps=args.n_steps,
+            write=None if native else write,
             progress=progress,
             **given(args, Execution),
         )
     print_checkpoint(result, str(out) if native else None)
-    if not native:
-        _export(args, solved, out)
+    print("".join(f"{line}\n" for found in exported for line in found.lines()), end="")
     if args.evaluate:
         found = measure(loaded, [str(out)], text, args.n_steps, execution(args))
         print_measured(*found)
@@ -120,25 +122,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _solved(args: argparse.Namespace) -> Path:
-    """Folder of the native checkpoint; another format is written from it, and it stays until that was checked."""
-    out = Path(args.out)
-    return out if args.format == "native" else out.with_name(f"{out.name}.native")
-
-
-def _export(args: argparse.Namespace, solved: Path, out: Path) -> None:
+def _export(args: argparse.Namespace, out: Path, checkpoint: Checkpoint) -> Exported:
     try:
-        exported = export(
-            solved, out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
+        return export(
+            checkpoint, out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
         )
     except LoopqError:
         print(
-            f"{solved}: what was solved is kept here; `loopq export` writes it in another format",
+            f"{work_folder(out)}: what was solved is kept here: the same command with another --format goes on from it",
             file=sys.stderr,
         )
         raise
-    print("\n".join(exported.lines()))
-    shutil.rmtree(solved)
 
 
 def _page(
@@ -170,6 +164,6 @@ COMMANDS.register("quantize")(
         run,
         10,
         epilog=_EXAMPLES,
-        keeps=lambda args: work_folder(_solved(args)),
+        keeps=lambda args: work_folder(args.out),
     )
 )

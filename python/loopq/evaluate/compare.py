@@ -14,7 +14,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.progress import Progress, Silent
 from loopq.stats import Interval, mean_interval
-from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.base import Batch, LoopedSystem, model_code
 from loopq.systems.replace import Weights, replaced
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ def compare(
 
 def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     """Log-probabilities of the rollout in float64, or its hidden states in float64."""
-    out = system.rollout(batch, n_steps).double()
+    with model_code(f"rollout of prompt {batch.prompts[0]}"):
+        out = system.rollout(batch, n_steps).double()
     return out.log_softmax(-1) if system.output == "logits" else out
 
 

@@ -21,7 +21,7 @@ from loopq.gradients.unroll import linked, unroll
 from loopq.journal import Journal
 from loopq.quantizers.loop_metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
 from loopq.quantizers.task import Task
-from loopq.systems.base import Batch, LoopedSystem
+from loopq.systems.base import Batch, LoopedSystem, model_code
 from loopq.threads import OneThread
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def draws(
 
     for batch in islice(tokens.batches(1, seed), skip, None):
         leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
-        with linked(system, leaves):
+        with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
             out = unroll(system, batch, n_steps).float()
             for number in range(n_draws):
                 target = _target(system, out, batch, [seed, batch.prompts[0], number])

@@ -6,6 +6,8 @@ A cost is KL(full precision || quantized) in nats for a position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +16,9 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.gradients.unroll import linked, unroll
+from loopq.journal import Journal
 from loopq.progress import Progress, Silent
-from loopq.systems.base import LoopedSystem
+from loopq.systems.base import LoopedSystem, model_code
 
 #: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
 #: in full precision.
@@ -67,6 +70,7 @@ def loop_fisher(
     n_steps: int | None = None,
     seed: int = 0,
     n_samples: int = 1,
+    journal: Journal | None = None,
     progress: Progress | None = None,
 ) -> Costs:
     """Predict the same from gradients: every layer and every candidate from one backward pass for each prompt.
@@ -85,6 +89,8 @@ def loop_fisher(
         Seed of initial states and of the labels.
     n_samples : int
         Label draws for each prompt.
+    journal : Journal, optional
+        Where the sums are saved after every prompt, so that a killed run can be resumed.
     progress : Progress, optional
         Told of every prompt.
 
@@ -114,12 +120,17 @@ def loop_fisher(
         - parameters[key[0]].detach().double()
         for key, w in candidates.items()
     }
-    totals: dict[tuple[str, str], float] = dict.fromkeys(candidates, 0.0)
-    positions = 0
+    journal = journal or Journal(None)
+    piece = journal.find("fisher")
+    zero: dict[str, Any] = {"totals": [0.0] * len(candidates), "positions": 0, "done": 0}
+    saved = piece.facts if piece else zero
+    totals = dict(zip(candidates, saved["totals"], strict=True))
+    positions, done = int(saved["positions"]), int(saved["done"])
     progress.start("fisher", len(tokens.sequences), "prompts")
-    for batch in tokens.batches(1, seed):
+    progress.advance(done)
+    for number, batch in enumerate(islice(tokens.batches(1, seed), done, None), start=done + 1):
         leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
-        with linked(system, leaves):
+        with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
             logp = unroll(system, batch, depth).float().log_softmax(-1)
             for sample in range(n_samples):
                 labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
@@ -130,6 +141,7 @@ def loop_fisher(
                 for key, error in errors.items():
                     totals[key] += float((by_name[key[0]].double() * error).sum()) ** 2
         positions += logp.shape[0] * logp.shape[1]
+        journal.save("fisher", totals=list(totals.values()), positions=positions, done=number)
         progress.advance()
     progress.stop()
     return {key: 0.5 * total / (n_samples * positions) for key, total in totals.items()}

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.checkpoint.files import float_to_raw
+from loopq.checkpoint.files import RawTensor, float_to_raw
 from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.model_files import raw, to_torch
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.execution import Execution
 from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.journal import Journal
 from loopq.settings import Settings, setting
-from loopq.systems.base import LoopedSystem
+from loopq.systems.base import LoopedSystem, model_code
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,6 +130,11 @@ class _Variables:
             out[name] = values.T if layer.orientation == "in_out" else values
         return out
 
+    def named(self) -> dict[str, Tensor]:
+        """What is tuned, by names that tell it apart."""
+        codes = {f"code/{n}": code for n, code in self.code.items() if code.requires_grad}
+        return {f"scale/{n}": scale for n, scale in self.scale.items()} | codes
+
     def clamp(self) -> None:
         """Keep codes where a gradient can still move them off the ends."""
         import torch
@@ -160,6 +167,7 @@ def tune(
     *,
     n_steps: int | None = None,
     execution: Execution | None = None,
+    journal: Journal | None = None,
 ) -> Tuned:
     """Tune quantized layers on KL(full precision || quantized) through the unrolled loop.
 
@@ -179,6 +187,8 @@ def tune(
         Depth; the model's own when absent.
     execution : Execution, optional
         Its seed decides the order of the prompts and their initial states; its progress is told of updates.
+    journal : Journal, optional
+        Where the run is saved at each measurement, so that it can be resumed.
 
     Returns
     -------
@@ -206,45 +216,99 @@ def tune(
     originals = {name: _original(system, layer) for name, layer in layers.items()}
     variables = _Variables(layers, originals, config.what == "codes")
     teacher = _Teacher(system, depth, config, seed)
-    start = dict(layers)
-    best = (teacher.measure(_tensors(start), held_out), start)
-    history = [(0, best[0])]
     groups: list[dict[str, Any]] = [{"params": list(variables.scale.values()), "lr": config.scale_rate}]
     if config.what == "codes":
         groups.append({"params": list(variables.code.values()), "lr": config.code_rate})
-    optimizer = _adam(groups)
-    order = np.random.default_rng(seed)
+    run = _Descent(variables, _adam(groups), np.random.default_rng(seed), journal or Journal(None))
+    if not run.resume():
+        run.seen(0, teacher.measure(_tensors(layers), held_out), dict(layers))
     progress.start("tune", config.n_updates, "updates")
-    waited = 0
-    for update in range(config.n_updates):
-        for group, rate in zip(optimizer.param_groups, (config.scale_rate, config.code_rate), strict=False):
+    progress.advance(run.history[-1][0])
+    for update in range(run.history[-1][0], config.n_updates):
+        if run.waited >= config.patience:
+            break
+        rates = (config.scale_rate, config.code_rate)
+        for group, rate in zip(run.optimizer.param_groups, rates, strict=False):
             group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * update / config.n_updates))
         chosen = np.sort(
-            order.choice(len(tokens.sequences), min(config.batch_size, len(tokens.sequences)), False)
+            run.order.choice(len(tokens.sequences), min(config.batch_size, len(tokens.sequences)), False)
         )
-        teacher.update(variables, tokens, [int(i) for i in chosen], optimizer, update)
+        teacher.update(variables, tokens, [int(i) for i in chosen], run.optimizer, update)
         progress.advance()
         if (update + 1) % config.every == 0 or update + 1 == config.n_updates:
             found = variables.snapshot()
-            value = teacher.measure(_tensors(found), held_out)
-            history.append((update + 1, value))
-            waited = 0 if value < best[0] else waited + 1
-            if value < best[0]:
-                best = (value, found)
-            if waited >= config.patience:
-                break
+            run.seen(update + 1, teacher.measure(_tensors(found), held_out), found)
     progress.stop()
-    changed = sum(int((best[1][n].codes != layer.codes).sum()) for n, layer in layers.items())
+    changed = sum(int((run.layers[n].codes != layer.codes).sum()) for n, layer in layers.items())
     flipped = changed / sum(layer.codes.size for layer in layers.values())
     facts = {
         "tier": f"gradient, {config.what}",
         "tuned": config.to_json() | {"seed": seed},
-        "tuned_updates": history[-1][0],
-        "tuned_held_out_before": history[0][1],
-        "tuned_held_out_after": best[0],
+        "tuned_updates": run.history[-1][0],
+        "tuned_held_out_before": run.history[0][1],
+        "tuned_held_out_after": run.best,
         "tuned_codes_flipped": flipped,
     }
-    return Tuned({n: layer.with_report(**facts) for n, layer in best[1].items()}, tuple(history), flipped)
+    return Tuned(
+        {n: layer.with_report(**facts) for n, layer in run.layers.items()}, tuple(run.history), flipped
+    )
+
+
+@dataclass
+class _Descent:
+    """Where a tuning run is: what is tuned, the optimizer, the order of prompts, and the best layers seen."""
+
+    variables: _Variables
+    optimizer: Any
+    order: np.random.Generator
+    journal: Journal
+    history: list[tuple[int, float]] = field(default_factory=list)
+    layers: dict[str, QuantizedLayer] = field(default_factory=dict)
+    best: float = math.inf
+    waited: int = 0
+
+    def seen(self, update: int, value: float, layers: dict[str, QuantizedLayer]) -> None:
+        """Take note of a measurement, and save all."""
+        self.history.append((update, value))
+        self.waited += 1
+        if value < self.best or not self.layers:
+            self.best, self.layers, self.waited = value, layers, 0
+        tensors = {f"best/{n}/codes": RawTensor.of(layer.codes) for n, layer in self.layers.items()}
+        tensors |= {f"best/{n}/scales": RawTensor.of(layer.scales) for n, layer in self.layers.items()}
+        tensors |= {name: raw(tensor) for name, tensor in self._tensors().items()}
+        facts = {"history": self.history, "waited": self.waited, "best": self.best}
+        self.journal.save("descent", tensors, **facts, order=self.order.bit_generator.state)
+
+    def resume(self) -> bool:
+        """Go on from the last measurement of the same work, if there is one."""
+        found = self.journal.find("descent")
+        if found is None:
+            return False
+        self.history = [(int(update), float(value)) for update, value in found.facts["history"]]
+        self.waited, self.best = int(found.facts["waited"]), float(found.facts["best"])
+        self.order.bit_generator.state = found.facts["order"]
+        for name, layer in self.variables.layers.items():
+            codes, scales = (found.tensors[f"best/{name}/{what}"].array() for what in ("codes", "scales"))
+            self.layers[name] = dataclasses.replace(layer, codes=codes, scales=scales)
+        if self.history[-1][0]:
+            self.optimizer.load_state_dict(self._state(found.tensors))
+        for name, tensor in self.variables.named().items():
+            tensor.data.copy_(to_torch(found.tensors[name]))
+        return True
+
+    def _tensors(self) -> dict[str, Tensor]:
+        state = self.optimizer.state_dict()["state"]
+        moments = {f"adam/{i}/{key}": value for i, entry in state.items() for key, value in entry.items()}
+        return self.variables.named() | moments
+
+    def _state(self, tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in tensors:
+            first, _, rest = name.partition("/")
+            if first == "adam":
+                number, _, key = rest.partition("/")
+                state.setdefault(int(number), {})[key] = to_torch(tensors[name])
+        return {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}
 
 
 def _refuse(layers: Mapping[str, QuantizedLayer], tokens: TokenSet, held_out: TokenSet) -> None:
@@ -293,7 +357,8 @@ class _Teacher:
         optimizer.zero_grad(set_to_none=True)
         for batch in part.batches(self._config.batch_size, self._seed + 1 + number):
             reference = self._system.rollout(batch, self._depth)
-            with linked(self._system, self._moved(variables.weights())):
+            tensors = self._moved(variables.weights())
+            with linked(self._system, tensors), model_code(f"tuning, update {number}"):
                 out = unroll(self._system, batch, self._depth, truncate=self._config.truncate)
                 loss = divergence(reference, out.to(reference.dtype), self._system.output)
                 if not math.isfinite(float(loss.detach())):

@@ -170,7 +170,7 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
     dict
         What was asked, what it came to and what it cost, for the report.
     """
-    sums = run.all_steps()
+    sums = run.all_steps("allocate")
     config = dataclasses.replace(run.config, allocate=None)
     plain = config.layer.changed(step_weights=Calibration().step_weights)
     if plain.method.gradients:
@@ -206,14 +206,22 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
 def _costs(
     run: Run, weights: Mapping[tuple[str, str], NDArray[np.float32]], asked: Allocate
 ) -> dict[tuple[str, str], float]:
-    job = run.job
+    job, journal, progress = run.job, run.journal("scores"), run.execution.progress
     tokens = job.tokens.take(0, asked.n_prompts)
-    score = measured if asked.score == "ablation" else loop_fisher
-    return score(
-        job.system,
-        weights,
-        tokens,
-        n_steps=job.selection.n_steps,
-        seed=run.execution.seed,
-        progress=run.execution.progress,
-    )
+    how: dict[str, Any] = {"n_steps": job.selection.n_steps, "seed": run.execution.seed}
+    if asked.score == "fisher":
+        return loop_fisher(job.system, weights, tokens, **how, journal=journal, progress=progress)
+    costs: dict[tuple[str, str], float] = {}
+    progress.start("ablation", len(run.tasks), "layers")
+    for task in run.tasks:
+        # All candidates of a layer share one full-precision rollout, and a kill loses no more than them.
+        own = {key: weight for key, weight in weights.items() if key[0] == task.name}
+        piece = journal.find(task.name)
+        found = dict(piece.facts["costs"]) if piece else None
+        if found is None:
+            found = {key[1]: cost for key, cost in measured(job.system, own, tokens, **how).items()}
+            journal.save(task.name, costs=found)
+        costs |= {(task.name, label): cost for label, cost in found.items()}
+        progress.advance()
+    progress.stop()
+    return costs

@@ -88,9 +88,6 @@ def _tried(run: Run, tasks: Sequence[Task]) -> str:
         )
     except LoopqError as error:
         return str(error).splitlines()[0]
-    except RuntimeError as error:
-        # torch's word for anything that a model does which no gradient passes, and for memory that is not there.
-        return f"a backward pass fails: {str(error).splitlines()[0]}"
     missing = sorted(set(names) - set(found))
     return f"no gradient reaches {missing[0]}" if missing else ""
 

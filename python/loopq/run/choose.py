@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.gradients.tuner import tune
+from loopq.journal import fingerprint
 from loopq.run.allocate import allocate
 
 if TYPE_CHECKING:
@@ -147,6 +149,8 @@ def _tuned(run: Run, layers: Layers, held: TokenSet) -> tuple[Layers, dict[str, 
         settings,
         n_steps=job.selection.n_steps,
         execution=run.execution,
+        # The held-out prompts are no part of what the run calibrates on, and decide here.
+        journal=dataclasses.replace(run.journal("tune"), key=fingerprint(run.key(), held.digest())),
     )
     return found.layers, {
         "asked": settings.to_json() | {"seed": run.execution.seed},

@@ -160,7 +160,7 @@ class Run:
         """
         run = self if config is None else self.with_config(config)
         run.collect_metrics(hessians, run.tasks)
-        return run.solver(hessians).run(run.tasks)
+        return run.solver(hessians, run.journal("layers")).run(run.tasks)
 
     def collect_metrics(self, hessians: Hessians, tasks: Sequence[Task], name: str = "metric") -> None:
         """Collect the loop metrics that some layers ask for and that are not there yet."""

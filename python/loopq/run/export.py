@@ -55,7 +55,7 @@ class Exported:
 
 
 def export(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     out: str | Path,
     format_name: str,
     *,
@@ -68,8 +68,8 @@ def export(
 
     Parameters
     ----------
-    source : path
-        Checkpoint of any format that loopq reads.
+    source : path or Checkpoint
+        Checkpoint, in a folder of any format that loopq reads.
     out : path
         New folder.
     format_name : str
@@ -92,7 +92,7 @@ def export(
         The format cannot hold the checkpoint, or what was read back differs from what was solved.
     """
     check_new(Path(out))
-    checkpoint = read_any(source)
+    checkpoint = source if isinstance(source, Checkpoint) else read_any(source)
     difference, reason = 0.0, ""
 
     def compare_logits(again: Checkpoint) -> None:
@@ -105,7 +105,7 @@ def export(
             return
         difference = float(np.abs(before - _logits(again, n_prompts, seq_len, trust_remote_code)).max())
         if difference != 0.0:
-            raise CheckpointError(f"{out}: logits differ by {difference:g} from those of {source}")
+            raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
 
     written = write_as(out, checkpoint, format_name, ragged=ragged, also=compare_logits)
     return Exported(written, 0, None, reason) if reason else Exported(written, n_prompts, difference, "")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.select import treat
+from loopq.checkpoint.files import check_new, is_own
 from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.weights import ModelWeights
 from loopq.errors import ConfigError
@@ -24,6 +25,20 @@ if TYPE_CHECKING:
 def work_folder(out: str | Path) -> Path:
     """Where a run for that output folder saves its progress."""
     return Path(out).with_name(f".{Path(out).name}.work")
+
+
+def killed_late(out: Path) -> bool:
+    """Whether a run was killed after it wrote an output and before it removed its work; any other output is refused.
+
+    Raises
+    ------
+    CheckpointError
+        As of `check_new`.
+    """
+    late = is_own(work_folder(out)) and out.is_dir() and not out.is_symlink() and any(out.iterdir())
+    if not late:
+        check_new(out)
+    return late
 
 
 def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:

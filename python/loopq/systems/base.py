@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from loopq.checkpoint.schema import Name, checked
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 
 if TYPE_CHECKING:
     import torch
@@ -332,6 +332,26 @@ class LoopedSystem(ABC):
         """Move a tensor to the model's device and, if asked, to its floating type."""
         first = next(self.model.parameters())
         return tensor.to(first.device, first.dtype) if dtype else tensor.to(first.device)
+
+
+@contextlib.contextmanager
+def model_code(where: str | Callable[[], str], error: type[LoopqError] = CalibrationError) -> Iterator[None]:
+    """Run code of a model inside the block: what it raises becomes one line that says where it was.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: whatever the model's own code raised. Errors of loopq, and of memory, pass as they are.
+    """
+    try:
+        yield
+    except (LoopqError, MemoryError):
+        raise
+    except Exception as cause:
+        first = next(iter(str(cause).strip().splitlines()), "")
+        hint = "; take fewer or shorter prompts at once (--batch-size, --seq-len)" * ("memory" in first)
+        place = where if isinstance(where, str) else where()
+        raise error(f"{place}: the model raises {type(cause).__name__}: {first:.300}{hint}") from cause
 
 
 def find_prefix(model: nn.Module, marker: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.systems import SYSTEMS
+from loopq.systems.base import model_code
 from loopq.systems.hf import check_weight_files
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def load_registered(
     CheckpointError
         There are no weights, they cannot be read, they are pickles that are not allowed, or a shape does not fit.
     """
-    model = found.build(dict(config))
+    with model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
+        model = found.build(dict(config))
     tensors = _read_tensors(folder, allow_pickle)
     if found.rename is not None:
         tensors = found.rename(tensors)

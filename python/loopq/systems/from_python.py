@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import ConfigError
 from loopq.systems.base import LoopedSystem
 from loopq.systems.generic import Generic
-from loopq.systems.load import LoadedModel, describe, encode_bytes
+from loopq.systems.load import LoadedModel, check_values, describe, encode_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +30,9 @@ def wrap(
         Argument of the module's forward that sets the number of steps.
     """
     system = model if isinstance(model, LoopedSystem) else Generic(model, depth=depth)
+    check_values(system.model)
     # Dropout would calibrate on noise of its own.
+    notes = ("the model was in train mode: it is in eval mode now",) if system.model.training else ()
     system.model.eval()
     return LoadedModel(
         model=system.model,
@@ -40,7 +42,7 @@ def wrap(
         config={},
         folder=None,
         config_files=(),
-        report=describe(system.model, type(system.model).__name__, "module"),
+        report=describe(system.model, type(system.model).__name__, "module", notes=notes),
     )
 
 

@@ -42,6 +42,8 @@ class Discovery:
         Shape of the prompts that were run.
     uncalled : tuple of str
         Matrices used without a call of their module: they may be looped too, but no hook sees their input.
+    computed : tuple of str
+        Modules whose weight is computed from other parameters, by weight_norm and the like.
     """
 
     order: tuple[str, ...]
@@ -49,6 +51,7 @@ class Discovery:
     n_prompts: int
     n_tokens: int
     uncalled: tuple[str, ...]
+    computed: tuple[str, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -68,7 +71,23 @@ class Discovery:
             rows = self.rows[name]
             shown = f"{rows[0]} each" if len(set(rows)) == 1 else ", ".join(map(str, rows))
             text.append(f"{name}: {len(rows)} calls, rows {shown}")
-        return text + [f"used without a call, cannot be calibrated: {name}" for name in self.uncalled]
+        text += [f"used without a call, cannot be calibrated: {name}" for name in self.uncalled]
+        return text + [
+            f"{name}: its weight is computed from other parameters (weight_norm, spectral_norm or another "
+            "parametrization), so that there is nothing to quantize: make it a plain weight before, by "
+            "torch.nn.utils.parametrize.remove_parametrizations or remove_weight_norm"
+            for name in self.computed
+        ]
+
+
+def computed_weights(model: nn.Module) -> tuple[str, ...]:
+    """Names of modules whose weight is no parameter but computed from others."""
+    kinds = ("weight_g", "weight_v", "weight_orig")
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if "weight" in getattr(module, "parametrizations", ()) or any(k in module._parameters for k in kinds)
+    )
 
 
 def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | None = None) -> Discovery:
@@ -104,7 +123,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | No
     found: Trace = trace(model, lambda: run(batch) if run else call_plain(model, batch.input_ids))
     loop = found.repeated
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
-    return Discovery(tuple(loop), loop, n_prompts, n_tokens, found.uncalled)
+    return Discovery(tuple(loop), loop, n_prompts, n_tokens, found.uncalled, computed_weights(model))
 
 
 def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **arguments: int) -> Tensor:
@@ -176,7 +195,8 @@ class Generic(LoopedSystem):
             batch = Batch(ids, tuple(range(_PROBE_PROMPTS)))
             found = discover(self.model, batch, lambda b: self._call(b, n_steps))
             if not found.order:
-                raise SystemContractError(f"{type(self.model).__name__}: {found.lines()[0]}")
+                reason = found.lines()[-1 if found.computed else 0]
+                raise SystemContractError(f"{type(self.model).__name__}: {reason}")
             self._found[n_steps] = found
         return self._found[n_steps]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopq.checkpoint.files import check_regular
 from loopq.errors import CheckpointError, ConfigError
 from loopq.lazy import require
 from loopq.systems.base import LoopedSystem
@@ -49,13 +50,17 @@ def fetch(hub_id: str, revision: str | None, allow_pickle: bool) -> Path:
 
 
 def check_weight_files(folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder without weights, and pickled weights unless they are allowed.
+    """Refuse a folder without weights, pickled weights unless they are allowed, and files that are no plain ones.
 
     Raises
     ------
     CheckpointError
-        Either of these; the message says what to do.
+        Any of these; the message says what to do.
     """
+    for pattern in (*_SIDE_FILES, *_WEIGHTS, *_PICKLES):
+        for path in folder.glob(pattern):
+            if not path.is_dir():
+                check_regular(path)
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
@@ -156,9 +161,10 @@ def load_hf(
                 output_loading_info=True,
                 dtype=dtype if dtype is not None else "auto",
             )
-    except (OSError, ValueError, RuntimeError, ImportError, AttributeError, KeyError, TypeError) as cause:
+    except Exception as cause:  # it raises what it likes on a damaged folder
+        reason = " ".join(str(cause).split())
         raise CheckpointError(
-            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {cause})"
+            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
             f"{_version_advice(config, trust_remote_code)}"
         ) from cause
     model = model.eval()

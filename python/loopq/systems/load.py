@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from loopq import zoo
 from loopq.checkpoint.files import read_json
-from loopq.errors import CheckpointError, ConfigError, SystemContractError
+from loopq.checkpoint.schema import checked
+from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS, hf
 from loopq.systems.base import LoopedSystem, find_system
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 
 #: Floating types that a model can be cast to when it is loaded.
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is read of a ``config.json`` here; the rest is for the model's class."""
+
+    model_type: str | None = None
+    architectures: tuple[str, ...] | None = None
+    auto_map: dict[str, Any] | None = None
+    transformers_version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,25 @@ def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def check_values(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no values: on the device "meta", or of lazy modules.
+
+    Raises
+    ------
+    ConfigError
+        The message names the first one.
+    """
+    torch = require("torch")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
+            kind = (
+                "lazy module: call the model once"
+                if not parameter.is_meta
+                else "device meta: load its values"
+            )
+            raise ConfigError(f"parameter {name} has no values ({kind} before)")
+
+
 def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadReport:
     """Make the report of a model that is loaded."""
     parameters = list(model.parameters())
@@ -218,9 +248,8 @@ def load_model(
     """
     wanted = parse_dtype(dtype)
     folder = _find_folder(spec, revision, allow_pickle)
-    config = read_json(folder / "config.json", finite=False)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'}: not a JSON object")
+    config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
+    checked(_Known, config, folder / "config.json", others=True)
     registered = find_class(config, system)
     if registered is not None:
         model, findings = load_registered(folder, config, registered, allow_pickle)
@@ -235,6 +264,7 @@ def load_model(
             dtype=wanted,
         )
     model = _to_device(model, device).eval()
+    check_values(model)
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)
     tokenizer, encode = text_encoder(registered, folder, trust_remote_code)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from loopq.systems.base import model_code
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -92,7 +94,7 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
         if id(module._parameters.get("weight")) in names:
             handles.append(module.register_forward_pre_hook(on_call, with_kwargs=True))
     try:
-        with torch.no_grad(), Uses():
+        with torch.no_grad(), Uses(), model_code(lambda: f"trial run, {_reached(calls)}"):
             run()
     finally:
         for handle in handles:
@@ -104,3 +106,11 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     functional = [n for key, n in names.items() if key in used and n not in called and n not in seen]
     idle = [n for key, n in names.items() if key not in used and n not in called and n not in seen]
     return Trace(tuple(calls), tuple(functional), tuple(idle))
+
+
+def _reached(calls: list[tuple[str, int]]) -> str:
+    if not calls:
+        return "before the first layer"
+    name = calls[-1][0]
+    step = sum(other == name for other, _ in calls) - 1
+    return f"after layer {name} was called at step {step}"

@@ -1,0 +1,5 @@
+#![no_main]
+#[path = "../parsers.rs"]
+mod parsers;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| parsers::rows(data));

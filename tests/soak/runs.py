@@ -1,0 +1,270 @@
+"""Runs that are killed, run twice at once, or run out of disk: what is left must be right, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..support.runs import digest
+
+COLLECT = "--n-prompts 3 --seq-len 16 --batch-size 1 --n-steps 2 --threads 1 --exclude *core_block.1*"
+TINY = f"{COLLECT} --group-size 16 --rank-threshold none"
+PAPER = f"{TINY} --preset paper"
+ALLOCATE = "--allocate 3.5 --allocate-bits 2,4 --allocate-group-sizes 16"
+#: Command lines by name: {model} is the tiny model, {rows} and {sums} dumps of it, {checkpoint} a checkpoint, {out}
+#: what is written.
+COMMANDS = {
+    "quantize": f"quantize {{model}} --out {{out}} {PAPER}",
+    "memory": f"quantize {{model}} --out {{out}} {PAPER} --memory {{memory}}",
+    "format": f"quantize {{model}} --out {{out}} {PAPER} --format gptq",
+    "validated": f"quantize {{model}} --out {{out}} {PAPER} --step-weights validated",
+    "best": f"quantize {{model}} --out {{out}} {TINY} --preset best",
+    "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --sweeps 2",
+    "best asymmetric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs asymmetric",
+    "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
+    "tune scales": f"quantize {{model}} --out {{out}} {PAPER} --tune scales --tune-n-updates 6 --tune-every 2",
+    "tune codes": f"quantize {{model}} --out {{out}} {PAPER} --tune codes --tune-n-updates 6 --tune-every 2",
+    "allocate": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE}",
+    "allocate fisher": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE} --allocate-score fisher",
+    "collect rows": f"collect {{model}} --out {{out}} {COLLECT} --shard-batches 1",
+    "collect sums": f"collect {{model}} --out {{out}} {COLLECT} --hessian --per-step",
+    "solve rows": "solve {rows} --out {out} --method gptq --group-size 16 --threads 1",
+    "solve sums": "solve {sums} --out {out} --group-size 16 --threads 1",
+    "merge": "merge {sums} {more} --out {out}",
+    "export": "export {checkpoint} --out {out} --format compressed-tensors",
+}
+_AT_END: list[Callable[[], object]] = []
+_THERE = re.compile("exists and is not empty|holds a finished dump")
+
+
+@dataclasses.dataclass
+class Counts:
+    """What became of a campaign: a number for each outcome, and a line for each failure."""
+
+    outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The counts as text."""
+        return [f"{what}: {n}" for what, n in sorted(self.outcomes.items())]
+
+
+class Bench:
+    """A folder with everything the commands read, and what each of them writes when nothing happens to it.
+
+    `until` is the time of the monotonic clock at which a campaign ends, however much is left.
+    """
+
+    def __init__(self, base: Path, names: list[str], until: float = math.inf) -> None:
+        from benches.zoo.store import save_model
+
+        from ..conftest import tiny_model
+
+        self.base, self.names, self.until = base, names, until
+        self.inputs: dict[str, object] = {"model": base / "model", "memory": 34_000}
+        save_model(tiny_model(), base / "model")
+        made = {
+            "rows": "collect rows",
+            "sums": "collect sums",
+            "more": "collect sums",
+            "checkpoint": "quantize",
+        }
+        for name, command in made.items():
+            self.inputs[name] = base / name
+            line = COMMANDS[command].format(**self.inputs, out=base / name)
+            assert _finish(_start(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
+        self.wanted, self.seconds, self.n_events = {}, {}, {}
+        for name in names:
+            for _ in range(2):
+                began = time.monotonic()
+                code = _finish(self.start(name, base / "first", self._observe))
+                assert code == 0, f"{name}: {self.said()}"
+                self.seconds[name] = time.monotonic() - began
+                self.wanted[name] = digest(base / "first")
+                shutil.rmtree(base / "first")
+                events, *modules = (base / "observed").read_text().splitlines()
+                self.n_events[name] = int(events)
+                # What a command imports on its way is imported here: its time is that of its work from now on.
+                for module in modules:
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(module)
+
+    def _observe(self) -> None:
+        file, seen = self.base / "observed", at_event(0)
+        _AT_END.append(lambda: file.write_text("\n".join([str(len(seen)), *sys.modules])))
+
+    def start(self, name: str, out: Path, before: Callable[[], object] = lambda: None) -> int:
+        """Start a command in a process of its own; return its number."""
+        return _start(COMMANDS[name].format(**self.inputs, out=out).split(), self.base / "log", before)
+
+    def said(self) -> str:
+        """What the last process said."""
+        return (self.base / "log").read_text(errors="replace").strip()
+
+    def settled(self, name: str, place: Path) -> str:
+        """Run a command to its end; say what is wrong with what is there then, or nothing."""
+        code = _finish(self.start(name, place / "out"))
+        if code != 0 and not (code == 1 and _THERE.search(self.said())):
+            return f"the rerun ends with {code}: {self.said()[-300:]}"
+        left = sorted(p.name for p in place.iterdir() if p.name not in ("out", ".out.lock"))
+        if left:
+            return f"left behind: {left}"
+        return "" if digest(place / "out") == self.wanted[name] else "another result"
+
+
+def at_event(number: int) -> list[str]:
+    """Kill this process when it is about to do the n-th thing with a file; 0 only counts."""
+    seen: list[str] = []
+
+    def hook(event: str, args: tuple[object, ...]) -> None:
+        writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if writes or event.startswith(("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")):
+            seen.append(event)
+            if len(seen) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return seen
+
+
+@contextlib.contextmanager
+def place(base: Path) -> Iterator[Path]:
+    """An empty folder for one trial."""
+    folder = base / "trial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: None) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 70
+    try:
+        with log.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        import loopq.calibrate.collect
+        import loopq.gradients.collect_metrics
+        from loopq.cli import main
+
+        # Every batch is saved: a kill at any moment then finds something half done.
+        loopq.calibrate.collect.SNAPSHOT_SECONDS = 0.0
+        loopq.gradients.collect_metrics.SNAPSHOT_SECONDS = 0.0
+        loopq.gradients.collect_metrics.KEPT_BYTES = 0
+        before()
+        code = main(argv)
+        for function in _AT_END:
+            function()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:  # noqa: BLE001  # what is looked for
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _finish(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
+    """Kill commands up to four times in a row, and let them end: byte for byte the same result.
+
+    Half of the kills come at a random moment, half just before a random one of the command's changes to files.
+    """
+    counts = Counts()
+    done = 0
+    while done < n_kills and time.monotonic() < bench.until:
+        name = bench.names[counts.outcomes["sequences"] % len(bench.names)]
+        counts.outcomes["sequences"] += 1
+        with place(bench.base) as folder:
+            for _ in range(rng.randint(1, 4)):
+                if rng.random() < 0.5:
+                    number = rng.randint(1, bench.n_events[name])
+                    process = bench.start(name, folder / "out", functools.partial(at_event, number))
+                else:
+                    process = bench.start(name, folder / "out")
+                    time.sleep(rng.uniform(0, 1.05) * bench.seconds[name])
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+                if _finish(process) != -signal.SIGKILL:
+                    counts.outcomes["ended before the kill"] += 1
+                    break
+                done += 1
+                counts.outcomes[f"kills of {name}"] += 1
+            wrong = bench.settled(name, folder)
+        counts.outcomes["lost or different" if wrong else "the same bytes"] += 1
+        if wrong:
+            counts.failures.append(f"{name}: {wrong}")
+    counts.outcomes["kills"] = done
+    return counts
+
+
+def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
+    """Start the same command twice with one output: one of them writes it, or both come after each other."""
+    counts = Counts()
+    for number in range(n_pairs):
+        if time.monotonic() > bench.until:
+            break
+        name = bench.names[number % len(bench.names)]
+        with place(bench.base) as folder:
+            first = bench.start(name, folder / "out")
+            time.sleep(rng.uniform(0, bench.seconds[name]))
+            codes = [_finish(bench.start(name, folder / "out")), _finish(first)]
+            counts.outcomes[f"exit codes {sorted(codes)}"] += 1
+            wrong = bench.settled(name, folder)
+            if any(code not in (0, 1) for code in codes):
+                wrong = f"exit codes {codes}: {bench.said()[-300:]}"
+        counts.outcomes["wrong" if wrong else "right"] += 1
+        if wrong:
+            counts.failures.append(f"{name}: {wrong}")
+    return counts
+
+
+def full_disk(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
+    """Let no file grow beyond a random size: one line, no half output, and the same command goes on afterwards."""
+    counts = Counts()
+    for number in range(n_runs):
+        if time.monotonic() > bench.until:
+            break
+        name = bench.names[number % len(bench.names)]
+        limit = int(2 ** rng.uniform(6, 17))
+
+        def small(limit: int = limit) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        with place(bench.base) as folder:
+            code, text = _finish(bench.start(name, folder / "out", small)), bench.said()
+            wrong = ""
+            if code not in (0, 1) or "Traceback" in text:
+                wrong = f"limit {limit}: exit code {code}: {text[-300:]}"
+            elif code == 1 and (folder / "out" / "loopq.json").exists():
+                wrong = f"limit {limit}: half an output"
+            counts.outcomes["refused in one line" if code else "small enough"] += 1
+            wrong = wrong or bench.settled(name, folder)
+        counts.outcomes["wrong" if wrong else "right"] += 1
+        if wrong:
+            counts.failures.append(f"{name}: {wrong}")
+    return counts

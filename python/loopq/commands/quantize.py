@@ -137,7 +137,7 @@ def _page(
             DiagnoseConfig(bits=layer.grid.bits, group_size=layer.grid.group_size),
             n_steps=args.n_steps,
             only=QUICK,
-            name=str(args.model),
+            name=args.model or args.python,
             progress=progress,
             **given(args, Execution),
         )

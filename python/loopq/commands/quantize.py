@@ -61,7 +61,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"diagnose the model afterwards ({', '.join(QUICK)}) and write a page that shows what was done to each "
         "layer",
-    )
+    ).rare = True  # type: ignore[attr-defined]
     add_execution(parser)
 
 

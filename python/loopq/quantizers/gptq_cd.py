@@ -30,7 +30,7 @@ class Metric(Settings):
         absent.
     """
 
-    kind: Literal["auto", "inputs", "loop"] = setting("auto", common=True)
+    kind: Literal["auto", "inputs", "loop"] = setting("auto")
     draws: int = setting(4, at_least=1)
     prompts: int | None = setting(None, at_least=1)
 

@@ -1,7 +1,7 @@
 """One method on one model, in the environment of its tool: `python -m benches.quality.peer JOB.json`.
 
 JOB names the tool, the model, its prompts and the results to make; for each a file `NUMBER.npz` with the dequantized
-weights is written beside it, and a line of JSON is printed: seconds of calibration and solve, or why it was refused.
+weights is written beside it, and a line of JSON is printed: CPU seconds of calibration and solve, or why it was refused.
 Every tool calibrates on rollouts of the same prompts from the same initial states, one prompt at a time.
 """
 
@@ -233,9 +233,9 @@ def main() -> None:
         try:
             method = TOOLS[job["tool"]][variant]()
             subject = Subject(job)
-            began = time.perf_counter()
+            began = time.process_time()
             np.savez(path.with_name(f"{number}.npz"), **method(subject, bits, group))
-            line["seconds"] = time.perf_counter() - began
+            line["seconds"] = time.process_time() - began
         except Exception as error:  # noqa: BLE001
             # Whatever a tool refuses with belongs in the record, and the next result may go well.
             line["refused"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]

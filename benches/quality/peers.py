@@ -4,7 +4,7 @@ Each tool runs in an environment of its own, `.cache/venv-TOOL`, which `make pee
 out and named. Same model, same calibration prompts, same initial states, same grid, same evaluation. MODEL is a name of
 the zoo, "plbert", or one with a planted massive activation ("ouro_small+spike") or loud channel
 ("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record goes to
-benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; seconds;
+benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU seconds;
 the worst model of each method.
 """
 
@@ -66,6 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("models", nargs="*", help="default: all there are, and two planted ones")
     parser.add_argument("--data", type=Path, help="data folder, for plbert and GSM8K (default: LOOPQ_DATA)")
     parser.add_argument("--tool", action="append", help=f"only these: {', '.join(TOOLS)}, loopq")
+    parser.add_argument("--variant", action="append", help="only these rows, by their names in the table")
     parser.add_argument("--grid", action="append", help="BITS:GROUP (default 4:128 4:32 3:32 2:32)")
     parser.add_argument(
         "--draw", action="append", type=int, help="stretches of calibration text (default 0 1 2)"
@@ -104,9 +105,9 @@ class Bench:
     def sums(self) -> HessianSet:
         """Hessians of all steps, collected once and timed."""
         if self._sums is None:
-            began = time.perf_counter()
+            began = time.process_time()
             self._sums = self.run.all_steps()
-            self.collecting = time.perf_counter() - began
+            self.collecting = time.process_time() - began
         return self._sums
 
     def ours(self, results: list[Result]) -> list[dict[str, Any]]:
@@ -118,9 +119,9 @@ class Bench:
             asked = run.config.layer.flat()
             sums = self.sums if asked["method"] != "rtn" else run.sums()
             beside = self.metric_seconds(run) + (self.collecting if sums is self._sums else 0.0)
-            began = time.perf_counter()
+            began = time.process_time()
             layers = run.solve_from(sums)
-            seconds = time.perf_counter() - began + beside
+            seconds = time.process_time() - began + beside
             weights[number] = {n: x.in_model_orientation() for n, x in layers.items()}
             lines.append({"seconds": seconds, "metric": asked.get("metric")})
         return self.measured(lines, weights)
@@ -129,9 +130,9 @@ class Bench:
         """Collect the loop metrics that a run asks for, once for all grids; return what that took."""
         asked = {t.gradients for t in run.tasks if t.gradients}
         for gradients in asked - set(self._metrics):
-            began = time.perf_counter()
+            began = time.process_time()
             run.collect_metrics(self.sums, run.tasks)
-            self._metrics[gradients] = time.perf_counter() - began
+            self._metrics[gradients] = time.process_time() - began
         return sum(self._metrics[gradients] for gradients in asked)
 
     def theirs(self, tool: str, results: list[Result]) -> list[dict[str, Any]]:
@@ -289,6 +290,7 @@ def main() -> None:
     for draw in args.draw if args.draw is not None else range(3):
         for name in models:
             asked = asked_of(name, draw, grids, [t for t in chosen if t not in absent])
+            asked = [a for a in asked if not args.variant or a[1]["variant"] in args.variant]
             if not args.table:
                 measure(saved, name, draw, asked, args, sizes)
             rows = [saved.find(key) for _, key in asked]

@@ -85,7 +85,7 @@ def _ratios(rows: Rows, ours: list[str]) -> str:
         *((m, m, ".3g") for m in models),
         ("ratio", "over the best other tool", ".2f"),
     ]
-    return table(lines, [*columns, ("worst", "worst", ""), ("seconds", "s", ".1f")])
+    return table(lines, [*columns, ("worst", "worst", ""), ("seconds", "CPU s", ".1f")])
 
 
 def _beside(rows: Rows, ours: list[str]) -> str:

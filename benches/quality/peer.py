@@ -1,7 +1,7 @@
 """One method on one model, in the environment of its tool: `python -m benches.quality.peer JOB.json`.
 
 JOB names the tool, the model, its prompts and the results to make; for each a file `NUMBER.npz` with the dequantized
-weights is written beside it, and a line of JSON is printed: CPU seconds of calibration and solve, or why it was refused.
+weights is written beside it, and a line of JSON is printed: CPU seconds, or why it was refused.
 Every tool calibrates on rollouts of the same prompts from the same initial states, one prompt at a time.
 """
 
@@ -83,8 +83,8 @@ def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
             return subject.roll(int(input_ids))
 
     class ByIds(Wrapped):
-        # Tools trace this one.
-        def forward(self, input_ids, use_cache=False):  # type: ignore[no-untyped-def]
+        # Tools trace this one. Prompts have one length, so that a mask masks nothing.
+        def forward(self, input_ids, attention_mask=None, use_cache=False):  # type: ignore[no-untyped-def]
             return self.inner(input_ids)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -4,8 +4,8 @@ Each tool runs in an environment of its own, `.cache/venv-TOOL`, which `make pee
 out and named. Same model, same calibration prompts, same initial states, same grid, same evaluation. MODEL is a name of
 the zoo, "plbert", or one with a planted massive activation ("ouro_small+spike") or loud channel
 ("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record goes to
-benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU seconds;
-the worst model of each method.
+benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU
+seconds; the worst model of each method.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from loopq.commands.options import (
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
 from loopq.progress import Line
-from loopq.quantizers.gptq_cd import Metric
 from loopq.run.config import PRESETS
 
 
@@ -40,18 +39,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="with --hessian: loop keeps the gradients' sums too, so that `loopq solve` reaches preset best; such a "
         "dump cannot be merged (default %(default)s)",
     )
-    best = PRESETS["best"]["metric_prompts"]
+    prompts, draws = PRESETS["best"]["metric_prompts"], PRESETS["best"]["metric_draws"]
     parser.add_argument(
         "--metric-prompts",
         type=whole(1, 1 << 31),
         metavar="N",
-        help=f"with --metric loop: most prompts that gradients are taken on (default {best}, as preset best)",
+        help=f"with --metric loop: most prompts that gradients are taken on (default {prompts})",
     )
     parser.add_argument(
         "--metric-draws",
         type=whole(1, 1 << 16),
         metavar="N",
-        help=f"with --metric loop: draws of labels for each prompt (default {Metric().draws})",
+        help=f"with --metric loop: draws of labels for each prompt (default {draws})",
     )
     parser.add_argument(
         "--rows-dtype",
@@ -105,8 +104,12 @@ def run(args: argparse.Namespace) -> int:
             steps = parse_steps(args.steps or "all", selection.n_steps)
             gradients = None
             if args.metric == "loop":
-                most = args.metric_prompts or PRESETS["best"]["metric_prompts"]
-                gradients = MetricOfDump.of(job, most, args.metric_draws or Metric().draws)
+                best = PRESETS["best"]
+                most, n_draws = (
+                    args.metric_prompts or best["metric_prompts"],
+                    args.metric_draws or best["metric_draws"],
+                )
+                gradients = MetricOfDump.of(job, most, n_draws)
             manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)

@@ -26,12 +26,11 @@ class Metric(Settings):
     draws : int
         With metric loop: draws of labels for each prompt.
     prompts : int, optional
-        With metric loop: most calibration prompts that gradients are taken on; a quarter of them, at least 16, when
-        absent.
+        With metric loop: most calibration prompts that gradients are taken on; half of them, at least 16, when absent.
     """
 
     kind: Literal["auto", "inputs", "loop"] = setting("auto")
-    draws: int = setting(4, at_least=1)
+    draws: int = setting(2, at_least=1)
     prompts: int | None = setting(None, at_least=1)
 
 

@@ -21,7 +21,7 @@ DAMPING = 0.01
 FLOOR = 0.01
 #: Share of the calibration prompts that gradients are taken on where no number is asked for, and the least number:
 #: with a share their cost stays the same multiple of the rollouts'.
-SHARE, LEAST = 0.25, 16
+SHARE, LEAST = 0.5, 16
 
 
 def n_gradient_prompts(most: int | None, n_prompts: int) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from loopq.run.engine import Run
 
 #: Most that gradients may cost, in multiples of the run without them.
-AFFORDABLE = 4.0
+AFFORDABLE = 6.0
 #: A double-precision product costs as much as this many in single precision.
 DOUBLE = 2.0
 

@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 GPTQ := .cache/venv-gptq
+PEERS := $(GPTQ)/stamp $(foreach tool,llmcompressor autoround hqq,.cache/venv-$(tool)/stamp)
+comma := ,
 # What the tests of tools/ptx rest on; they run again where one of these is newer than their last pass.
 PTX_STAMP := .cache/ptx.stamp
 PTX_SOURCES := $(shell find tools/ptx kernels python/loopq/kernels tests/support/kernels -type f ! -name '*.pyc')
@@ -11,7 +13,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop test-gpu fmt fmt-check lint types docs bench check counts wheel clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers test-gpu fmt fmt-check lint types docs bench check counts wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -62,21 +64,38 @@ $(PTX_STAMP): $(PTX_SOURCES) | setup
 test-slow: setup ## Tests that take minutes
 	$(PY) -m pytest -m slow tests tools/ptx
 
-$(GPTQ)/stamp: $(VENV)/dev.stamp
-	@# It sees torch and transformers of the development environment and has its own setuptools: pins clash.
-	@# Where it cannot be built, the tests that need it say so and why, and the next make tries again.
-	@mkdir -p .cache && rm -rf $(GPTQ) $(GPTQ).unavailable
-	@echo "making $(GPTQ): GPTQModel and optimum, once"
-	@if { $(PY) -m venv $(GPTQ) && \
+# An environment for another tool: it sees torch and transformers of the development environment and has its own
+# setuptools, since pins clash. Where it cannot be made, a warning says so and the next make tries again.
+define environment
+	@mkdir -p .cache && rm -rf $(@D) $(@D).unavailable
+	@echo 'making $(@D): $(1), once'
+	@if { $(PY) -m venv $(@D) && \
 		$(abspath $(PY)) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-			> "$$($(GPTQ)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth" && \
-		$(GPTQ)/bin/python -m pip install -q --upgrade pip setuptools wheel && \
-		$(GPTQ)/bin/python -m pip install -q --no-build-isolation "gptqmodel>=7.7,<8" "optimum>=2.3,<3" && \
-		GPTQMODEL_CPU_WORKERS=2 $(GPTQ)/bin/python -c 'import gptqmodel, optimum'; } > $(GPTQ).log 2>&1; \
+			> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth" && \
+		$(@D)/bin/python -m pip install -q --upgrade pip setuptools wheel && \
+		$(@D)/bin/python -m pip install -q --no-build-isolation $(1) && \
+		GPTQMODEL_CPU_WORKERS=2 $(@D)/bin/python -c 'import $(2)'; } > $(@D).log 2>&1; \
 	then touch $@; \
-	else tail -n 5 $(GPTQ).log | tee $(GPTQ).unavailable; \
-		echo "WARNING: $(GPTQ) could not be made (above; all of it in $(GPTQ).log):"; \
-		echo "WARNING: nothing of this run shows that GPTQModel and optimum load what loopq writes"; fi
+	else tail -n 5 $(@D).log | tee $(@D).unavailable; \
+		echo "WARNING: $(@D) could not be made (above; all of it in $(@D).log):"; \
+		echo "WARNING: $(3)"; fi
+endef
+
+$(GPTQ)/stamp: $(VENV)/dev.stamp
+	$(call environment,"gptqmodel>=7.7$(comma)<8" "optimum>=2.3$(comma)<3",gptqmodel$(comma) optimum,\
+		nothing of this run shows that GPTQModel and optimum load what loopq writes)
+
+.cache/venv-llmcompressor/stamp: $(VENV)/dev.stamp
+	$(call environment,"llmcompressor>=0.14$(comma)<0.15",llmcompressor,nothing is compared with llm-compressor)
+
+.cache/venv-autoround/stamp: $(VENV)/dev.stamp
+	$(call environment,"auto-round>=0.15$(comma)<0.17",auto_round,nothing is compared with auto-round)
+
+.cache/venv-hqq/stamp: $(VENV)/dev.stamp
+	$(call environment,"hqq>=0.2.8$(comma)<0.3",hqq.core.quantize,nothing is compared with HQQ)
+
+peers: setup $(PEERS) ## Quality beside other tools, each in its own environment: hours, resumable; a record
+	$(PY) -m benches.quality.peers
 
 interop: setup $(GPTQ)/stamp ## Load exports with the real libraries: compressed-tensors, GPTQModel, optimum
 	$(PY) -m pytest tests/interop

@@ -30,12 +30,13 @@ def whole():
 
 def check(result):
     for grid in result["grids"]:
-        *peers, default, best = grid["variants"]
-        rounded, _, trajectory = peers
+        rounded, one_step, trajectory, other_tool, default, best = grid["variants"]
         assert best["kl"] < 0.6 * trajectory["kl"]
         assert default["kl"] < 0.7 * trajectory["kl"]
+        assert best["kl"] < default["kl"] < 0.75 * other_tool["kl"]
         # For every seed of the initial states, not only on average.
-        for a, b, c, d in zip(*(variant["kl_by_seed"] for variant in (*peers, default)), strict=True):
+        ordered = (rounded, one_step, trajectory, default)
+        for a, b, c, d in zip(*(variant["kl_by_seed"] for variant in ordered), strict=True):
             assert d < c < b < a
         assert trajectory["agreement"] > rounded["agreement"]
         assert len({variant["n_bytes"] for variant in grid["variants"]}) == 1
@@ -110,6 +111,7 @@ def test_demo_command(capsys, monkeypatch, small):
         "RTN",
         "GPTQ, one step",
         "GPTQ, trajectory",
+        "GPTQ, llm-compressor's rules",
         "loopq",
         "loopq, preset best",
         "KL (nats)",

@@ -1,126 +1,246 @@
-"""The solvers of other tools on loopq's sums, in an environment of the tool: `python peer.py TOOL BITS GROUP FOLDER
-THREADS`.
+"""One method on one model, in the environment of its tool: `python -m benches.quality.peer JOB.json`.
 
-FOLDER holds `NAME.w.npy`, float32 (outputs, inputs), and `NAME.h.npy`, H = X^T X summed over all calls: what
-llm-compressor's pipeline "basic" sums up by itself. `NAME.q.npy` is written beside them, the dequantized weight, and
-the seconds of all solves are printed.
+JOB names the tool, the model, its prompts and the results to make; for each a file `NUMBER.npz` with the dequantized
+weights is written beside it, and a line of JSON is printed: CPU seconds, or why it was refused.
+Every tool calibrates on rollouts of the same prompts from the same initial states, one prompt at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-Matrix = np.ndarray
+from benches.quality.subjects import prepare
+from loopq.errors import LoopqError
+from loopq.reproduce.models import PreparedModel, Sizes
+
+Weights = dict[str, np.ndarray]
+Method = Callable[["Subject", int, int], Weights]
 
 
-def llmcompressor(
-    bits: int, group: int, observer: str, order: str | None
-) -> Callable[[Matrix, Matrix], Matrix]:
-    """GPTQ of llm-compressor with an observer of its own for the scales; its default order is "static"."""
-    import torch
-    from compressed_tensors.quantization import QuantizationArgs
-    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
-    from llmcompressor.observers import Observer
+class Subject:
+    """A model, its prompts, and the weights to quantize."""
 
-    args = QuantizationArgs(
-        num_bits=bits, group_size=group, strategy="group", symmetric=True, actorder=order, observer=observer
-    )
-
-    def solve(w: Matrix, h: Matrix) -> Matrix:
-        layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
-        layer.weight.data = torch.from_numpy(w.copy())
-        seen: Any = Observer.load_from_registry(observer, base_name="weight", args=args, module=layer)
-        scale, zero = seen(layer.weight.data)[:2]
-        hessian = torch.from_numpy(h.astype(np.float32))
-        got = quantize_weight(
-            layer.weight.data[None],
-            hessian[None],
-            scale[None],
-            zero[None],
-            None,
-            args,
-            blocksize=128,
-            percdamp=0.01,
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.model: PreparedModel = prepare(
+            job["model"], Sizes(**job["sizes"]), Path(job["data"]) if job["data"] else None, job["draw"]
         )
-        return got[0][0].detach().float().numpy()
+        self.system = self.model.loaded.system
+        self.batches = list(self.model.calibration.batches(1))
 
-    return solve
+    def module(self, name: str) -> nn.Linear:
+        """The linear module of a weight."""
+        found = self.system.model.get_submodule(name.removesuffix(".weight"))
+        if type(found) is not nn.Linear:
+            raise LoopqError(f"{name}: {type(found).__name__}, and this tool takes nn.Linear")
+        return found
+
+    def modules(self, group: int) -> dict[str, nn.Linear]:
+        """The modules to quantize; a width that is no multiple of the group is refused, as the tools do."""
+        found = {name: self.module(name) for name in self.job["names"]}
+        for name, module in found.items():
+            if group > 0 and module.in_features % group:
+                raise LoopqError(f"{name}: {module.in_features} inputs are no multiple of {group}")
+        return found
+
+    def blocks(self) -> list[str]:
+        """Class names of what stands in lists of modules: what the tools take for the layers of a model."""
+        lists = [m for m in self.system.model.modules() if isinstance(m, nn.ModuleList)]
+        return sorted({type(block).__name__ for blocks in lists for block in blocks})
+
+    def roll(self, number: int) -> torch.Tensor:
+        """One rollout of a calibration prompt."""
+        return self.system.rollout(self.batches[number], self.system.n_steps)
 
 
-def gptqmodel(bits: int, group: int) -> Callable[[Matrix, Matrix], Matrix]:
-    """GPTQ of GPTQModel at its defaults, given sums that it would not collect by itself."""
-    import torch
+@contextlib.contextmanager
+def wrapped(subject: Subject, by_ids: bool = False) -> Iterator[nn.Module]:
+    """The model as Hugging Face would hand it over: called with a prompt's number, or with its ids."""
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    class Wrapped(PreTrainedModel):  # type: ignore[misc]
+        config_class = PretrainedConfig
+        _no_split_modules = subject.blocks()
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            self.inner = subject.system.model
+
+    class ByNumber(Wrapped):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return subject.roll(int(input_ids))
+
+    class ByIds(Wrapped):
+        # Tools trace this one. Prompts have one length, so that a mask masks nothing.
+        def forward(self, input_ids, attention_mask=None, use_cache=False):  # type: ignore[no-untyped-def]
+            return self.inner(input_ids)
+
+    with tempfile.TemporaryDirectory() as folder:
+        # A tool opens the configuration once more by the model's path; nothing of it is used.
+        (Path(folder) / "config.json").write_text('{"model_type": "gpt2"}')
+        yield (ByIds if by_ids else ByNumber)(PretrainedConfig(name_or_path=folder))
+
+
+def llmcompressor(observer: str | None, order: str | None = "default", pipeline: str = "basic") -> Method:
+    """GPTQModifier by `oneshot`; pipeline "basic" sums over all calls of a weight."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from torch.utils.data import DataLoader
+
+    def quantize(subject: Subject, bits: int, group: int) -> Weights:
+        modules = subject.modules(group)
+        args = QuantizationArgs(
+            num_bits=bits, group_size=group, strategy="group", symmetric=True, observer=observer
+        )
+        targets = [f"inner.{name.removesuffix('.weight')}" for name in modules]
+        # Left alone the modifier takes an order of its own, "static".
+        chosen = {} if order == "default" else {"actorder": order}
+        scheme = QuantizationScheme(targets=targets, weights=args)
+        recipe = GPTQModifier(config_groups={"all": scheme}, **chosen)
+        by_ids = pipeline != "basic"
+        data: list[Any] = [b.input_ids for b in subject.batches]
+        if not by_ids:
+            data = [torch.tensor(i) for i in range(len(data))]
+        loader = DataLoader(data, batch_size=1, collate_fn=lambda x: {"input_ids": x[0]})
+        with wrapped(subject, by_ids) as model:
+            oneshot(model=model, dataset=loader, recipe=recipe, pipeline=pipeline, processor=_Processor())
+        return weights_of(modules)
+
+    return quantize
+
+
+class _Processor:
+    """What a prompt is made of is numbers already."""
+
+    def save_pretrained(self, folder: str) -> None:
+        """Nothing is saved."""
+
+
+def gptqmodel() -> Method:
+    """GPTQ of GPTQModel at its defaults, its sums fed by all calls: its own loop knows no module called twice."""
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
 
-    config = QuantizeConfig(bits=bits, group_size=group)
+    def quantize(subject: Subject, bits: int, group: int) -> Weights:
+        modules = subject.modules(group)
+        config = QuantizeConfig(bits=bits, group_size=group)
+        tasks, hooks = {}, []
+        for name, module in modules.items():
+            task = tasks[name] = GPTQ(module, config)
+            task.quantizer.configure(perchannel=True)
+            task.fallback = None
 
-    def solve(w: Matrix, h: Matrix) -> Matrix:
-        layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
-        layer.weight.data = torch.from_numpy(w.copy())
-        task = GPTQ(layer, config)
-        task.quantizer.configure(perchannel=True)
-        task.nsamples, task.fallback = 1 << 20, None
-        task.H = torch.from_numpy(h.astype(np.float32))
-        task.finalize_hessian = lambda **_: task.H
-        return task.quantize(blocksize=128)[0].float().numpy()
+            def add(_: nn.Module, inputs: Any, out: torch.Tensor, task: Any = task) -> None:
+                task.add_batch(inputs[0].detach(), out.detach())
 
-    return solve
+            hooks.append(module.register_forward_hook(add))
+        for number in range(len(subject.batches)):
+            subject.roll(number)
+        for hook in hooks:
+            hook.remove()
+        return {name: task.quantize(blocksize=128)[0].float().cpu().numpy() for name, task in tasks.items()}
+
+    return quantize
 
 
-def hqq(bits: int, group: int) -> Callable[[Matrix, Matrix], Matrix]:
+def hqq() -> Method:
     """HQQ, which sees no activations and stores zero points besides: 16 / group more bits a weight."""
-    import torch
     from hqq.core.quantize import Quantizer
 
-    def solve(w: Matrix, h: Matrix) -> Matrix:
-        weight = torch.from_numpy(w.copy())
-        codes, meta = Quantizer.quantize(
-            weight,
-            nbits=bits,
-            group_size=group,
-            axis=1,
-            optimize=True,
-            device="cpu",
-            compute_dtype=torch.float32,
-        )
-        return Quantizer.dequantize(codes, meta).float().numpy().reshape(w.shape)
+    def quantize(subject: Subject, bits: int, group: int) -> Weights:
+        found = {}
+        for name, module in subject.modules(group).items():
+            codes, meta = Quantizer.quantize(
+                module.weight.detach().float(),
+                nbits=bits,
+                group_size=group,
+                axis=1,
+                optimize=True,
+                device="cpu",
+                compute_dtype=torch.float32,
+            )
+            found[name] = Quantizer.dequantize(codes, meta).float().numpy().reshape(module.weight.shape)
+        return found
 
-    return solve
+    return quantize
 
 
-TOOLS: dict[str, Callable[[int, int], Callable[[Matrix, Matrix], Matrix]]] = {
-    "llm-compressor": lambda b, g: llmcompressor(b, g, "minmax", "static"),
-    "llm-compressor, mse": lambda b, g: llmcompressor(b, g, "mse", "static"),
-    "llm-compressor, natural order": lambda b, g: llmcompressor(b, g, "minmax", None),
-    "GPTQModel": gptqmodel,
-    "HQQ": hqq,
+def autoround() -> Method:
+    """SignRound of auto-round at its defaults, but for the samples: those that there are."""
+    from auto_round import AutoRound
+
+    def quantize(subject: Subject, bits: int, group: int) -> Weights:
+        modules = subject.modules(group)
+        data = [{"input_ids": b.input_ids} for b in subject.batches]
+        with wrapped(subject, by_ids=True) as model:
+            tuned = AutoRound(
+                model,
+                tokenizer=_Processor(),
+                bits=bits,
+                group_size=group,
+                sym=True,
+                dataset=data,
+                nsamples=len(data),
+                seqlen=data[0]["input_ids"].shape[1],
+                device_map="cpu",
+            )
+            tuned.quantize()
+            found = dict(tuned.model.named_modules())
+        return weights_of({name: found[f"inner.{name.removesuffix('.weight')}"] for name in modules})
+
+    return quantize
+
+
+def weights_of(modules: dict[str, nn.Linear]) -> Weights:
+    """Weights of some modules, as they are left."""
+    return {name: module.weight.detach().float().numpy() for name, module in modules.items()}
+
+
+TOOLS: dict[str, dict[str, Callable[[], Method]]] = {
+    "llmcompressor": {
+        "llm-compressor": lambda: llmcompressor(None),
+        "llm-compressor, mse": lambda: llmcompressor("memoryless_mse"),
+        "llm-compressor, no order": lambda: llmcompressor(None, None),
+        "llm-compressor, default pipeline": lambda: llmcompressor(None, pipeline="independent"),
+    },
+    "gptqmodel": {"GPTQModel": gptqmodel},
+    "autoround": {"auto-round": autoround},
+    "hqq": {"HQQ": hqq},
 }
 
 
 def main() -> None:
-    """Solve every layer of a folder."""
-    tool, bits, group, folder, threads = sys.argv[1:6]
-    import torch
-
-    torch.set_num_threads(int(threads))
+    """Run a job; each result starts from the model as it is stored."""
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text())
+    torch.set_num_threads(job["threads"])
     answers, sys.stdout = sys.stdout, sys.stderr  # what the libraries print is no answer
-    solve = TOOLS[tool](int(bits), int(group))
-    seconds = 0.0
-    for path in sorted(Path(folder).glob("*.w.npy")):
-        w, h = np.load(path), np.load(path.with_name(path.name.replace(".w.npy", ".h.npy")))
-        began = time.perf_counter()
-        found = solve(w, h)
-        seconds += time.perf_counter() - began
-        np.save(path.with_name(path.name.replace(".w.npy", ".q.npy")), found.astype(np.float32))
-    print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+    for number, (variant, bits, group) in enumerate(job["results"]):
+        line: dict[str, Any] = {"variant": variant, "bits": bits, "group": group}
+        try:
+            method = TOOLS[job["tool"]][variant]()
+            subject = Subject(job)
+            began = time.process_time()
+            np.savez(path.with_name(f"{number}.npz"), **method(subject, bits, group))
+            line["seconds"] = time.process_time() - began
+        except Exception as error:  # noqa: BLE001
+            # Whatever a tool refuses with belongs in the record, and the next result may go well.
+            line["refused"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        line["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps(line), file=answers, flush=True)
 
 
 if __name__ == "__main__":

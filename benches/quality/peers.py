@@ -1,18 +1,19 @@
-"""loopq beside other tools at equal bits: `python -m benches.quality.peers [MODEL ...] --tool NAME=PYTHON ...`.
+"""loopq beside other tools at equal bits: `make peers`, or `python -m benches.quality.peers [MODEL ...]`.
 
-PYTHON is the interpreter of an environment that has the tool (`make peers` makes them under .cache). Same model, same
-calibration text, same grid, same evaluation: the other tools' own solvers get loopq's sums over all calls, which is
-what llm-compressor's pipeline "basic" collects; its default pipeline solves every weight once per call and is far
-worse, and GPTQModel by itself sees the first call alone. Every result is saved as soon as it is there. The record
-goes to benches/record: KL with 95 % intervals over prompts, per draw of the calibration text, seconds of the solves.
+Each tool runs in an environment of its own, `.cache/venv-TOOL`, which `make peers` makes; one that is not there is left
+out and named. Same model, same calibration prompts, same initial states, same grid, same evaluation. MODEL is a name of
+the zoo, "plbert", or one with a planted massive activation ("ouro_small+spike") or loud channel
+("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record goes to
+benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU
+seconds; the worst model of each method.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -23,46 +24,56 @@ from typing import Any
 import numpy as np
 
 import loopq
-from benches.quality.run import HERE, RECORD, ROOT, Cache, table
+from benches.quality.peer import TOOLS
+from benches.quality.peers_table import report
+from benches.quality.run import RECORD, ROOT
+from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import zoo
 from loopq.calibrate.collect import HessianSet
+from loopq.demo import LLM_COMPRESSOR
 from loopq.evaluate.compare import compare
 from loopq.execution import Execution
-from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, data_folder, prepare_model
+from loopq.quantizers.gptq_cd import Metric
+from loopq.quantizers.loop_metric import LEAST, SHARE
+from loopq.reproduce.models import PLBERT, Sizes, data_folder
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
+PLANTED = ("huginn_small+outlier", "ouro_small+spike")
 OURS: dict[str, dict[str, Any]] = {
-    "RTN, paper": {"method": "rtn", "scale_search": "max"},
     "RTN": {"method": "rtn"},
     "GPTQ, one step, paper": {**PRESETS["paper"], "steps": "first"},
     "GPTQ, trajectory, paper": dict(PRESETS["paper"]),
-    "GPTQ, trajectory": {"method": "gptq"},
+    "GPTQ, trajectory, searched scales": {"method": "gptq"},
+    # The same algorithm as the tool's, in our code: how far the two agree.
+    "GPTQ, llm-compressor's rules": dict(LLM_COMPRESSOR),
     "loopq fast": dict(PRESETS["fast"]),
     "loopq default": {},
     "loopq best": dict(PRESETS["best"]),
 }
-TOOLS = {"llm-compressor": "llmcompressor", "GPTQModel": "gptqmodel", "HQQ": "hqq"}
+#: Prompts at other depths and of other text: these show a trend, the table is made at N.
+N_BESIDE = 8
+Result = tuple[str, int, int]
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", help="huginn_small, folders, plbert (default: all there are)")
-    parser.add_argument("--data", type=Path, help="data folder, for plbert (default: LOOPQ_DATA)")
-    parser.add_argument(
-        "--tool", action="append", default=[], metavar="NAME=PYTHON", help="llm-compressor, HQQ, ..."
-    )
+    parser.add_argument("models", nargs="*", help="default: all there are, and two planted ones")
+    parser.add_argument("--data", type=Path, help="data folder, for plbert and GSM8K (default: LOOPQ_DATA)")
+    parser.add_argument("--tool", action="append", help=f"only these: {', '.join(TOOLS)}, loopq")
+    parser.add_argument("--variant", action="append", help="only these rows, by their names in the table")
     parser.add_argument("--grid", action="append", help="BITS:GROUP (default 4:128 4:32 3:32 2:32)")
-    parser.add_argument("--draws", type=int, default=3, help="stretches of calibration text")
+    parser.add_argument(
+        "--draw", action="append", type=int, help="stretches of calibration text (default 0 1 2)"
+    )
     parser.add_argument("--n-calibration", type=int, default=64)
-    parser.add_argument("--n-evaluation", type=int, default=48)
+    parser.add_argument("--n-evaluation", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--n-seeds", type=int, default=2, help="initial states of the evaluation")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "peers")
     parser.add_argument("--table", action="store_true", help="run nothing: write what is in the cache")
@@ -71,175 +82,226 @@ def parse() -> argparse.Namespace:
 
 
 class Bench:
-    """One model and one draw of its calibration text."""
+    """One model and one draw of its calibration text, with the results that are saved."""
 
-    def __init__(self, model: PreparedModel, args: argparse.Namespace) -> None:
-        self.model = model
+    def __init__(self, name: str, draw: int, args: argparse.Namespace, sizes: Sizes) -> None:
         self.args = args
-        self.run = Run.prepare(
-            model.loaded.system, model.calibration, execution=Execution(threads=args.threads)
-        )
+        self.data = data_folder(args.data)
+        self.job = {
+            "model": name,
+            "draw": draw,
+            "sizes": vars(sizes),
+            "data": str(self.data.resolve()) if self.data else None,
+            "threads": args.threads,
+        }
+        self.model = prepare(name, sizes, self.data, draw)
+        self.system = self.model.loaded.system
+        self.run = Run.prepare(self.system, self.model.calibration, execution=Execution(threads=args.threads))
         self._sums: HessianSet | None = None
+        self._metrics: dict[Any, float] = {}
+        self.collecting = 0.0
 
     @property
     def sums(self) -> HessianSet:
-        """Hessians of all steps, collected once."""
+        """Hessians of all steps, collected once and timed."""
         if self._sums is None:
+            began = time.process_time()
             self._sums = self.run.all_steps()
+            self.collecting = time.process_time() - began
         return self._sums
 
-    def ours(self, settings: dict[str, Any], bits: int, group: int) -> dict[str, Any]:
-        """Quantize by loopq and measure."""
-        config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **settings)
-        run = choose_metric(Run(self.run.job, config, self.run.probe_seconds))
-        sums = self.sums
-        began = time.perf_counter()
-        layers = run.solve_from(sums)
-        seconds = time.perf_counter() - began
-        weights = {n: x.in_model_orientation() for n, x in layers.items()}
-        asked = run.config.layer.flat()
-        return self.measured(weights, seconds) | {"metric": asked.get("metric"), "method": asked["method"]}
+    def ours(self, results: list[Result]) -> list[dict[str, Any]]:
+        """Quantize by loopq; seconds are those of the collection, of the metric and of the solve."""
+        lines, weights = [], {}
+        for number, (variant, bits, group) in enumerate(results):
+            config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **OURS[variant])
+            run = choose_metric(Run(self.run.job, config, self.run.probe_seconds, self.run.metrics))
+            asked = run.config.layer.flat()
+            sums = self.sums if asked["method"] != "rtn" else run.sums()
+            beside = self.metric_seconds(run) + (self.collecting if sums is self._sums else 0.0)
+            began = time.process_time()
+            layers = run.solve_from(sums)
+            seconds = time.process_time() - began + beside
+            weights[number] = {n: x.in_model_orientation() for n, x in layers.items()}
+            lines.append({"seconds": seconds, "metric": asked.get("metric")})
+        return self.measured(lines, weights)
 
-    def theirs(self, tool: str, python: str, bits: int, group: int) -> dict[str, Any]:
-        """Quantize by another tool's solver and measure."""
+    def metric_seconds(self, run: Run) -> float:
+        """Collect the loop metrics that a run asks for, once for all grids; return what that took."""
+        asked = {t.gradients for t in run.tasks if t.gradients}
+        for gradients in asked - set(self._metrics):
+            began = time.process_time()
+            run.collect_metrics(self.sums, run.tasks)
+            self._metrics[gradients] = time.process_time() - began
+        return sum(self._metrics[gradients] for gradients in asked)
+
+    def theirs(self, tool: str, results: list[Result]) -> list[dict[str, Any]]:
+        """Quantize by another tool, in one process of its environment."""
         with tempfile.TemporaryDirectory() as folder:
-            tasks = [t for t in self.run.tasks if t.leader]
-            for number, task in enumerate(tasks):
-                weight = self.run.weights.oriented(task.parameter)
-                if weight.shape[1] % group:
-                    raise loopq.LoopqError(
-                        f"{task.name}: {weight.shape[1]} inputs are no multiple of {group}"
-                    )
-                np.save(Path(folder) / f"{number}.w.npy", weight)
-                np.save(Path(folder) / f"{number}.h.npy", self.sums.accumulators[str(task.leader)].matrix())
-            command = [
-                python,
-                str(HERE / "peer.py"),
-                tool,
-                str(bits),
-                str(group),
-                folder,
-                str(self.args.threads),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise loopq.LoopqError(f"{tool}: {done.stderr.strip().splitlines()[-1]}")
-            found = {t.name: np.load(Path(folder) / f"{i}.q.npy") for i, t in enumerate(tasks)}
-        for task in tasks:
-            if task.parameter.orientation == "in_out":
-                found[task.name] = np.ascontiguousarray(found[task.name].T)
-        return self.measured(found, float(json.loads(done.stdout)["seconds"]))
+            path = Path(folder) / "job.json"
+            names = [t.name for t in self.run.tasks]
+            path.write_text(json.dumps(self.job | {"tool": tool, "names": names, "results": results}))
+            done = subprocess.run(
+                [str(python_of(tool)), "-m", "benches.quality.peer", str(path)],
+                capture_output=True,
+                text=True,
+                check=False,
+                cwd=ROOT,
+            )
+            lines = [json.loads(line) for line in done.stdout.splitlines()]
+            if len(lines) < len(results):
+                raise SystemExit(f"{tool}: {done.stderr[-2000:]}")
+            weights = {}
+            for number, line in enumerate(lines):
+                if "refused" not in line:
+                    with np.load(path.with_name(f"{number}.npz")) as found:
+                        weights[number] = dict(found)
+        return self.measured(lines, weights)
 
-    def measured(self, weights: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """KL with its interval over prompts."""
-        model = self.model
-        found = compare(
-            model.loaded.system,
-            {"q": weights},
-            model.evaluation,
-            seeds=range(self.args.n_seeds),
-            scored_from=model.scored_from,
-        )[1]
-        interval = found.kl_interval()
-        return {
-            "kl": float(found.kl.mean()),
-            "kl_95": [interval.low, interval.high] if interval else None,
-            "agreement": float(found.agreement.mean()),
-            "output": found.output,
-            "seconds": seconds,
+    def measured(self, lines: list[dict[str, Any]], weights: dict[int, Any]) -> list[dict[str, Any]]:
+        """Add KL with its interval over prompts to each result; at other depths, and on other text."""
+        model, depth = self.model, self.system.n_steps
+        seeds = (0, 1) if self.system.state_is_random else (0,)
+        few = model.evaluation.take(0, N_BESIDE)
+        asked = {
+            "kl": (model.evaluation, depth, seeds),
+            "kl_half": (few, depth // 2, (0,)),
+            "kl_double": (few, 2 * depth, (0,)),
         }
+        text = other_text(model, self.data, N_BESIDE)
+        if text is not None:
+            asked["kl_other_text"] = (text, depth, (0,))
+        named = {str(n): w for n, w in weights.items()}
+        for what, (tokens, n_steps, states) in asked.items():
+            try:
+                found = compare(
+                    self.system, named, tokens, n_steps=n_steps, seeds=states, scored_from=model.scored_from
+                )
+            except loopq.LoopqError as error:
+                for number in weights:
+                    lines[number][f"{what}_refused"] = str(error)
+                continue
+            for number, one in zip(weights, found[1:], strict=True):
+                lines[number][what] = float(one.kl.mean())
+                if what == "kl":
+                    interval = one.kl_interval()
+                    lines[number] |= {
+                        "kl_95": [interval.low, interval.high] if interval else None,
+                        "agreement": float(one.agreement.mean()),
+                        "output": one.output,
+                    }
+        return lines
+
+
+def python_of(tool: str) -> Path:
+    """Interpreter of a tool's environment, as the Makefile makes them."""
+    return ROOT / ".cache" / f"venv-{tool.removesuffix('model')}" / "bin" / "python"
+
+
+class Saved:
+    """One JSON file for each result."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.settings = folder, settings
+
+    def path(self, key: dict[str, Any]) -> Path:
+        """The file of a result."""
+        text = json.dumps(self.settings | key, sort_keys=True)
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+    def find(self, key: dict[str, Any]) -> dict[str, Any] | None:
+        """A result, if it is there."""
+        path = self.path(key)
+        return json.loads(path.read_text()) if path.is_file() else None
+
+    def keep(self, key: dict[str, Any], row: dict[str, Any]) -> None:
+        """Save a result."""
+        path = self.path(key)
+        path.with_suffix(".part").write_text(json.dumps(key | row, indent=1))
+        path.with_suffix(".part").rename(path)
+        print(
+            *(key[k] for k in ("model", "draw", "bits", "group", "variant")),
+            row.get("kl", row.get("refused")),
+            flush=True,
+        )
+
+
+def asked_of(
+    name: str, draw: int, grids: list[tuple[int, int]], chosen: list[str]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Every result that is asked for, with its tool."""
+    found = []
+    for tool in chosen:
+        for variant in OURS if tool == "loopq" else TOOLS[tool]:
+            for bits, group in grids:
+                key: dict[str, Any] = {
+                    "model": name,
+                    "draw": draw,
+                    "bits": bits,
+                    "group": group,
+                    "variant": variant,
+                }
+                if tool == "loopq":
+                    # What no option says may change: a result is of the defaults that it was made with.
+                    key["settings"] = OURS[variant] or [vars(Metric()), SHARE, LEAST]
+                found.append((tool, key))
+    return found
+
+
+def measure(
+    saved: Saved, name: str, draw: int, asked: list[tuple[str, dict[str, Any]]], args: Any, sizes: Sizes
+) -> None:
+    """Make what is missing of one model and draw."""
+    missing = [(tool, key) for tool, key in asked if saved.find(key) is None]
+    if not missing:
+        return
+    bench = Bench(name, draw, args, sizes)
+    for tool in dict.fromkeys(t for t, _ in missing):
+        keys = [k for t, k in missing if t == tool]
+        # Full precision runs once for all that are measured together; loopq's results are many, and saved grid by grid.
+        parts = (
+            [keys]
+            if tool != "loopq"
+            else [
+                [k for k in keys if k["bits"] == b and k["group"] == g]
+                for b, g in dict.fromkeys((k["bits"], k["group"]) for k in keys)
+            ]
+        )
+        for part in parts:
+            results = [(k["variant"], k["bits"], k["group"]) for k in part]
+            lines = bench.ours(results) if tool == "loopq" else bench.theirs(tool, results)
+            for key, line in zip(part, lines, strict=True):
+                saved.keep(key, line)
 
 
 def main() -> None:
     args = parse()
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
-    settings = {"loopq": loopq.__version__, **vars(sizes), "seeds": args.n_seeds}
-    cache = Cache(args.cache, settings, args.table)
-    tools = dict(t.split("=", 1) for t in args.tool)
-    grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else GRIDS
+    settings = {"version": loopq.__version__, **vars(sizes)}
+    saved = Saved(args.cache, settings)
+    grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else list(GRIDS)
+    chosen = args.tool or ["loopq", *TOOLS]
+    absent = [t for t in chosen if t in TOOLS and not (python_of(t).parents[1] / "stamp").exists()]
+    models = args.models or [
+        *zoo.available(), *(Path(f).name for f in folders()), *PLANTED, *([PLBERT] if data_folder(args.data) else [])
+    ]  # fmt: skip
     records: list[dict[str, Any]] = []
-    data = data_folder(args.data)
-    models = args.models or [*zoo.available(), *folders(), *([PLBERT] if data else [])]
-    for draw in range(args.draws):
+    for draw in args.draw if args.draw is not None else range(3):
         for name in models:
-            bench: Bench | None = None
-
-            def made(name: str = name, draw: int = draw) -> Bench:
-                nonlocal bench
-                bench = bench or Bench(prepare_model(name, sizes, data, draw), args)
-                return bench
-
-            for bits, group in grids:
-                what = {"model": Path(name).name, "draw": draw, "bits": bits, "group": group}
-                for label, own in OURS.items():
-                    key = what | {"variant": label, "settings": own}
-                    row = cache.get(key, lambda o=own, b=bits, g=group, m=made: m().ours(o, b, g))
-                    records += [] if row is None else [what | {"variant": label} | row]
-                for tool, python in tools.items():
-                    row = cache.get(
-                        what | {"variant": tool},
-                        lambda t=tool, p=python, b=bits, g=group, m=made: m().theirs(t, p, b, g),
-                    )
-                    records += [] if row is None else [what | {"variant": tool} | row]
-    text = report(records, settings)
+            asked = asked_of(name, draw, grids, [t for t in chosen if t not in absent])
+            asked = [a for a in asked if not args.variant or a[1]["variant"] in args.variant]
+            if not args.table:
+                measure(saved, name, draw, asked, args, sizes)
+            rows = [saved.find(key) for _, key in asked]
+            records += [{k: v for k, v in r.items() if k != "settings"} for r in rows if r is not None]
+    text = report(records, settings, absent, list(OURS))
     print(text)
     stem = args.out / f"peers-{datetime.date.today().isoformat()}"
     stem.with_suffix(".json").write_text(
-        json.dumps(
-            {"settings": settings, "machine": processor(), "records": records, "refused": cache.refused},
-            indent=1,
-        )
+        json.dumps({"settings": settings, "records": records}, indent=1) + "\n"
     )
     stem.with_suffix(".md").write_text(text + "\n")
-
-
-def processor() -> str:
-    """Name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
-
-
-def report(records: list[dict[str, Any]], settings: dict[str, Any]) -> str:
-    """Tables: over models, the ratio to the best other tool; then each model."""
-    means: dict[tuple[Any, ...], dict[str, float]] = {}
-    for r in records:
-        means.setdefault((r["bits"], r["group"], r["model"], r["variant"]), {}).setdefault("n", 0)
-    for key in means:
-        mine = [r for r in records if (r["bits"], r["group"], r["model"], r["variant"]) == key]
-        means[key] = {k: float(np.mean([r[k] for r in mine])) for k in ("kl", "agreement", "seconds")}
-    parts = ["# loopq beside other tools", "", f"{processor()}; settings `{json.dumps(settings)}`", ""]
-    for bits, group in dict.fromkeys((k[0], k[1]) for k in means):
-        here = {k[2:]: v for k, v in means.items() if k[:2] == (bits, group)}
-        models = list(dict.fromkeys(m for m, _ in here))
-        variants = list(dict.fromkeys(v for _, v in here))
-        others = [v for v in variants if v not in OURS]
-        best = {
-            m: min((here[m, o]["kl"] for o in others if (m, o) in here and o != "HQQ"), default=float("nan"))
-            for m in models
-        }
-        rows = []
-        for v in variants:
-            ratio = {m: here[m, v]["kl"] / best[m] for m in models if (m, v) in here and best[m] > 0}
-            row: dict[str, Any] = {"variant": v} | {m: here[m, v]["kl"] for m in models if (m, v) in here}
-            if ratio:
-                worst = max(ratio, key=lambda m: ratio[m])
-                row["ratio"] = float(np.exp(np.mean(np.log(list(ratio.values())))))
-                row["worst"] = f"{ratio[worst]:.2f} ({worst})"
-            rows.append(
-                row | {"seconds": float(np.mean([here[m, v]["seconds"] for m in models if (m, v) in here]))}
-            )
-        columns = [("variant", "KL", ""), *((m, m, ".5f") for m in models)]
-        columns += [
-            ("ratio", "over the best other tool", ".2f"),
-            ("worst", "worst", ""),
-            ("seconds", "solve s", ".1f"),
-        ]
-        parts += [f"## INT{bits} g{group}", "", table(rows, columns), ""]
-    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def rtn(
     group_size: int,
     symmetric: bool = True,
     scale_dtype: _ScaleType = "float32",
-    scale_search: Literal["max", "mse"] = "max",
+    scale_search: Literal["max", "half-range", "mse"] = "max",
     threads: int = 0,
 ) -> dict[str, Any]:
     """Round every weight to the nearest point of its group's grid.
@@ -328,8 +328,9 @@ def rtn(
     scale_dtype : str
         'float32', 'float16' or 'bfloat16', or one of them with the significant bits kept ('bfloat16:5'). Scales are
         rounded to it before codes are computed.
-    scale_search : {'max', 'mse'}
-        Scale from the largest magnitude, or the best of 70 shrunken ones by square error.
+    scale_search : {'max', 'half-range', 'mse'}
+        Scale from the largest magnitude: that of the highest code, or of half the range of the codes; or the best of 70
+        shrunken ones by square error.
     threads : int
         Number of threads; 0 for all.
 
@@ -354,7 +355,7 @@ def gptq(
     symmetric: bool = True,
     scale_dtype: _ScaleType = "float32",
     scales: Literal["group", "static"] = "group",
-    scale_search: Literal["max", "mse"] = "max",
+    scale_search: Literal["max", "half-range", "mse"] = "max",
     block_size: int = 128,
     threads: int = 0,
 ) -> dict[str, Any]:
@@ -371,7 +372,7 @@ def gptq(
         As in `rtn`.
     scales : {'group', 'static'}
         Take a group's scale when the sweep reaches it, from the updated weights, or before, from the original ones.
-    scale_search : {'max', 'mse'}
+    scale_search : {'max', 'half-range', 'mse'}
         As in `rtn`, errors of columns weighted by the factor's pivots.
     block_size : int
         Columns between two long updates; changes no code.

@@ -1,4 +1,4 @@
-"""The demo: rounding, GPTQ on one step and on the trajectory, and loopq's default on the embedded model."""
+"""The demo: rounding, GPTQ on one step, on the trajectory and as another tool does it, and loopq's default."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
 from loopq.systems.load import load_model
 
+#: What llm-compressor does by default where its Hessian is summed over all calls: a group's scale from its largest
+#: magnitude and half the range of the codes, taken before the sweep; columns by falling diag H; one hundredth of the
+#: mean as damping.
+LLM_COMPRESSOR: dict[str, Any] = {
+    "method": "gptq", "scale_search": "half-range", "scales": "static", "act_order": True
+}  # fmt: skip
 # Name and settings.
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("RTN", {"method": "rtn", "scale_search": "max"}),
     ("GPTQ, one step", {**PRESETS["paper"], "steps": "first"}),
     ("GPTQ, trajectory", dict(PRESETS["paper"])),
+    ("GPTQ, llm-compressor's rules", LLM_COMPRESSOR),
     ("loopq", {}),
     ("loopq, preset best", dict(PRESETS["best"])),
 )

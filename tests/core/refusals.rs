@@ -267,7 +267,7 @@ fn weights_scales_and_settings_of_a_solve() {
     refused(Weight::new("W", &[], 2, 0), Kind::Config, &["1 or more columns"]);
     refused(Weight::new("W", &[], usize::MAX, 2), Kind::Config, &["overflows"]);
     let half = Grid { scale_type: ScaleType::F16, ..grid(4) };
-    for search in [Search::Max, Search::Mse] {
+    for search in [Search::Max, Search::HalfRange, Search::Mse] {
         let half = Grid { search, ..half };
         let parts = &["row 1", "infinite", "bfloat16"];
         refused(rtn(weight(&[1.0, 1e9], 2), &half, &alone()), Kind::Solve, parts);
@@ -285,7 +285,7 @@ fn weights_scales_and_settings_of_a_solve() {
     refused(solve(&[1.0, 2.0], Scales::Static, 0), Kind::Config, &["block_size = 0"]);
     refused(solve(&[1.0], Scales::Static, 128), Kind::Config, &["columns of W: expected 2"]);
     refused(Scales::parse("x"), Kind::Config, &["'group', 'static'"]);
-    refused(Search::parse("x"), Kind::Config, &["'max', 'mse'"]);
+    refused(Search::parse("x"), Kind::Config, &["'max', 'half-range', 'mse'"]);
     refused(Cost::parse("x"), Kind::Config, &["'largest', 'even'"]);
     refused(ScaleType::parse("x"), Kind::Config, &["'bfloat16'"]);
     for wrong in ["bfloat16:9", "bfloat16:0", "float16:12", "float32:25", "bfloat16:", "x:3", "bfloat16:-1"] {

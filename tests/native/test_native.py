@@ -257,6 +257,21 @@ def test_mse_scales_are_never_worse() -> None:
     assert error["mse"].sum() < 0.9 * error["max"].sum()
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_half_range_scales_use_every_code(bits: int) -> None:
+    w = np.random.default_rng(3).standard_normal((40, 96)).astype(np.float32)
+    got = _native.rtn(w, bits=bits, group_size=32, scale_search="half-range")  # type: ignore[arg-type]
+    largest = np.abs(w).reshape(40, 3, 32).max(2).astype(np.float64)
+    assert np.array_equal(got["scales"], (largest / ((2**bits - 1) / 2)).astype(np.float32))
+    assert (got["codes"].min(), got["codes"].max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    # An asymmetric grid reaches from the least to the largest weight either way.
+    for search in ("max", "half-range"):
+        assert np.array_equal(
+            _native.rtn(w, bits=bits, group_size=32, symmetric=False, scale_search=search)["codes"],
+            _native.rtn(w, bits=bits, group_size=32, symmetric=False)["codes"],
+        )
+
+
 def test_eigenvalues_are_those_of_lapack() -> None:
     h = summed(correlated(300, 120)).matrix()
     got, expected = _native.eigvalsh(h), np.linalg.eigvalsh(h)

@@ -29,5 +29,5 @@ def test_a_searched_scale_has_no_more_squared_error_than_that_of_the_largest():
         for search in ("max", "mse")
     }
     assert error["mse"] < 0.9 * error["max"]
-    with pytest.raises(ConfigError, match="scale_search must be one of max, mse; got 'l1'"):
+    with pytest.raises(ConfigError, match="scale_search must be one of max, half-range, mse; got 'l1'"):
         solve("rtn", weight, None, scale_search="l1")

@@ -53,6 +53,7 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
         method="gptq-cd",
         metric="loop",
         metric_prompts=128,
+        metric_draws=4,
         **grid,
     )
     assert digest(tmp_path / "preset") == digest(tmp_path / "fields")

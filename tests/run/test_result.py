@@ -12,7 +12,7 @@ import pytest
 import loopq
 from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.checkpoint import native as store
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, DumpError
 from loopq.steps import parse_steps
 from tests.support.runs import SETTINGS, digest, job_of
 
@@ -83,9 +83,9 @@ def test_every_choice_of_steps_is_recorded_and_equals_its_dump(loaded, tokens, t
 
 def test_a_dump_says_what_it_cannot_do(dump):
     with pytest.raises(
-        ConfigError, match=r"layer transformer\.adapter\.weight: metric 'loop' needs gradients"
+        DumpError, match=r"no loop metric of layer transformer\.adapter\.weight: collect again"
     ):
-        loopq.solve(dump, method="gptq-cd", metric="loop")
+        loopq.solve(dump, preset="best")
     with pytest.raises(ConfigError, match="inputs 'asymmetric' run the model between layers"):
         loopq.solve(dump, inputs="asymmetric")
     for settings in ({"tune": "scales"}, {"allocate": 3.5}):

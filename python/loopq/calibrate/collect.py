@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
@@ -15,12 +15,15 @@ from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.dump import (
     MANIFEST,
     DumpFile,
+    GradientSums,
     Manifest,
+    MetricFile,
     Rows,
     accumulator_from,
     accumulator_parts,
     rows_to_raw,
     write_accumulator,
+    write_gradient_sums,
 )
 from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.select import Selection
@@ -462,7 +465,7 @@ def _begin(out: Path, key: str) -> bool:
             raise DumpError(
                 f"{out}: holds the beginnings of another collection; choose a new folder or remove it"
             )
-        for folder in (out, out / "shards", out / "hessians", out / "model"):
+        for folder in (out, out / "shards", out / "hessians", out / "metrics", out / "model"):
             remove_leftovers(folder)
     elif (out / MANIFEST).exists():
         raise DumpError(f"{out}: holds a finished dump; choose a new folder")
@@ -522,6 +525,7 @@ def _write_manifest(
     dtype: str,
     rows: Rows,
     files: Sequence[DumpFile],
+    metrics: Sequence[MetricFile] = (),
 ) -> Manifest:
     tensors, ties = model_tensors(job.system.model)
     manifest = Manifest(
@@ -538,9 +542,25 @@ def _write_manifest(
         model=tuple(write_files(out / "model", tensors, job.side_files)),
         ties=ties,
         loopq_version=native.__version__,
+        metrics=tuple(metrics),
     )
     manifest.write(out)
     return _finish(out)
+
+
+class Gradients(Protocol):
+    """What collects loop metrics beside the Hessians of a dump: calibration itself knows no backward pass."""
+
+    @property
+    def n_prompts(self) -> int:
+        """Prompts that gradients are taken on."""
+
+    @property
+    def n_draws(self) -> int:
+        """Label draws for each prompt."""
+
+    def collect(self, sums: HessianSet, leaders: Sequence[str], work: Path) -> Mapping[str, GradientSums]:
+        """Return the sums of each parameter that reads one of the inputs; `work` is a folder to resume from."""
 
 
 def collect_hessians(
@@ -549,6 +569,7 @@ def collect_hessians(
     *,
     steps: Sequence[int] | None = None,
     per_step: bool = False,
+    gradients: Gradients | None = None,
 ) -> Manifest:
     """Write a Hessian dump: exact sums that parts collected apart can be merged into.
 
@@ -562,17 +583,22 @@ def collect_hessians(
         Steps to keep; every invocation of each parameter when absent.
     per_step : bool
         Keep each step apart, so that any choice of steps can be made later.
+    gradients : Gradients, optional
+        Collects loop metrics besides. A dump with them cannot be merged: gradients are weighed by the Hessian of all
+        prompts.
     """
     wanted = {
         p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
         for p in job.selection.input_groups
     }
     sums = HessianSet(job, wanted, per_step=per_step)
-    key = job.fingerprint(wanted, per_step)
+    counts = (gradients.n_prompts, gradients.n_draws) if gradients else ()
+    key = job.fingerprint(wanted, per_step, *counts)
     if _begin(out, key):
         return _finish(out)
     write_json(out / _CLAIM, {"key": key})
     files: list[DumpFile] = []
+    metrics: list[MetricFile] = []
     rows: Rows = {}
     passes = sums.passes()
     held = max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)
@@ -580,11 +606,17 @@ def collect_hessians(
         f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
     )
     for number, leaders in enumerate(passes):
-        sums.run_pass(leaders, work=out / "work" / str(number))
+        work = out / "work" / str(number)
+        sums.run_pass(leaders, work=work)
+        if gradients:
+            for name, found in gradients.collect(sums, leaders, work / "metric").items():
+                file = f"metrics/{len(metrics):03d}.safetensors"
+                digest = write_gradient_sums(out / file, found)
+                metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, *counts))
         for leader in leaders:
             file = f"hessians/{len(files):03d}.safetensors"
             digest = write_accumulator(out / file, sums.accumulators[leader])
             files.append(DumpFile(file, digest, (out / file).stat().st_size, leader, per_step))
             rows[leader] = sums.rows(leader)
             sums.drop(leader)
-    return _write_manifest(job, out, "hessian", "", rows, files)
+    return _write_manifest(job, out, "hessian", "", rows, files, metrics)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 import loopq._native as native
 from loopq.checkpoint.files import (
     MAX_SIZE,
@@ -55,8 +58,10 @@ if TYPE_CHECKING:
 FORMAT = "loopq-dump"
 MANIFEST = "manifest.json"
 Rows = dict[str, dict[int, Count]]
-_NUMBERED = re.compile(r"(shards|hessians)/[0-9]{3,9}\.safetensors")
-_Number = Annotated[str, Allowed("shards/ or hessians/, a number, .safetensors", _NUMBERED.fullmatch)]
+_NUMBERED = re.compile(r"(shards|hessians|metrics)/[0-9]{3,9}\.safetensors")
+_Number = Annotated[
+    str, Allowed("shards/, hessians/ or metrics/, a number, .safetensors", _NUMBERED.fullmatch)
+]
 
 
 def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
@@ -76,6 +81,32 @@ class DumpFile(FileEntry):
     file: _Number
     leader: str = ""
     per_step: bool = False
+
+
+@dataclass(frozen=True)
+class MetricFile(FileEntry):
+    """The loop metric of a parameter, over some draws of labels for each of the first prompts."""
+
+    file: _Number
+    parameter: str
+    n_prompts: Positive
+    n_draws: Positive
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """What a loop metric is made of (`loopq.quantizers.loop_metric.LoopMetric`), as arrays.
+
+    Parameters
+    ----------
+    left : tuple of ndarray, float64
+        A, blocks of consecutive outputs, each of shape (b, b).
+    right : ndarray, float64, shape (in_features, in_features)
+        The part of S that gradients give.
+    """
+
+    left: tuple[NDArray[np.float64], ...]
+    right: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -111,6 +142,7 @@ class Manifest:
     model: tuple[FileEntry, ...]
     ties: dict[Name, Name]
     loopq_version: str
+    metrics: tuple[MetricFile, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse parts that do not fit together, also before they are written."""
@@ -133,7 +165,16 @@ class Manifest:
         listed = sorted(f.leader for f in self.files if f.leader)
         if listed != leaders or not all(f.file.startswith(folder) for f in self.files):
             raise DumpError(f"files: not those of a dump of kind {self.kind!r} with these rows")
-        stored = [f.file for f in (*self.files, *self.model)]
+        measured = [m.parameter for m in self.metrics]
+        if not set(measured) <= set(self.leaders) or len(set(measured)) != len(measured):
+            raise DumpError("metrics: a name that is not among the leaders, or stands twice")
+        if len({(m.n_prompts, m.n_draws) for m in self.metrics}) > 1 or not all(
+            m.file.startswith("metrics/") for m in self.metrics
+        ):
+            raise DumpError("metrics: of unlike prompts and draws, or a file of another kind")
+        if self.metrics and self.kind != "hessian":
+            raise DumpError("metrics: they go with a dump of kind 'hessian'")
+        stored = [f.file for f in (*self.files, *self.metrics, *self.model)]
         if not self.files or TENSORS not in stored or len(set(stored)) != len(stored):
             raise DumpError(f"files, model: none, without {TENSORS}, or a name that stands twice")
 
@@ -173,6 +214,7 @@ class Dump:
         self._threads = threads
         self.manifest = Manifest.read(folder)
         check_files(folder, self.manifest.files, DumpError)
+        check_files(folder, self.manifest.metrics, DumpError)
         check_files(folder, self.manifest.model, DumpError, within="model")
         self._headers: dict[str, dict[str, Stored]] = {}
         if self.manifest.kind == "rows":
@@ -237,6 +279,30 @@ class Dump:
                 "those steps, or with --per-step"
             )
         return acc
+
+    def gradient_sums(self, name: str, steps: Sequence[int]) -> GradientSums:
+        """Read the sums of a parameter's loop metric.
+
+        Raises
+        ------
+        DumpError
+            There are none over these steps, or the file does not fit the parameter.
+        """
+        entry = next((m for m in self.manifest.metrics if m.parameter == name), None)
+        if entry is None:
+            raise DumpError(
+                f"{self.folder}: no loop metric of layer {name}: collect again with --metric loop, or take metric "
+                "'inputs' here"
+            )
+        have = sorted(self.manifest.rows[self.manifest.leaders[name]])
+        if list(steps) != have:
+            raise DumpError(
+                f"{self.folder}: layer {name}: its loop metric is over steps {shown(have)}; {shown(list(steps))} asked "
+                "for: collect again with those"
+            )
+        parameter = next(p for p in self.manifest.parameters if p.name == name)
+        path = self.folder / entry.file
+        return gradient_sums_from(read_tensors(path, DumpError), parameter, str(path))
 
     def weights(self) -> ModelWeights:
         """The stored weights of the model; each is read when it is asked for.
@@ -352,6 +418,43 @@ def read_accumulator(path: Path) -> native.HessianAccumulator:
     return accumulator_from(read_tensors(path, DumpError), state, str(path))
 
 
+def write_gradient_sums(path: Path, sums: GradientSums) -> str:
+    """Write the sums of a loop metric, tensors `left.<i>` and `right`; return the SHA-256 of the file."""
+    arrays = {f"left.{i:05d}": a for i, a in enumerate(sums.left)} | {"right": sums.right}
+    return write_tensors(path, {name: RawTensor.of(a) for name, a in arrays.items()})
+
+
+def gradient_sums_from(
+    arrays: Mapping[str, RawTensor], parameter: SharedParameter, where: str
+) -> GradientSums:
+    """Read what `write_gradient_sums` wrote.
+
+    Raises
+    ------
+    DumpError
+        Tensors of another type or shape, or entries that no sum of squares can have.
+    """
+    reader = TensorReader(where, arrays)
+    width = parameter.in_features
+    try:
+        left = []
+        for i in range(len(arrays) - 1):
+            side = (arrays.get(f"left.{i:05d}", RawTensor("F64", (), np.zeros(0, np.uint8))).shape or (0,))[0]
+            left.append(reader.get(f"left.{i:05d}", ["F64"], (side, side)).array())
+        right = reader.get("right", ["F64"], (width, width)).array()
+    except LoopqError as cause:
+        raise DumpError(str(cause)) from cause
+    if sum(len(a) for a in left) != parameter.out_features:
+        raise DumpError(
+            f"{where}: blocks of {shown([len(a) for a in left])} outputs; the layer has "
+            f"{parameter.out_features}"
+        )
+    for a in (*left, right):
+        if not np.isfinite(a).all() or (np.diag(a) < 0).any():
+            raise DumpError(f"{where}: damaged loop metric: an entry that no sum of squares can have")
+    return GradientSums(tuple(left), right)
+
+
 def merge(parts: Sequence[Path], out: Path) -> Manifest:
     """Add Hessian dumps that were collected apart.
 
@@ -418,6 +521,11 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
         m = dump.manifest
         if m.kind != "hessian":
             raise DumpError(f"{dump.folder}: a dump of rows; only Hessian dumps are merged")
+        if m.metrics:
+            raise DumpError(
+                f"{dump.folder}: holds a loop metric, which cannot be added to another: its gradients are weighed by "
+                "the Hessian of all prompts. Collect on all prompts at once, or the parts without --metric"
+            )
         for what in ("system", "n_steps", "parameters", "leaders", "model", "ties"):
             if getattr(m, what) != getattr(first, what):
                 raise DumpError(f"{dump.folder}: its {what} differ from those of {dumps[0].folder}")

@@ -19,6 +19,7 @@ from loopq.commands.options import (
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
 from loopq.progress import Line
+from loopq.run.config import PRESETS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", help="with --hessian: steps to sum, as of `loopq quantize` (default all)")
     parser.add_argument("--per-step", action="store_true", help="with --hessian: keep each step apart")
+    parser.add_argument(
+        "--metric",
+        choices=("inputs", "loop"),
+        default="inputs",
+        help="with --hessian: loop keeps the gradients' sums too, so that `loopq solve` reaches preset best; such a "
+        "dump cannot be merged (default %(default)s)",
+    )
+    prompts, draws = PRESETS["best"]["metric_prompts"], PRESETS["best"]["metric_draws"]
+    parser.add_argument(
+        "--metric-prompts",
+        type=whole(1, 1 << 31),
+        metavar="N",
+        help=f"with --metric loop: most prompts that gradients are taken on (default {prompts})",
+    )
+    parser.add_argument(
+        "--metric-draws",
+        type=whole(1, 1 << 16),
+        metavar="N",
+        help=f"with --metric loop: draws of labels for each prompt (default {draws})",
+    )
     parser.add_argument(
         "--rows-dtype",
         choices=("float32", "float16", "bfloat16"),
@@ -60,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
     from loopq.calibrate.prompts import calibration_tokens
     from loopq.calibrate.select import select
+    from loopq.run.dumped import MetricOfDump
     from loopq.run.engine import side_files
     from loopq.steps import parse_steps
 
@@ -80,7 +102,15 @@ def run(args: argparse.Namespace) -> int:
         out = Path(args.out)
         if args.hessian:
             steps = parse_steps(args.steps or "all", selection.n_steps)
-            manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step)
+            gradients = None
+            if args.metric == "loop":
+                best = PRESETS["best"]
+                most, n_draws = (
+                    args.metric_prompts or best["metric_prompts"],
+                    args.metric_draws or best["metric_draws"],
+                )
+                gradients = MetricOfDump.of(job, most, n_draws)
+            manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)
     print_dump(manifest)
@@ -94,6 +124,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"{'--per-step' if args.per_step else '--steps'} goes with --hessian: rows are kept of all steps"
         )
+    if args.metric == "loop" and not args.hessian:
+        raise ConfigError(
+            "--metric loop goes with --hessian: the sums of gradients stand beside those of the inputs"
+        )
+    if args.metric != "loop" and (args.metric_prompts or args.metric_draws):
+        raise ConfigError("--metric-prompts and --metric-draws go with --metric loop")
     if args.hessian and args.rows_dtype:
         raise ConfigError("--rows-dtype goes without --hessian: no rows are kept")
 

@@ -67,12 +67,16 @@ def run(args: argparse.Namespace) -> int:
     for grid in result["grids"]:
         print(f"\nINT{grid['bits']}, group {grid['group_size']}")
         print(measurement_table([result["reference"], *grid["variants"]]))
+    print(
+        "\nGPTQ, llm-compressor's rules: its default algorithm, computed by loopq: sums over all calls, a scale of "
+        "half the range of codes, columns by falling diag H"
+    )
     n = len(result["metric_seeds"])
     if n > 1:
-        print(f"\nrows of loopq: mean and standard deviation (sd) over {n} draws of the loop metric's labels")
+        print(f"rows of loopq: mean and standard deviation (sd) over {n} draws of the loop metric's labels")
     else:
         print(
-            "\nrows of loopq: one draw of the loop metric's labels; --n-metric-seeds 8 prints the spread over eight"
+            "rows of loopq: one draw of the loop metric's labels; --n-metric-seeds 8 prints the spread over eight"
         )
     first = result["grids"][0]
     print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")

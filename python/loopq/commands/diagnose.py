@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with Line() as progress:
         found = (
             _dump(args, config, progress)
-            if (Path(args.model) / "manifest.json").is_file()
+            if args.model is not None and (Path(args.model) / "manifest.json").is_file()
             else _model(args, config, progress)
         )
     if args.html:
@@ -105,7 +105,7 @@ def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> 
         config,
         n_steps=args.n_steps,
         only=args.only.split(",") if args.only else QUICK if args.quick else None,
-        name=str(args.model),
+        name=args.model or args.python,
         work=Path(args.work) if args.work else None,
         progress=progress,
         **given(args, Execution),

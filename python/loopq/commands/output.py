@@ -170,8 +170,13 @@ def print_dump(manifest: Any) -> None:
     ]
     print(render(("layer", "shape", "role", "treatment", "steps", "input of", "rows"), rows))
     cal = manifest.calibration
-    total = sum(file.n_bytes for file in manifest.files)
+    total = sum(file.n_bytes for file in (*manifest.files, *manifest.metrics))
     print(
         f"{manifest.kind} dump of system {manifest.system}, {manifest.n_steps} steps, seed {manifest.seed}; "
         f"{cal['n_prompts']} prompts, {cal['n_tokens']} tokens from {cal['source']}; {size(total)}"
     )
+    for entry in manifest.metrics[:1]:
+        n_layers = len(manifest.metrics)
+        print(
+            f"loop metric of {n_layers} layers, {entry.n_prompts} prompts, {entry.n_draws} draws of labels each"
+        )

@@ -71,7 +71,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"diagnose the model afterwards ({', '.join(QUICK)}) and write a page that shows what was done to each "
         "layer",
-    )
+    ).rare = True  # type: ignore[attr-defined]
     add_execution(parser)
 
 
@@ -149,7 +149,7 @@ def _page(
             DiagnoseConfig(bits=layer.grid.bits, group_size=layer.grid.group_size),
             n_steps=args.n_steps,
             only=QUICK,
-            name=str(args.model),
+            name=args.model or args.python,
             progress=progress,
             **given(args, Execution),
         )

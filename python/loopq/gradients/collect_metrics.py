@@ -19,7 +19,7 @@ from loopq.execution import SNAPSHOT_SECONDS, Execution
 from loopq.gradients.scores import draw_labels
 from loopq.gradients.unroll import linked, unroll
 from loopq.journal import Journal
-from loopq.quantizers.loop_metric import DAMPING, RIDGE, LoopMetric, inverse, ridged
+from loopq.quantizers.loop_metric import DAMPING, RIDGE, LoopMetric, inverse, n_gradient_prompts, ridged
 from loopq.quantizers.task import Task
 from loopq.systems.base import Batch, LoopedSystem, model_code
 from loopq.threads import OneThread
@@ -62,7 +62,7 @@ def metric_cost(tasks: Sequence[Task], n_prompts: int) -> MetricCost:
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return MetricCost(0, 1, 0.0, 0)
-    n_prompts = min(n_prompts, most)
+    n_prompts = n_gradient_prompts(most, n_prompts)
     shapes = [(t.parameter.out_features, t.parameter.in_features) for t in chosen]
     total = n_prompts * n_draws
     kept = _gradient_bytes(chosen, total)
@@ -72,7 +72,7 @@ def metric_cost(tasks: Sequence[Task], n_prompts: int) -> MetricCost:
     return MetricCost(rounds * total, n_draws, products * total, held + (kept if rounds == 1 else 0))
 
 
-def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int, int], list[Task]]:
+def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
     """Layers that ask for a loop metric; most prompts and draws for each, which must be the same for all."""
     chosen = [t for t in tasks if t.gradients]
     asked = {t.gradients for t in chosen if t.gradients}
@@ -197,7 +197,7 @@ def collect_metrics(
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return {}
-    tokens = tokens.take(0, most)
+    tokens = tokens.take(0, n_gradient_prompts(most, len(tokens.sequences)))
     names = [t.name for t in chosen]
     threads = OneThread()
     source = _Gradients(system, tokens, chosen, n_steps, n_draws, execution)

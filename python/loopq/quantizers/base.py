@@ -103,8 +103,8 @@ class Method(Chosen):
     needs_hessian: ClassVar[bool] = True
 
     @property
-    def gradients(self) -> tuple[int, int] | None:
-        """Most prompts, and label draws for each, that the loop metric takes; None where none is needed."""
+    def gradients(self) -> tuple[int | None, int] | None:
+        """Most prompts (None: a share), and label draws for each, that the loop metric takes; None without one."""
         return None
 
     @property

@@ -33,8 +33,9 @@ class GPTQ(Method):
     scales : {"group", "static"}
         When a group's scale is taken. group: from the compensated weights when the column sweep reaches the group, as
         published; static: from the original weights, before the sweep.
-    scale_search : {"max", "mse"}
-        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
+    scale_search : {"max", "half-range", "mse"}
+        Scale of a group. max: its largest magnitude gets the highest code; half-range: its largest magnitude lies half
+        the range of the codes from zero; mse: that of least squared error on a shrink grid.
     act_order : bool
         Sweep columns by falling diag(H). Scales must be static then, and no index is stored.
     precision : {"float64", "float32"}

@@ -25,13 +25,13 @@ class Metric(Settings):
         at most a few times the cost of the rollouts, else inputs, and the choice is reported.
     draws : int
         With metric loop: draws of labels for each prompt.
-    prompts : int
-        With metric loop: most calibration prompts that gradients are taken on.
+    prompts : int, optional
+        With metric loop: most calibration prompts that gradients are taken on; half of them, at least 16, when absent.
     """
 
-    kind: Literal["auto", "inputs", "loop"] = setting("auto", common=True)
-    draws: int = setting(4, at_least=1)
-    prompts: int = setting(32, at_least=1)
+    kind: Literal["auto", "inputs", "loop"] = setting("auto")
+    draws: int = setting(2, at_least=1)
+    prompts: int | None = setting(None, at_least=1)
 
 
 @QUANTIZERS.register("gptq-cd")
@@ -86,8 +86,8 @@ class GPTQCD(Method):
     passes: int = setting(1, at_least=0)
 
     @property
-    def gradients(self) -> tuple[int, int] | None:
-        """Most prompts, and label draws for each, with metric loop."""
+    def gradients(self) -> tuple[int | None, int] | None:
+        """Most prompts (None: a share), and label draws for each, with metric loop."""
         return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
 
     def quantize(self, problem: Problem) -> QuantizedLayer:

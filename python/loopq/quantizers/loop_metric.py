@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,14 @@ DAMPING = 0.01
 # Share of the mean over rows that each row's own weight gets at least. Some rows hardly touch any gradient, those of
 # bytes that no text holds say: without it they take the errors of all others, far beyond where second order holds.
 FLOOR = 0.01
+#: Share of the calibration prompts that gradients are taken on where no number is asked for, and the least number:
+#: with a share their cost stays the same multiple of the rollouts'.
+SHARE, LEAST = 0.5, 16
+
+
+def n_gradient_prompts(most: int | None, n_prompts: int) -> int:
+    """Prompts, of so many, that gradients are taken on: at most as many as asked for, or `SHARE` of them."""
+    return min(n_prompts, max(LEAST, math.ceil(SHARE * n_prompts)) if most is None else most)
 
 
 @dataclass(frozen=True)

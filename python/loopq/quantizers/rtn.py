@@ -13,7 +13,7 @@ from loopq.checkpoint.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.settings import setting
 
-ScaleSearch = Literal["max", "mse"]
+ScaleSearch = Literal["max", "half-range", "mse"]
 
 
 @QUANTIZERS.register("rtn")
@@ -23,8 +23,9 @@ class RTN(Method):
 
     Parameters
     ----------
-    scale_search : {"max", "mse"}
-        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
+    scale_search : {"max", "half-range", "mse"}
+        Scale of a group. max: its largest magnitude gets the highest code; half-range: its largest magnitude lies half
+        the range of the codes from zero; mse: that of least squared error on a shrink grid.
     """
 
     name: ClassVar[str] = "rtn"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from loopq.quantizers.config import LayerConfig
 from loopq.systems.base import SharedParameter
 
-MetricKey = tuple[str, tuple[int, ...], tuple[int, int] | None]
+MetricKey = tuple[str, tuple[int, ...], tuple[int | None, int] | None]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Task:
         return self.config.calibration.step_weights
 
     @property
-    def gradients(self) -> tuple[int, int] | None:
-        """Most prompts, and label draws for each, that this layer's loop metric takes; None where it has none."""
+    def gradients(self) -> tuple[int | None, int] | None:
+        """Most prompts (None: a share) and label draws of this layer's loop metric; None where it has none."""
         return self.config.method.gradients if self.leader else None
 
     @property

@@ -50,7 +50,7 @@ class Allocate(Settings):
         Calibration prompts that the cost is taken on.
     """
 
-    budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET", common=True)
+    budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET")
     score: Literal["ablation", "fisher"] = setting("ablation")
     bits: tuple[int, ...] = setting(BITS)
     group_sizes: tuple[int, ...] = setting((32, 64, 128))

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from loopq.errors import LoopqError
 from loopq.gradients.collect_metrics import draws, metric_cost
+from loopq.quantizers.loop_metric import n_gradient_prompts
 from loopq.quantizers.task import Task
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
 
 #: Most that gradients may cost, in multiples of the run without them.
-AFFORDABLE = 4.0
+AFFORDABLE = 6.0
 #: A double-precision product costs as much as this many in single precision.
 DOUBLE = 2.0
 
@@ -32,7 +33,8 @@ def choose_metric(run: Run) -> Run:
         return run
     loop = run.with_config(run.config.with_metric("loop"))
     ratio = cost_of_gradients(loop)
-    prompts = min(len(run.job.tokens.sequences), max(t.gradients[0] for t in loop.tasks if t.gradients))
+    most = next(t.gradients[0] for t in loop.tasks if t.gradients)
+    prompts = n_gradient_prompts(most, len(run.job.tokens.sequences))
     cost = f"gradients on {prompts} prompts cost {ratio:.1f} times the rest of the run"
     reason = cost if ratio > AFFORDABLE else why_not(loop)
     if reason:

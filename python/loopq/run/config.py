@@ -18,7 +18,7 @@ from loopq.settings import Settings, block, choice, leaves, optional, setting
 
 #: Settings under one name: closest to full precision, with gradients; the same without; the method of the paper.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "best": {"method": "gptq-cd", "metric": "loop", "metric_prompts": 128},
+    "best": {"method": "gptq-cd", "metric": "loop", "metric_prompts": 128, "metric_draws": 4},
     "fast": {"method": "gptq-cd", "metric": "inputs"},
     "paper": {"method": "gptq", "scale_search": "max"},
 }
@@ -92,14 +92,15 @@ class QuantConfig(Settings):
             raise ConfigError(f"preset must be one of {', '.join(PRESETS)}; got {name!r}")
         return self.changed(**PRESETS[name])
 
-    def with_metric(self, kind: str) -> QuantConfig:
-        """Return the settings with another metric wherever it is "auto"."""
+    def with_metric(self, kind: str, **more: Any) -> QuantConfig:
+        """Return the settings with another metric, and more that goes with it, wherever it is "auto"."""
+        new = {"metric": kind, **more}
 
         def resolved(changes: Mapping[str, Any]) -> Mapping[str, Any]:
             unset = changes.get("metric", "auto") == "auto" and changes.get("method") == "gptq-cd"
-            return {**changes, "metric": kind} if unset or changes.get("metric") == "auto" else changes
+            return {**changes, **new} if unset or changes.get("metric") == "auto" else changes
 
-        layer = self.layer.changed(metric=kind) if self.layer.flat().get("metric") == "auto" else self.layer
+        layer = self.layer.changed(**new) if self.layer.flat().get("metric") == "auto" else self.layer
         overrides = tuple(Override(o.pattern, resolved(o.changes)) for o in self.overrides)
         return dataclasses.replace(self, layer=layer, overrides=overrides)
 

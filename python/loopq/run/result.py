@@ -15,6 +15,7 @@ from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.journal import Journal, fingerprint
 from loopq.run.config import QuantConfig
+from loopq.run.dumped import metrics_of, settings_of
 from loopq.run.plan import plan
 from loopq.run.solver import Solver
 
@@ -65,18 +66,13 @@ def solve_dump(folder: Path, config: QuantConfig, execution: Execution) -> Check
     dump = Dump(folder, threads=execution.threads)
     manifest = dump.manifest
     # What a dump was told to leave out it did not observe; include cannot bring it back.
-    config = config.with_metric("inputs")
+    config = settings_of(dump, config)
     tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.leaders, config)
-    for task in tasks:
-        if task.gradients:
-            raise ConfigError(
-                f"layer {task.name}: metric 'loop' needs gradients through the loop, and a dump holds activations "
-                "alone: use `quantize` on the model, or metric 'inputs' here"
-            )
-    key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files)
+    metrics = metrics_of(dump, tasks)
+    key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files, manifest.metrics)
     weights = dump.weights()
     journal = Journal(execution.folder("layers"), key)
-    layers = Solver(weights, dump, execution, config.rank_threshold, journal=journal).run(tasks)
+    layers = Solver(weights, dump, execution, config.rank_threshold, metrics, journal).run(tasks)
     settings = {
         "quantization": config.to_json(),
         "system": manifest.system,

@@ -21,8 +21,11 @@ use crate::{dims, Error, Result};
 /// How a group's scale is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Search {
-    /// From the largest magnitude.
+    /// From the largest magnitude, which gets the highest code: without signs the lowest one is not used.
     Max,
+    /// From the largest magnitude, half the range of the codes away from zero: all codes are used, and a largest
+    /// magnitude that is positive is cut by half a step. What compressed-tensors does.
+    HalfRange,
     /// The best of 70 shrunken ones by weighted square error.
     Mse,
 }
@@ -32,8 +35,9 @@ impl Search {
     pub fn parse(name: &str) -> Result<Self> {
         match name {
             "max" => Ok(Self::Max),
+            "half-range" => Ok(Self::HalfRange),
             "mse" => Ok(Self::Mse),
-            _ => Err(Error::setting("scale_search", format!("{name:?}"), "'max', 'mse'")),
+            _ => Err(Error::setting("scale_search", format!("{name:?}"), "'max', 'half-range', 'mse'")),
         }
     }
 }

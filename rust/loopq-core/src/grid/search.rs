@@ -28,7 +28,7 @@ pub(crate) fn fit<T: Real>(
     }
     let signs: &[f32] = if grid.signed && grid.symmetric { &[1.0, -1.0] } else { &[1.0] };
     let steps = match grid.search {
-        Search::Max => 1,
+        Search::Max | Search::HalfRange => 1,
         Search::Mse => SHRINK_STEPS,
     };
     let mut best: Vec<Option<Level>> = vec![None; lanes];
@@ -64,10 +64,13 @@ fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Resul
 
 impl Grid {
     /// The scale at which nothing between `low <= 0` and `high >= 0` is clipped. Without signs it is the published one,
-    /// which leaves the lowest code unused.
+    /// which leaves the lowest code unused; by half the range it clips up to half a step.
     fn widest(&self, low: f64, high: f64) -> f64 {
         if !self.symmetric {
             return (high - low) / f64::from(self.top());
+        }
+        if self.search == Search::HalfRange {
+            return high.max(-low) / (f64::from(self.top()) / 2.0);
         }
         let above = f64::from(self.middle() - 1);
         if self.signed {

@@ -1,0 +1,47 @@
+"""What the comparison with other tools is made on: a model, plain or planted, with its prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+import benches.zoo.register  # noqa: F401  opens the folders of the small models
+from benches.zoo import WEIGHTS
+from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
+from loopq.calibrate.data import TokenSet, windows
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
+from loopq.systems.base import find_system
+
+#: Powers of four: the planted models compute what the plain ones do, to the last bit.
+KAPPA, OUTLIER = 1024.0, 64.0
+
+
+def prepare(name: str, sizes: Sizes, data: Path | None, draw: int) -> PreparedModel:
+    """Load a model by its name; "+spike" or "+outlier" behind it plants a massive activation or a loud column."""
+    plain, _, planted = name.partition("+")
+    folder = WEIGHTS / plain
+    found = prepare_model(str(folder) if folder.is_dir() else plain, sizes, data, draw)
+    if not planted:
+        return found
+    model = found.loaded.model
+    if planted == "spike":
+        ids = torch.from_numpy(found.calibration.sequences[0])[None]
+        model, _ = plant_kappa_spike(model, ids, KAPPA)
+    else:
+        model, _ = plant_adapter_outlier(model, OUTLIER)
+    loaded = dataclasses.replace(found.loaded, model=model, system=find_system(model))
+    return dataclasses.replace(found, name=name, loaded=loaded)
+
+
+def other_text(model: PreparedModel, data: Path | None, n_prompts: int) -> TokenSet | None:
+    """Text of another kind than a model is calibrated on: problems of GSM8K; None where there is none."""
+    if data is None or model.name == PLBERT or model.evaluation.packing != "windows":
+        return None
+    lines = (data / "gsm8k" / "test.jsonl").read_text("utf-8").splitlines()[:400]
+    records = map(json.loads, lines)
+    text = "\n".join(f"{r['question']} {r['answer']}" for r in records).encode("ascii", "ignore").decode()
+    length = model.evaluation.sequences[0].size
+    return windows(text, model.loaded.encode, length, n_prompts, "GSM8K, test")

@@ -1,0 +1,92 @@
+"""The loop metric in a dump: collected beside the Hessians, and read back by a solve that has no model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.dump import Dump, GradientSums
+from loopq.errors import ConfigError
+from loopq.gradients.collect_metrics import collect_metrics
+from loopq.journal import Journal
+from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
+from loopq.quantizers.task import MetricKey, Task
+from loopq.run.config import QuantConfig
+from loopq.run.plan import plan
+
+
+@dataclass(frozen=True)
+class MetricOfDump:
+    """Collects loop metrics for `loopq.calibrate.collect.collect_hessians`.
+
+    Parameters
+    ----------
+    job : Collection
+        What is collected.
+    n_prompts, n_draws : int
+        Prompts that gradients are taken on, and label draws for each.
+    """
+
+    job: Collection
+    n_prompts: int
+    n_draws: int
+
+    @classmethod
+    def of(cls, job: Collection, most: int | None, n_draws: int) -> MetricOfDump:
+        """Take at most so many of the prompts; a share of them where no number is given."""
+        return cls(job, n_gradient_prompts(most, len(job.tokens.sequences)), n_draws)
+
+    def collect(self, sums: HessianSet, leaders: Sequence[str], work: Path) -> dict[str, GradientSums]:
+        """Return the sums of each parameter that reads one of the inputs, over the steps that are summed there."""
+        config = QuantConfig.of(
+            method="gptq-cd", metric="loop", metric_prompts=self.n_prompts, metric_draws=self.n_draws
+        )
+        job = self.job
+        tasks = [
+            dataclasses.replace(t, steps=tuple(sums.steps[t.leader]))
+            for t in plan(job.selection.parameters, job.selection.leaders, config)
+            if t.leader is not None and t.leader in leaders
+        ]
+        key = job.fingerprint([t.metric_key for t in tasks])
+        found = collect_metrics(
+            sums, job.system, job.tokens, tasks, job.selection.n_steps, job.execution, Journal(work, key)
+        )
+        return {name: GradientSums(m.left, m.right) for name, m in found.items()}
+
+
+def settings_of(dump: Dump, config: QuantConfig) -> QuantConfig:
+    """Put what a dump holds in the place of metric "auto": its loop metric with its counts, or that of the inputs."""
+    if not dump.manifest.metrics:
+        return config.with_metric("inputs")
+    first = dump.manifest.metrics[0]
+    return config.with_metric("loop", metric_prompts=first.n_prompts, metric_draws=first.n_draws)
+
+
+def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric]:
+    """Read the loop metric of every layer that asks for one.
+
+    Raises
+    ------
+    DumpError
+        The dump holds none for a layer, or over other steps.
+    ConfigError
+        Other counts of prompts or draws are asked for than the dump's.
+    """
+    found = {}
+    for task in tasks:
+        if task.gradients is None:
+            continue
+        sums = dump.gradient_sums(task.name, task.steps)
+        first, most = dump.manifest.metrics[0], task.gradients[0]
+        asked = (n_gradient_prompts(most, int(dump.manifest.calibration["n_prompts"])), task.gradients[1])
+        if asked != (first.n_prompts, first.n_draws):
+            raise ConfigError(
+                f"layer {task.name}: a loop metric over {asked[0]} prompts and {asked[1]} draws is asked for; the "
+                f"dump's is over {first.n_prompts} and {first.n_draws}: give --metric-prompts {first.n_prompts} "
+                f"--metric-draws {first.n_draws}, or collect again"
+            )
+        found[task.metric_key] = LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
+    return found

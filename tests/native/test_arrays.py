@@ -86,6 +86,15 @@ def coupled(w: np.ndarray, h: np.ndarray, mu: np.ndarray, a: np.ndarray) -> dict
     return native.coupled(w, native.DampedFactor(h, mu, order="diagonal"), [left], FULL)
 
 
+def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Activations times packed codes."""
+    layout = native.CpuLayout(*codes.shape, 8, 4)
+    packed, out = np.zeros(layout.n_bytes, np.uint8), np.zeros((len(x), len(codes)), np.float32)
+    layout.pack(codes, scales, packed)
+    layout.multiply(packed, x, out, bias, precision="fixed24")
+    return out
+
+
 def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[..., Any], Arrays]]:
     """Functions of arrays, with arrays in C order; the keys begin with the name of what they call."""
     w, h, mu = weight(rng, m, d), spd(rng, d), rng.random(d) + 1
@@ -121,6 +130,8 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
             lambda c, s, z: native.dequantize(c, s, z, 8),
             [codes.view(np.uint8), scales, zeros.astype(np.uint8)],
         ),
+        "CpuLayout": (product, [codes, scales, weight(rng, 2, d), weight(rng, 1, m)[0]]),
+        "cpu_read": (native.cpu_read, [codes.view(np.uint8).ravel()]),
         "pack_dense": (lambda c: native.pack_dense(c, 4, 8), [codes]),
         "pack_dense of uint8": (lambda c: native.pack_dense(c, 8), [codes.view(np.uint8)]),
         "unpack_dense": (lambda p: native.unpack_dense(p, 4, d, 8), [native.pack_dense(codes, 4, 8)]),
@@ -170,6 +181,6 @@ def test_order_in_memory_changes_nothing(name: str, data: st.DataObject) -> None
 
 
 def test_every_function_that_takes_arrays_is_among_the_cases() -> None:
-    without = {"cpu_features", "kernel_sources", "FullSettings"}
+    without = {"cpu_engines", "cpu_features", "kernel_sources", "FullSettings"}
     public = {n for n in native.__all__ if not n.startswith("_") and callable(getattr(native, n))}
     assert public - without == {w for w in " ".join(NAMES).replace(",", "").split() if w in public}

@@ -142,7 +142,6 @@ impl CpuLayout {
 
     /// Calls are short, so they look for no signals.
     #[pyo3(signature = (packed, x, out, bias = None, *, precision, threads = 0))]
-    #[expect(clippy::too_many_arguments)] // keywords of a Python method
     fn multiply(
         &self,
         py: Python<'_>,

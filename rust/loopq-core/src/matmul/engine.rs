@@ -17,23 +17,23 @@ enum Kind {
     Vnni,
 }
 
-/// Calls a function for a panel's bits and limbs.
+/// Calls a function for a panel's bits and limbs, with tiles of so many tokens.
 macro_rules! for_bits_and_limbs {
-    ($run:ident, $lanes:ty, $panel:expr) => {{
+    ($run:ident, $lanes:ty, $tokens:literal, $panel:expr) => {{
         let panel = $panel;
         match (panel.layout.grid.bits, panel.rows.limbs) {
-            (2, 1) => $run::<$lanes, 2, 1>(panel),
-            (2, 2) => $run::<$lanes, 2, 2>(panel),
-            (2, _) => $run::<$lanes, 2, 3>(panel),
-            (3, 1) => $run::<$lanes, 3, 1>(panel),
-            (3, 2) => $run::<$lanes, 3, 2>(panel),
-            (3, _) => $run::<$lanes, 3, 3>(panel),
-            (4, 1) => $run::<$lanes, 4, 1>(panel),
-            (4, 2) => $run::<$lanes, 4, 2>(panel),
-            (4, _) => $run::<$lanes, 4, 3>(panel),
-            (_, 1) => $run::<$lanes, 8, 1>(panel),
-            (_, 2) => $run::<$lanes, 8, 2>(panel),
-            _ => $run::<$lanes, 8, 3>(panel),
+            (2, 1) => $run::<$lanes, 2, 1, $tokens>(panel),
+            (2, 2) => $run::<$lanes, 2, 2, $tokens>(panel),
+            (2, _) => $run::<$lanes, 2, 3, $tokens>(panel),
+            (3, 1) => $run::<$lanes, 3, 1, $tokens>(panel),
+            (3, 2) => $run::<$lanes, 3, 2, $tokens>(panel),
+            (3, _) => $run::<$lanes, 3, 3, $tokens>(panel),
+            (4, 1) => $run::<$lanes, 4, 1, $tokens>(panel),
+            (4, 2) => $run::<$lanes, 4, 2, $tokens>(panel),
+            (4, _) => $run::<$lanes, 4, 3, $tokens>(panel),
+            (_, 1) => $run::<$lanes, 8, 1, $tokens>(panel),
+            (_, 2) => $run::<$lanes, 8, 2, $tokens>(panel),
+            _ => $run::<$lanes, 8, 3, $tokens>(panel),
         }
     }};
 }
@@ -84,7 +84,7 @@ impl Engine {
     pub(super) fn run(self, p: Panel<'_>) {
         match self.0 {
             // SAFETY: plain Rust runs anywhere.
-            Kind::Portable => unsafe { for_bits_and_limbs!(panel, Portable, p) },
+            Kind::Portable => unsafe { for_bits_and_limbs!(panel, Portable, 1, p) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: such a value is made only after asking the machine.
             Kind::Avx2 => unsafe { super::x86::panel_avx2(p) },

@@ -1,4 +1,6 @@
 //! The tile in plain Rust: fallback, and what the other instruction sets are compared with.
+//!
+//! Nothing here is inlined into the tile, which unrolls its loops: the sixty-four products of a call outweigh it.
 #![allow(unsafe_code)] // the trait's methods take pointers
 
 use std::array::from_fn;
@@ -16,23 +18,28 @@ impl Lanes for Portable {
     type Ints = [i32; LANES];
     type Floats = [f32; LANES];
 
+    #[inline(never)]
     unsafe fn line(at: *const u8) -> [u8; LINE] {
         // SAFETY: a line of bytes.
         unsafe { at.cast::<[u8; LINE]>().read() }
     }
 
+    #[inline(never)]
     unsafe fn bits(c: [u8; LINE], by: u32, mask: u8) -> [u8; LINE] {
         c.map(|c| c >> by & mask)
     }
 
+    #[inline(never)]
     unsafe fn bits_up(c: [u8; LINE], by: u32, mask: u8) -> [u8; LINE] {
         c.map(|c| c << by & mask)
     }
 
+    #[inline(never)]
     unsafe fn or(a: [u8; LINE], b: [u8; LINE]) -> [u8; LINE] {
         from_fn(|i| a[i] | b[i])
     }
 
+    #[inline(never)]
     unsafe fn dot<const WIDE: bool>(sum: [i32; LANES], c: [u8; LINE], x: *const i8) -> [i32; LANES] {
         // SAFETY: four bytes.
         let x = unsafe { x.cast::<[i8; 4]>().read() };
@@ -46,15 +53,18 @@ impl Lanes for Portable {
         [value; LANES]
     }
 
+    #[inline(never)]
     unsafe fn times(bytes: *const u8, value: i32) -> [i32; LANES] {
         // SAFETY: sixteen bytes.
         unsafe { bytes.cast::<[u8; LANES]>().read() }.map(|b| i32::from(b) * value)
     }
 
+    #[inline(never)]
     unsafe fn add(a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
         from_fn(|i| a[i] + b[i])
     }
 
+    #[inline(never)]
     unsafe fn float(sums: [i32; LANES]) -> [f32; LANES] {
         sums.map(|s| s as f32)
     }
@@ -63,6 +73,7 @@ impl Lanes for Portable {
         [value; LANES]
     }
 
+    #[inline(never)]
     unsafe fn scales(at: *const u8, format: ScaleFormat) -> [f32; LANES] {
         // SAFETY: sixteen scales of that format; no alignment is asked for.
         unsafe {
@@ -78,10 +89,12 @@ impl Lanes for Portable {
         }
     }
 
+    #[inline(never)]
     unsafe fn mul(a: [f32; LANES], b: [f32; LANES]) -> [f32; LANES] {
         from_fn(|i| a[i] * b[i])
     }
 
+    #[inline(never)]
     unsafe fn fma(a: [f32; LANES], b: [f32; LANES], c: [f32; LANES]) -> [f32; LANES] {
         from_fn(|i| a[i].mul_add(b[i], c[i]))
     }

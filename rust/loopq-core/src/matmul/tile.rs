@@ -81,12 +81,12 @@ impl Panel<'_> {
 /// Bytes between what is read and what is asked for: memory answers in about the time in which a core reads them.
 const AHEAD: usize = 2048;
 
-/// All tokens of a panel, four at a time and then one at a time.
+/// All tokens of a panel, `T` at a time and then one at a time.
 ///
 /// # Safety
 /// The instruction set of `V` must exist.
 #[inline(always)]
-pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize>(mut panel: Panel<'_>) {
+pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: usize>(mut panel: Panel<'_>) {
     panel.check();
     assert!(panel.rows.limbs == L && panel.layout.grid.bits == BITS);
     let tokens = panel.out.len() / PANEL;
@@ -97,9 +97,9 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize>(mut panel:
         // SAFETY: `check` has compared the lengths of all slices with the layout, and `tile` writes as many tokens as
         // it is made for, no more than are left.
         unsafe {
-            if tokens - done >= 4 {
-                tile::<V, BITS, L, 4, 1>(&panel, out);
-                done += 4;
+            if T > 1 && tokens - done >= T {
+                tile::<V, BITS, L, T, 1>(&panel, out);
+                done += T;
             } else {
                 // Two sums for each output, in turns: one alone would wait for itself.
                 tile::<V, BITS, L, 1, 2>(&panel, out);

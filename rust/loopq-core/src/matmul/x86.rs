@@ -276,14 +276,14 @@ impl Lanes for Avx2 {
 
 /// A function for each number of bits and limbs.
 macro_rules! versions {
-    ($name:ident, $lanes:ty, $features:literal) => {
+    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
         /// Multiplies a panel.
         #[target_feature(enable = $features)]
         pub(super) fn $name(p: Panel<'_>) {
             // SAFETY: this function's features are those that the lanes need.
-            unsafe { super::for_bits_and_limbs!(panel, $lanes, p) }
+            unsafe { super::for_bits_and_limbs!(panel, $lanes, $tokens, p) }
         }
     };
 }
-versions!(panel_vnni, Vnni, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
-versions!(panel_avx2, Avx2, "avx2,fma,f16c");
+versions!(panel_vnni, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+versions!(panel_avx2, Avx2, 1, "avx2,fma,f16c");

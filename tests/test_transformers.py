@@ -63,7 +63,8 @@ def test_transformers_gives_the_logits_of_the_dequantized_model_and_saves_the_co
     assert not said["missing_keys"]
     assert not said["unexpected_keys"]
     assert {type(found.get_submodule(n.removesuffix(".weight"))) for n in checkpoint.layers} == {QuantLinear}
-    torch.testing.assert_close(_logits(found), _logits(model), rtol=0, atol=1e-6)
+    # Sums of the kernels go in another order than those of a dense product.
+    torch.testing.assert_close(_logits(found), _logits(model), rtol=0, atol=1e-4)
     found.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
     assert torch.equal(_logits(again), _logits(found))

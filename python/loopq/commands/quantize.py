@@ -14,7 +14,7 @@ from loopq.checkpoint.files import check_new
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
-from loopq.commands.evaluate import measure
+from loopq.commands.evaluate import measure, print_measured, write_cards
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -22,7 +22,6 @@ from loopq.commands.options import (
     add_source,
     add_text,
     check_place,
-    execution,
     given,
     load,
     quant_config,
@@ -51,19 +50,21 @@ _EXAMPLES = """examples:
 docs/quantizers.md has measured comparisons"""
 
 
+_RARE = (
+    ("like", "DIR", "take the settings of that checkpoint, its depth and its seed; options change them"),
+    (
+        "evaluate",
+        "FILE",
+        "measure the result on this held-out text (-: the one that ships with loopq) and write a model card",
+    ),
+)
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
-    parser.add_argument(
-        "--like",
-        metavar="DIR",
-        help="take the settings of that checkpoint, its depth and its seed; options change them",
-    )
-    parser.add_argument(
-        "--evaluate",
-        metavar="FILE",
-        help="measure the result on this held-out text (-: the one that ships with loopq) and write a model card",
-    )
+    for name, metavar, text in _RARE:
+        parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
     add_text(parser, "calibration")
     add_source(parser)
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> int:
     if not native:
         _export(args, solved, out)
     if args.evaluate:
-        measure(loaded, str(args.model), [str(out)], text, args.n_steps, execution(args), card=True)
+        summaries, said = measure(args, loaded, [str(out)], text)
+        print_measured(summaries, said, write_cards(args, loaded, [str(out)], summaries, said))
     if args.html:
         _page(args, config.layer, loaded, tokens, result)
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)

@@ -20,3 +20,23 @@ def test_export_without_torch_checks_the_numbers_and_says_what_it_did_not(quanti
     assert done.returncode == 0, done.stderr
     assert "9 layers equal, number by number" in done.stdout
     assert "logits not compared: this needs torch" in done.stdout
+
+
+def test_export_refuses_before_it_writes(quantized, tmp_path, command):
+    args = (
+        "export",
+        quantized,
+        "--out",
+        tmp_path / "e",
+        "--format",
+        "compressed-tensors",
+        "--engine",
+        "vllm",
+    )
+    code, _, err = command(*args)
+    assert code == 1
+    assert "vllm does not run huginn: its authors have a plugin" in err
+    assert not (tmp_path / "e").exists()
+    code, text, _ = command(*args[:-1], "transformers")
+    assert code == 0
+    assert "read back from disk" in text

@@ -18,7 +18,7 @@ def test_run_prints_text_of_a_model_and_of_its_checkpoint(saved_model, quantized
     assert "tokens/s" in said
     code, dense, _ = command("run", quantized, "abc", *SHORT)
     assert code == 0
-    assert command("run", quantized, "abc", *SHORT, "--quantized")[:2] == (0, dense)
+    assert command("run", quantized, "abc", *SHORT, "--dense")[:2] == (0, dense)
 
 
 def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_model, command, monkeypatch):
@@ -31,7 +31,7 @@ def test_run_reads_the_prompt_from_the_standard_input_and_leaves_early(saved_mod
 @pytest.mark.parametrize(
     ("args", "match"),
     [
-        (["{model}", "abc", "--quantized"], "is no quantized checkpoint"),
+        (["{model}", "abc", "--dense"], "is no quantized checkpoint"),
         (["{model}", ""], "the prompt has no tokens"),
         (["{model}", "abc", "--top-p", "2"], "argument --top-p: must be between 1e-06 and 1"),
         (

@@ -13,7 +13,6 @@ from loopq.checkpoint.convert import format_of
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, add_text, execution, load, take, whole
 from loopq.commands.output import measurement_table
-from loopq.execution import Execution
 from loopq.progress import Line
 from loopq.report.card import write_card
 from loopq.systems.load import LoadedModel
@@ -49,33 +48,28 @@ def run(args: argparse.Namespace) -> int:
         format_of(Path(folder))
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
-    summaries, said = measure(loaded, args.checkpoints, tokens, args.n_steps, execution(args), args.n_seeds)
-    cards = write_cards(loaded, str(args.model or args.python), summaries, said) if args.card else []
+    summaries, said = measure(args, loaded, args.checkpoints, tokens, args.n_seeds)
+    cards = write_cards(args, loaded, args.checkpoints, summaries, said) if args.card else []
     if args.json:
         print(json.dumps(summaries, indent=1))
     else:
-        print_measured(summaries, said)
-        print("".join(f"model card: {path}\n" for path in cards), end="")
+        print_measured(summaries, said, cards)
     return 0
 
 
 def measure(
-    loaded: LoadedModel,
-    folders: Sequence[str],
-    tokens: TokenSet,
-    n_steps: int | None,
-    how: Execution,
-    n_seeds: int = 1,
+    args: argparse.Namespace, loaded: LoadedModel, folders: Sequence[str], tokens: TokenSet, n_seeds: int = 1
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Measure checkpoints of a model; return what was found, full precision first, and what it was measured on."""
+    """Measure checkpoints of a model on prompts; return a summary of each set of weights, and what was measured on."""
     from loopq.api import evaluate
 
+    how = execution(args)
     with Line() as progress:
         measured = evaluate(
             loaded,
             folders,
             tokens,
-            n_steps=n_steps,
+            n_steps=args.n_steps,
             seeds=range(how.seed, how.seed + n_seeds),
             progress=progress,
             batch_size=how.batch_size,
@@ -84,30 +78,39 @@ def measure(
     for summary, measurement in zip(summaries[1:], measured[1:], strict=True):
         interval = measurement.kl_interval()
         summary["kl_95"] = None if interval is None else [interval.low, interval.high]
-    depth = n_steps if n_steps is not None else loaded.system.n_steps
+    depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
     return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
 
 
 def write_cards(
-    loaded: LoadedModel, name: str, summaries: Sequence[dict[str, Any]], said: dict[str, Any]
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    folders: Sequence[str],
+    summaries: Sequence[dict[str, Any]],
+    said: dict[str, Any],
 ) -> list[Path]:
-    """Write a model card into each checkpoint that was measured."""
+    """Write a model card into each checkpoint's folder."""
+    name = str(args.model or args.python)
     return [
-        write_card(Path(s["name"]), name, loaded.folder, [summaries[0], {**s, "name": "quantized"}], said)
-        for s in summaries[1:]
+        write_card(Path(folder), name, loaded.folder, [summaries[0], {**summary, "name": "quantized"}], said)
+        for folder, summary in zip(folders, summaries[1:], strict=True)
     ]
 
 
-def print_measured(summaries: Sequence[dict[str, Any]], said: dict[str, Any]) -> None:
-    """Print what `measure` found."""
+def print_measured(
+    summaries: Sequence[dict[str, Any]], said: dict[str, Any], cards: Sequence[Path] = ()
+) -> None:
+    """Print the table, on what it was measured, and where the cards are."""
     print(
-        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, "
-        f"initial states of each: {said['n_seeds']}, the same in every row"
+        f"{said['n_prompts']} prompts, {said['n_tokens']} tokens of {said['source']}, {said['n_steps']} steps, initial "
+        f"states of each: {said['n_seeds']}, the same in every row"
     )
     print(measurement_table(summaries))
     print(
         "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
     )
+    for path in cards:
+        print(f"model card: {path}")
 
 
 COMMANDS.register("evaluate")(Command("measure checkpoints against the full-precision model", add, run, 11))

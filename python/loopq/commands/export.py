@@ -8,6 +8,7 @@ from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format
 from loopq.engines.gguf import write_gguf
 from loopq.engines.imatrix import write_imatrix
+from loopq.engines.rules import READS, check_folder_for
 from loopq.run.export import export
 
 #: Single files of llama.cpp.
@@ -35,6 +36,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="for imatrix: the steps that count (default %(default)s)",
     )
     parser.add_argument(
+        "--engine",
+        choices=tuple(READS),
+        help="refuse, before anything is written, what this engine is known to refuse (docs/formats/engines.md)",
+    )
+    parser.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="run code that came with the model, to compare logits",
@@ -43,6 +49,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and say what it cost."""
+    if args.engine is not None:
+        check_folder_for(args.engine, args.format, args.folder, args.ragged)
     if args.format == "gguf":
         lines = write_gguf(args.folder, args.out, args.vocabulary)
     elif args.format == "imatrix":

@@ -20,7 +20,6 @@ from loopq.commands.options import (
     add_source,
     add_text,
     check_place,
-    execution,
     given,
     load,
     quant_config,
@@ -49,19 +48,21 @@ _EXAMPLES = """examples:
 docs/quantizers.md has measured comparisons"""
 
 
+_RARE = (
+    ("like", "DIR", "take the settings of that checkpoint, its depth and its seed; options change them"),
+    (
+        "evaluate",
+        "FILE",
+        "measure the result on this held-out text (-: the one that ships with loopq) and write a model card",
+    ),
+)
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
-    parser.add_argument(
-        "--like",
-        metavar="DIR",
-        help="take the settings of that checkpoint, its depth and its seed; options change them",
-    )
-    parser.add_argument(
-        "--evaluate",
-        metavar="FILE",
-        help="measure the result on this held-out text (-: the one that ships with loopq) and write a model card",
-    )
+    for name, metavar, text in _RARE:
+        parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
     add_text(parser, "calibration")
     add_source(parser)
@@ -111,9 +112,8 @@ def run(args: argparse.Namespace) -> int:
     print_checkpoint(result, str(out) if native else None)
     print("".join(f"{line}\n" for found in exported for line in found.lines()), end="")
     if args.evaluate:
-        found = measure(loaded, [str(out)], text, args.n_steps, execution(args))
-        print_measured(*found)
-        print(f"model card: {write_cards(loaded, str(args.model), *found)[0]}")
+        summaries, said = measure(args, loaded, [str(out)], text)
+        print_measured(summaries, said, write_cards(args, loaded, [str(out)], summaries, said))
     if args.html:
         _page(args, config.layer, loaded, tokens, result)
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)

@@ -33,9 +33,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_settings(parser, Generation)
     parser.add_argument(
-        "--quantized",
+        "--dense",
         action="store_true",
-        help="of a checkpoint: hold codes and scales in memory instead of dequantized weights",
+        help="of a checkpoint: dequantize the weights once, instead of holding codes and scales in memory",
     )
 
 
@@ -60,11 +60,11 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
     if args.model is None or not is_checkpoint(Path(args.model)):
-        if args.quantized:
-            raise ConfigError(f"--quantized: {args.model} is no quantized checkpoint")
+        if args.dense:
+            raise ConfigError(f"--dense: {args.model} is no quantized checkpoint")
         found: LoadedModel = load(args)
         return found
-    loaded = load_checkpoint(args.model, quantized=args.quantized, trust_remote_code=args.trust_remote_code)
+    loaded = load_checkpoint(args.model, quantized=not args.dense, trust_remote_code=args.trust_remote_code)
     loaded.model.to(args.device)
     return loaded
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import benches.zoo.models
+from benches import paper
 from benches.zoo.store import save_model
 from loopq.cli import main
 from loopq.errors import ConfigError
@@ -128,6 +129,12 @@ def found(**variants: Any) -> dict[str, Any]:
         for name, (kl, right) in variants.items()
     }
     return {"model": "m", "output": "logits", "bytes_per_token": 1.0, "variants": rows}
+
+
+def test_the_document_lists_what_the_registry_holds() -> None:
+    text = paper.DOCUMENT.read_text(encoding="utf-8")
+    between = text.partition(f"{paper.BEGIN}\n")[2].partition(f"\n{paper.END}")[0]
+    assert between == paper.table(), "run python -m benches.paper"
 
 
 def test_claims_are_judged_by_paired_intervals() -> None:

@@ -30,6 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument(
         "table",
+        metavar="TABLE",
         nargs="?",
         help="a name of the list that `loopq reproduce` prints, the paper's number (table-6, figure-3), or all",
     )
@@ -117,7 +118,7 @@ def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress
 
 COMMANDS.register("reproduce")(
     Command(
-        "print a table or figure of the paper, measured on models of your choice",
+        "print a table or figure of the paper, measured on any model",
         add,
         run,
         50,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import html
+import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
         piece = journal.find(bench.source.name)
         if piece is not None:
             progress.note(f"{name}, {bench.source.name}: read from {work}")
-            found.append(piece.facts["found"])
+            found.append(json.loads(piece.facts["found"]))
             continue
         why = entry.refuses(bench)
         if why is None:
@@ -99,7 +100,8 @@ def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progr
                 # One model that cannot have a table does not discard those of the others.
                 why = str(error)
             else:
-                journal.save(bench.source.name, found=found[-1])
+                # As text: the journal sorts keys, and the layers of a model have an order.
+                journal.save(bench.source.name, found=json.dumps(found[-1]))
         if why is not None:
             refused[bench.source.name] = why
     shown = entry.show(found) if found or entry.measure is None else Shown([])

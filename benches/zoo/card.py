@@ -32,14 +32,16 @@ def held_out_rows(held_out: np.ndarray, recipe: Recipe) -> np.ndarray:
     return np.stack(rows).astype(np.int64)
 
 
-def measure(system: LoopedSystem, held_out: np.ndarray, recipe: Recipe) -> dict[str, Any]:
+def measure(
+    system: LoopedSystem, held_out: np.ndarray, recipe: Recipe, bytes_per_token: float = 1.0
+) -> dict[str, Any]:
     """Return bits per byte for N = 1 .. 2N, the state's movement by step, and the verdict."""
     rows = held_out_rows(held_out, recipe)
     full = system.n_steps
     looped, task = recipe.margin is not None, recipe.data == "chains"
     depths = range(1, 2 * full + 1) if looped else [1]
     spent = bits_per_answer if task else bits_per_byte
-    bpb = {str(n): round(spent(system, rows, n), 4) for n in depths}
+    bpb = {str(n): round(spent(system, rows, n) / bytes_per_token, 4) for n in depths}
     movement = thought_movement if task else state_movement
     moves = [round(m, 4) for m in movement(system, rows[:64], full)] if looped else []
     gap = bpb["1"] - bpb[str(full)]
@@ -48,6 +50,7 @@ def measure(system: LoopedSystem, held_out: np.ndarray, recipe: Recipe) -> dict[
         "full_depth": full,
         "n_sequences": N_SEQUENCES,
         "seq_len": recipe.seq_len,
+        "bytes_per_token": bytes_per_token,
         "bits_per_byte": bpb,
         "state_movement": moves,
         "gap_bits_per_byte": round(gap, 4),

@@ -14,7 +14,9 @@ class Recipe:
     """Settings of one training run.
 
     ``depth`` is the inclusive range that each step draws its depth from; the gradient always goes through
-    all steps. A model is accepted when one step costs ``margin`` bits per byte more than full depth.
+    all steps. A model is accepted when one step costs ``margin`` bits per byte more than full depth. The learning rate
+    falls over the last ``fall`` of the ``steps``, over all of them when absent. ``data`` is "novels" (bytes),
+    "subwords" (the same novels as `benches.zoo.subwords`) or "chains".
     """
 
     model_type: str
@@ -31,6 +33,7 @@ class Recipe:
     bfloat16: bool = True
     margin: float | None = 0.2
     data: str = "novels"
+    fall: int | None = None
 
     def as_json(self) -> str:
         """Return the recipe as JSON, for the card and to recognise a checkpoint."""
@@ -42,6 +45,14 @@ _FOUR = {**_SMALL, "n_heads": 4}
 _SHORT: dict[str, Any] = {"steps": 1200, "warmup": 50, "batch": 8}
 _HUGINN = Recipe("loopq-zoo-huginn", {**_SMALL, "mean_recurrence": 8}, depth=(6, 10), steps=3000)
 _OURO = Recipe("loopq-zoo-ouro", {**_SMALL, "n_layers": 2, "total_ut_steps": 4}, depth=(4, 4), steps=1300)
+
+# As wide as a group of 128 is narrow: trained for as long as the machine has, ended by `--finish`.
+_MEDIUM: dict[str, Any] = {
+    **{"steps": 100_000, "fall": 200, "warmup": 60, "batch": 8, "seq_len": 128, "data": "subwords"},
+    "matrix_lr": 0.01,
+    "vector_lr": 2e-3,
+}
+_WIDE = {"vocab_size": 4096, "n_embd": 512, "n_heads": 8, "intermediate_size": 1408, "block_size": 256}
 
 # These lie inside the package; the others stay in the repository.
 SHIPPED = {"huginn_small"}
@@ -80,6 +91,10 @@ RECIPES: dict[str, Recipe] = {
         batch=48,
         seq_len=CHAIN_LENGTH,
         data="chains",
+    ),
+    "huginn_medium": Recipe("loopq-zoo-huginn", {**_WIDE, "mean_recurrence": 6}, depth=(4, 6), **_MEDIUM),
+    "ouro_medium": Recipe(
+        "loopq-zoo-ouro", {**_WIDE, "n_layers": 2, "total_ut_steps": 4}, depth=(3, 4), **_MEDIUM
     ),
     "mamba_small": Recipe(
         "loopq-zoo-mamba",

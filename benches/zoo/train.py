@@ -7,6 +7,7 @@ The finished weights are rounded to float16 and measured after that; the card is
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import platform
@@ -26,6 +27,7 @@ from benches.zoo.models import build
 from benches.zoo.optim import Mixed
 from benches.zoo.recipes import RECIPES, SHIPPED, Recipe
 from benches.zoo.store import save_model
+from benches.zoo.subwords import add_tokenizer, prepare_tokens
 from loopq.systems.base import Batch, LoopedSystem, find_system
 from loopq.systems.load import load_model
 
@@ -75,12 +77,13 @@ def chain_loss(system: LoopedSystem, rows: np.ndarray, n_steps: int) -> torch.Te
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Warm up linearly, then fall linearly to zero at the last step."""
-    return min(1.0, (step + 1) / recipe.warmup) * (1.0 - step / recipe.steps)
+    """Warm up linearly, stay, and fall linearly to zero over the last ``recipe.fall`` steps."""
+    fall = recipe.fall or recipe.steps
+    return min(1.0, (step + 1) / recipe.warmup) * min(1.0, (recipe.steps - step) / fall)
 
 
 def train_step(system: LoopedSystem, optimiser: Mixed, recipe: Recipe, data: np.ndarray, step: int) -> float:
-    """Do one update; returns the loss in bits per byte."""
+    """Do one update; returns the loss in bits per token."""
     rows, depth, seed = draw(data, recipe, step)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.bfloat16):
         task = recipe.data == "chains"
@@ -107,7 +110,7 @@ class Run:
 
     def __init__(self, name: str, work: Path) -> None:
         self.name, self.recipe = name, RECIPES[name]
-        self.data = prepare(work / "corpus")[0]
+        self.data, self.held_out, self.held_ids, self.bytes_per_token = packed(self.recipe, work)
         self.system = untrained(self.recipe)
         self.model = self.system.model
         self.optimiser = Mixed(
@@ -118,6 +121,7 @@ class Run:
         self.path = self.folder / "state.pt"
         self.step, self.wall_s, self.resumed = 0, 0.0, 0
         self.history: list[tuple[int, float]] = []
+        self.ended: dict[str, int] = {}
         if self.path.exists():
             self._take_up()
 
@@ -125,6 +129,8 @@ class Run:
         state = torch.load(self.path, weights_only=True)
         if state["recipe"] != self.recipe.as_json():
             raise SystemExit(f"{self.path} belongs to another recipe of {self.name}: delete it to start anew")
+        self.recipe = dataclasses.replace(self.recipe, **state["ended"])
+        self.ended = state["ended"]
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.wall_s, self.history = state["step"], state["wall_s"], state["history"]
@@ -140,7 +146,8 @@ class Run:
             "wall_s": self.wall_s,
             "history": self.history,
             "resumed": self.resumed,
-            "recipe": self.recipe.as_json(),
+            "recipe": RECIPES[self.name].as_json(),
+            "ended": self.ended,
         }
         torch.save(state, tmp)
         tmp.replace(self.path)
@@ -159,14 +166,29 @@ class Run:
             if self.step % 50 == 0 or done:
                 self._note(sum(recent) / len(recent))
                 recent = []
+                self._end_when_asked()
                 if done or now - last_save > save_every_s:
                     self.save()
                     last_save = last = time.monotonic()
         return self.cost()
 
+    def _end_when_asked(self) -> None:
+        """Take over the number of steps that `--finish` left in the folder: so many more, with a falling rate."""
+        asked = self.folder / "finish"
+        if asked.exists() and not self.ended:
+            fall = int(asked.read_text())
+            self.ended = {"steps": self.step + fall, "fall": fall}
+            self.recipe = dataclasses.replace(self.recipe, **self.ended)
+            asked.unlink()
+
+    def n_bytes(self) -> int:
+        """Return the bytes of text read so far, for subwords by their mean length on held-out text."""
+        return round(self.step * self.recipe.batch * self.recipe.seq_len * self.bytes_per_token)
+
     def _note(self, bits: float) -> None:
+        bits /= self.bytes_per_token
         self.history.append((self.step, round(bits, 4)))
-        rate = self.step * self.recipe.batch * self.recipe.seq_len / self.wall_s
+        rate = self.n_bytes() / self.wall_s
         print(
             f"{self.name} step {self.step}/{self.recipe.steps} bits per byte {bits:.3f}, "
             f"{rate:.0f} bytes/s, {self.wall_s:.0f} s",
@@ -177,7 +199,7 @@ class Run:
         """Return what the run cost so far."""
         return {
             "wall_s": round(self.wall_s, 1),
-            "n_tokens": self.step * self.recipe.batch * self.recipe.seq_len,
+            "n_bytes": self.n_bytes(),
             "n_steps": self.step,
             "threads": torch.get_num_threads(),
             "resumed": self.resumed,
@@ -187,17 +209,25 @@ class Run:
         }
 
 
+def packed(recipe: Recipe, work: Path) -> tuple[np.ndarray, np.ndarray, list[str], float]:
+    """Return training and held-out tokens of a recipe, the held-out novels and the bytes of a token."""
+    if recipe.data == "subwords":
+        return prepare_tokens(work / "corpus")
+    return *prepare(work / "corpus"), 1.0
+
+
 def publish(run: Run, cost: dict[str, Any], out: Path, work: Path) -> bool:
     """Round, measure and write weights and card; a model that does not use its loop goes to ``work``."""
     latest = run.folder / "latest"
     save_model(run.model, latest, torch.float16)
-    _, held_out, held_ids = prepare(work / "corpus")
-    results = measure(load_model(latest).system, held_out, run.recipe)
+    results = measure(load_model(latest).system, run.held_out, run.recipe, run.bytes_per_token)
     results["cost"], results["recipe"] = cost, json.loads(run.recipe.as_json())
-    results["held_out_novels"] = held_ids
+    results["held_out_novels"] = run.held_ids
     accepted = bool(results["accepted"])
     folder = out if accepted else latest
     save_model(run.model, folder, torch.float16)
+    if run.recipe.data == "subwords":
+        add_tokenizer(work / "corpus", folder)
     write_card(folder, run.name, results)
     verdict = "accepted" if accepted else "REFUSED, it does not use its loop"
     print(f"{run.name}: {verdict}; bits per byte by depth {results['bits_per_byte']}", flush=True)
@@ -215,10 +245,20 @@ def main() -> None:
         "--out", type=Path, help="folder for finished weights; else that of the other weights"
     )
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--finish",
+        type=int,
+        metavar="STEPS",
+        help="tell running ones to end after STEPS more, with a falling rate",
+    )
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between checkpoints")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
+    if args.finish:
+        for name in args.name:
+            (args.work / name / "finish").write_text(str(args.finish))
+        return
     refused = []
     for name in args.name:
         run = Run(name, args.work)

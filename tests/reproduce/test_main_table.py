@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import math
 from pathlib import Path
@@ -20,7 +18,6 @@ from loopq.calibrate.data import TokenSet, from_ids
 from loopq.cli import main
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
-from loopq.progress import Line
 from loopq.reproduce import main_table, main_text
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
 from loopq.reproduce.models import PreparedModel, Sizes, data_folder, prepare_model, register_prompts
@@ -45,8 +42,9 @@ def save(folder: Path, kind: str, **changes: Any) -> str:
     return str(folder)
 
 
-def measure(name: str, **options: Any) -> dict[str, Any]:
-    return main_table.run([name], SMALL, threads=1, **options)[0]
+def measure(name: str, settings: Settings = SMALL) -> dict[str, Any]:
+    model = prepare_model(name, main_table.sizes_of(settings))
+    return main_table.measure_model(model, settings, threads=1)
 
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
@@ -115,59 +113,7 @@ def test_without_a_loop_one_step_is_all(tmp_path: Path) -> None:
     )
 
 
-def test_a_finished_model_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path / "tiny", "nanbeige", n_layers=1, n_heads=4, num_loops=2, head_dim=8)
-    work = tmp_path / "work"
-    first = measure(folder, work=work)
-    plain = main_table.measure_model
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(main_table, "measure_model", refuse)
-    assert measure(folder, work=work) == first
-    log = io.StringIO()
-    main_table.run([folder], SMALL, work=work, progress=Line(log))
-    assert log.getvalue().splitlines() == [
-        "all 1 models are saved already",
-        f"1/1 tiny: read from {work}",
-    ]
-    with pytest.raises(AssertionError, match="measured again"):
-        main_table.run([folder], dataclasses.replace(SMALL, n_seeds=1), work=work)
-    model = load_model(folder).model
-    with torch.no_grad():
-        model.lm_head.weight[0, 0] += 1
-    save_model(model, folder)
-    with pytest.raises(AssertionError, match="measured again"):
-        measure(folder, work=work)
-    monkeypatch.setattr(main_table, "measure_model", plain)
-    again = measure(folder, work=work)
-    assert again["full_precision"] != first["full_precision"]
-    for saved in work.rglob("*.safetensors"):
-        saved.write_text("{")
-    runs = []
-    monkeypatch.setattr(main_table, "measure_model", lambda *a, **k: runs.append(1) or plain(*a, **k))
-    assert measure(folder, work=work)["variants"] == again["variants"]
-    assert runs == [1], "a damaged record was taken over"
-
-
-def test_how_long_it_takes_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(tmp_path / "tiny", "ouro", n_layers=1, total_ut_steps=2)
-    prepared = main_table.prepare_model(str(folder), main_table._sizes(SMALL), None)
-    clock = iter([0.0, 6.0, 10.0, 16.0])
-    monkeypatch.setattr(main_table.time, "monotonic", lambda: next(clock))
-    # Three seconds a prompt: calibration of each seed; per grid full precision, RTN, and two variants of each seed.
-    n_rollouts = SMALL.n_seeds * SMALL.n_calibration + SMALL.n_evaluation * (1 + 2 * (1 + 2 * SMALL.n_seeds))
-    assert main_table.expected_seconds(prepared, SMALL) == 3 * n_rollouts
-    said = main_table._estimate([(prepared, SMALL)], 4)
-    assert said.startswith("1 of 4 models to measure: about ")
-    assert "of which tiny" in said
-
-
-def test_a_wrong_name_shows_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main_table, "measure_model", lambda *_, **__: pytest.fail("measured"))
-    with pytest.raises(ConfigError, match="no model 'nothing'"):
-        main_table.run([save(tmp_path / "tiny", "ouro"), "nothing"], SMALL)
+def test_settings_that_are_too_small_are_refused() -> None:
     with pytest.raises(ConfigError, match="n_seeds must be at least 1"):
         Settings(n_seeds=0)
 
@@ -285,7 +231,7 @@ def test_the_ordering_is_said_in_words(given: Any, holds: bool, says: str) -> No
 
 def test_training_seeds_are_put_together(tmp_path: Path) -> None:
     names = [save(tmp_path / n, "ouro", n_layers=1, total_ut_steps=2) for n in ("a", "a_seed1", "b")]
-    record = main_text.summarize(main_table.run(names, SMALL, threads=1))
+    record = main_text.summarize([measure(n) for n in names])
     assert {r["kind"] for r in record["training_seeds"]} == {"a"}
     for row in record["training_seeds"]:
         assert row["models"] == ["a", "a_seed1"]
@@ -405,10 +351,11 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "letter task" not in text
     data = next((tmp_path / "o").glob("main-table-*.json"))
     record = json.loads(data.read_text())
-    assert record["models"][0]["model"] == "tiny"
+    assert record["tables"]["main-table"]["models"][0]["model"] == "tiny"
     page = data.with_suffix(".md").read_text()
-    assert "## Rank survey" in page
-    assert f"]({data.name})" in page
+    assert "### Rank survey" in page
+    assert data.name in page
+    assert "<svg" in data.with_suffix(".html").read_text()
     # Every row of a table has the cells of its head.
     for line in page.splitlines():
         if line.startswith("| "):

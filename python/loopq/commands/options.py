@@ -231,6 +231,9 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
     return config.changed(**given(args, QuantConfig))
 
 
+_LOADING = "how the model is loaded and run"
+
+
 def like(args: argparse.Namespace) -> QuantConfig:
     """Read the settings of the checkpoint that ``--like`` names; depth and seed too, unless they are given."""
     settings = settings_of(args.like)
@@ -247,12 +250,23 @@ def add_source(
 ) -> None:
     """Add what names a model and says how it is loaded and run."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help=what)
-    group = parser.add_argument_group("how the model is loaded and run")
+    group = group_of(parser, _LOADING)
     group.add_argument(
         "--python",
         metavar="FILE.py:FUNCTION",
         help="instead of MODEL: a function that returns a torch module, whose loop is found by one run",
     )
+    add_loading(parser)
+    group.add_argument(
+        "--depth",
+        metavar="ARGUMENT",
+        help="with --python: argument of the module's forward that sets the number of steps",
+    ).rare = True
+
+
+def add_loading(parser: argparse.ArgumentParser) -> None:
+    """Add how a model is loaded and run."""
+    group = group_of(parser, _LOADING)
     group.add_argument(
         "--n-steps",
         type=whole(1, MAX_STEPS),
@@ -263,11 +277,6 @@ def add_source(
         "--device", default="cpu", help="device of the model, such as cuda:0 (default %(default)s)"
     )
     rare = [
-        group.add_argument(
-            "--depth",
-            metavar="ARGUMENT",
-            help="with --python: argument of the module's forward that sets the number of steps",
-        ),
         group.add_argument(
             "--system",
             metavar="NAME",
@@ -285,7 +294,7 @@ def add_source(
         group.add_argument("--dtype", choices=DTYPES, help="cast the model (default: as it is stored)"),
     ]
     for action in rare:
-        action.rare = True  # type: ignore[attr-defined]
+        action.rare = True
 
 
 def add_execution(parser: argparse.ArgumentParser, *, only: Sequence[str] | None = None) -> None:
@@ -352,12 +361,10 @@ def load(args: argparse.Namespace) -> Any:
         return load_python(args.python, args.depth)
     if args.model is None:
         raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
-    return load_model(
-        args.model,
-        system=args.system,
-        trust_remote_code=args.trust_remote_code,
-        allow_pickle=args.allow_pickle,
-        dtype=args.dtype,
-        device=args.device,
-        revision=args.revision,
-    )
+    return load_model(args.model, **loading(args))
+
+
+def loading(args: argparse.Namespace) -> dict[str, Any]:
+    """Read what `add_loading` added, as options of `load_model`."""
+    names = ("system", "trust_remote_code", "allow_pickle", "dtype", "device", "revision")
+    return {name: getattr(args, name) for name in names}

@@ -36,6 +36,8 @@ class Measurement:
         Share of positions with the same top-1 token. For hidden states, the cosine similarity.
     nll : ndarray, float64, shape (n_seeds, n_prompts)
         Negative log-likelihood of the next token in nats, mean over the positions that have one.
+    answered : ndarray, float64, shape (n_seeds, n_prompts)
+        1 where the prompt's last token is the top-1 prediction from the tokens before it, else 0.
     bytes_per_token : float or None
         Mean UTF-8 bytes of a token; None where unknown.
     output : {"logits", "hidden"}
@@ -48,6 +50,7 @@ class Measurement:
     kl: NDArray[np.float64]
     agreement: NDArray[np.float64]
     nll: NDArray[np.float64]
+    answered: NDArray[np.float64]
     bytes_per_token: float | None
     output: str
     n_bytes: int | None = None
@@ -139,7 +142,7 @@ def compare(
         )
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     names = ["full precision", *variants]
-    scores = {name: np.zeros((3, len(seeds), len(tokens.sequences))) for name in names}
+    scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in names}
     progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
     for row, seed in enumerate(seeds):
         for batch in tokens.batches(batch_size, seed):
@@ -154,7 +157,7 @@ def compare(
     progress.stop()
     width = tokens.n_bytes / tokens.n_tokens if tokens.n_bytes else None
     return [
-        Measurement(name, scores[name][0], scores[name][1], scores[name][2], width, system.output)
+        Measurement(name, *scores[name], width, system.output)  # type: ignore[call-arg]
         for name in names
     ]
 
@@ -169,7 +172,7 @@ def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 def _score(
     system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int
 ) -> NDArray[np.float64]:
-    """KL, agreement and negative log-likelihood of each prompt, shape (3, n_prompts)."""
+    """KL, agreement, negative log-likelihood and whether the last token is right, shape (4, n_prompts)."""
     if system.output == "hidden":
         return _score_hidden(reference, out)
     reference, out = reference[:, first:], out[:, first:]
@@ -177,11 +180,13 @@ def _score(
     same = (reference.argmax(-1) == out.argmax(-1)).double().mean(-1)
     target = system.to_device(batch.input_ids)[:, first + 1 :, None]
     nll = -out[:, :-1].gather(-1, target).squeeze(-1).mean(-1)
-    return np.stack([v.cpu().numpy() for v in (kl, same, nll)])
+    answered = (out[:, -2].argmax(-1) == target[:, -1, 0]).double()
+    return np.stack([v.cpu().numpy() for v in (kl, same, nll, answered)])
 
 
 def _score_hidden(reference: Tensor, out: Tensor) -> NDArray[np.float64]:
     a, b = reference.flatten(1), out.flatten(1)
     error = (a - b).square().sum(1) / a.square().sum(1)
     cosine = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
-    return np.stack([v.cpu().numpy() for v in (error, cosine, error * float("nan"))])
+    unknown = error * float("nan")
+    return np.stack([v.cpu().numpy() for v in (error, cosine, unknown, unknown)])

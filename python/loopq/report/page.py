@@ -83,19 +83,13 @@ def render(
     # A "<" inside a script element could end it or open another.
     data = json.dumps(diagnosis, sort_keys=True, allow_nan=False).replace("<", "\\u003c")
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{html.escape(title)}</title>",
-        # Without it browsers request an icon, even for a local file.
-        '<link rel="icon" href="data:,">',
-        f"<style>{_file('page.css')}</style></head><body>",
+        _head(title),
         f"<header><h1>{html.escape(title)}</h1>{_intro(diagnosis)}</header>",
         "<main>",
         _summary(diagnosis),
         "<h2>What the loop does</h2>",
         '<div class="figures">',
-        *(_figure(p) for p in pictures),
+        *(figure_html(p) for p in pictures),
         "</div>",
         _layer_table(diagnosis, quantized),
         _injection(diagnosis),
@@ -109,6 +103,26 @@ def render(
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _head(title: str) -> str:
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(title)}</title>",
+            # Without it browsers request an icon, even for a local file.
+            '<link rel="icon" href="data:,">',
+            f"<style>{_file('page.css')}</style></head><body>",
+        )
+    )
+
+
+def page_html(title: str, intro: str, body: str) -> str:
+    """Return a page without data in the style of a diagnosis: heading, one line of introduction, and HTML below."""
+    top = f'<header><h1>{html.escape(title)}</h1><p class="intro">{html.escape(intro)}</p></header>'
+    return f"{_head(title)}\n{top}\n<main>\n{body}\n</main>\n</body></html>\n"
 
 
 def _file(name: str) -> str:
@@ -140,7 +154,8 @@ def _summary(d: Mapping[str, Any]) -> str:
     return f'<ul class="summary">{items}</ul>'
 
 
-def _figure(picture: Picture) -> str:
+def figure_html(picture: Picture) -> str:
+    """Return a figure with its title and caption as HTML."""
     wide = ' class="wide"' if picture.name in _WIDE else ""
     return (
         f'<figure id="figure-{picture.name}"{wide}><h3>{html.escape(picture.title)}</h3>'

@@ -6,35 +6,28 @@ intervals, sentences and tables.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection
-from loopq.checkpoint.model_files import model_tensors
 from loopq.diagnose.rank import FOCAL, layer_ranks
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
 from loopq.execution import Execution
-from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
 from loopq.quantizers.config import Override
-from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
+from loopq.reproduce.models import PLBERT, PreparedModel, Sizes
 from loopq.reproduce.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.run.config import QuantConfig
 from loopq.run.engine import Run
-from loopq.run.estimate import duration
 
-FORMAT = 2
 GRIDS = ((4, 128), (3, 32))
 RTN, ONE, ALL = "RTN", "one step", "N steps"
 # Name, quantizer, steps whose Hessians are summed.
@@ -83,84 +76,7 @@ class Settings:
         return Settings(**(asdict(self) | small))
 
 
-def run(
-    names: Sequence[str],
-    settings: Settings | None = None,
-    *,
-    data: Path | None = None,
-    work: Path | None = None,
-    threads: int = 0,
-    progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Measure every model; results saved in `work` for the same weights, prompts and settings are read instead.
-
-    Parameters
-    ----------
-    names : sequence of str
-        The embedded model, folders, hub ids, "plbert".
-    settings : Settings, optional
-        Numbers of prompts and seeds.
-    data : Path, optional
-        Data folder, needed for "plbert".
-    work : Path, optional
-        Folder in which each model's results are saved.
-    threads : int
-        Threads of the core; 0 takes all cores.
-    progress : Progress, optional
-        Notified of every stage.
-
-    Returns
-    -------
-    list of dict
-        Results of `measure_model`, in the order of the names.
-    """
-    progress = progress or Silent()
-    settings = settings or Settings()
-    found = []
-    # All are loaded before any is measured, so that a wrong name fails at once.
-    models = [(prepare_model(n, _sizes(settings.of(n)), data), settings.of(n)) for n in names]
-    journals = [Journal(work, _key(model, its)) for model, its in models]
-    saved = [journal.find(model.name) for journal, (model, _) in zip(journals, models, strict=True)]
-    progress.note(_estimate([m for m, s in zip(models, saved, strict=True) if s is None], len(models)))
-    for number, ((model, its), journal, piece) in enumerate(
-        zip(models, journals, saved, strict=True), start=1
-    ):
-        progress.note(f"{number}/{len(names)} {model.name}" + (f": read from {work}" if piece else ""))
-        if piece is not None:
-            found.append(piece.facts["measured"])
-            continue
-        found.append(measure_model(model, its, threads=threads, progress=progress))
-        journal.save(model.name, measured=found[-1])
-    return found
-
-
-def _estimate(remaining: Sequence[tuple[PreparedModel, Settings]], total: int) -> str:
-    """A sentence on how long the remaining models will take."""
-    if not remaining:
-        return f"all {total} models are saved already"
-    seconds = {model.name: expected_seconds(model, its) for model, its in remaining}
-    longest = max(seconds, key=lambda name: seconds[name])
-    return (
-        f"{len(remaining)} of {total} models to measure: about {duration(sum(seconds.values()))}, of which {longest} "
-        f"{duration(seconds[longest])}"
-    )
-
-
-def expected_seconds(model: PreparedModel, settings: Settings) -> float:
-    """Seconds that `measure_model` will spend in rollouts, estimated from one short rollout timed now."""
-    system = model.loaded.system
-    batch = next(model.evaluation.take(0, 2).batches(2))
-    began = time.monotonic()
-    system.rollout(batch, system.n_steps)
-    each = (time.monotonic() - began) / len(batch.prompts)
-    n_variants = len(GRIDS) * (1 + (len(VARIANTS) - 1) * settings.n_seeds)
-    n_rollouts = settings.n_seeds * settings.n_calibration + settings.n_evaluation * (1 + n_variants)
-    if system.output == "hidden" and system.has_steps:
-        n_rollouts += settings.n_probe + settings.n_evaluation * (1 + len(GRIDS) * len(VARIANTS))
-    return each * n_rollouts
-
-
-def _sizes(settings: Settings) -> Sizes:
+def sizes_of(settings: Settings) -> Sizes:
     """Prompts to load: the calibration prompts of all seeds, then those of the probe, from one text."""
     return Sizes(
         settings.n_calibration * settings.n_seeds,
@@ -168,15 +84,6 @@ def _sizes(settings: Settings) -> Sizes:
         settings.n_evaluation,
         settings.seq_len,
     )
-
-
-def _key(model: PreparedModel, settings: Settings) -> str:
-    weights = {
-        name: hashlib.sha256(tensor.data.data).hexdigest()
-        for name, tensor in model_tensors(model.loaded.model)[0].items()
-    }
-    texts = [t.digest() for t in (model.calibration, model.evaluation)]
-    return fingerprint(FORMAT, loopq.__version__, weights, texts, asdict(settings), GRIDS, VARIANTS)
 
 
 def measure_model(

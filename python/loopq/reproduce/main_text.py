@@ -4,50 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN
+from loopq.reproduce.shown import Table
 from loopq.stats import Interval, bootstrap, cluster_rate, gap_closed, mean_interval, student
-from loopq.table import render
 
 N_RESAMPLES = 10_000
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table with its heading and explanation.
-
-    Parameters
-    ----------
-    title : str
-        Heading.
-    text : str
-        Explanation of the columns.
-    header : tuple of str
-        Column heads.
-    rows : tuple of tuple
-        Cells; None is shown as a dash.
-    """
-
-    title: str
-    text: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str | None, ...], ...]
-
-    def plain(self) -> str:
-        """Return the table as text for a terminal."""
-        return f"{self.title}\n{self.text}\n\n{render(self.header, self.rows)}\n"
-
-    def markdown(self) -> str:
-        """Return the table as Markdown."""
-        lines = [" | ".join(self.header), "|".join(["---"] * len(self.header))]
-        lines += [" | ".join("-" if c is None else c for c in row) for row in self.rows]
-        return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
 
 
 def summarize(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, windows
+from loopq.calibrate.data import TokenSet, read_tokens, windows
 from loopq.errors import ConfigError, DumpError
 from loopq.systems.load import LoadedModel, load_model
 
@@ -103,19 +104,79 @@ def data_folder(named: Path | None) -> Path | None:
     return place
 
 
-def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> PreparedModel:
-    """Load a model and cut its prompts.
+@dataclass(frozen=True)
+class Source:
+    """A loaded model and where its prompts are cut from.
+
+    Parameters
+    ----------
+    name : str
+        Its name in the table.
+    loaded : LoadedModel
+        The model.
+    data : Path or None
+        Data folder.
+    calibration, text : Path or None
+        Texts to calibrate and to measure on; those that ship with loopq when absent.
+    """
+
+    name: str
+    loaded: LoadedModel
+    data: Path | None = None
+    calibration: Path | None = None
+    text: Path | None = None
+
+    def prompts(self, sizes: Sizes, draw: int = 0) -> PreparedModel:
+        """Cut the prompts; each draw has calibration prompts of its own."""
+        own = _SOURCES.get(str(self.loaded.config.get("model_type", "")))
+        if own is not None and self.calibration is None and self.text is None:
+            return own(self.name, self.loaded, sizes, draw)
+        count = sizes.n_calibration + sizes.n_tuning_held_out
+        text, held_out = (self._phonemes if self.name == PLBERT else self._text)(sizes, (draw + 1) * count)
+        text = _stretch(text, draw, count)
+        cut = sizes.n_calibration
+        return PreparedModel(self.name, self.loaded, text.take(0, cut), text.take(cut), held_out)
+
+    def _text(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:
+        length = min(sizes.seq_len, int(self.loaded.config.get("block_size", sizes.seq_len)))
+
+        def cut(file: Path | None, own: bytes, what: str, n: int) -> TokenSet:
+            if file is not None:
+                return read_tokens(file, self.loaded.encode, length, n)
+            return windows(own.decode(), self.loaded.encode, length, n, what)
+
+        return (
+            cut(self.calibration, zoo.calibration_text(), "embedded calibration text", count),
+            cut(self.text, zoo.evaluation_text(), "embedded evaluation text", sizes.n_evaluation),
+        )
+
+    def _phonemes(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:
+        place = _plbert_folder(self.data)
+        return (
+            _phonemes(place / "wikitext2_valid_phonemes.jsonl.xz", sizes.seq_len, count),
+            _phonemes(place / "wikitext2_test_phonemes.jsonl.xz", sizes.seq_len, sizes.n_evaluation),
+        )
+
+
+def open_source(
+    name: str,
+    data: Path | None = None,
+    calibration: Path | None = None,
+    text: Path | None = None,
+    **loading: Any,
+) -> Source:
+    """Load a model.
 
     Parameters
     ----------
     name : str
         The embedded model, a folder, a hub id, or the real checkpoint "plbert".
-    sizes : Sizes
-        How many prompts.
     data : Path, optional
         Data folder; "plbert" is read from its `models/plbert_kokoro`.
-    draw : int
-        Which stretch of the calibration text is taken: each has prompts of its own.
+    calibration, text : Path, optional
+        Texts in place of those that ship with loopq.
+    **loading
+        Options of `loopq.systems.load.load_model`.
 
     Raises
     ------
@@ -123,23 +184,19 @@ def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int =
         "plbert" without a data folder.
     """
     if name == PLBERT:
-        if data is None:
-            raise ConfigError("plbert needs a data folder: give --data DIR or set LOOPQ_DATA")
-        return _plbert(data / "models" / "plbert_kokoro", sizes, draw)
-    loaded = load_model(name)
-    own = _SOURCES.get(str(loaded.config.get("model_type", "")))
-    if own is not None:
-        return own(Path(name).name, loaded, sizes, draw)
-    length = min(sizes.seq_len, int(loaded.config.get("block_size", sizes.seq_len)))
-    count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = windows(zoo.calibration_text().decode(), loaded.encode, length, None, "embedded calibration text")
-    text = _stretch(text, draw, count)
-    held_out = windows(
-        zoo.evaluation_text().decode(), loaded.encode, length, sizes.n_evaluation, "embedded evaluation text"
-    )
-    return PreparedModel(
-        Path(name).name, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out
-    )
+        return Source(name, _load_plbert(_plbert_folder(data), **loading), data)
+    return Source(Path(name).name, load_model(name, **loading), data, calibration, text)
+
+
+def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> PreparedModel:
+    """Load a model and cut its prompts: `open_source`, then `Source.prompts`."""
+    return open_source(name, data).prompts(sizes, draw)
+
+
+def _plbert_folder(data: Path | None) -> Path:
+    if data is None:
+        raise ConfigError("plbert needs a data folder: give --data DIR or set LOOPQ_DATA")
+    return data / "models" / "plbert_kokoro"
 
 
 def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
@@ -150,7 +207,7 @@ def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
     return text.take(draw * count, (draw + 1) * count)
 
 
-def _plbert(source: Path, sizes: Sizes, draw: int) -> PreparedModel:
+def _load_plbert(source: Path, **loading: Any) -> LoadedModel:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         try:
@@ -159,15 +216,7 @@ def _plbert(source: Path, sizes: Sizes, draw: int) -> PreparedModel:
         except OSError as cause:
             raise DumpError(f"{source}: {cause}") from cause
         (place / "model.safetensors").write_bytes(lzma.decompress(packed))
-        loaded = load_model(place)
-    length = sizes.seq_len
-    count = sizes.n_calibration + sizes.n_tuning_held_out
-    text = _phonemes(source / "wikitext2_valid_phonemes.jsonl.xz", length, (draw + 1) * count)
-    text = _stretch(text, draw, count)
-    held_out = _phonemes(source / "wikitext2_test_phonemes.jsonl.xz", length, sizes.n_evaluation)
-    return PreparedModel(
-        PLBERT, loaded, text.take(0, sizes.n_calibration), text.take(sizes.n_calibration), held_out
-    )
+        return load_model(place, **loading)
 
 
 def _phonemes(path: Path, length: int, count: int) -> TokenSet:

@@ -1,0 +1,36 @@
+"""Write the list of tables and figures into ``docs/paper.md`` from the registry: ``python -m benches.paper``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from loopq.reproduce.shown import TABLES, order
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+
+def table() -> str:
+    """Return one row for each figure and table, in the paper's order, as Markdown."""
+    rows = ["| in the paper | what it holds | command | in the package |", "|---|---|---|---|"]
+    entries = [(label, name, entry) for name, entry in TABLES for label in entry.labels]
+    for label, name, entry in sorted(entries, key=lambda row: order(row[0])):
+        file = Path(inspect.getfile(entry.measure or entry.show)).stem
+        model = " MODEL ..." if entry.measure else ""
+        also = "" if label == "Appendix J" else f" or `{label.lower().replace(' ', '-')}`"
+        rows.append(
+            f"| {label} | {entry.title} | `loopq reproduce {name}{model}`{also} | `reproduce/tables/{file}.py` |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Replace what stands between the two marks."""
+    head, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
+    tail = rest.split(END)[1]
+    DOCUMENT.write_text(f"{head}{BEGIN}\n{table()}\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

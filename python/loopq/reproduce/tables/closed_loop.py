@@ -1,0 +1,48 @@
+"""Li, Sec. 5 and App. J: Hessians collected again on the quantized rollout, and the proxy along the rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loopq.reproduce.bench import Bench
+from loopq.reproduce.compared import ALL, RTN, below, ratio, show_variants
+from loopq.reproduce.shown import TABLES, Claim, Found, PaperTable
+
+CLOSED = "GPTQ, all steps, closed loop"
+TITLE = "Hessians of the quantized rollout"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Quantize to INT3 from the full-precision rollout, and once more from the quantized one."""
+    low = bench.changed(bits=3)
+    variants = {RTN: low.rtn(), ALL: low.gptq("all"), CLOSED: low.gptq("all", inputs="closed-loop")}
+    return low.measure(variants)
+
+
+def claims(found: Found) -> list[Claim | None]:
+    """In the paper both are alike: the interval of the difference holds 0."""
+    interval = ratio(found, CLOSED, ALL)
+    same = {n: 100 * float(np.mean(found["variants"][n]["agreement"])) for n in (ALL, CLOSED)}
+    numbers = (
+        f"KL ratio {interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}], agreement {same[ALL]:.1f} and "
+        f"{same[CLOSED]:.1f} %"
+    )
+    alike = interval.low <= 1 <= interval.high
+    return [
+        Claim(found["model"], "closed loop and open loop are alike", alike, numbers),
+        below(found, ALL, RTN),
+    ]
+
+
+TABLES.register("closed-loop")(
+    PaperTable(
+        ("Appendix J",),
+        TITLE,
+        "Huginn, INT3: agreement 84.59 % from the full-precision rollout, 84.95 % from the quantized one, difference "
+        "[-2.31, 3.10] points.",
+        measure,
+        show_variants("closed-loop", TITLE, "Distance to full precision at INT3.", claims),
+    )
+)

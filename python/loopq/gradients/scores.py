@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
+from loopq.execution import Execution
 from loopq.gradients.unroll import linked, unroll
 from loopq.journal import Journal
-from loopq.progress import Progress, Silent
+from loopq.progress import Progress
 from loopq.systems.base import LoopedSystem, model_code
 
 #: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
@@ -68,10 +69,9 @@ def loop_fisher(
     tokens: TokenSet,
     *,
     n_steps: int | None = None,
-    seed: int = 0,
     n_samples: int = 1,
+    execution: Execution | None = None,
     journal: Journal | None = None,
-    progress: Progress | None = None,
 ) -> Costs:
     """Predict the same from gradients: every layer and every candidate from one backward pass for each prompt.
 
@@ -85,14 +85,12 @@ def loop_fisher(
         Prompts.
     n_steps : int, optional
         Depth; the model's own when absent.
-    seed : int
-        Seed of initial states and of the labels.
     n_samples : int
         Label draws for each prompt.
+    execution : Execution, optional
+        Its seed is that of initial states and labels; its progress is told of every prompt.
     journal : Journal, optional
         Where the sums are saved after every prompt, so that a killed run can be resumed.
-    progress : Progress, optional
-        Told of every prompt.
 
     Notes
     -----
@@ -111,7 +109,8 @@ def loop_fisher(
         raise ConfigError(
             f"system {system.name!r} gives hidden states: labels cannot be drawn; use measured scores"
         )
-    progress = progress or Silent()
+    execution = execution or Execution()
+    seed, progress = execution.seed, execution.progress
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     layers = sorted({layer for layer, _ in candidates})
     parameters = {name: system.model.get_parameter(name) for name in layers}

@@ -161,8 +161,7 @@ class _Variables:
 def tune(
     system: LoopedSystem,
     layers: Mapping[str, QuantizedLayer],
-    tokens: TokenSet,
-    held_out: TokenSet,
+    prompts: tuple[TokenSet, TokenSet],
     config: Tune | None = None,
     *,
     n_steps: int | None = None,
@@ -177,10 +176,9 @@ def tune(
         Full-precision model; it comes back unchanged.
     layers : mapping of str to QuantizedLayer
         Where to start: what a closed-form quantizer gave.
-    tokens : TokenSet
-        Prompts to tune on.
-    held_out : TokenSet
-        Prompts that decide which place is kept. They must be neither those tuned on nor those reported on.
+    prompts : pair of TokenSet
+        Those to tune on, and those held out, which decide what is kept and must be neither those tuned on nor those
+        reported on.
     config : Tune, optional
         Settings.
     n_steps : int, optional
@@ -193,7 +191,7 @@ def tune(
     Returns
     -------
     Tuned
-        The best layers seen on `held_out`, at worst those given.
+        The best layers on the prompts held out, at worst those given.
 
     Raises
     ------
@@ -211,6 +209,7 @@ def tune(
     config = config or Tune()
     execution = execution or Execution()
     seed, progress = execution.seed, execution.progress
+    tokens, held_out = prompts
     _refuse(layers, tokens, held_out)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     originals = {name: _original(system, layer) for name, layer in layers.items()}

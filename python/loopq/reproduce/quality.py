@@ -170,8 +170,7 @@ class SolutionCache:
         return tune(
             self._run.job.system,
             layers,
-            self.model.calibration,
-            self.model.tuning_held_out,
+            (self.model.calibration, self.model.tuning_held_out),
             Tune(what="scales" if variant.tier == SCALES else "codes", n_updates=self._n_updates),
             execution=Execution(progress=self._run.execution.progress),
         ).layers

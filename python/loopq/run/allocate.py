@@ -208,9 +208,11 @@ def _costs(
 ) -> dict[tuple[str, str], float]:
     job, journal, progress = run.job, run.journal("scores"), run.execution.progress
     tokens = job.tokens.take(0, asked.n_prompts)
-    how: dict[str, Any] = {"n_steps": job.selection.n_steps, "seed": run.execution.seed}
+    n_steps = job.selection.n_steps
     if asked.score == "fisher":
-        return loop_fisher(job.system, weights, tokens, **how, journal=journal, progress=progress)
+        return loop_fisher(
+            job.system, weights, tokens, n_steps=n_steps, execution=run.execution, journal=journal
+        )
     costs: dict[tuple[str, str], float] = {}
     progress.start("ablation", len(run.tasks), "layers")
     for task in run.tasks:
@@ -219,7 +221,8 @@ def _costs(
         piece = journal.find(task.name)
         found = dict(piece.facts["costs"]) if piece else None
         if found is None:
-            found = {key[1]: cost for key, cost in measured(job.system, own, tokens, **how).items()}
+            costs_of_own = measured(job.system, own, tokens, n_steps=n_steps, seed=run.execution.seed)
+            found = {key[1]: cost for key, cost in costs_of_own.items()}
             journal.save(task.name, costs=found)
         costs |= {(task.name, label): cost for label, cost in found.items()}
         progress.advance()

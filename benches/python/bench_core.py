@@ -104,6 +104,37 @@ def bench_solve(m: int, dim: int, precision: str, threads: int, n_pairs: int) ->
     return {"what": "solve", "m": m, "dim": dim, "precision": precision, **timed, "same_codes": same}
 
 
+def bench_rank(m: int, dim: int, threads: int, n_pairs: int) -> list[dict[str, Any]]:
+    """The rank of H by counting, against all eigenvalues, and against the factor and solve of a layer."""
+    x = np.random.default_rng(0).standard_normal((2 * dim, dim), np.float32) * np.logspace(
+        0, -3, dim, dtype=np.float32
+    )
+    mixed = x.copy()
+    for shift in (1, 7, 61):
+        mixed += np.roll(x, shift, axis=1)
+    made = _native.HessianAccumulator(dim, [0], per_step=False, threads=threads)
+    made.update(0, mixed)
+    made.finish()
+    h, w = made.matrix(), np.random.default_rng(1).standard_normal((m, dim), np.float32)
+    found: list[int] = []
+
+    def ours() -> None:
+        found.append(_native.count_above(h, [1e-3], threads)[1][0])
+
+    def spectrum() -> None:
+        values = _native.eigvalsh(h, threads)
+        found.append(int((values > 1e-3 * values[-1]).sum()))
+
+    def solve() -> None:
+        _native.gptq(w, factored(h, "float64", threads), bits=4, group_size=128, threads=threads)
+
+    against = pairs(ours, spectrum, 1 if dim > 2048 else n_pairs)
+    assert len(set(found)) == 1, found
+    beside = pairs(ours, solve, n_pairs)
+    row = {"what": "rank", "m": m, "dim": dim, "rank": found[0]}
+    return [{**row, "against": "eigvalsh", **against}, {**row, "against": "factor and gptq", **beside}]
+
+
 def main() -> None:
     """Run the benches and print or record them."""
     parser = argparse.ArgumentParser(
@@ -114,6 +145,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="*", default=[2048, 5280, 10560])
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--shapes", nargs="*", default=["2048x2048", "5632x2048", "2048x5632"])
+    parser.add_argument("--ranks", nargs="*", default=["2048x2048", "5280x5280"])
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
@@ -128,6 +160,11 @@ def main() -> None:
         for precision in ("float32", "float64"):
             results.append(bench_solve(m, dim, precision, args.threads, args.pairs))
             print(json.dumps(results[-1]), flush=True)
+    for shape in args.ranks or []:
+        m, dim = (int(v) for v in shape.split("x"))
+        for row in bench_rank(m, dim, args.threads, args.pairs):
+            results.append(row)
+            print(json.dumps(row), flush=True)
     write(
         args.record, results, threads=args.threads, pairs=args.pairs, torch=torch.__version__, note=args.note
     )

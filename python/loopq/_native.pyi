@@ -22,6 +22,7 @@ __all__ = [
     "FullSettings",
     "HessianAccumulator",
     "__version__",
+    "count_above",
     "coupled",
     "cpu_engines",
     "cpu_features",
@@ -522,6 +523,34 @@ def proxy(
 
 def eigvalsh(h: NDArray[np.floating[Any]], threads: int = 0) -> NDArray[np.float64]:
     """Give all eigenvalues of a symmetric matrix, ascending, in float64. Its upper triangle is read."""
+
+def count_above(
+    h: NDArray[np.floating[Any]], fractions: Sequence[float], threads: int = 0
+) -> tuple[float, list[int]]:
+    """Count the eigenvalues of a positive semi-definite matrix above fractions of the largest.
+
+    Parameters
+    ----------
+    h : ndarray of float64 or float32, shape (dim, dim)
+        Its upper triangle is read.
+    fractions : sequence of float
+        Each 0 or more and below 1.
+    threads : int
+        Number of threads; 0 for all.
+
+    Returns
+    -------
+    largest : float
+        The largest eigenvalue, to about ten digits or more; 0 for a matrix of zeros.
+    above : list of int
+        For each fraction the number of eigenvalues above ``fraction * largest``.
+
+    Notes
+    -----
+    By Sylvester's law of inertia that is the number of positive pivots of ``H - fraction * largest * I``: one
+    factorisation, of ``dim^3 / 3`` operations, for each fraction. Its backward error is estimated and bounded by
+    ``1e-10 * largest``; where two orders of the columns both exceed that, all eigenvalues are computed.
+    """
 
 def pack_dense(
     codes: NDArray[np.int8] | NDArray[np.uint8], bits: int, zero_offset: int = 0

@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 
 use loopq_core::dump::{RowType, Rows};
-use loopq_core::factor::{eigvalsh, DampedFactor, Order, Symmetric};
+use loopq_core::factor::{count_above, eigvalsh, DampedFactor, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
 use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search};
 use loopq_core::hessian::{Accumulator, Settings};
@@ -508,9 +508,29 @@ fn eigenvalues_of_a_known_matrix() {
             _ => 0.0,
         })
         .collect();
-    let got = eigvalsh(Symmetric::f64(&h, n).unwrap(), &on(2)).unwrap();
+    let view = Symmetric::f64(&h, n).unwrap();
+    let got = eigvalsh(view, &on(2)).unwrap();
     for (k, value) in got.iter().enumerate() {
         let exact = 2.0 - 2.0 * ((k + 1) as f64 * std::f64::consts::PI / (n + 1) as f64).cos();
         assert!((value - exact).abs() < 1e-13);
+    }
+    let fractions = [0.9, 0.5, 0.1, 0.01, 0.001, 0.0];
+    let counts = count_above(view, &fractions, &on(2)).unwrap();
+    assert!((counts.largest - got[n - 1]).abs() < 1e-13);
+    let expected = fractions.map(|f| got.iter().filter(|&&value| value > f * got[n - 1]).count());
+    assert_eq!(counts.above, expected);
+    assert_eq!(counts, count_above(view, &fractions, &on(1)).unwrap());
+}
+
+#[test]
+fn eigenvalues_are_counted_across_panels() {
+    for dim in [191, 192, 193, 500] {
+        let h = hessian(dim, 300, 9);
+        let view = Symmetric::f64(&h, dim).unwrap();
+        let values = eigvalsh(view, &on(2)).unwrap();
+        let fractions = [0.7, 0.3, 0.1, 1e-2, 1e-3, 1e-4];
+        let counts = count_above(view, &fractions, &on(2)).unwrap();
+        let expected = fractions.map(|f| values.iter().filter(|&&value| value > f * values[dim - 1]).count());
+        assert_eq!(counts.above, expected, "{dim}");
     }
 }

@@ -73,7 +73,11 @@ def test_layer_survey_of_a_blind_first_step():
     traces = [np.sum(x**2) for x in (first, *later)]
     assert found["step0_trace_share"] == pytest.approx(traces[0] / sum(traces))
     assert found["trace_ratio_0_1"] == pytest.approx(traces[0] / traces[1])
-    assert found["spectra"]["all"]["index"] == list(range(1, 17))
+    spectra = rank.layer_spectra(ArrayHessians.of_rows([first, *later]))
+    assert spectra["all"]["index"] == list(range(1, 17))
+    for key in ("first", "last", "all"):
+        for value in ("rank", "trace", "largest", "stable_rank"):
+            assert found[key][value] == pytest.approx(spectra[key][value], rel=1e-9)
 
 
 def test_dominant_step_hides_the_later_ones():
@@ -107,6 +111,8 @@ def test_bottleneck_and_largest_gain():
     assert rank.bottleneck(layers) == "b"
     assert rank.largest_gain(layers) == "b"
     assert rank.largest_gain({"c": layers["c"]}) is None
+    assert rank.drawn(layers) == ["b"]
+    assert rank.drawn(layers, ["d", "a", "c"]) == ["b", "a"]
 
 
 def test_long_spectra_are_thinned_with_their_ends():
@@ -172,7 +178,7 @@ def test_proxy_is_the_squared_output_error():
     h = ArrayHessians.of_rows([x])
     d = d.astype(np.float32)
     assert proxy.step_proxies(d, h) == pytest.approx([np.sum((x @ d.T) ** 2)])
-    with pytest.raises(ConfigError, match="expected 8 x 8"):
+    with pytest.raises(ConfigError, match="columns of W"):
         proxy.step_proxies(d, ArrayHessians.of_rows([np.eye(7)]))
 
 

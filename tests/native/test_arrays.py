@@ -125,6 +125,7 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
         "shift": (lambda w, cross: factor.shift(w, cross, 0.5), [w, rng.standard_normal((d, d))]),
         "proxy": (native.proxy, [w, weight(rng, m, d), h]),
         "eigvalsh": (native.eigvalsh, [h]),
+        "count_above": (lambda h: native.count_above(h, [1e-2, 1e-1]), [h]),
         "dequantize": (lambda c, s: native.dequantize(c, s, None, 8), [codes, scales]),
         "dequantize of uint8": (
             lambda c, s, z: native.dequantize(c, s, z, 8),

@@ -279,6 +279,54 @@ def test_eigenvalues_are_those_of_lapack() -> None:
     assert np.array_equal(_native.eigvalsh(h, threads=1), _native.eigvalsh(h, threads=2))
 
 
+FRACTIONS = [0.5, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dim=st.integers(1, 300), rank=st.integers(1, 300), decades=st.floats(0, 9), seed=st.integers(0, 999),
+    kind=st.sampled_from(["smooth", "flat", "spike", "dead columns", "scaled columns"]),
+)  # fmt: skip
+def test_eigenvalues_are_counted_as_lapack_counts_them(
+    dim: int, rank: int, decades: float, seed: int, kind: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rank, dim)) * np.logspace(0, -decades / 2, rank)[:, None]
+    x = x @ np.linalg.qr(rng.standard_normal((dim, dim)))[0]
+    if kind == "flat":
+        x = np.linalg.qr(rng.standard_normal((dim, dim)))[0]
+    elif kind == "spike":
+        x[0] *= 300
+    elif kind == "dead columns":
+        x[:, rng.random(dim) < 0.5] = 0
+    elif kind == "scaled columns":
+        x *= np.logspace(0, -4, dim)
+    h = x.T @ x
+    values = np.linalg.eigvalsh(h)
+    largest, above = _native.count_above(h, FRACTIONS)
+    assert largest == pytest.approx(values[-1], rel=1e-9)
+    for fraction, count in zip(FRACTIONS, above, strict=True):
+        # An eigenvalue within the rounding error of the bound may fall on either side.
+        near = 1e-9 * values[-1]
+        bound = fraction * values[-1]
+        assert (values > bound + near).sum() <= count <= (values > bound - near).sum(), fraction
+    assert _native.count_above(h, FRACTIONS, threads=1) == (largest, above)
+
+
+@pytest.mark.parametrize("precision", [np.float32, np.float64])
+def test_counts_of_matrices_that_no_order_factors(precision: type) -> None:
+    # The bound is the diagonal to the bit, so every first pivot is zero: eigenvalues 2 and 0, 3 times.
+    h = np.kron(np.eye(3), np.ones((2, 2))).astype(precision)
+    assert _native.count_above(h, [0.5, 0.25]) == (pytest.approx(2.0), [3, 3])
+    assert _native.count_above(np.zeros((4, 4), precision), [0.5, 0.0]) == (0.0, [0, 0])
+    assert _native.count_above(np.zeros((0, 0), precision), [0.5]) == (0.0, [0])
+    assert _native.count_above(np.full((1, 1), 7, precision), [0.5]) == (7.0, [1])
+    with pytest.raises(errors.ConfigError, match=r"largest eigenvalue = 1 .* below 1"):
+        _native.count_above(h, [1.0])
+    with pytest.raises(errors.NonFiniteError, match="row 0, column 1"):
+        _native.count_above(np.array([[1, np.nan], [0, 1]], precision), [0.1])
+
+
 def test_arrays_of_other_types_are_type_errors() -> None:
     made = _native.HessianAccumulator(4, [0], per_step=True)
     with pytest.raises(

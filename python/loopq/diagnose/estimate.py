@@ -1,9 +1,9 @@
-"""How long a diagnosis will take, from one timed batch of rollouts, one timed step and one eigenvalue problem."""
+"""How long a diagnosis will take, from one timed batch of rollouts, one timed step and one count of eigenvalues."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,11 @@ from loopq.diagnose.weights import input_blocks, quantizable
 
 # Jacobian products of one map: about 300 for each of two start vectors and 60 for the norm.
 _PRODUCTS = 2 * 300 + 60
+
+# Width of the matrix that is timed, and inputs whose spectra are computed: those drawn, and some that were the lowest
+# rank or the largest gain before another one was found.
+_PROBE = 1024
+_DRAWN = 6
 
 
 def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
@@ -34,7 +39,7 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
     # A product takes about as long as two steps; a map with many eigenvalues of one size runs up to the limit.
     # The directions of the bypass run as one batch, at about half the price.
     extra = {
-        "ranks": _eigen_seconds(context),
+        "ranks": _rank_seconds(context),
         "jacobian": n_jacobian * maps * _PRODUCTS * 2 * step,
         "bypass": n_jacobian * _n_seeds(context) * 2 * 4 * len(config.radii) * config.n_directions * step,
     }
@@ -96,19 +101,25 @@ def _time_rollout(context: Context) -> tuple[float, float]:
     return timed(together, None) / together, timed(1, (n,)) / n
 
 
-def _eigen_seconds(context: Context) -> float:
-    """Seconds of all eigenvalue problems: a timed one, scaled by the cube of the width."""
-    probe = 256
+def _rank_seconds(context: Context) -> float:
+    """Seconds of all counts and of the spectra that are drawn: one of each timed, scaled by the cube of the width."""
+    groups = context.selection.input_groups
+    probe = min(_PROBE, max((p.in_features for p in groups), default=1))
     h = np.eye(probe)
-    began = time.monotonic()
-    rank.spectrum(h, context.threads)
-    unit = (time.monotonic() - began) / probe**3
+
+    def unit(run: Callable[..., object]) -> float:
+        began = time.monotonic()
+        run(h, threads=context.threads)
+        return (time.monotonic() - began) / probe**3
+
+    per_count, per_spectrum = unit(rank.count), unit(rank.spectrum)
     total = 0.0
-    for p in context.selection.input_groups:
-        # The two blocks of a concatenated input are solved as well, each at an eighth of the cost.
+    for p in groups:
+        # The two blocks of a concatenated input are counted as well, each at an eighth of the cost.
         share = 1.25 if input_blocks(p) else 1.0
         counted = len(rank.steps_to_count(p.invocations, p.in_features)) + 1
-        total += share * unit * p.in_features**3 * counted
+        total += share * per_count * p.in_features**3 * counted
+        total += 3 * per_spectrum * p.in_features**3 * min(1.0, _DRAWN / len(groups))
     return total
 
 

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 FOCAL = 1e-3
 THRESHOLDS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 _MAX_POINTS = 400
-# Above this width the rank is counted at a few steps only: an eigenvalue problem of 10,560 takes minutes.
+# Above this width the rank is counted at a few steps only: each count is a factorisation.
 _MAX_DIM_ALL_STEPS = 2048
 
 
@@ -133,12 +133,10 @@ def rank_gain(deployed: int, first: int) -> float | None:
 def layer_ranks(
     hessians: StepHessians,
     blocks: Mapping[str, slice] | None = None,
-    thresholds: Sequence[float] = THRESHOLDS,
-    damping: float = 0.01,
     steps: Sequence[int] | None = None,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Ranks, spectra and step-0 shares of one layer's input (Li, Sec. 4).
+    """Ranks and step-0 shares of one layer's input (Li, Sec. 4).
 
     Parameters
     ----------
@@ -146,28 +144,29 @@ def layer_ranks(
         Per-step Hessians, all over the same token positions.
     blocks : mapping of str to slice, optional
         Blocks of a concatenated input ("state", "embedding"); each is measured separately as well.
-    thresholds : sequence of float
-        Thresholds at which ranks are counted.
-    damping : float
-        Damping of the solver, for `felt_directions`.
     steps : sequence of int, optional
         Steps whose rank is counted, besides the first and the last; all when absent. The sum always runs over all
         steps.
     threads : int
-        Threads of the eigenvalue solver; 0 takes all cores.
+        Threads of the factorisations; 0 takes all cores.
 
     Returns
     -------
     dict
-        `per_step`: rank, trace and rows of each H_t (Li, Table 19); `first`, `last`, `all`: counts of H_0, H_{N-1}
-        and the sum (Li, Table 22); `rank_ratio`, `rank_gain` (Li, Table 18), `step0_trace_share`,
-        `trace_ratio_0_1` (Li, App. P); `spectra` (Li, Fig. 5); `blocks`: the same for each block.
+        `per_step`: rank, trace and rows of each H_t (Li, Table 19); `first`, `last`, `all`: `count` of H_0, H_{N-1}
+        and the sum; `rank_ratio`, `rank_gain` (Li, Table 18), `step0_trace_share`, `trace_ratio_0_1` (Li, App. P);
+        `blocks`: the same for each block.
+
+    Notes
+    -----
+    A rank takes one factorisation (`loopq._native.count_above`); all eigenvalues, which take some twenty times as
+    long, are computed by `layer_spectra` where they are drawn.
     """
     stored = list(hessians.steps)
     counted = sorted({stored[0], stored[-1], *(stored if steps is None else steps)})
 
     def survey(part: slice) -> dict[str, Any]:
-        return _survey(hessians, part, counted, thresholds, damping, threads)
+        return _survey(hessians, part, counted, threads)
 
     out = survey(slice(0, hessians.dim))
     if blocks:
@@ -175,48 +174,78 @@ def layer_ranks(
     return out
 
 
-def _survey(
-    hessians: StepHessians,
-    part: slice,
-    counted: Sequence[int],
-    thresholds: Sequence[float],
-    damping: float,
-    threads: int,
-) -> dict[str, Any]:
+def count(hessian: Floats, threads: int = 0) -> dict[str, Any]:
+    """Count the eigenvalues above `FOCAL` times the largest, without computing them.
+
+    Returns
+    -------
+    dict
+        `rank` (Li, Sec. 2), `trace`, `largest` eigenvalue, `stable_rank`: trace over largest (Li, Table 22).
+    """
+    largest, (rank,) = native.count_above(hessian, [FOCAL], threads)
+    trace = float(np.trace(hessian))
+    stable = trace / largest if largest > 0 else 0.0
+    return {"rank": rank, "trace": trace, "largest": largest, "stable_rank": stable}
+
+
+def _survey(hessians: StepHessians, part: slice, counted: Sequence[int], threads: int) -> dict[str, Any]:
     steps = list(hessians.steps)
     dim = len(range(*part.indices(hessians.dim)))
-    per_step, kept, traces = [], {}, []
-    for step in steps:
-        h = hessians.matrix([step])[part, part]
-        traces.append(float(np.trace(h)))
-        if step not in counted:
-            continue
-        values = spectrum(h, threads)
-        if step in (steps[0], steps[-1]):
-            kept[step] = values
-        per_step.append(
-            {
-                "step": step,
-                "rank": thresholded_rank(values),
-                "trace": traces[-1],
-                "n_rows": hessians.n_rows(step),
-            }
-        )
-    deployed = spectrum(hessians.matrix(steps)[part, part], threads)
-    first, last = kept[steps[0]], kept[steps[-1]]
-    found: dict[str, Any] = {
+    traces = [float(hessians.diagonal([step])[part].sum()) for step in steps]
+    found = {step: count(hessians.matrix([step])[part, part], threads) for step in counted}
+    out: dict[str, Any] = {
         "dim": dim,
-        "per_step": per_step,
-        "first": describe_spectrum(first, thresholds, damping),
-        "last": describe_spectrum(last, thresholds, damping),
-        "all": describe_spectrum(deployed, thresholds, damping),
+        "per_step": [
+            {"step": s, "rank": c["rank"], "trace": c["trace"], "n_rows": hessians.n_rows(s)}
+            for s, c in found.items()
+        ],
+        "first": found[steps[0]],
+        "last": found[steps[-1]],
+        "all": count(hessians.matrix(steps)[part, part], threads),
         "step0_trace_share": traces[0] / sum(traces) if sum(traces) > 0 else None,
         "trace_ratio_0_1": traces[0] / traces[1] if len(traces) > 1 and traces[1] > 0 else None,
-        "spectra": {"first": curve(first), "last": curve(last), "all": curve(deployed)},
     }
-    found["rank_ratio"] = found["first"]["rank"] / dim
-    found["rank_gain"] = rank_gain(found["all"]["rank"], found["first"]["rank"])
-    return found
+    out["rank_ratio"] = out["first"]["rank"] / dim
+    out["rank_gain"] = rank_gain(out["all"]["rank"], out["first"]["rank"])
+    return out
+
+
+def layer_spectra(
+    hessians: StepHessians,
+    thresholds: Sequence[float] = THRESHOLDS,
+    damping: float = 0.01,
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Eigenvalues of one layer's input at the first and the last step and of the sum over all (Li, Fig. 5).
+
+    Parameters
+    ----------
+    hessians : StepHessians
+        Per-step Hessians, all over the same token positions.
+    thresholds : sequence of float
+        Thresholds at which ranks are counted.
+    damping : float
+        Damping of the solver, for `felt_directions`.
+    threads : int
+        Threads of the eigenvalue solver; 0 takes all cores.
+
+    Returns
+    -------
+    dict
+        `first`, `last`, `all`: the `curve` and what `describe_spectrum` says of it (Li, Table 22).
+    """
+    steps = list(hessians.steps)
+    out = {}
+    for name, chosen in (("first", steps[:1]), ("last", steps[-1:]), ("all", steps)):
+        values = spectrum(hessians.matrix(chosen), threads)
+        out[name] = curve(values) | describe_spectrum(values, thresholds, damping)
+    return out
+
+
+def drawn(layers: Mapping[str, Mapping[str, Any]], exposed: Sequence[str] = ()) -> list[str]:
+    """Inputs whose spectra are drawn: the bottleneck, the largest gain and the first of the `exposed` ones."""
+    chosen = [bottleneck(layers), largest_gain(layers), *[name for name in exposed if name in layers][:1]]
+    return list(dict.fromkeys(name for name in chosen if name is not None))
 
 
 def bottleneck(layers: Mapping[str, Mapping[str, Any]]) -> str:

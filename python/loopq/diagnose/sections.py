@@ -96,6 +96,7 @@ def _ranks(
     progress: Progress,
 ) -> dict[str, Any]:
     by_name = {p.name: p for p in observed}
+    exposed = [input_groups[p.name] for p in observed if p.exposed]
     layers: dict[str, Any] = {}
     magnitudes: dict[str, Any] = {}
     proxies: dict[str, Any] = {}
@@ -105,9 +106,12 @@ def _ranks(
         for name in names:
             h = take(name)
             count = rank.steps_to_count(len(list(h.steps)), h.dim)
-            layers[name] = rank.layer_ranks(
-                h, input_blocks(by_name[name]), damping=config.damping, steps=count, threads=threads
-            )
+            layers[name] = rank.layer_ranks(h, input_blocks(by_name[name]), count, threads)
+            drawn = rank.drawn(layers, exposed)
+            if name in drawn:
+                layers[name]["spectra"] = rank.layer_spectra(h, damping=config.damping, threads=threads)
+            for other in layers.keys() - set(drawn):
+                layers[other].pop("spectra", None)
             magnitudes[name] = proxy.magnitude_stability(h)
             for p in observed:
                 if input_groups[p.name] == name:
@@ -123,6 +127,7 @@ def _ranks(
         "magnitudes": magnitudes,
         "bottleneck": rank.bottleneck(layers),
         "largest_gain": rank.largest_gain(layers),
+        "drawn": rank.drawn(layers, exposed),
         "traces": {name: layers[input_groups[name]]["all"]["trace"] for name in by_name},
         "proxies": {name: values.tolist() for name, values in proxies.items()},
         "proxy_sum": {

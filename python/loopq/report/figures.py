@@ -77,9 +77,7 @@ def spectra(d: Diagnosis) -> Picture | None:
     ranks = d["sections"].get("ranks")
     if not ranks:
         return None
-    chosen = [ranks["bottleneck"], ranks["largest_gain"]]
-    chosen += [layer["input_of"] for layer in d["layers"] if layer["exposed"]]
-    names = list(dict.fromkeys(n for n in chosen if n))[:3]
+    names = ranks["drawn"]
     short = short_names(ranks["layers"])
     with styled("spectra"):
         figure, many = canvas(4.2 * len(names) + 0.5, 3.4, len(names))
@@ -101,7 +99,7 @@ def spectra(d: Diagnosis) -> Picture | None:
     caption = (
         "Eigenvalues of the input Hessian, largest first, each curve relative to its largest. The dotted line is the "
         "threshold of the rank. Shown are the layer with the lowest rank over width at step 0, the one whose rank "
-        "gains most from later steps, and the feedback-exposed one."
+        "gains most from later steps, and the first feedback-exposed one."
     )
     return Picture("spectra", "Eigenvalue spectra", caption, figure)
 

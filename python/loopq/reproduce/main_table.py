@@ -247,7 +247,7 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dic
     layers = []
     for p in selection.input_groups:
         h: Any = sums.accumulators[p.name]
-        found = layer_ranks(h, thresholds=(FOCAL,), steps=[], threads=threads)
+        found = layer_ranks(h, steps=[], threads=threads)
         layers.append(
             {
                 "layer": p.name,

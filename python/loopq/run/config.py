@@ -55,7 +55,7 @@ class QuantConfig(Settings):
     overrides: tuple[Override, ...] = setting((), option=False)
     include: tuple[str, ...] = setting((), option=False)
     exclude: tuple[str, ...] = setting((), option=False)
-    rank_threshold: float | None = setting(1e-3, at_least=0.0)
+    rank_threshold: float | None = setting(1e-3, at_least=0.0, at_most=0.99)
     n_held_out: int | None = setting(None, at_least=1)
     allocate: Allocate | None = optional(Allocate, "allocate")
     tune: Tune | None = optional(Tune, "tune")

@@ -97,12 +97,13 @@ class Solver:
         )
 
     def _rank(self, problem: Problem) -> int | None:
-        if self.rank_threshold is None:
+        threshold = self.rank_threshold
+        if threshold is None:
             return None
 
         def rank() -> int:
-            values = native.eigvalsh(problem.observed, threads=problem.threads)
-            return int((values > self.rank_threshold * values[-1]).sum())
+            _, (above,) = native.count_above(problem.observed, [threshold], problem.threads)
+            return above
 
         return problem.once("rank", rank)
 

@@ -1,4 +1,4 @@
-//! The damped factor that solvers share, and eigenvalues.
+//! The damped factor that solvers share, eigenvalues and their number.
 
 use loopq_core::factor::{self, DampedHessian, Order};
 use loopq_core::{Error, Execution};
@@ -122,4 +122,19 @@ pub(crate) fn eigvalsh<'py>(
     let view = hessian.view(py)?;
     let values = allow_threads(py, |cancel| factor::eigvalsh(view, &Execution { threads, cancel }))?;
     Ok(PyArray1::from_vec(py, values))
+}
+
+#[pyfunction]
+#[pyo3(signature = (h, fractions, threads = 0))]
+pub(crate) fn count_above(
+    py: Python<'_>,
+    h: &Bound<'_, PyAny>,
+    fractions: Vec<f64>,
+    threads: usize,
+) -> PyResult<(f64, Vec<usize>)> {
+    let hessian = Hessian::take(h)?;
+    let view = hessian.view(py)?;
+    let found =
+        allow_threads(py, |cancel| factor::count_above(view, &fractions, &Execution { threads, cancel }))?;
+    Ok((found.largest, found.above))
 }

@@ -32,6 +32,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(matmul::cpu_engines, m)?)?;
     m.add_function(wrap_pyfunction!(matmul::cpu_read, m)?)?;
     m.add_class::<solve::Settings>()?;
+    m.add_function(wrap_pyfunction!(factor::count_above, m)?)?;
     m.add_function(wrap_pyfunction!(factor::eigvalsh, m)?)?;
     m.add_function(wrap_pyfunction!(grid::rtn, m)?)?;
     m.add_function(wrap_pyfunction!(grid::dequantize, m)?)?;

@@ -26,9 +26,19 @@ const TASK_ROWS: usize = 96;
 /// Lines of packed panels that are worked on together.
 const SWEEP: usize = 96;
 
+/// Which pivots a factorisation goes on with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pivots {
+    /// Positive ones: Cholesky.
+    Positive,
+    /// All but zero: `S = R diag(sign(p)) R^T`. Nothing is exchanged for the sake of stability; whoever asks for it
+    /// measures what came out.
+    Signed,
+}
+
 /// Why a factorisation stopped.
 pub(super) enum Stop {
-    /// A pivot that is not positive, with its column.
+    /// A pivot that is not allowed, with its column.
     Pivot(usize, f64),
     /// No memory, or somebody asked it to stop.
     Refused(Error),
@@ -40,12 +50,14 @@ impl From<Error> for Stop {
     }
 }
 
-/// Turns the upper triangle of `S` in `panels` into `A = R diag(R)^-1`, and `pivots` into `diag(R)^2`.
+/// Turns the upper triangle of `S` in `panels` into `A = R diag(R)^-1`, and `pivots` into `diag(R)^2`, with the signs
+/// that are `allowed`.
 ///
 /// Runs on the threads of the pool that it is called in.
 pub(super) fn factor_in_place<T: Real>(
     panels: &mut Panels<T>,
     pivots: &mut [f64],
+    allowed: Pivots,
     execution: &Execution<'_>,
 ) -> std::result::Result<(), Stop> {
     let (dim, isa) = (panels.dim, Isa::best());
@@ -57,7 +69,7 @@ pub(super) fn factor_in_place<T: Real>(
         let nb = PANEL_WIDTH.min(dim - j0);
         let (left, right) = panels.panels.split_at_mut(p);
         let (above, block) = right[0].split_at_mut(j0 * PANEL_WIDTH);
-        let diagonal = DiagonalBlock::factor(block, nb, isa)
+        let diagonal = DiagonalBlock::factor(block, nb, allowed, isa)
             .map_err(|(column, value)| Stop::Pivot(j0 + column, value))?;
         diagonal.store(block, &mut pivots[j0..j0 + nb]);
         let (solved, negated) = diagonal.solve_above(above, &mut solved, &mut negated, isa, execution)?;
@@ -72,38 +84,43 @@ struct DiagonalBlock<T> {
     nb: usize,
     /// Line `k` is column `k` of the turned factor: `l[k * W + i]`, `i >= k`.
     l: Vec<T>,
+    /// 1 or -1, as the pivots.
+    signs: Vec<T>,
     pivots: Vec<f64>,
 }
 
 impl<T: Real> DiagonalBlock<T> {
     /// Factors the block whose upper triangle lies in `block`; a failure names column and pivot.
-    fn factor(block: &[T], nb: usize, isa: Isa) -> std::result::Result<Self, (usize, f64)> {
+    fn factor(block: &[T], nb: usize, allowed: Pivots, isa: Isa) -> std::result::Result<Self, (usize, f64)> {
         let mut l = vec![T::default(); PANEL_WIDTH * PANEL_WIDTH];
         for k in 0..nb {
             for i in k..nb {
                 l[k * PANEL_WIDTH + i] = block[(nb - 1 - i) * PANEL_WIDTH + nb - 1 - k];
             }
         }
-        let mut pivots = vec![0.0; nb];
+        let (mut pivots, mut signs) = (vec![0.0; nb], vec![T::of(1.0); nb]);
         for k in 0..nb {
             let (done, rest) = l.split_at_mut(k * PANEL_WIDTH);
             let column = &mut rest[k..nb];
-            for earlier in done.chunks_exact(PANEL_WIDTH) {
-                axpy(isa, -earlier[k], &earlier[k..nb], column);
+            for (earlier, &sign) in done.chunks_exact(PANEL_WIDTH).zip(&signs) {
+                axpy(isa, -sign * earlier[k], &earlier[k..nb], column);
             }
             let pivot = column[0];
+            if allowed == Pivots::Signed && pivot < T::default() {
+                signs[k] = T::of(-1.0);
+            }
             // Written so that NaN fails too.
-            if !(pivot > T::default() && pivot.wide().is_finite()) {
+            if !(signs[k] * pivot > T::default() && pivot.wide().is_finite()) {
                 return Err((nb - 1 - k, pivot.wide()));
             }
             pivots[k] = pivot.wide();
-            let root = pivot.root();
+            let root = (signs[k] * pivot).root();
             column[0] = root;
             for entry in &mut column[1..] {
-                *entry = *entry / root;
+                *entry = *entry / (signs[k] * root);
             }
         }
-        Ok(Self { nb, l, pivots })
+        Ok(Self { nb, l, signs, pivots })
     }
 
     fn root(&self, k: usize) -> T {
@@ -122,7 +139,7 @@ impl<T: Real> DiagonalBlock<T> {
     }
 
     /// Solves the rows above the block, writes their part of `A`, and returns them packed in lines of `T::NR` rows,
-    /// plain and negated, in the scratch memory that is given for it.
+    /// plain and times the negated sign, in the scratch memory that is given for it.
     fn solve_above<'a>(
         &self,
         above: &mut [T],
@@ -135,7 +152,7 @@ impl<T: Real> DiagonalBlock<T> {
         let mut negative = vec![T::default(); PANEL_WIDTH * PANEL_WIDTH];
         for k in 0..self.nb {
             for i in k + 1..self.nb {
-                negative[k * PANEL_WIDTH + i] = -self.l[k * PANEL_WIDTH + i];
+                negative[k * PANEL_WIDTH + i] = -self.signs[k] * self.l[k * PANEL_WIDTH + i];
             }
         }
         let n_rows = above.len() / PANEL_WIDTH;
@@ -146,8 +163,11 @@ impl<T: Real> DiagonalBlock<T> {
             .try_for_each(|(rows, (lines, minus))| {
                 execution.check()?;
                 self.solve_chunk(rows, lines, &negative, isa);
-                for (minus, &line) in minus.iter_mut().zip(&*lines) {
-                    *minus = -line;
+                let both = minus.chunks_exact_mut(T::NR).zip(lines.chunks_exact(T::NR));
+                for ((minus, line), &sign) in both.zip(&self.signs) {
+                    for (minus, &value) in minus.iter_mut().zip(line) {
+                        *minus = -sign * value;
+                    }
                 }
                 Ok(())
             })?;
@@ -169,7 +189,7 @@ impl<T: Real> DiagonalBlock<T> {
                 for (q, earlier) in before.chunks_exact(nr).enumerate() {
                     axpy(isa, negative[(k0 + q) * PANEL_WIDTH + k], earlier, &mut line[..nr]);
                 }
-                let root = self.root(k);
+                let root = self.signs[k] * self.root(k);
                 for entry in &mut line[..nr] {
                     *entry = *entry / root;
                 }
@@ -183,7 +203,7 @@ impl<T: Real> DiagonalBlock<T> {
     }
 }
 
-/// `left -= solved * solved^T` on the upper triangle.
+/// `left -= solved * diag(sign) * solved^T` on the upper triangle.
 fn subtract_product<T: Real>(
     left: &mut [Buffer<T>],
     solved: &[T],

@@ -2,12 +2,12 @@
 
 use rayon::prelude::*;
 
-use crate::factor::cholesky::{factor_in_place, Stop};
+use crate::factor::cholesky::{factor_in_place, Pivots, Stop};
 use crate::factor::panels::{Panels, PANEL_WIDTH};
 use crate::factor::Symmetric;
 use crate::lanes::{add_product, Lane, LANES};
 use crate::memory::Buffer;
-use crate::simd::Real;
+use crate::simd::{dot, Real};
 use crate::{dims, Error, Execution, Result};
 
 /// `A` and `p`; row and column `i` stand for column `order[i]` of `H`.
@@ -26,22 +26,45 @@ impl<T: Real> Ldl<T> {
         order: &[usize],
         execution: &Execution<'_>,
     ) -> Result<Self> {
+        Self::factored(h, mu, order, Pivots::Positive, execution).map_err(|stop| match stop {
+            Stop::Refused(error) => error,
+            Stop::Pivot(at, value) => {
+                let (column, dim) = (order[at], h.dim());
+                let (diagonal, mu) = (h.at(column, column), mu[column]);
+                Error::NotPositive { column, dim, value, diagonal, mu, precision: T::NAME }
+            }
+        })
+    }
+
+    /// The same with pivots of either sign; `None` where one is zero.
+    pub(super) fn signed(
+        h: Symmetric<'_>,
+        mu: &[f64],
+        order: &[usize],
+        execution: &Execution<'_>,
+    ) -> Result<Option<Self>> {
+        match Self::factored(h, mu, order, Pivots::Signed, execution) {
+            Ok(made) => Ok(Some(made)),
+            Err(Stop::Pivot(..)) => Ok(None),
+            Err(Stop::Refused(error)) => Err(error),
+        }
+    }
+
+    fn factored(
+        h: Symmetric<'_>,
+        mu: &[f64],
+        order: &[usize],
+        allowed: Pivots,
+        execution: &Execution<'_>,
+    ) -> std::result::Result<Self, Stop> {
         let dim = h.dim();
         let pool = execution.pool()?;
         let mut made = Self { a: Panels::zeros(dim)?, pivots: vec![0.0; dim] };
-        let done = pool.install(|| {
+        pool.install(|| {
             made.load(h, mu, order);
-            factor_in_place(&mut made.a, &mut made.pivots, execution)
-        });
-        match done {
-            Ok(()) => Ok(made),
-            Err(Stop::Refused(error)) => Err(error),
-            Err(Stop::Pivot(at, value)) => {
-                let column = order[at];
-                let (diagonal, mu) = (h.at(column, column), mu[column]);
-                Err(Error::NotPositive { column, dim, value, diagonal, mu, precision: T::NAME })
-            }
-        }
+            factor_in_place(&mut made.a, &mut made.pivots, allowed, execution)
+        })?;
+        Ok(made)
     }
 
     /// Copies the upper triangle of `S`.
@@ -116,6 +139,21 @@ impl Ldl<f64> {
             }
         }
         Ok(sums)
+    }
+
+    /// `S x`, as the factor has it; `x` by place.
+    pub(super) fn times(&self, x: &[f64]) -> Vec<f64> {
+        let mut turned = x.to_vec();
+        for i in 0..self.a.dim {
+            for (from, piece) in self.a.right_of_diagonal(i) {
+                for (to, entry) in turned[from..].iter_mut().zip(piece) {
+                    *to += entry * x[i];
+                }
+            }
+        }
+        turned.iter_mut().zip(&self.pivots).for_each(|(value, pivot)| *value *= pivot);
+        let rest = |i: usize| self.a.right_of_diagonal(i).map(|(from, piece)| dot(piece, &turned[from..]));
+        (0..self.a.dim).map(|i| turned[i] + rest(i).sum::<f64>()).collect()
     }
 
     /// Turns `x` into `x S^-1`, one row per lane.

@@ -8,22 +8,27 @@
 //! | file | what it does |
 //! |---|---|
 //! | `panels` | how a triangle lies in memory |
-//! | `cholesky` | `S = R R^T`, `R` upper, in place |
+//! | `cholesky` | `S = R R^T`, `R` upper, in place; also with signs |
 //! | `ldl` | `S = A diag(p) A^T`, its inverse, and solving with it |
 //! | `ordering` | in which order columns are taken |
 //! | `damped` | the object that solvers share: damping, order, factor |
 //! | `small` | systems of some ten unknowns |
-//! | `eigen` | eigenvalues |
+//! | `lanczos` | the largest eigenvalue |
+//! | `count` | how many eigenvalues lie above a bound |
+//! | `eigen` | all eigenvalues |
 
 mod cholesky;
+mod count;
 mod damped;
 mod eigen;
+mod lanczos;
 mod ldl;
 mod ordering;
 mod panels;
 mod small;
 mod symmetric;
 
+pub use count::{count_above, Counts};
 pub use damped::{DampedFactor, DampedHessian};
 pub use eigen::eigvalsh;
 pub use ordering::Order;

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use crate::factor::Symmetric;
 use crate::memory::Buffer;
+use crate::simd::dot;
 use crate::{dims, Error, Execution, Result};
 
 /// A rule for the order of columns.
@@ -77,22 +78,6 @@ pub(super) fn by_conditional_energy(
         }
     }
     Ok(order)
-}
-
-/// Sum of products in four fixed partial sums: a plain chain cannot be vectorised, and any other split would tie the
-/// bits to the machine.
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    let mut sums = [0.0; 4];
-    let (heads, tail) = (a.len() / 4 * 4, a.len() % 4);
-    for (x, y) in a[..heads].chunks_exact(4).zip(b[..heads].chunks_exact(4)) {
-        for i in 0..4 {
-            sums[i] += x[i] * y[i];
-        }
-    }
-    for i in 0..tail {
-        sums[i] += a[heads + i] * b[heads + i];
-    }
-    (sums[0] + sums[1]) + (sums[2] + sums[3])
 }
 
 /// Columns by falling diagonal of `S = H + diag(mu)`, ties by falling diagonal of `H`, then by ascending index.

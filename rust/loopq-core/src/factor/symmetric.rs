@@ -1,8 +1,14 @@
 //! A symmetric matrix as it was given.
 
+use rayon::prelude::*;
+
 use crate::error::name_of;
 use crate::memory::{copied, zeros};
-use crate::{dims, Error, Result};
+use crate::simd::dot;
+use crate::{dims, Error, Execution, Result};
+
+/// Parts that a product with a vector is cut into, whatever the number of threads: its sums depend on the parts.
+const PARTS: usize = 16;
 
 /// `H` (dim, dim), row-major, in either precision; its upper triangle is what is read.
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +68,21 @@ impl<'a> Symmetric<'a> {
         }
     }
 
+    /// `H x`.
+    pub(crate) fn times(self, x: &[f64], execution: &Execution<'_>) -> Result<Vec<f64>> {
+        let parts: Vec<Vec<f64>> = execution.pool()?.install(|| {
+            let part = |p: usize| {
+                execution.check()?;
+                Ok(match self.values {
+                    Values::F32(values) => times_part(values, x, p),
+                    Values::F64(values) => times_part(values, x, p),
+                })
+            };
+            (0..PARTS).into_par_iter().map(part).collect::<Result<_>>()
+        })?;
+        Ok((0..self.dim).map(|j| parts.iter().map(|part| part[j]).sum()).collect())
+    }
+
     /// A number that another matrix hardly has: what was made of a matrix knows it again.
     pub(crate) fn fingerprint(self) -> u64 {
         let mix = |sum: u64, bits: u64| (sum.rotate_left(5) ^ bits).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -82,4 +103,20 @@ impl<'a> Symmetric<'a> {
             Err(Error::NonFiniteMatrix { what: "H", row, column, value: name_of(self.flat(at)) })
         })
     }
+}
+
+/// What every [`PARTS`]-th row of the upper triangle, from row `first` on, adds to the product with `x`.
+fn times_part<T: Copy + Into<f64>>(values: &[T], x: &[f64], first: usize) -> Vec<f64> {
+    let dim = x.len();
+    let mut sums = vec![0.0; dim];
+    let mut row = Vec::with_capacity(dim);
+    for i in (first..dim).step_by(PARTS) {
+        row.clear();
+        row.extend(values[i * dim + i..(i + 1) * dim].iter().map(|&value| value.into()));
+        sums[i] += dot(&row, &x[i..]);
+        for (to, entry) in sums[i + 1..].iter_mut().zip(&row[1..]) {
+            *to += entry * x[i];
+        }
+    }
+    sums
 }

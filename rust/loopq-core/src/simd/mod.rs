@@ -7,7 +7,7 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub(crate) use axpy::axpy;
+pub(crate) use axpy::{axpy, dot};
 pub(crate) use tile::prefetch;
 pub use tile::{tile_pairs, Real, MR};
 

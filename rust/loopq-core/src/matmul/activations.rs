@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::layout::Layout;
+use super::layout::{unit_inputs, Layout, LINE};
 use crate::memory::zeros;
 use crate::simd::{per_isa, Isa};
 use crate::{dims, Error, Result};
@@ -68,49 +68,95 @@ impl Inputs<'_> {
     }
 }
 
+/// Tokens of a tile.
+pub(super) const TILE: usize = 16;
+/// Bytes of a tile: 64 inputs of 16 tokens.
+pub(super) const TILE_BYTES: usize = TILE * LINE;
+
+/// In which order bytes of activations lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// Token by token: row `token * limbs + i` holds limb `i`, with zeros between blocks.
+    Rows,
+    /// Sixteen tokens at a time: for every 64 inputs of a block the tiles of all limbs, with zeros at the end of blocks and for
+    /// tokens that are missing.
+    Tiles,
+}
+
 /// Some tokens' activations as integers.
 ///
 /// Activation `k` of a block is `scale * sum_i limb_i[k] * 256^i`.
 pub(super) struct Rows {
+    pub(super) order: Order,
     pub(super) limbs: usize,
     /// Bytes of a row.
     pub(super) stride: usize,
-    /// Row `token * limbs + i` holds limb `i`; zeros between blocks.
-    pub(super) bytes: Vec<i8>,
+    bytes: Vec<i8>,
+    /// Where they begin: on a cache line.
+    begin: usize,
     /// (tokens, blocks).
     pub(super) scales: Vec<f32>,
     /// Minus the sum of each limb over a block, (tokens, blocks, limbs): what a zero point is multiplied by.
     pub(super) minus_sums: Vec<i32>,
     n_blocks: usize,
+    steps: usize,
 }
 
 impl Rows {
     /// Room for `tokens` of them.
-    pub(super) fn new(layout: &Layout, tokens: usize, precision: Precision) -> Result<Self> {
+    pub(super) fn new(layout: &Layout, tokens: usize, precision: Precision, order: Order) -> Result<Self> {
         const WHAT: &str = "quantized activations";
         let (limbs, n_blocks) = (precision.limbs(), layout.blocks.len());
         let rows = dims::product(WHAT, tokens, limbs)?;
+        let columns = match order {
+            Order::Rows => dims::product(WHAT, tokens, layout.row)?,
+            Order::Tiles => dims::product(WHAT, tokens.next_multiple_of(TILE), layout.steps * LINE)?,
+        };
+        let bytes: Vec<i8> = zeros(WHAT, dims::product(WHAT, limbs, columns)?.saturating_add(LINE))?;
         Ok(Self {
+            order,
             limbs,
             stride: layout.row,
-            bytes: zeros(WHAT, dims::product(WHAT, rows, layout.row)?)?,
+            begin: bytes.as_ptr().align_offset(LINE),
+            bytes,
             scales: zeros(WHAT, dims::product(WHAT, tokens, n_blocks)?)?,
             minus_sums: zeros(WHAT, dims::product(WHAT, rows, n_blocks)?)?,
             n_blocks,
+            steps: layout.steps,
         })
     }
 
-    /// Quantizes tokens `from..` of `x`, as many as `scratch` has rows to give, into rows from 0 on.
+    /// Quantizes some tokens of `x`, no more than there is room for.
     pub(super) fn fill(&mut self, layout: &Layout, x: Inputs<'_>, tokens: std::ops::Range<usize>, isa: Isa) {
+        let (limbs, stride) = (self.limbs, self.stride);
         let mut values = vec![0.0; layout.grid.inputs];
-        let per_token = self.limbs * self.stride;
-        let bytes = self.bytes.chunks_exact_mut(per_token);
+        let mut row = vec![0; if self.order == Order::Tiles { limbs * stride } else { 0 }];
         let scales = self.scales.chunks_exact_mut(self.n_blocks);
-        let sums = self.minus_sums.chunks_exact_mut(self.n_blocks * self.limbs);
-        for (token, ((bytes, scales), sums)) in tokens.zip(bytes.zip(scales).zip(sums)) {
+        let sums = self.minus_sums.chunks_exact_mut(self.n_blocks * limbs);
+        for (i, (token, (scales, sums))) in tokens.zip(scales.zip(sums)).enumerate() {
             x.read(token, &mut values);
-            quantize(isa, layout, &values, self.limbs, bytes, scales, sums);
+            if self.order == Order::Rows {
+                let bytes = &mut self.bytes[self.begin + i * limbs * stride..][..limbs * stride];
+                quantize(isa, layout, &values, limbs, bytes, scales, sums);
+            } else {
+                quantize(isa, layout, &values, limbs, &mut row, scales, sums);
+                to_tiles(layout, &row, limbs, i, &mut self.bytes[self.begin..]);
+            }
         }
+    }
+
+    /// All bytes.
+    pub(super) fn bytes(&self) -> &[i8] {
+        &self.bytes[self.begin..]
+    }
+
+    /// Whether so many tokens can be read, whole tiles of them where they lie in tiles.
+    pub(super) fn holds(&self, tokens: usize) -> bool {
+        let bytes = match self.order {
+            Order::Rows => tokens * self.stride,
+            Order::Tiles => tokens.next_multiple_of(TILE) * self.steps * LINE,
+        };
+        self.bytes().len() >= bytes * self.limbs && self.scales.len() >= tokens * self.n_blocks
     }
 
     pub(super) fn scale(&self, token: usize, block: usize) -> f32 {
@@ -119,6 +165,20 @@ impl Rows {
 
     pub(super) fn minus_sum(&self, token: usize, block: usize, limb: usize) -> i32 {
         self.minus_sums[(token * self.n_blocks + block) * self.limbs + limb]
+    }
+}
+
+/// Puts a token's rows into its line of every tile.
+fn to_tiles(layout: &Layout, row: &[i8], limbs: usize, token: usize, tiles: &mut [i8]) {
+    for block in &layout.blocks {
+        for step in 0..block.steps(layout.grid.bits) {
+            let taken = LINE.min(block.units * unit_inputs(layout.grid.bits) - step * LINE);
+            for (limb, row) in row.chunks_exact(layout.row).enumerate() {
+                let tile = (token / TILE * layout.steps + block.step + step) * limbs + limb;
+                let to = &mut tiles[tile * TILE_BYTES + token % TILE * LINE..][..taken];
+                to.copy_from_slice(&row[block.at + step * LINE..][..taken]);
+            }
+        }
     }
 }
 
@@ -180,17 +240,28 @@ fn scale_of(largest: u32, limbs: usize) -> (f32, f32) {
     (f32::from_bits(step << 23), f32::from_bits((254 - step) << 23))
 }
 
+/// Activations that are taken at once: their loops become vector instructions.
+const CHUNK: usize = 64;
+
 /// Rounds to integers, half to even, and cuts them into signed bytes, lowest first.
 #[inline(always)]
 fn split<const L: usize>(x: &[f32], inverse: f32, bytes: &mut [i8], stride: usize, minus_sums: &mut [i32]) {
     let mut sums = [0; L];
-    for (k, &v) in x.iter().enumerate() {
-        let mut rest = (v * inverse).round_ties_even() as i32;
+    for (c, given) in x.chunks(CHUNK).enumerate() {
+        let mut values = [0.0; CHUNK];
+        values[..given.len()].copy_from_slice(given);
+        let mut rest = [0_i32; CHUNK];
+        for (rest, value) in rest.iter_mut().zip(&values) {
+            *rest = (value * inverse).round_ties_even() as i32;
+        }
         for (i, sum) in sums.iter_mut().enumerate() {
-            let limb = rest as i8;
-            rest = (rest - i32::from(limb)) >> 8;
-            bytes[i * stride + k] = limb;
-            *sum -= i32::from(limb);
+            let mut limbs = [0_i8; CHUNK];
+            for (limb, rest) in limbs.iter_mut().zip(&mut rest) {
+                *limb = *rest as i8;
+                *rest = (*rest - i32::from(*limb)) >> 8;
+                *sum -= i32::from(*limb);
+            }
+            bytes[i * stride + c * CHUNK..][..given.len()].copy_from_slice(&limbs[..given.len()]);
         }
     }
     minus_sums.copy_from_slice(&sums);

@@ -1,5 +1,8 @@
 //! Instruction sets for the products.
 
+use std::sync::OnceLock;
+
+use super::activations::Order;
 use super::portable::Portable;
 use super::tile::{panel, Panel};
 
@@ -15,25 +18,28 @@ enum Kind {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Amx,
 }
 
 /// Calls a function for a panel's bits and limbs, with tiles of so many tokens.
 macro_rules! for_bits_and_limbs {
-    ($run:ident, $lanes:ty, $tokens:literal, $panel:expr) => {{
+    ($run:path, $lanes:ty, $tokens:literal, $panel:expr) => {{
+        use $run as run;
         let panel = $panel;
         match (panel.layout.grid.bits, panel.rows.limbs) {
-            (2, 1) => $run::<$lanes, 2, 1, $tokens>(panel),
-            (2, 2) => $run::<$lanes, 2, 2, $tokens>(panel),
-            (2, _) => $run::<$lanes, 2, 3, $tokens>(panel),
-            (3, 1) => $run::<$lanes, 3, 1, $tokens>(panel),
-            (3, 2) => $run::<$lanes, 3, 2, $tokens>(panel),
-            (3, _) => $run::<$lanes, 3, 3, $tokens>(panel),
-            (4, 1) => $run::<$lanes, 4, 1, $tokens>(panel),
-            (4, 2) => $run::<$lanes, 4, 2, $tokens>(panel),
-            (4, _) => $run::<$lanes, 4, 3, $tokens>(panel),
-            (_, 1) => $run::<$lanes, 8, 1, $tokens>(panel),
-            (_, 2) => $run::<$lanes, 8, 2, $tokens>(panel),
-            _ => $run::<$lanes, 8, 3, $tokens>(panel),
+            (2, 1) => run::<$lanes, 2, 1, $tokens>(panel),
+            (2, 2) => run::<$lanes, 2, 2, $tokens>(panel),
+            (2, _) => run::<$lanes, 2, 3, $tokens>(panel),
+            (3, 1) => run::<$lanes, 3, 1, $tokens>(panel),
+            (3, 2) => run::<$lanes, 3, 2, $tokens>(panel),
+            (3, _) => run::<$lanes, 3, 3, $tokens>(panel),
+            (4, 1) => run::<$lanes, 4, 1, $tokens>(panel),
+            (4, 2) => run::<$lanes, 4, 2, $tokens>(panel),
+            (4, _) => run::<$lanes, 4, 3, $tokens>(panel),
+            (_, 1) => run::<$lanes, 8, 1, $tokens>(panel),
+            (_, 2) => run::<$lanes, 8, 2, $tokens>(panel),
+            _ => run::<$lanes, 8, 3, $tokens>(panel),
         }
     }};
 }
@@ -56,6 +62,9 @@ impl Engine {
             let wide = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
             if wide && has!("avx512vnni") && has!("fma") {
                 found.push(Self(Kind::Vnni));
+                if super::amx::permitted() {
+                    found.push(Self(Kind::Amx));
+                }
             }
         }
         found
@@ -64,7 +73,8 @@ impl Engine {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        Self::available().last().copied().unwrap_or(Self::PORTABLE)
+        static BEST: OnceLock<Engine> = OnceLock::new();
+        *BEST.get_or_init(|| Self::available().last().copied().unwrap_or(Self::PORTABLE))
     }
 
     /// Its name in reports.
@@ -76,10 +86,22 @@ impl Engine {
             Kind::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Kind::Vnni => "avx512vnni",
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx => "amx+avx512vnni",
         }
     }
 
-    /// Multiplies a panel.
+    /// The order in which activations of so many tokens are read.
+    pub(super) fn order(self, tokens: usize) -> Order {
+        match self.0 {
+            // A tile has sixteen tokens; for one or two it would be mostly empty.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Amx if tokens > 2 => Order::Tiles,
+            _ => Order::Rows,
+        }
+    }
+
+    /// Multiplies panels.
     #[allow(unsafe_code)]
     pub(super) fn run(self, p: Panel<'_>) {
         match self.0 {
@@ -91,6 +113,12 @@ impl Engine {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Kind::Vnni => unsafe { super::x86::panel_vnni(p) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Kind::Amx if p.rows.order == Order::Rows => unsafe { super::x86::panel_vnni(p) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Kind::Amx => unsafe { super::x86::panel_amx(p) },
         }
     }
 }

@@ -92,6 +92,15 @@ pub(super) struct Block {
     pub(super) codes: usize,
     /// Units of codes.
     pub(super) units: usize,
+    /// Tiles of 64 inputs before it, of those that begin with a block.
+    pub(super) step: usize,
+}
+
+impl Block {
+    /// Its tiles of 64 inputs.
+    pub(super) fn steps(&self, bits: u32) -> usize {
+        (self.units * unit_inputs(bits)).div_ceil(LINE)
+    }
 }
 
 /// Where a layer's codes and scales lie.
@@ -107,6 +116,8 @@ pub struct Layout {
     pub(super) panel: usize,
     /// Bytes of a row of quantized activations.
     pub(super) row: usize,
+    /// Tiles of 64 inputs, each block beginning a new one.
+    pub(super) steps: usize,
 }
 
 /// Lines of 16 outputs in a unit.
@@ -144,7 +155,7 @@ impl Layout {
         let group = if grid.group_size == 0 { grid.inputs } else { grid.group_size.min(grid.inputs) };
         let cut = if group > MAX_BLOCK { CUT } else { group };
         let header = (grid.scales.lines() + usize::from(!grid.symmetric)) * LINE;
-        let (mut blocks, mut offset, mut at) = (Vec::new(), 0, 0);
+        let (mut blocks, mut offset, mut at, mut step) = (Vec::new(), 0, 0, 0);
         for (index, start) in (0..grid.inputs).step_by(group).enumerate() {
             let scales = offset;
             offset += header;
@@ -152,12 +163,14 @@ impl Layout {
             for first in (start..end).step_by(cut) {
                 let len = cut.min(end - first);
                 let units = len.div_ceil(unit);
-                blocks.push(Block { group: index, first, len, at, scales, codes: offset, units });
+                let block = Block { group: index, first, len, at, scales, codes: offset, units, step };
+                step += block.steps(grid.bits);
+                blocks.push(block);
                 at += units * unit;
                 offset += units * unit_bytes;
             }
         }
-        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at) })
+        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at), steps: step })
     }
 
     /// What it was made of.

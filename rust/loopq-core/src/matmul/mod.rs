@@ -4,6 +4,8 @@
 //! and floating point begins where a block's sum meets its scales. Spec and bounds: `docs/cpu.md`.
 
 mod activations;
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod engine;
 mod layout;
 mod pack;
@@ -27,8 +29,16 @@ use crate::{dims, Error, Execution, Result};
 use activations::Rows;
 use tile::Panel;
 
-/// Tokens whose activations are quantized at once: in two limbs of 5,280 inputs they fill half a second-level cache.
-const TOKENS: usize = 64;
+/// Tokens whose activations are quantized at once.
+const TOKENS: usize = 512;
+/// Tokens that a panel is multiplied by at once: their results stay in the first-level cache. A multiple of 16.
+const FEW: usize = 32;
+/// Panels that are multiplied together.
+const GROUP: usize = 4;
+
+/// Results of a few tokens, on whole cache lines.
+#[repr(C, align(64))]
+struct Results([f32; GROUP * FEW * PANEL]);
 
 /// Where results go, (tokens, outputs).
 #[derive(Debug)]
@@ -65,7 +75,8 @@ pub fn multiply(
         dims::check_matrix("the bias", bias, 1, outputs)?;
     }
     let columns = Columns::of(&mut out, tokens, outputs)?;
-    let mut rows = Rows::new(layout, tokens.min(TOKENS), plan.precision)?;
+    let chunk = tokens.min(TOKENS);
+    let mut rows = Rows::new(layout, chunk, plan.precision, plan.engine.order(chunk))?;
     let isa = Isa::best();
     for first in (0..tokens).step_by(TOKENS) {
         plan.execution.check()?;
@@ -73,18 +84,22 @@ pub fn multiply(
         rows.fill(layout, x, first..first + count, isa);
         let rows = &rows;
         share(layout.n_panels(), &plan.execution, |panels| {
-            let mut results = [0.0; TOKENS * PANEL];
-            for p in panels {
-                let out = &mut results[..count * PANEL];
-                let bytes = &packed[p * layout.panel..][..layout.panel];
-                plan.engine.run(Panel { layout, bytes, rows, token: 0, out });
-                let live = PANEL.min(outputs - p * PANEL);
-                for (t, values) in results.chunks_exact_mut(PANEL).take(count).enumerate() {
-                    let values = &mut values[..live];
-                    if let Some(bias) = bias {
-                        values.iter_mut().zip(&bias[p * PANEL..]).for_each(|(v, b)| *v += b);
+            let mut results = Results([0.0; GROUP * FEW * PANEL]);
+            for p in panels.clone().step_by(GROUP) {
+                let n = GROUP.min(panels.end - p);
+                let bytes = &packed[p * layout.panel..][..n * layout.panel];
+                for token in (0..count).step_by(FEW) {
+                    let few = FEW.min(count - token);
+                    let out = &mut results.0[..n * few * PANEL];
+                    plan.engine.run(Panel { layout, bytes, rows, token, out });
+                    for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
+                        let column = (p + i / few) * PANEL;
+                        let values = &mut values[..PANEL.min(outputs - column)];
+                        if let Some(bias) = bias {
+                            values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
+                        }
+                        columns.write(first + token + i % few, column, values);
                     }
-                    columns.write(first + t, p * PANEL, values);
                 }
             }
         })?;

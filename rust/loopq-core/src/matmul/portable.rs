@@ -99,6 +99,25 @@ impl Lanes for Portable {
         from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
 
+    unsafe fn minus(c: [u8; LINE], by: u8) -> [u8; LINE] {
+        c.map(|c| c.wrapping_sub(by))
+    }
+
+    unsafe fn store_codes(to: *mut u8, c: [u8; LINE]) {
+        // SAFETY: room for a line.
+        unsafe { to.cast::<[u8; LINE]>().write(c) };
+    }
+
+    unsafe fn load_ints(at: *const i32) -> [i32; LANES] {
+        // SAFETY: sixteen numbers.
+        unsafe { at.cast::<[i32; LANES]>().read_unaligned() }
+    }
+
+    unsafe fn load(at: *const f32) -> [f32; LANES] {
+        // SAFETY: sixteen numbers.
+        unsafe { at.cast::<[f32; LANES]>().read_unaligned() }
+    }
+
     unsafe fn store(to: *mut f32, values: [f32; LANES]) {
         // SAFETY: room for sixteen numbers.
         unsafe { to.cast::<[f32; LANES]>().write_unaligned(values) };

@@ -49,61 +49,102 @@ pub(super) trait Lanes {
     unsafe fn mul(a: Self::Floats, b: Self::Floats) -> Self::Floats;
     /// `a * b + c`, rounded once.
     unsafe fn fma(a: Self::Floats, b: Self::Floats, c: Self::Floats) -> Self::Floats;
+    /// `c - by` for every byte, wrapping.
+    unsafe fn minus(c: Self::Codes, by: u8) -> Self::Codes;
+    /// Writes 64 bytes.
+    unsafe fn store_codes(to: *mut u8, c: Self::Codes);
+    /// Reads 16 sums.
+    unsafe fn load_ints(at: *const i32) -> Self::Ints;
+    /// Reads 16 numbers.
+    unsafe fn load(at: *const f32) -> Self::Floats;
     /// Writes 16 numbers.
     unsafe fn store(to: *mut f32, values: Self::Floats);
     /// Asks for the cache line of an address that may lie outside of any slice.
     unsafe fn prefetch(at: *const u8);
 }
 
-/// A panel and the tokens that it multiplies.
+/// Panels and the tokens that they multiply.
 pub(super) struct Panel<'a> {
     pub(super) layout: &'a Layout,
-    /// Codes and scales of 32 outputs.
+    /// Codes and scales of some panels.
     pub(super) bytes: &'a [u8],
     pub(super) rows: &'a Rows,
-    /// First of the tokens, of the rows.
+    /// First of the tokens, a multiple of 16.
     pub(super) token: usize,
-    /// Results, (tokens, 32): as many as there are tokens.
+    /// Results, (panels, tokens, 32).
     pub(super) out: &'a mut [f32],
 }
 
 impl Panel<'_> {
-    fn check(&self) {
+    pub(super) fn check(&self) {
         let (layout, rows) = (self.layout, self.rows);
-        let tokens = self.token + self.out.len() / PANEL;
-        assert!(self.bytes.len() == layout.panel && rows.stride == layout.row);
-        assert!(
-            self.out.len().is_multiple_of(PANEL) && rows.bytes.len() >= tokens * rows.limbs * rows.stride
-        );
+        assert!(self.bytes.len().is_multiple_of(layout.panel) && self.panels() > 0);
+        assert!(rows.stride == layout.row && rows.holds(self.token + self.tokens()));
+        assert!(self.out.len() == self.panels() * self.tokens() * PANEL);
+    }
+
+    /// How many panels there are.
+    pub(super) fn panels(&self) -> usize {
+        self.bytes.len() / self.layout.panel
+    }
+
+    /// How many tokens there are.
+    pub(super) fn tokens(&self) -> usize {
+        self.out.len() / PANEL / self.panels()
+    }
+
+    /// Scales of half of a panel's outputs.
+    ///
+    /// # Safety
+    /// As [`panel`], after `check`.
+    #[inline(always)]
+    pub(super) unsafe fn scales_of<V: Lanes>(&self, panel: usize, block: &Block, half: usize) -> V::Floats {
+        let format = self.layout.grid.scales;
+        let bytes = if format == ScaleFormat::F32 { 4 } else { 2 };
+        let at = panel * self.layout.panel + block.scales + half * LANES * bytes;
+        // SAFETY: the layout's offset.
+        unsafe { V::scales(self.bytes.as_ptr().add(at), format) }
+    }
+
+    /// Zero points of half of a panel's outputs, in an asymmetric layout.
+    ///
+    /// # Safety
+    /// As [`panel`], after `check`.
+    #[inline(always)]
+    pub(super) unsafe fn zeros_of(&self, panel: usize, block: &Block, half: usize) -> *const u8 {
+        let zeros = block.scales + self.layout.zeros_after_scales() + half * LANES;
+        // SAFETY: the layout's offset.
+        unsafe { self.bytes.as_ptr().add(panel * self.layout.panel + zeros) }
     }
 }
 
 /// Bytes between what is read and what is asked for: memory answers in about the time in which a core reads them.
-const AHEAD: usize = 2048;
+pub(super) const AHEAD: usize = 2048;
 
-/// All tokens of a panel, `T` at a time and then one at a time.
+/// All tokens of each panel, `T` at a time and then one at a time.
 ///
 /// # Safety
 /// The instruction set of `V` must exist.
 #[inline(always)]
-pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: usize>(mut panel: Panel<'_>) {
-    panel.check();
-    assert!(panel.rows.limbs == L && panel.layout.grid.bits == BITS);
-    let tokens = panel.out.len() / PANEL;
-    let (mut done, first) = (0, panel.token);
-    while done < tokens {
-        panel.token = first + done;
-        let out = panel.out[done * PANEL..].as_mut_ptr();
-        // SAFETY: `check` has compared the lengths of all slices with the layout, and `tile` writes as many tokens as
-        // it is made for, no more than are left.
-        unsafe {
-            if T > 1 && tokens - done >= T {
-                tile::<V, BITS, L, T, 1>(&panel, out);
-                done += T;
-            } else {
-                // Two sums for each output, in turns: one alone would wait for itself.
-                tile::<V, BITS, L, 1, 2>(&panel, out);
-                done += 1;
+pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: usize>(p: Panel<'_>) {
+    p.check();
+    assert!(p.rows.limbs == L && p.layout.grid.bits == BITS);
+    let tokens = p.tokens();
+    for number in 0..p.panels() {
+        let mut token = 0;
+        while token < tokens {
+            // SAFETY: `check` has compared the lengths of all slices with the layout, and `tile` writes as many tokens as
+            // it is made for, no more than are left.
+            unsafe {
+                let out = p.out.as_mut_ptr().add((number * tokens + token) * PANEL);
+                if T > 1 && tokens - token >= T {
+                    tile::<V, BITS, L, T, 1>(&p, number, token, out);
+                    token += T;
+                } else {
+                    // Two sums for each output, in turns: one alone would wait for itself.
+                    tile::<V, BITS, L, 1, 2>(&p, number, token, out);
+                    token += 1;
+                }
             }
         }
     }
@@ -112,37 +153,33 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
 /// `T` tokens, with `S` integer sums for each output, token and limb.
 ///
 /// # Safety
-/// As [`panel`]; the slices of `p` must have been checked, with `T` tokens from `p.token` on and as many at `out`.
+/// As [`panel`]; the slices of `p` must have been checked, with `T` tokens from `token` on and as many at `out`.
 #[inline(always)]
 unsafe fn tile<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
     p: &Panel<'_>,
+    panel: usize,
+    token: usize,
     out: *mut f32,
 ) {
     // SAFETY: offsets are those of the layout, which the slices were compared with.
     unsafe {
-        let x = p.rows.bytes.as_ptr().add(p.token * L * p.rows.stride);
+        let x = p.rows.bytes().as_ptr().add((p.token + token) * L * p.rows.stride);
         let mut results = [[V::splat_float(0.0); 2]; T];
         for (b, block) in p.layout.blocks.iter().enumerate() {
-            let mut sums = start::<V, L, T, S>(p, b, block);
-            multiply::<V, BITS, L, T, S>(p, block, x.add(block.at), &mut sums);
+            let mut sums = start::<V, L, T, S>(p, panel, token, b);
+            multiply::<V, BITS, L, T, S>(p, panel, block, x.add(block.at), &mut sums);
             for half in 0..2 {
-                let format = p.layout.grid.scales;
-                let bytes = if format == ScaleFormat::F32 { 4 } else { 2 };
-                let at = p.bytes.as_ptr().add(block.scales + half * LANES * bytes);
-                let weight_scales = V::scales(at, format);
+                let weight_scales = p.scales_of::<V>(panel, block, half);
                 for t in 0..T {
-                    let scales = V::mul(weight_scales, V::splat_float(p.rows.scale(p.token + t, b)));
-                    let mut value = V::splat_float(0.0);
-                    for limb in (0..L).rev() {
-                        let mut sum = sums[0][t][limb][half];
+                    let scales = V::mul(weight_scales, V::splat_float(p.rows.scale(p.token + token + t, b)));
+                    let mut digits = [V::splat(0); L];
+                    for (limb, digit) in digits.iter_mut().enumerate() {
+                        *digit = sums[0][t][limb][half];
                         for more in &sums[1..] {
-                            sum = V::add(sum, more[t][limb][half]);
+                            *digit = V::add(*digit, more[t][limb][half]);
                         }
-                        let digit = V::float(sum);
-                        value =
-                            if limb == L - 1 { digit } else { V::fma(value, V::splat_float(256.0), digit) };
                     }
-                    results[t][half] = V::fma(value, scales, results[t][half]);
+                    results[t][half] = V::fma(value_of::<V, L>(digits), scales, results[t][half]);
                 }
             }
         }
@@ -150,6 +187,22 @@ unsafe fn tile<V: Lanes, const BITS: u32, const L: usize, const T: usize, const 
             V::store(out.add(t * PANEL), halves[0]);
             V::store(out.add(t * PANEL + LANES), halves[1]);
         }
+    }
+}
+
+/// What the sums of a block's limbs, lowest first, come to.
+///
+/// # Safety
+/// As [`panel`].
+#[inline(always)]
+pub(super) unsafe fn value_of<V: Lanes, const L: usize>(digits: [V::Ints; L]) -> V::Floats {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut value = V::float(digits[L - 1]);
+        for digit in digits[..L - 1].iter().rev() {
+            value = V::fma(value, V::splat_float(256.0), V::float(*digit));
+        }
+        value
     }
 }
 
@@ -163,21 +216,21 @@ type Sums<I, const L: usize, const T: usize, const S: usize> = [[[[I; 2]; L]; T]
 #[inline(always)]
 unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
     p: &Panel<'_>,
+    panel: usize,
+    token: usize,
     b: usize,
-    block: &Block,
 ) -> Sums<V::Ints, L, T, S> {
     // SAFETY: an asymmetric layout has a line of zero points after the scales.
     unsafe {
         let mut sums = [[[[V::splat(0); 2]; L]; T]; S];
         for t in 0..T {
             for limb in 0..L {
-                let minus_sum = p.rows.minus_sum(p.token + t, b, limb);
+                let minus_sum = p.rows.minus_sum(p.token + token + t, b, limb);
                 for half in 0..2 {
                     sums[0][t][limb][half] = if p.layout.grid.symmetric {
                         V::splat(minus_sum << (p.layout.grid.bits - 1))
                     } else {
-                        let at = block.scales + p.layout.zeros_after_scales() + half * LANES;
-                        V::times(p.bytes.as_ptr().add(at), minus_sum)
+                        V::times(p.zeros_of(panel, &p.layout.blocks[b], half), minus_sum)
                     };
                 }
             }
@@ -193,6 +246,7 @@ unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
 #[inline(always)]
 unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
     p: &Panel<'_>,
+    panel: usize,
     block: &Block,
     x: *const i8,
     sums: &mut Sums<V::Ints, L, T, S>,
@@ -200,15 +254,10 @@ unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, co
     let (lines, inputs) = (unit_lines(BITS), unit_inputs(BITS));
     // SAFETY: as in `tile`; prefetching may look past the end.
     unsafe {
-        let mut at = p.bytes.as_ptr().add(block.codes);
+        let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
         for unit in 0..block.units {
             let x = x.add(unit * inputs);
-            let read = |line: usize| V::line(at.add(line * LINE));
-            let strips = if lines == 3 {
-                [[read(0), read(1), read(2)], [read(3), read(4), read(5)]]
-            } else {
-                [[read(0); 3], [read(1); 3]]
-            };
+            let strips = lines_of::<V, BITS>(at);
             for line in 0..2 * lines {
                 V::prefetch(at.wrapping_add(AHEAD + line * LINE));
             }
@@ -235,12 +284,31 @@ unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, co
     }
 }
 
+/// A unit's lines, of outputs 0 to 15 and 16 to 31.
+///
+/// # Safety
+/// As [`panel`], with a unit at `at`.
+#[inline(always)]
+pub(super) unsafe fn lines_of<V: Lanes, const BITS: u32>(at: *const u8) -> [[V::Codes; 3]; 2] {
+    // SAFETY: the caller's.
+    unsafe {
+        if unit_lines(BITS) == 1 {
+            return [[V::line(at); 3], [V::line(at.add(LINE)); 3]];
+        }
+        let mut lines = [[V::line(at); 3]; 2];
+        for (i, line) in lines.iter_mut().flatten().enumerate() {
+            *line = V::line(at.add(i * LINE));
+        }
+        lines
+    }
+}
+
 /// A plane of a unit's codes, a byte each.
 ///
 /// # Safety
 /// As [`panel`].
 #[inline(always)]
-unsafe fn codes_of<V: Lanes, const BITS: u32>(lines: [V::Codes; 3], plane: usize) -> V::Codes {
+pub(super) unsafe fn codes_of<V: Lanes, const BITS: u32>(lines: [V::Codes; 3], plane: usize) -> V::Codes {
     let plane = plane as u32;
     // SAFETY: the caller's.
     unsafe {

@@ -114,6 +114,30 @@ impl Lanes for Vnni {
     }
 
     #[inline(always)]
+    unsafe fn minus(c: __m512i, by: u8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_sub_epi8(c, _mm512_set1_epi8(by as i8)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_codes(to: *mut u8, c: __m512i) {
+        // SAFETY: see above.
+        unsafe { _mm512_storeu_si512(to.cast(), c) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_ints(at: *const i32) -> __m512i {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_si512(at.cast()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(at: *const f32) -> __m512 {
+        // SAFETY: see above.
+        unsafe { _mm512_loadu_ps(at) }
+    }
+
+    #[inline(always)]
     unsafe fn store(to: *mut f32, values: __m512) {
         // SAFETY: see above.
         unsafe { _mm512_storeu_ps(to, values) }
@@ -259,6 +283,33 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn minus(c: [__m256i; 2], by: u8) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { both!(|c| _mm256_sub_epi8(c, _mm256_set1_epi8(by as i8))) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_codes(to: *mut u8, c: [__m256i; 2]) {
+        // SAFETY: see above.
+        unsafe {
+            _mm256_storeu_si256(to.cast(), c[0]);
+            _mm256_storeu_si256(to.add(LINE / 2).cast(), c[1]);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn load_ints(at: *const i32) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(LANES / 2).cast())] }
+    }
+
+    #[inline(always)]
+    unsafe fn load(at: *const f32) -> [__m256; 2] {
+        // SAFETY: see above.
+        unsafe { [_mm256_loadu_ps(at), _mm256_loadu_ps(at.add(LANES / 2))] }
+    }
+
+    #[inline(always)]
     unsafe fn store(to: *mut f32, values: [__m256; 2]) {
         // SAFETY: see above.
         unsafe {
@@ -276,14 +327,15 @@ impl Lanes for Avx2 {
 
 /// A function for each number of bits and limbs.
 macro_rules! versions {
-    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
+    ($name:ident, $panel:path, $lanes:ty, $tokens:literal, $features:literal) => {
         /// Multiplies a panel.
         #[target_feature(enable = $features)]
         pub(super) fn $name(p: Panel<'_>) {
             // SAFETY: this function's features are those that the lanes need.
-            unsafe { super::for_bits_and_limbs!(panel, $lanes, $tokens, p) }
+            unsafe { super::for_bits_and_limbs!($panel, $lanes, $tokens, p) }
         }
     };
 }
-versions!(panel_vnni, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
-versions!(panel_avx2, Avx2, 1, "avx2,fma,f16c");
+versions!(panel_vnni, panel, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+versions!(panel_avx2, panel, Avx2, 1, "avx2,fma,f16c");
+versions!(panel_amx, super::amx::panel, Vnni, 16, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");

@@ -77,7 +77,7 @@ class Decoder:
     def __init__(self, system: LoopedSystem, n_steps: int, settings: Generation) -> None:
         self.system, self.n_steps, self.settings = system, system.check_depth(n_steps), settings
         self.depths: list[int] = []
-        self._n_seen, self._cache = 0, None
+        self.restart()
         if system.output != "logits" or system.prompt_length is not None:
             what = "hidden states" if system.output != "logits" else "answers to prompts of one length"
             raise ConfigError(f"{system.name}: gives {what}, so there is no text to generate")
@@ -98,6 +98,10 @@ class Decoder:
                 logits = self._extended(ids)[0, -1]
                 self.depths.append(self.n_steps)
         return logits.float().cpu()
+
+    def restart(self) -> None:
+        """Forget the text so far: the next one need not begin with it."""
+        self._n_seen, self._cache = 0, None
 
     def _batch(self, ids: Sequence[int]) -> Batch:
         torch = require("torch")
@@ -151,7 +155,7 @@ class Decoder:
         except Exception as cause:  # noqa: BLE001
             return f"the model's own cache cannot be used ({type(cause).__name__}: {cause})"
         finally:
-            self._n_seen, self._cache = 0, None
+            self.restart()
         return "" if _close(torch.cat(parts, 1), whole) else "the model's own cache gives other logits"
 
 
@@ -245,6 +249,12 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
     )
 
 
+def context_length(model: Any) -> int | None:
+    """Tokens that a model has positions for, by its configuration; None where that does not say."""
+    config = getattr(model, "config", None)
+    return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
+
+
 def generate(
     loaded: LoadedModel, prompt: Sequence[int], decoder: Decoder, settings: Generation
 ) -> Iterator[int]:
@@ -271,14 +281,12 @@ def generate(
     ConfigError
         The prompt and the tokens asked for are more than the model has positions for.
     """
-    config = getattr(loaded.model, "config", None)
-    for name in _LENGTHS:
-        limit = getattr(config, name, None)
-        if limit is not None and len(prompt) + settings.n_tokens > limit:
-            raise ConfigError(
-                f"n_tokens {settings.n_tokens}: with the prompt's {len(prompt)} tokens more than the {limit} positions "
-                f"of the model ({name}); at most {limit - len(prompt)} here"
-            )
+    limit = context_length(loaded.model)
+    if limit is not None and len(prompt) + settings.n_tokens > limit:
+        raise ConfigError(
+            f"n_tokens {settings.n_tokens}: with the prompt's {len(prompt)} tokens more than the {limit} positions of "
+            f"the model; at most {limit - len(prompt)} here"
+        )
     generator = require("torch").Generator().manual_seed(settings.seed)
     ends, ids = end_ids(loaded), list(prompt)
     for _ in range(settings.n_tokens):

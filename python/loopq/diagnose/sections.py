@@ -10,6 +10,7 @@ from loopq.calibrate.dump import Dump
 from loopq.calibrate.hessians import StepHessians
 from loopq.calibrate.hooks import Observer
 from loopq.diagnose import overlap, proxy, rank, sensitivity
+from loopq.diagnose.blindness import solved_losses
 from loopq.diagnose.bypass import bypass_study
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
@@ -101,6 +102,7 @@ def _ranks(
     magnitudes: dict[str, Any] = {}
     proxies: dict[str, Any] = {}
     per_channel: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     for names, take in passes:
         progress.start("ranks", len(names), "inputs")
         for name in names:
@@ -118,6 +120,10 @@ def _ranks(
                     w = weight(p)
                     for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
                         into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
+                    # Li, Table 25: the adapter is damped ten times as much.
+                    damping = config.damping * (10 if p.role == "adapter" else 1)
+                    grouped = config.layer(config.group_size)
+                    losses[p.name] = solved_losses(w, h, grouped, damping, rounder, threads)
             progress.advance()
         progress.stop()
     return {
@@ -129,6 +135,7 @@ def _ranks(
         "largest_gain": rank.largest_gain(layers),
         "drawn": rank.drawn(layers, exposed),
         "traces": {name: layers[input_groups[name]]["all"]["trace"] for name in by_name},
+        "solved": losses,
         "proxies": {name: values.tolist() for name, values in proxies.items()},
         "proxy_sum": {
             "grouped": _proxy_sum(proxies),

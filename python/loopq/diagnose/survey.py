@@ -262,6 +262,7 @@ def _layers(
             "noise": noise if p.exposed and input_blocks(p) else None,
             "ablation": None,
             "proxy": ranks.get("proxies", {}).get(p.name),
+            "solved": ranks.get("solved", {}).get(p.name),
         }
         if p.name in ablation.get("layers", {}):
             layer["ablation"] = ablation["layers"][p.name] | {

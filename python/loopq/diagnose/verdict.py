@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-# A layer is called calibration-blind where the rank at step 0 is under a twentieth of the input width and the
-# rank at a typical later step is at least twice as high; the blind layers of Li, Table 18 have 0.02-1.5 % and
-# gain 3x and more.
-BLIND_RATIO = 0.05
+from loopq.diagnose.blindness import ALL, ONE, RTN, model_ratio
+
+# A typical later step has this many times the directions of step 0 before step 0 is said to miss some.
 LATE_GAIN = 2.0
 DOMINANT_SHARE = 0.9
 
@@ -21,7 +20,8 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
     Parameters
     ----------
     layer : mapping
-        The layer's `name`, `role`, `exposed`, `treatment`, `reason`, and where measured `ablation` (`changed`,
+        The layer's `name`, `role`, `exposed`, `treatment`, `reason`, and where measured `solved`
+        (`blindness.solved_losses`), `ablation` (`changed`,
         `place`, `of`, `setting`, `output_error_last`), `feedback_ratio`, and `noise` (`overlap`, `chance`) where
         the state at step 0 overlaps with that of the last step no more than by chance.
     ranks : mapping or None
@@ -30,15 +30,21 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
     Returns
     -------
     dict
-        `blind`, `dominated`, `exposed`: flags, None where unknown; `text`: sentences.
+        `blind` (over the trajectory, the layer solved from step 0 loses more than the layer rounded), `dominated`,
+        `exposed`: flags, None where unknown; `text`: sentences.
     """
     texts = []
     blind = dominated = None
     if ranks is None:
         texts.append(f"Its input was not measured{_because(layer)}.")
     else:
-        blind, dominated, text = _coverage(ranks)
+        dominated, text = _coverage(ranks)
         texts.append(text)
+    if layer.get("solved"):
+        blind, text = _solved(layer["solved"])
+        texts.append(text)
+    elif ranks is not None and not ranks["per_step"][1:]:
+        blind = False
     if layer.get("noise"):
         texts.append(_noise(layer["noise"]))
     if layer["exposed"]:
@@ -57,16 +63,26 @@ def _because(layer: Mapping[str, Any]) -> str:
     return f" ({layer['reason']})" if layer.get("reason") else ""
 
 
-def _coverage(ranks: Mapping[str, Any]) -> tuple[bool, bool, str]:
-    """Whether step 0 covers too little of the input, whether it dominates the sum, and a sentence."""
+def _solved(losses: Mapping[str, float]) -> tuple[bool, str]:
+    """Whether one-step calibration is worse than rounding over the trajectory, and a sentence."""
+    one, rtn, whole = (losses[name] for name in (ONE, RTN, ALL))
+    against = one / rtn if rtn > 0 else 1.0
+    more = f" and {one / whole:.2f} times as much as solved from all steps" if whole > 0 else ""
+    text = f"Solved from step 0 it loses {against:.2f} times as much over the trajectory as rounded{more}"
+    if one > rtn:
+        return True, f"{text}: one-step calibration misleads the solver."
+    return False, f"{text}."
+
+
+def _coverage(ranks: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether step 0 dominates the sum of all steps, and a sentence on what it covers."""
     first, dim = int(ranks["first"]["rank"]), int(ranks["dim"])
     late = [int(s["rank"]) for s in ranks["per_step"][1:]]
     share = ranks["step0_trace_share"]
     start = f"Its input has {first:,} of {dim:,} directions at step 0"
     if not late:
-        return False, False, start + "; it runs at one step only, so one-step calibration covers it."
+        return False, start + "; it runs at one step only, so one-step calibration covers it."
     typical = int(np.median(late))
-    blind = first < BLIND_RATIO * dim and typical >= LATE_GAIN * max(first, 1)
     # A dominant step hides something only where later steps have a higher rank than the sum.
     dominated = (
         share is not None
@@ -74,11 +90,7 @@ def _coverage(ranks: Mapping[str, Any]) -> tuple[bool, bool, str]:
         and ranks["all"]["rank"] < 0.5 * max(late)
         and typical >= LATE_GAIN * max(first, 1)
     )
-    if blind:
-        text = (
-            f"{start} and {typical:,} at a typical later step: one-step calibration will mislead the solver."
-        )
-    elif typical >= LATE_GAIN * max(first, 1):
+    if typical >= LATE_GAIN * max(first, 1):
         text = f"{start} and {typical:,} at a typical later step: one-step calibration misses part of them."
     elif typical * LATE_GAIN <= first:
         text = f"{start}, more than the {typical:,} of a typical later step: step 0 is a different kind of input."
@@ -89,7 +101,7 @@ def _coverage(ranks: Mapping[str, Any]) -> tuple[bool, bool, str]:
             f" Step 0 holds {100 * share:.1f} % of the energy and hides the later steps in the sum: choose other "
             "step weights than the plain sum."
         )
-    return blind, dominated, text
+    return dominated, text
 
 
 def _noise(noise: Mapping[str, float]) -> str:
@@ -122,11 +134,23 @@ def _cost(ablation: Mapping[str, Any]) -> str:
     )
 
 
+def _one_step(losses: Sequence[Mapping[str, float] | None]) -> list[str]:
+    """What one-step calibration does to the model as a whole."""
+    against, over = (model_ratio(losses, ONE, other) for other in (RTN, ALL))
+    if against is None or over is None:
+        return []
+    word = "worse" if against > 1 else "better"
+    return [
+        f"one-step calibration is {word} than rounding: {against:.2f} times its loss over the trajectory, {over:.2f} "
+        "times that of calibration on all steps (geometric means over layers)"
+    ]
+
+
 def summary(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Sentences about the whole model, from its judged layers."""
     out = []
     for flag, what in (
-        ("blind", "calibration-blind at step 0"),
+        ("blind", "calibration-blind: solved from step 0, worse than rounded over the trajectory"),
         ("dominated", "dominated by step 0 in the summed Hessian"),
         ("exposed", "feedback-exposed (no identity path)"),
     ):
@@ -134,6 +158,7 @@ def summary(layers: Sequence[Mapping[str, Any]]) -> list[str]:
         out.append(
             f"{len(names)} of {len(layers)} layers {what}" + (f": {', '.join(names[:6])}" if names else "")
         )
+    out += _one_step([layer.get("solved") for layer in layers])
     ranked = [layer for layer in layers if layer.get("ablation")]
     if ranked:
         grouped = min(ranked, key=lambda layer: layer["ablation"]["place"])

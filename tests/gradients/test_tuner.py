@@ -7,6 +7,7 @@ import pytest
 
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.evaluate.compare import compare
+from loopq.execution import Execution
 from loopq.gradients.tuner import Tune, tune
 from loopq.journal import Journal
 from loopq.run.config import QuantConfig
@@ -71,8 +72,24 @@ def test_a_killed_run_goes_on_to_the_same_result(tiny, tokens, layers, what, tmp
     whole = tune(tiny.system, layers, train, held_out, config)
     journal, seen = Journal(tmp_path, "key"), []
     with pytest.raises(Kill):
-        tune(tiny.system, layers, train, held_out, config, journal=journal, progress=Killer(5))
-    again = tune(tiny.system, layers, train, held_out, config, journal=journal, progress=Counter(seen))
+        tune(
+            tiny.system,
+            layers,
+            train,
+            held_out,
+            config,
+            journal=journal,
+            execution=Execution(progress=Killer(5)),
+        )
+    again = tune(
+        tiny.system,
+        layers,
+        train,
+        held_out,
+        config,
+        journal=journal,
+        execution=Execution(progress=Counter(seen)),
+    )
     assert sum(seen) == 3 + 6
     assert seen[0] == 3
     assert again.history == whole.history

@@ -13,7 +13,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers test-gpu fmt fmt-check lint types docs bench check counts wheel clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak fuzz audit test-gpu fmt fmt-check lint types docs bench check counts wheel clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -96,6 +96,26 @@ $(GPTQ)/stamp: $(VENV)/dev.stamp
 
 peers: setup $(PEERS) ## Quality beside other tools, each in its own environment: hours, resumable; a record
 	$(PY) -m benches.quality.peers
+
+# Sizes of the campaigns, as in SOAK="kills writers --kills 100"; inputs of each parser of the core.
+SOAK ?=
+LOOPQ_FUZZ ?= 1000000
+
+soak: setup ## Hours: kills, pairs of writers, full disks, hostile files, bit flips, command lines, models, any bytes
+	$(PY) -m tests.soak $(SOAK)
+	LOOPQ_FUZZ=$(LOOPQ_FUZZ) cargo test --release -p loopq-core --test bytes -- --ignored --nocapture
+	$(PY) -m pytest --hypothesis-profile=soak tests/checkpoint/test_any_bytes.py tests/calibrate/test_data.py
+
+FUZZ_SECONDS ?= 600
+
+fuzz: ## The parsers of the core, by coverage: needs nightly Rust and cargo-fuzz
+	for name in dense marlin rows state w4; do \
+		cargo +nightly fuzz run --fuzz-dir tests/fuzz $$name -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+
+audit: setup ## Known vulnerabilities of what loopq depends on; needs the network
+	$(PY) -m pip install -q pip-audit && $(BIN)/pip-audit --skip-editable --progress-spinner off
+	@if cargo audit --version >/dev/null 2>&1; then cargo audit; \
+	else echo "cargo-audit is not installed: cargo install --locked cargo-audit"; fi
 
 interop: setup $(GPTQ)/stamp ## Load exports with the real libraries: compressed-tensors, GPTQModel, optimum
 	$(PY) -m pytest tests/interop

@@ -6,9 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # As the command line does: threads of torch that spin while they wait take a busy machine's cores from other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A busy machine is no reason to fail; `--hypothesis-profile=soak` searches much longer.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("loopq", _PATIENT)
+settings.register_profile("soak", _PATIENT, max_examples=20_000)
+settings.load_profile("loopq")
 
 
 @pytest.fixture

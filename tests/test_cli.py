@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from loopq.cli import main, parser
 from loopq.commands import COMMANDS, Command
+from loopq.errors import MissingExtraError
 
 
 def subparsers():
@@ -195,3 +198,57 @@ def test_threads_wait_without_spinning_unless_the_user_says_otherwise(set_to, se
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == seen
+
+
+def in_a_program(*args, **streams):
+    """Run the program as a shell does."""
+    return subprocess.Popen([sys.executable, "-m", "loopq", *map(str, args)], **streams)
+
+
+def test_an_interrupt_that_a_library_takes_for_something_else_is_one_all_the_same(monkeypatch, command):
+    def swallowed(args):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as cause:
+            raise MissingExtraError("this needs numpy, which is not installed") from cause
+
+    replaced(monkeypatch, "inspect", swallowed)
+    before = signal.getsignal(signal.SIGINT)
+    code, _, err = command("inspect", "x")
+    assert code == 130
+    assert err.splitlines()[-1].startswith("loopq: interrupted; ")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_while_the_program_imports_leaves_no_traceback():
+    for wait in (0.02, 0.1, 0.3):
+        program = in_a_program(
+            "inspect", "nowhere", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(wait)
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate()
+        # Python itself may not have come to loopq yet.
+        assert "loopq" not in err or "Traceback" not in err
+
+
+def test_closed_streams(tmp_path):
+    out = tmp_path / "o"
+    text = f"{sys.executable} -m loopq inspect {tmp_path} >&- 2>&-; echo $? > {out}"
+    subprocess.run(text, shell=True, check=True)
+    assert out.read_text() == "1\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["o"]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("unable to allocate 7 PiB"), RuntimeError("can't allocate memory: x")]
+)
+def test_want_of_memory_is_one_line(monkeypatch, command, error):
+    def fail(args):
+        raise error
+
+    replaced(monkeypatch, "inspect", fail)
+    code, _, err = command("inspect", "x")
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"out of memory: {error}; take fewer prompts" in err

@@ -217,7 +217,10 @@ def _run(args: argparse.Namespace) -> int:
         wrong = isinstance(error, ConfigError)
         print(f"loopq: error: {_as_options(args, str(error)) if wrong else error}", file=sys.stderr)
         return 2 if wrong else 1
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        # torch says it by a RuntimeError.
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
         reason = next(iter(str(error).splitlines()), "")
         print(
             f"loopq: error: out of memory{': ' * bool(reason)}{reason}; take fewer prompts at once (--batch-size), "

@@ -35,7 +35,8 @@ class Execution(Settings):
     threads : int
         Threads; 0: all cores. Their number changes no result.
     memory : int, optional
-        Memory that Hessians may take, as in 8G. The calibration set is run several times if need be.
+        Memory that Hessians, metrics and solves may take together besides the model, as in 8G. The calibration set
+        is run several times if need be.
     work : Path, optional
         Folder where progress is saved, so that a run that was killed can be resumed.
     progress : Progress

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
 from loopq.errors import CalibrationError, ConfigError
@@ -85,7 +89,7 @@ def test_bad_files_are_refused(tmp_path, name, content, match):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(CalibrationError, match=r"nowhere\.txt: cannot be read"):
+    with pytest.raises(CalibrationError, match=r"nowhere\.txt: missing"):
         read_tokens(tmp_path / "nowhere.txt", encode_bytes, 8, None)
 
 
@@ -115,3 +119,47 @@ def test_ids_that_the_model_does_not_have_are_named_with_their_place():
 def test_no_prompts_are_not_too_little_text():
     with pytest.raises(ConfigError, match="n_prompts must be at least 1; got 0"):
         windows("abcdefgh", encode_bytes, 4, 0, "letters")
+
+
+def test_an_array_whose_header_says_more_than_the_file_holds(tmp_path):
+    path = tmp_path / "lie.npy"
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000, 1000000)}\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(80))
+    with pytest.raises(CalibrationError, match="cannot be read as an array"):
+        read_tokens(path, list, 16, None)
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.jsonl", "pipe.npy"])
+def test_a_pipe_is_refused_where_a_file_is_wanted(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CalibrationError, match="not a plain file"):
+        read_tokens(tmp_path / name, list, 16, None)
+
+
+@given(
+    header=st.binary(max_size=90)
+    | st.text("{}()[]',:<>=-+*0123456789descrfortran_orderTFuels\\\"\n", max_size=90).map(str.encode),
+    body=st.binary(max_size=64),
+    version=st.sampled_from([1, 2, 3, 9]),
+)
+@example(header=b"{'descr': '<i8', 'fortran_order': False, 'shape': (-1, 4)}", body=b"", version=1)
+@example(header=b"(" * 90, body=b"", version=1)
+def test_any_array_header_is_read_or_refused(tmp_path_factory, header, body, version):
+    path = tmp_path_factory.getbasetemp() / "any.npy"
+    length = len(header).to_bytes(2 if version == 1 else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + length + header + body)
+    with contextlib.suppress(CalibrationError):
+        read_tokens(path, list, 16, None)
+
+
+@given(
+    st.binary(max_size=200) | st.text('{}[]":,\\ud8 0123456789textinput_s\n', max_size=200).map(str.encode)
+)
+@example(b'{"text": "\\ud800"}')
+@example(b'{"input_ids": [1, [2]]}')
+@example(b'{"input_ids": [99999999999999999999]}')
+def test_any_lines_are_read_or_refused(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(content)
+    with contextlib.suppress(CalibrationError):
+        read_tokens(path, lambda text: list(text.encode()), 16, None)

@@ -118,7 +118,7 @@ EXACT = {
         for w in ("trace", "balanced", "loss", "minimax", "alpha=1/2")
     },
     "gptq-equal-rows": {**G, "bits": 3, "inputs": "equal-rows"},
-    "gptq-memory": {**G, "bits": 3, "memory": 40_000},
+    "gptq-memory": {**G, "bits": 3, "memory": 250_000},
     "gptq-exclude": {**G, "bits": 3, "exclude": ("k.weight",)},
     "gptq-overrides": {
         "bits": 3,
@@ -152,7 +152,7 @@ ROUNDED = {
     "loop": LOOP,
     "loop-2": {**LOOP, "bits": 2},
     "loop-passes": {**LOOP, "passes": 2, "metric_draws": 2},
-    "loop-memory": {**LOOP, "memory": 40_000},
+    "loop-memory": {**LOOP, "memory": 250_000},
     "loop-asymmetric-inputs": {**LOOP, "inputs": "asymmetric"},
     "best": {"preset": "best", "bits": 4, "group_size": 16},
 }

@@ -76,7 +76,7 @@ class Bench:
         from ..conftest import tiny_model
 
         self.base, self.names, self.until = base, names, until
-        self.inputs: dict[str, object] = {"model": base / "model", "memory": 34_000}
+        self.inputs: dict[str, object] = {"model": base / "model", "memory": 250_000}
         save_model(tiny_model(), base / "model")
         made = {
             "rows": "collect rows",

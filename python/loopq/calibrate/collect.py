@@ -221,23 +221,28 @@ class HessianSet:
             raise ConfigError(f"layer {leader}: summed over steps {self.steps[leader]}, not {list(steps)}")
         return acc
 
-    def passes(self) -> list[list[str]]:
-        """Divide the leaders into passes whose accumulators fit in the memory limit together."""
-        memory = self.job.execution.memory
+    def passes(self, need: Callable[[Sequence[str]], int] | None = None) -> list[list[str]]:
+        """Divide the leaders into passes that fit in the memory limit.
+
+        `need` gives the bytes that a pass over some leaders takes; those of their accumulators when absent.
+
+        Raises
+        ------
+        ConfigError
+            One leader alone takes more.
+        """
+        need = need or (lambda leaders: sum(map(self.n_bytes, leaders)))
+        limit = self.job.execution.memory
         runs: list[list[str]] = []
-        used = 0
         for leader in self.steps:
-            need = self.n_bytes(leader)
-            if memory is not None and need > memory:
+            if limit is not None and need([leader]) > limit:
                 raise ConfigError(
-                    f"layer {leader}: its Hessian alone takes {need / 2**20:.2f} MiB, above the limit of "
-                    f"{memory / 2**20:.2f} MiB: raise --memory"
+                    f"layer {leader}: alone it takes {need([leader]) / 2**20:.2f} MiB, above the limit of "
+                    f"{limit / 2**20:.2f} MiB: raise --memory"
                 )
-            if not runs or (memory is not None and used + need > memory):
+            if not runs or (limit is not None and need([*runs[-1], leader]) > limit):
                 runs.append([])
-                used = 0
             runs[-1].append(leader)
-            used += need
         return runs
 
     def run_pass(self, leaders: Sequence[str], *, work: Path | None = None, label: str = "collect") -> None:

@@ -57,8 +57,11 @@ class MetricCost:
     memory: int
 
 
-def metric_cost(tasks: Sequence[Task], n_prompts: int) -> MetricCost:
-    """Say what `collect_metrics` will take of that many prompts; all zero where no layer asks for a loop metric."""
+def metric_cost(tasks: Sequence[Task], n_prompts: int, memory: int | None = None) -> MetricCost:
+    """Say what `collect_metrics` will take of that many prompts; all zero where no layer asks for a loop metric.
+
+    `memory` is the limit of the run.
+    """
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return MetricCost(0, 1, 0.0, 0)
@@ -68,7 +71,9 @@ def metric_cost(tasks: Sequence[Task], n_prompts: int) -> MetricCost:
     kept = _gradient_bytes(chosen, total)
     products = sum(2.0 * rows * columns * (columns + min(BLOCK, rows)) for rows, columns in shapes)
     held = sum(8 * (2 * columns**2 + 2 * rows * min(BLOCK, rows)) for rows, columns in shapes)
-    rounds = 1 if kept <= KEPT_BYTES else 2
+    rounds = 1 if kept <= _kept_limit(memory) else 2
+    # Of each weight a copy, its gradient, and that in double precision.
+    held += 16 * sum(rows * columns for rows, columns in shapes)
     return MetricCost(rounds * total, n_draws, products * total, held + (kept if rounds == 1 else 0))
 
 
@@ -81,6 +86,10 @@ def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
             "metric_prompts and metric_draws must be the same for all layers that have a loop metric"
         )
     return next(iter(asked), (0, 0)), chosen
+
+
+def _kept_limit(memory: int | None) -> int:
+    return KEPT_BYTES if memory is None else min(KEPT_BYTES, memory // 4)
 
 
 def _gradient_bytes(tasks: Sequence[Task], total: int) -> int:
@@ -310,7 +319,8 @@ class _Gradients:
 
     def __post_init__(self) -> None:
         self.total = len(self.tokens.sequences) * self.n_draws
-        self._keep = _gradient_bytes(self.tasks, self.total) <= KEPT_BYTES
+        kept = _gradient_bytes(self.tasks, self.total)
+        self._keep = kept <= _kept_limit(self.execution.memory)
         self._kept: list[dict[str, Tensor]] = []
 
     def start(self, done: int) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopq.errors import LoopqError
+from loopq.errors import ConfigError, LoopqError
 from loopq.gradients.collect_metrics import draws, metric_cost
 from loopq.quantizers.loop_metric import n_gradient_prompts
 from loopq.quantizers.task import Task
+from loopq.run.memory import passes
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
@@ -32,7 +33,11 @@ def choose_metric(run: Run) -> Run:
     if not asked:
         return run
     loop = run.with_config(run.config.with_metric("loop"))
-    ratio = cost_of_gradients(loop)
+    try:
+        ratio = cost_of_gradients(loop)
+    except ConfigError as error:
+        run.execution.progress.note(f"metric inputs, since with gradients {error}")
+        return run.with_config(run.config.with_metric("inputs"))
     most = next(t.gradients[0] for t in loop.tasks if t.gradients)
     prompts = n_gradient_prompts(most, len(run.job.tokens.sequences))
     cost = f"gradients on {prompts} prompts cost {ratio:.1f} times the rest of the run"
@@ -60,10 +65,10 @@ def cost_of_gradients(run: Run) -> float:
     solve = sum(4.0 * t.parameter.in_features**2 * t.parameter.out_features for t in tasks if t.leader)
     steps = {t.leader: len(t.steps) for t in tasks if t.leader}
     hessians = sum(tokens.n_tokens * steps[k] * d**2 / 2 + 10.0 * d**3 for k, d in dims.items())
-    runs = run.config.inputs.n_runs(len(run.sums().passes()), len(dims))
-    metric = metric_cost(tasks, n_prompts)
-    passes = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
-    gradients = rollout / n_prompts * passes + DOUBLE * metric.multiply_adds
+    runs = run.config.inputs.n_runs(len(passes(run, run.sums())), len(dims))
+    metric = metric_cost(tasks, n_prompts, run.execution.memory)
+    rollouts = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
+    gradients = rollout / n_prompts * rollouts + DOUBLE * metric.multiply_adds
     return gradients / (rollout * runs + hessians + solve)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 import loopq._native as native
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
+from loopq.run.memory import passes, resident_bytes, run_bytes
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
@@ -23,7 +24,9 @@ class Estimate:
     Parameters
     ----------
     memory : int
-        Bytes of Hessian accumulators held at once, and of the largest layer's solve on top.
+        Bytes held at once for Hessians, metrics and solves: what the limit is for.
+    peak : int
+        Bytes of the whole process at most: what it has now, a copy of the model's weights, and `memory`.
     seconds : float
         Everything together, from rates measured on this machine a moment ago.
     n_passes : int
@@ -37,6 +40,7 @@ class Estimate:
     """
 
     memory: int
+    peak: int
     seconds: float
     n_passes: int
     metric: MetricCost
@@ -46,11 +50,14 @@ class Estimate:
     def __str__(self) -> str:
         """One line to print."""
         passes = f", {self.n_passes} passes over the calibration set" if self.n_passes > 1 else ""
-        text = f"about {self.memory / 2**20:.0f} MiB for Hessians and {duration(self.seconds)}{passes}"
+        text = (
+            f"about {self.peak / 2**20:.0f} MiB at most, {self.memory / 2**20:.0f} of them for Hessians and solves, "
+            f"and {duration(self.seconds)}{passes}"
+        )
         if self.metric.n_gradients:
             text += (
                 f"; of this {self.metric.n_gradients} gradients for the loop metric: "
-                f"{self.metric.memory / 2**20:.0f} MiB more and {duration(self.metric_seconds)}"
+                f"{self.metric.memory / 2**20:.0f} MiB and {duration(self.metric_seconds)}"
             )
         return text + self.extra
 
@@ -65,15 +72,14 @@ def duration(seconds: float) -> str:
 def estimate(run: Run) -> Estimate:
     """Estimate memory and time of a run from its timed rollout and a short measurement of the core."""
     sums = run.sums()
-    passes = sums.passes()
-    held = max((sum(sums.n_bytes(x) for x in p) for p in passes), default=0)
-    widest = max((t.parameter.in_features for t in run.tasks), default=0)
+    memory = run_bytes(run)
+    weights = sum(t.data.size for t in run.weights.tensors.values())
     tokens = run.job.tokens
     n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
     once = run.probe_seconds * tokens.n_tokens / per_prompt
     inputs = {t.leader for t in run.tasks if t.leader}
-    metric = metric_cost(run.tasks, n_prompts)
-    runs = run.config.inputs.n_runs(len(passes), len(inputs))
+    metric = metric_cost(run.tasks, n_prompts, run.execution.memory)
+    runs = run.config.inputs.n_runs(len(passes(run, sums)), len(inputs))
     runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
     metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
     dims = {p.name: p.in_features for p in run.job.selection.input_groups}
@@ -81,9 +87,9 @@ def estimate(run: Run) -> Estimate:
     factor = sum(10 * dims[g] ** 3 for g in sums.steps)
     sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in run.tasks)
     core = (accumulate + factor + sweep) / _core_rate(run.execution.threads)
-    return Estimate(
-        held + 24 * widest**2, once * runs + metric_seconds + core, runs, metric, metric_seconds, _extra(run)
-    )
+    peak = resident_bytes() + weights + memory
+    seconds = once * runs + metric_seconds + core
+    return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(run))
 
 
 def seconds_of(metric: MetricCost, rollout: float) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
 from loopq.run import INPUTS, Inputs
+from loopq.run.memory import passes
 from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Open(Inputs):
         solver = run.solver(sums, run.journal("layers"))
         done: Layers = {}
         unobserved = [t for t in run.tasks if t.leader is None]
-        for number, leaders in enumerate(sums.passes() or [[]]):
+        for number, leaders in enumerate(passes(run, sums) or [[]]):
             if leaders:
                 sums.run_pass(leaders, work=run.work(f"pass-{number}"))
             chosen = [t for t in run.tasks if t.leader in leaders] + (unobserved if number == 0 else [])

@@ -1,0 +1,96 @@
+"""What a run holds in memory at once besides the model: told before it starts, and kept below the limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loopq.calibrate.collect import HessianSet
+from loopq.errors import ConfigError
+from loopq.gradients.collect_metrics import metric_cost
+from loopq.quantizers.task import Task
+
+if TYPE_CHECKING:
+    from loopq.run.engine import Run
+
+# Matrices of in_features x in_features in double precision that a solve holds at its peak: H, a copy of it that is
+# damped, its factor, the panels of the factorization, and one for the rank or the loss. Measured, as are the others.
+SOLVE, ROTATION, METRIC = 5, 2, 2
+# Copies of a weight: itself, what is solved, codes, dequantized ones for the report.
+COPIES = 6
+
+
+def solve_bytes(task: Task) -> int:
+    """Bytes that the solve of one layer takes on top of its Hessian's sums."""
+    p, config = task.parameter, task.config
+    if task.leader is None:
+        return 4 * COPIES * p.in_features * p.out_features
+    squares = SOLVE + ROTATION * (config.rotation.kind != "none") + METRIC * bool(task.gradients)
+    return 8 * squares * p.in_features**2 + 4 * COPIES * p.in_features * p.out_features
+
+
+def pass_bytes(run: Run, sums: HessianSet, leaders: Sequence[str]) -> int:
+    """Bytes of the sums of some inputs, their loop metrics, and the largest solve among their layers."""
+    tasks = [t for t in run.tasks if t.leader in leaders]
+    held = sum(map(sums.n_bytes, leaders))
+    # While a sum is saved, or added up from saved parts, it is there twice more.
+    saved = 2 * max(map(sums.n_bytes, leaders), default=0)
+    metric = metric_cost(tasks, len(run.job.tokens.sequences), run.execution.memory).memory
+    return held + metric + max(saved, max(map(solve_bytes, tasks), default=0))
+
+
+def passes(run: Run, sums: HessianSet) -> list[list[str]]:
+    """Divide the inputs of a run into passes that keep to its memory limit.
+
+    Raises
+    ------
+    ConfigError
+        One input alone is above it.
+    """
+    return sums.passes(lambda leaders: pass_bytes(run, sums, leaders))
+
+
+def run_bytes(run: Run) -> int:
+    """Bytes of everything that a run holds at once.
+
+    Raises
+    ------
+    ConfigError
+        That is above the limit, and what is asked for cannot be divided into passes.
+    """
+    sums, n_weights = run.sums(), sum(t.parameter.in_features * t.parameter.out_features for t in run.tasks)
+    need = {"passes": max((pass_bytes(run, sums, p) for p in passes(run, sums)), default=0)}
+    apart = run.sums(per_step=True)
+    everything = pass_bytes(run, apart, list(apart.steps))
+    inputs = run.config.inputs.name
+    if inputs == "asymmetric":
+        # Moments of pairs are twice as wide, for one input at a time.
+        need["inputs asymmetric"] = max((4 * pass_bytes(run, apart, [x]) for x in apart.steps), default=0)
+    elif inputs != "open":
+        need[f"inputs {inputs}"] = everything
+    asked = run.config.allocate
+    if asked is not None:
+        candidates = len(asked.bits) * len(asked.group_sizes)
+        each = 4 if asked.score == "ablation" else 12
+        need["allocate"] = max(everything, 4 * candidates * n_weights) + each * candidates * n_weights
+    if run.config.tune is not None:
+        # Codes and scales as they are, in double for the optimizer, their gradients and two moments.
+        need["tune"] = 4 * 8 * n_weights
+    limit = run.execution.memory
+    what = max(need, key=lambda name: need[name])
+    if limit is not None and need[what] > limit:
+        raise ConfigError(
+            f"{what}: takes {need[what] / 2**20:.2f} MiB at once, above the limit of {limit / 2**20:.2f} MiB: raise "
+            "--memory"
+        )
+    return need[what]
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

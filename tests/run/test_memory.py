@@ -1,0 +1,112 @@
+"""The limit of a run's memory, and what is said before it starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.run.config import QuantConfig
+from loopq.run.estimate import estimate
+from loopq.run.memory import pass_bytes, passes, run_bytes
+from tests.support.runs import run_of
+
+WHOLE = """
+import json, resource, sys
+import torch
+torch.set_num_threads(1)
+import loopq
+from loopq.run.estimate import estimate
+
+share, settings = float(sys.argv[2]), json.loads(sys.argv[3])
+
+class Loop(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed, self.core = torch.nn.Embedding(256, width), torch.nn.Linear(width, width)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for _ in range(2):
+            x = torch.tanh(self.core(x))
+        return x
+
+def data():
+    lines = open("/proc/self/status").read().splitlines()
+    return {l.split(":")[0]: 1024 * int(l.split()[1]) for l in lines if l.startswith("Vm")}
+
+class Watch:
+    def start(self, *a): pass
+    def advance(self, n=1): pass
+    def stop(self): pass
+    def note(self, text):
+        if "at most" in text:
+            before = data()
+            extra = int(text.split(" MiB at most")[0].split()[-1]) * 2**20 - before["VmRSS"]
+            print(json.dumps({"before": before["VmRSS"], "extra": extra}), flush=True)
+            open("/proc/self/clear_refs", "w").write("5")
+            if share:
+                resource.setrlimit(resource.RLIMIT_DATA, (before["VmData"] + int(share * extra),) * 2)
+
+# Threads and the packing memory of libraries, which follows the processor's caches, are there before.
+loopq.quantize(Loop(256), [[1, 2, 3]], threads=1, **settings)
+made = Loop(int(sys.argv[1]))
+try:
+    loopq.quantize(made, [list(range(16))] * 2, threads=1, progress=Watch(), **settings)
+    print(json.dumps({"peak": data()["VmHWM"], "data": data()["VmData"]}))
+except (MemoryError, loopq.LoopqError) as error:
+    print(type(error).__name__, str(error).splitlines()[0], file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+def whole(width, share=0.0, **settings):
+    """A run in a process of its own whose data may grow by a share of what the estimate said."""
+    arguments = [str(width), str(share), json.dumps({"preset": "paper", "group_size": -1} | settings)]
+    return subprocess.run(
+        [sys.executable, "-c", WHOLE, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
+    free = run_of(tiny, tokens)
+    sums = free.sums()
+    most = max(pass_bytes(free, sums, [x]) for x in sums.steps)
+    limited = run_of(tiny, tokens, memory=most)
+    found = passes(limited, sums := limited.sums())
+    assert len(found) > 1
+    assert [x for p in found for x in p] == list(sums.steps)
+    assert max(pass_bytes(limited, sums, p) for p in found) == run_bytes(limited) <= most
+    with pytest.raises(ConfigError, match="alone it takes"):
+        run_bytes(run_of(tiny, tokens, memory=most - 1))
+    best = QuantConfig.of(preset="best")
+    assert run_bytes(run_of(tiny, tokens, best)) > run_bytes(free)
+
+
+@pytest.mark.parametrize("inputs", ["asymmetric", "closed-loop"])
+def test_what_cannot_be_divided_is_refused(tiny, tokens, inputs):
+    config = QuantConfig.of(inputs=inputs)
+    need = run_bytes(run_of(tiny, tokens, config))
+    with pytest.raises(ConfigError, match=f"inputs {inputs}: takes"):
+        estimate(run_of(tiny, tokens, config, memory=need - 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
+def test_the_peak_is_within_what_was_said():
+    done = whole(768)
+    assert done.returncode == 0, done.stderr
+    said, found = map(json.loads, done.stdout.splitlines())
+    assert said["before"] < found["peak"] < 1.15 * (said["before"] + said["extra"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
+def test_a_run_at_its_estimate_ends_well_and_at_half_of_it_with_one_line():
+    enough = whole(1024, share=1.0)
+    assert enough.returncode == 0, enough.stderr
+    short = whole(1024, share=0.5)
+    assert short.returncode == 1
+    assert short.stderr.count("\n") == 1
+    assert "memory" in short.stderr.lower()

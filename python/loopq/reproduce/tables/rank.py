@@ -20,7 +20,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     layers = {}
     for p in bench.run.job.selection.input_groups:
         h: Any = bench.sums.accumulators[p.name]
-        found = layer_ranks(h, thresholds=(FOCAL,), threads=bench.execution.threads)
+        found = layer_ranks(h, threads=bench.execution.threads)
         layers[p.name] = {
             "dim": found["dim"],
             "per_step": [s["rank"] for s in found["per_step"]],

@@ -138,6 +138,57 @@ def bench_layer(layer: Projection, tokens: int, cold: int, trials: int) -> dict[
     return found
 
 
+class Core(torch.nn.Module):
+    """The looped core of a model, for one token: attention is its value, since there is nothing else to attend to."""
+
+    def __init__(self, layers: Sequence[Projection], linear: Callable[[Projection], torch.nn.Module]) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleList(linear(layer) for layer in layers) for _ in range(layers[0].calls)
+        )
+        self.width, self.inner = layers[0].in_features, layers[3].in_features
+
+    def forward(self, x: torch.Tensor, n_steps: int) -> torch.Tensor:
+        norm, shape = torch.nn.functional.rms_norm, (self.width,)
+        for _ in range(n_steps):
+            for qkv, out, up, down in self.blocks:
+                x = x + out(qkv(norm(x, shape))[:, -self.width :])
+                inner = up(norm(x, shape))
+                if inner.shape[1] > self.inner:
+                    inner = torch.nn.functional.silu(inner[:, : self.inner]) * inner[:, self.inner :]
+                else:
+                    inner = torch.nn.functional.gelu(inner)
+                x = x + down(inner)
+        return x
+
+
+def bench_loop(model: str, n_steps: int, trials: int) -> dict[str, Any]:
+    """A token through `n_steps` steps of a model's core with random weights, held as codes and as bfloat16."""
+    layers = next(iter(shapes_of(model).values()))
+    seeds = iter(range(10_000))
+    packed = Core(layers, lambda layer: Weights.random(layer, next(seeds), dense=False).ours)
+    plain = Core(layers, lambda layer: torch.nn.Linear(layer.in_features, layer.out_features, bias=False))
+    for ours, dense in zip(packed.blocks, plain.blocks, strict=True):
+        for layer, linear in zip(ours, dense, strict=True):
+            linear.weight.data = layer.dequantize()
+    x = torch.randn(1, packed.width, generator=torch.Generator().manual_seed(1))
+    # In float32, one step: after it the two drift apart by their own roundings.
+    error = float((packed(x, 1) - plain(x, 1)).norm() / plain(x, 1).norm())
+    assert error < 1e-4, error
+    x, plain = x.bfloat16(), plain.bfloat16()
+    runs = {"loopq": [lambda: packed(x, n_steps)], "torch bf16": [lambda: plain(x, n_steps)]}
+    times = interleaved(runs, trials)
+    n_weights = sum(layer.n_weights * layer.calls for layer in layers)
+    n_bytes = sum(layer.int4_bytes(GROUP) * layer.calls for layer in layers)
+    ratios = [t / o for t, o in zip(times["torch bf16"], times["loopq"], strict=True)]
+    return {
+        "model": model, "steps": n_steps, "core_mb": {"int4": n_bytes >> 20, "bf16": 2 * n_weights >> 20},
+        "ms": {way: round(1e3 * statistics.median(t), 2) for way, t in times.items()},
+        "gb_per_s": round(n_steps * n_bytes / statistics.median(times["loopq"]) / 1e9, 2),
+        "over_bf16": round(statistics.median(ratios), 2), "error": error,
+    }  # fmt: skip
+
+
 def line(found: dict[str, Any]) -> str:
     us, over = found["us"], found["over"]
     others = "; ".join(f"{way} {us[way]:.0f} ({over[way]:.2f}x)" for way in over)
@@ -158,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 512])
     parser.add_argument("--cold", type=int, default=320 << 20, help="bytes of int4 copies, out of cache")
     parser.add_argument("--cache", type=int, default=24 << 20, help="largest weight measured in cache")
+    parser.add_argument("--loops", nargs="*", default=["parcae-140m", "loopformer-278m", "parcae-1.3b"])
+    parser.add_argument("--steps", type=int, nargs="*", default=[8, 32])
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args(argv)
@@ -169,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"reads: memory {speeds['memory'] / 1e9:.1f} GB/s, {args.cache >> 20} MB {speeds['cache'] / 1e9:.1f} GB/s"
     )
+    load = os.getloadavg()[0]
     results = []
     with torch.inference_mode():
         for model in args.models:
@@ -183,7 +237,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                         }
                         print(line(found), flush=True)
                         results.append(found)
-    write(args.record, results, speeds=speeds, threads=args.threads, note=args.note, torch=torch.__version__)
+        loops = [bench_loop(model, n, 3) for model in args.loops for n in args.steps]
+    for found in loops:
+        print(found)
+    write(
+        args.record,
+        results,
+        loops=loops,
+        speeds=speeds,
+        threads=args.threads,
+        note=args.note,
+        load_before=round(load, 1),
+        torch=torch.__version__,
+    )
 
 
 if __name__ == "__main__":

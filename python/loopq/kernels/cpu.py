@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -83,31 +84,55 @@ class CpuPanels:
         KernelError
             If a gradient would have to flow through it.
         """
-        if x.requires_grad and torch.is_grad_enabled():
-            raise KernelError(
-                "products with packed codes have no gradient: call the model under torch.inference_mode(), or load "
-                "it with quantized=False"
-            )
-        inputs = x if layer.transform is None else layer.transform(x)
-        rows = inputs.reshape(-1, inputs.shape[-1])
-        if rows.dtype not in (torch.float32, torch.bfloat16):
+        if x.requires_grad:
+            if torch.is_grad_enabled():
+                raise KernelError(
+                    "products with packed codes have no gradient: call the model under torch.inference_mode(), or "
+                    "load it with quantized=False"
+                )
+            x = x.detach()
+        rows = x if layer.transform is None else layer.transform(x)
+        if rows.dim() != 2:
+            rows = rows.reshape(-1, rows.shape[-1])
+        precision: Literal["int8", "fixed16", "fixed24"] = "fixed24"
+        if rows.dtype == torch.bfloat16:
+            rows, precision = rows.view(torch.uint16), "fixed16"
+        elif rows.dtype != torch.float32:
             rows = rows.float()
-        out = torch.empty(
-            (rows.shape[0], layer.out_features),
-            dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
-        )
-        precision: Literal["int8", "fixed16", "fixed24"] = "int8"
-        if layer.activations == "float":
-            precision = "fixed16" if rows.dtype == torch.bfloat16 else "fixed24"
-        _layout(layer.grid, layer.scales.dtype).multiply(
-            layer.qweight.numpy(), _view(rows), _view(out), None if layer.bias is None else layer.bias.numpy(),
-            precision=precision, threads=torch.get_num_threads(),
+        half = x.dtype == torch.bfloat16
+        out = np.empty((rows.shape[0], layer.out_features), np.uint16 if half else np.float32)
+        bound = _bound(layer)
+        bound.layout.multiply(
+            bound.packed, rows.numpy(), out, bound.bias,
+            precision="int8" if layer.activations == "int8" else precision, threads=torch.get_num_threads(),
         )  # fmt: skip
-        return out.to(x.dtype).view(*x.shape[:-1], layer.out_features)
+        result = torch.from_numpy(out)
+        if half:
+            result = result.view(torch.bfloat16)
+        elif x.dtype != torch.float32:
+            result = result.to(x.dtype)
+        return result if x.dim() == 2 else result.view(*x.shape[:-1], layer.out_features)
 
 
-def _view(rows: torch.Tensor) -> NDArray[Any]:
-    """A matrix without a copy; bfloat16 as its bits."""
-    bits = rows.detach().view(torch.uint16) if rows.dtype == torch.bfloat16 else rows.detach()
-    array: NDArray[Any] = bits.numpy()
-    return array
+class _Bound(NamedTuple):
+    """A layer's tensors as the core takes them."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+    layout: native.CpuLayout
+    packed: NDArray[np.uint8]
+    bias: NDArray[np.float32] | None
+
+
+# Beside the layers, not in them: a layer is copied and pickled.
+_BOUND: WeakKeyDictionary[QuantLinear, _Bound] = WeakKeyDictionary()
+
+
+def _bound(layer: QuantLinear) -> _Bound:
+    """The same as long as the layer's tensors are: making it takes longer than a small product."""
+    found, buffers = _BOUND.get(layer), layer._buffers
+    tensors = (buffers["qweight"], buffers["scales"], buffers["bias"])
+    if found is None or any(a is not b for a, b in zip(found.tensors, tensors, strict=True)):
+        layout = _layout(layer.grid, layer.scales.dtype)
+        bias = None if layer.bias is None else layer.bias.numpy()
+        found = _BOUND[layer] = _Bound(tensors, layout, layer.qweight.numpy(), bias)
+    return found

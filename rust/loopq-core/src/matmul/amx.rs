@@ -83,6 +83,7 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
     assert!(p.rows.limbs == L && p.layout.grid.bits == BITS && p.panels() <= GROUP);
     assert!(p.rows.order == Order::Tiles && p.token.is_multiple_of(TILE));
     p.out.fill(0.0);
+    #[allow(clippy::large_stack_arrays)] // 64 KiB, of which a block of 128 inputs touches half
     let mut codes = [MaybeUninit::<Codes>::uninit(), MaybeUninit::<Codes>::uninit()];
     let mut sums = [MaybeUninit::<Sums>::uninit(), MaybeUninit::<Sums>::uninit()];
     let (blocks, symmetric) = (&p.layout.blocks, p.layout.grid.symmetric);

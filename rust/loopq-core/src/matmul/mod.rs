@@ -24,6 +24,7 @@ pub use read::read;
 
 use half::bf16;
 
+use crate::execution::pool;
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
 use activations::Rows;
@@ -107,15 +108,21 @@ pub fn multiply(
     Ok(())
 }
 
-/// Cuts `0..n` into equal runs, one per thread.
+/// Cuts `0..n` into equal runs, one per thread. The caller takes the first, and each of the others always goes to the same
+/// thread: what it reads is in that core's cache when the same weight comes again.
 fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usize>) + Sync) -> Result<()> {
-    if execution.threads == 1 {
+    let of = match execution.threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    };
+    if of == 1 {
         work(0..n);
         return Ok(());
     }
-    execution.pool()?.broadcast(|thread| {
-        let (i, of) = (thread.index(), thread.num_threads());
-        work(n * i / of..n * (i + 1) / of);
+    let run = |i: usize| work(n * i / of..n * (i + 1) / of);
+    pool(of - 1)?.in_place_scope(|scope| {
+        scope.spawn_broadcast(|_, thread| run(thread.index() + 1));
+        run(0);
     });
     Ok(())
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ TINY = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 64}
 # Figures 1a to 5, Tables 1 to 26, and Algorithm 1.
 LABELS = [f"Figure {n}" for n in ("1a", "1b", "2", "3", "4", "5")] + [f"Table {n}" for n in range(1, 27)]
 LABELS.append("Algorithm 1")
-NEEDS_A_SCAN = {"mamba"}
+REFUSED = {"mamba": "no selective-scan layer", "benchmarks": "tasks need a data folder"}
 SLOW = {"perturbation"}
 
 
@@ -59,7 +60,7 @@ def huginn() -> Bench:
 
 def test_every_table_and_figure_has_one_home() -> None:
     owners = {label: name for name, entry in TABLES for label in entry.labels}
-    assert [label for label in LABELS if label not in owners] == ["Table 8", "Table 9"]
+    assert [label for label in LABELS if label not in owners] == []
     assert sum(len(entry.labels) for _, entry in TABLES) == len(owners), "two files claim one table"
     assert find("table-6") == find("figure-3") == find("horizon")
     with pytest.raises(ConfigError, match=r"no table 'table-99'.*horizon.*figure-1a"):
@@ -71,8 +72,8 @@ def test_every_table_and_figure_has_one_home() -> None:
 )
 def test_a_table_is_measured_on_the_embedded_model(name: str, huginn: Bench, tmp_path: Path) -> None:
     made = run.make(name, [huginn], tmp_path, Silent())
-    if name in NEEDS_A_SCAN:
-        assert "no selective-scan layer" in made.refused["huginn_small"]
+    if name in REFUSED:
+        assert REFUSED[name] in made.refused["huginn_small"]
         return
     assert not made.refused
     json.dumps(made.to_json(), allow_nan=False)
@@ -216,6 +217,27 @@ def test_the_command_lists_makes_and_writes(tmp_path: Path, capsys: pytest.Captu
     assert main(["reproduce", "table-20"]) == 0
     assert "24 of 24" in capsys.readouterr().out
     assert main(["reproduce", "table-99"]) == 2
+
+
+def test_tasks_are_scored_on_the_same_items(tmp_path: Path) -> None:
+    for place, lines in {
+        "lambada/lambada_test.jsonl": [{"text": "The sun went down behind the hill"}] * 2,
+        "arc/arc_challenge_test.jsonl": [{"query": "Question: Two?", "choices": ["one", "two"], "gold": 1}]
+        * 2,
+    }.items():
+        (tmp_path / place).parent.mkdir()
+        (tmp_path / place).write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "hellaswag").mkdir()
+    with lzma.open(tmp_path / "hellaswag" / "hellaswag_val.jsonl.xz", "wt") as out:
+        out.write(json.dumps({"query": "He", "choices": ["runs.", "is a"], "gold": 0}))
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A = \n It was a long day . \n")
+    one = Bench(open_source("huginn_small", tmp_path), SMALL, Execution(threads=1, batch_size=4))
+    made = run.make("benchmarks", [one], None, Silent())
+    assert not made.refused
+    rows = made.shown.tables[0].rows
+    assert [row[1] for row in rows] == [FULL, RTN, ONE, ALL, "GPTQ, all steps, adapter rotated"]
+    assert len(made.shown.claims) == 8
 
 
 def test_one_model_that_fails_does_not_stop_the_others(

@@ -86,7 +86,8 @@ pub fn state(data: &[u8]) {
     let (per_step, n_matrices) = (source.byte() % 2 == 1, usize::from(source.byte() % 4));
     let limbs = source.words(i64::from_le_bytes);
     let matrices = (0..n_matrices).map(|i| {
-        let part = |j: usize| Cow::Owned(limbs.iter().skip(2 * i + j).step_by(2 * n_matrices).copied().collect());
+        let part =
+            |j: usize| Cow::Owned(limbs.iter().skip(2 * i + j).step_by(2 * n_matrices).copied().collect());
         MatrixState { hi: part(0), lo: part(1) }
     });
     let state = State { spec_version, dim, steps, per_step, n_rows, matrices: matrices.collect() };
@@ -110,7 +111,8 @@ pub fn rows(data: &[u8]) {
         let (header, rest) = source.0.split_at(end);
         [&(header.len() as u64).to_le_bytes(), header, rest.get(1..).unwrap_or(&[])].concat()
     };
-    let settings = Settings { dim: dim.max(1), steps: vec![0], per_step: false, threads: 1, isa: Isa::best() };
+    let settings =
+        Settings { dim: dim.max(1), steps: vec![0], per_step: false, threads: 1, isa: Isa::best() };
     if fs::write(&path, content).is_ok() {
         if let Ok(mut accumulator) = Accumulator::new(settings) {
             let cancel = Cancel::default();

@@ -1,6 +1,8 @@
 //! Any bytes to every parser: an error or a result, never a panic. `tests/fuzz` searches further, by coverage.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+// The fuzz targets take the same file.
+#[allow(unreachable_pub)]
 #[path = "../fuzz/parsers.rs"]
 mod parsers;
 

@@ -59,6 +59,12 @@ class Counts:
     outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
 
+    def tell(self) -> None:
+        """Say how far it is, now and then: campaigns of runs take long."""
+        n = self.outcomes["trials"] = self.outcomes["trials"] + 1
+        if n % 10 == 0:
+            print(f"  {dict(self.outcomes)} {self.failures[-1:]}", file=sys.stderr, flush=True)
+
     def lines(self) -> list[str]:
         """The counts as text."""
         return [f"{what}: {n}" for what, n in sorted(self.outcomes.items())]
@@ -196,8 +202,7 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
     counts = Counts()
     done = 0
     while done < n_kills and time.monotonic() < bench.until:
-        name = bench.names[counts.outcomes["sequences"] % len(bench.names)]
-        counts.outcomes["sequences"] += 1
+        name = bench.names[counts.outcomes["trials"] % len(bench.names)]
         with place(bench.base) as folder:
             for _ in range(rng.randint(1, 4)):
                 if rng.random() < 0.5:
@@ -217,7 +222,8 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
         counts.outcomes["lost or different" if wrong else "the same bytes"] += 1
         if wrong:
             counts.failures.append(f"{name}: {wrong}")
-    counts.outcomes["kills"] = done
+        counts.outcomes["kills"] = done
+        counts.tell()
     return counts
 
 
@@ -239,6 +245,7 @@ def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
         counts.outcomes["wrong" if wrong else "right"] += 1
         if wrong:
             counts.failures.append(f"{name}: {wrong}")
+        counts.tell()
     return counts
 
 
@@ -267,4 +274,5 @@ def full_disk(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
         counts.outcomes["wrong" if wrong else "right"] += 1
         if wrong:
             counts.failures.append(f"{name}: {wrong}")
+        counts.tell()
     return counts

@@ -11,6 +11,12 @@ import numpy as np
 from benches.quality.run import table
 
 Rows = list[dict[str, Any]]
+WHAT = """KL to full precision in nats per token on text of another author, two initial states where a model draws
+them; means over draws of the calibration text. Other tools run by their own code, except GPTQModel, whose solver is
+given the inputs of all calls. "over the best other tool": geometric mean over models of the ratio to the least KL of
+another tool at equal bits (HQQ has more bits); a model without a result of another tool is left out. CPU seconds of
+calibration and solve, one thread, no model loading; other work on the machine makes them longer. Other depths and
+other text are measured on eight prompts: a trend, not a ranking."""
 #: It stores zero points besides: more bits than the others.
 NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
@@ -27,7 +33,7 @@ def processor() -> str:
 def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: list[str]) -> str:
     """Every table: KL of each model, ratios to the best other tool, other depths and text, intervals, refusals."""
     done = [r for r in records if "refused" not in r]
-    parts = ["# loopq beside other tools", "", f"{processor()}; settings `{settings}`.", ""]
+    parts = ["# loopq beside other tools", "", f"{processor()}; settings `{settings}`.", "", WHAT, ""]
     if absent:
         parts += [f"Not run, since there is no environment for it: {', '.join(absent)}.", ""]
     for bits, group in dict.fromkeys((r["bits"], r["group"]) for r in done):

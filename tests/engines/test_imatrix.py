@@ -17,7 +17,10 @@ from loopq.engines.imatrix import write_imatrix
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
 
-def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "steps"), [((), "1"), (("--hessian",), "all"), (("--hessian", "--per-step"), "1")]
+)
+def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monkeypatch, kind, steps):
     small = {
         "model_type": "loopq-zoo-nanbeige", "vocab_size": 256, "n_embd": 32, "intermediate_size": 48, "n_layers": 1,
         "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "block_size": 64, "num_loops": 2,
@@ -25,14 +28,16 @@ def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monk
     torch.manual_seed(3)
     save_model(benches.zoo.models.build(small), tmp_path / "m")
     few = ("--n-prompts", "3", "--seq-len", "16")
-    assert main(["collect", str(tmp_path / "m"), "--out", str(tmp_path / "d"), *few]) == 0
+    assert main(["collect", str(tmp_path / "m"), "--out", str(tmp_path / "d"), *few, *kind]) == 0
     # The published class's config.json in the place of the small one's.
     told = json.dumps({"architectures": ["NanbeigeForCausalLM"]}).encode()
     monkeypatch.setattr(Dump, "side_files", lambda self: {"config.json": told})
-    lines = write_imatrix(tmp_path / "d", tmp_path / "i.gguf", "1")
-    assert "importance of 7 layers, steps 1" in lines[0]
+    lines = write_imatrix(tmp_path / "d", tmp_path / "i.gguf", steps)
+    assert f"importance of 7 layers, steps {steps}" in lines[0]
     tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
-    hessians = Dump(tmp_path / "d").accumulator("model.layers.0.mlp.gate_proj.weight", [1])
-    assert np.allclose(tensors["blk.0.ffn_up.weight.in_sum2"], hessians.diagonal([1]), rtol=1e-6)
-    assert tensors["blk.0.ffn_up.weight.counts"].item() == 3 * 16
+    numbers = [1] if steps == "1" else [0, 1]
+    hessians = Dump(tmp_path / "d").accumulator("model.layers.0.mlp.gate_proj.weight", numbers)
+    expected = np.diagonal(hessians.matrix(numbers if hessians.per_step else None))
+    assert np.allclose(tensors["blk.0.ffn_up.weight.in_sum2"], expected, rtol=1e-6)
+    assert tensors["blk.0.ffn_up.weight.counts"].item() == 3 * 16 * len(numbers)
     assert len(tensors) == 14

@@ -63,7 +63,7 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
             chosen = parse_steps(steps, parameter.invocations)
             hessians = dump.accumulator(leader, chosen)
             name = shape.tensor(parameter.name)
-            sums = hessians.diagonal(chosen).astype(np.float32)
+            sums = hessians.diagonal(chosen if hessians.per_step else None).astype(np.float32)
             rows = sum(hessians.n_rows(t) for t in chosen)
             writer.add_tensor(f"{name}.in_sum2", sums[None])
             writer.add_tensor(f"{name}.counts", np.array([[rows]], np.float32))

@@ -25,22 +25,24 @@ def likelihood(loaded, context: str, answer: str) -> tuple[float, bool]:
     from loopq.systems.base import Batch
 
     ids = torch.tensor([list((context + answer).encode())])
-    out = loaded.system.rollout(Batch(ids, (0,), 0), 8).double().log_softmax(-1)[0]
+    out = loaded.system.rollout(Batch(ids[:, :-1], (0,), 0, by_token=True), 8).double().log_softmax(-1)[0]
     n = len(answer.encode())
     wanted = ids[0, -n:]
-    logp = out[-n - 1 : -1]
+    logp = out[-n:]
     return float(logp.gather(-1, wanted[:, None]).sum()), bool((logp.argmax(-1) == wanted).all())
 
 
 def test_answers_are_scored_by_their_likelihood(loaded) -> None:
     context, choices = "He went to the", (" house", " zq", " old house on the hill")
-    found = score(loaded, [Item(context, choices, 0)], batch_size=1)
-    # Initial states are drawn by the number of the request, sorted by length: the shortest is request 0.
-    expected, _ = likelihood(loaded, context, " zq")
-    one = score(loaded, [Item(context, (" zq",))])
-    assert one.nll[0] == pytest.approx(-expected, rel=1e-5)
-    assert found.nll.shape == found.correct.shape == (1,)
-    assert found.n_words.tolist() == [1]
+    expected = [likelihood(loaded, context, c) for c in choices]
+    for gold, (value, _) in enumerate(expected):
+        found = score(loaded, [Item(context, choices, gold)], batch_size=2)
+        assert found.nll[0] == pytest.approx(-value, rel=1e-5)
+        best = max(range(3), key=lambda i: expected[i][0] / len(choices[i].strip()))
+        assert found.correct[0] == (best == gold)
+    greedy = score(loaded, [Item(context, (c,)) for c in choices])
+    assert greedy.correct.tolist() == [float(is_greedy) for _, is_greedy in expected]
+    assert greedy.n_words.tolist() == [1, 1, 5]
 
 
 def test_choices_are_compared_per_byte_and_plainly(loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
+from loopq.lazy import require
 from loopq.progress import Progress, Silent
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ def score(
     n_steps : int, optional
         Depth; the system's default when absent.
     seed : int
-        Seed of the initial states; a request has the same one in every call.
+        Seed of the initial states; all requests start from that of prompt 0, as with the evaluation harness, so that
+        neither order nor batches change a score.
     batch_size : int
         Requests of one length that run together.
     longest : int, optional
@@ -194,6 +196,9 @@ def score(
     -------
     Scores
     """
+    torch = require("torch")
+    from loopq.systems.base import Batch
+
     system, progress = loaded.system, progress or Silent()
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     longest = longest or _longest(loaded)
@@ -208,15 +213,17 @@ def score(
     total = [np.zeros(len(item.choices)) for item in items]
     greedy = [np.ones(len(item.choices), dtype=bool) for item in items]
     progress.start("task", len(requests), "requests")
-    for batch in tokens.batches(batch_size, seed):
+    for numbers in tokens.plan(batch_size):
+        ids = np.stack([tokens.sequences[k][:-1] for k in numbers])
+        batch = Batch(torch.from_numpy(ids), (0,) * len(numbers), seed, by_token=True)
         out = system.rollout(batch, depth).double().log_softmax(-1).cpu().numpy()
-        for row, number in enumerate(batch.prompts):
-            i, c, (ids, n_scored) = requests[number]
-            logp = out[row, -n_scored - 1 : -1]
-            target = np.array(ids[-n_scored:])
+        for row, number in enumerate(numbers):
+            i, c, (window, n_scored) = requests[number]
+            logp = out[row, -n_scored:]
+            target = np.array(window[-n_scored:])
             total[i][c] += logp[np.arange(n_scored), target].sum()
             greedy[i][c] &= bool((logp.argmax(-1) == target).all())
-        progress.advance(len(batch.prompts))
+        progress.advance(len(numbers))
     progress.stop()
     return _scores(items, total, greedy)
 

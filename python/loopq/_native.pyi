@@ -119,9 +119,6 @@ class HessianAccumulator:
     @property
     def per_step(self) -> bool:
         """Whether there is one Hessian per step."""
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by the exact sums and by rows that wait for their block to fill."""
     def update(self, step: int, rows: NDArray[Any]) -> None:
         """Add rows to a step. A refused call changes nothing.
 
@@ -300,9 +297,6 @@ class DampedFactor:
         threads : int
             Number of threads; 0 for all.
         """
-    @property
-    def order(self) -> NDArray[np.int64]:
-        """The column at each place of the sweep."""
 
 def rtn(
     w: NDArray[np.float32],

@@ -1,5 +1,5 @@
 //! Any bytes to every parser: an error or a result, never a panic. `tests/fuzz` searches further, by coverage.
-#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, unreachable_pub)]
 
 // The fuzz targets take the same file.
 #[allow(unreachable_pub)]

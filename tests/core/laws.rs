@@ -498,6 +498,30 @@ fn rows_of_w_are_independent() {
 }
 
 #[test]
+fn orders_are_those_of_the_plain_rules() {
+    let dim = 23;
+    let s = hessian(dim, 60, 5);
+    let order = |rule| {
+        let view = Symmetric::f64(&s, dim).unwrap();
+        DampedFactor::<f64>::new(view, &vec![0.0; dim], rule, &on(2)).unwrap().order().to_vec()
+    };
+    let mut falling: Vec<usize> = (0..dim).collect();
+    assert_eq!(order(Order::Natural), falling);
+    falling.sort_by(|&i, &j| s[j * dim + j].total_cmp(&s[i * dim + i]));
+    assert_eq!(order(Order::Diagonal), falling);
+    // The first column is the one whose error the others can make up for least, then again among those left.
+    let (mut left, mut best): (Vec<usize>, Vec<usize>) = ((0..dim).collect(), Vec::new());
+    while !left.is_empty() {
+        let n = left.len();
+        let part: Vec<f64> = (0..n * n).map(|i| s[left[i / n] * dim + left[i % n]]).collect();
+        let inverse = invert(&part, n);
+        let first = (0..n).min_by(|&i, &j| inverse[i * n + i].total_cmp(&inverse[j * n + j])).unwrap();
+        best.push(left.remove(first));
+    }
+    assert_eq!(order(Order::Conditional), best);
+}
+
+#[test]
 fn eigenvalues_of_a_known_matrix() {
     // The second difference matrix of size n has 2 - 2 cos(k pi / (n + 1)).
     let n = 61_usize;

@@ -48,9 +48,8 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     weight = rng.normal(size=(rows, d)).astype(np.float32)
     hessian = correlated(rng, d)
     grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
-    result, s, factor = full(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
+    result, s, _ = full(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
     order = twin.conditional_order(s)
-    np.testing.assert_array_equal(factor.order, order)
     w = weight.astype(np.float64)
     fitted = {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": "float16"}
     scales, zeros = twin.fit_scales(w, 1 / np.diag(np.linalg.inv(s)), signed=signed, **fitted)
@@ -116,19 +115,6 @@ def test_brute_force_optimum_is_near():
             ratio.append(found[row] / exact.min())
     assert np.median(ratio) < 1.02
     assert np.mean(ratio) < 1.25
-
-
-def test_conditional_order_is_the_best_first_column_rule_by_brute_force():
-    rng = np.random.default_rng(5)
-    s = correlated(rng, 7) + np.eye(7)
-    left, expected = list(range(7)), []
-    while left:
-        energy = [1 / np.linalg.inv(s[np.ix_(left, left)])[i, i] for i in range(len(left))]
-        expected.append(left.pop(int(np.argmax(energy))))
-    assert list(native.DampedFactor(s, np.zeros(7), order="conditional", threads=1).order) == expected
-    by_diagonal = native.DampedFactor(s, np.zeros(7), order="diagonal", threads=1).order
-    assert list(by_diagonal) == list(np.argsort(-np.diag(s), kind="stable"))
-    assert list(native.DampedFactor(s, np.zeros(7), order="natural", threads=1).order) == list(range(7))
 
 
 def test_shift_is_the_least_squares_target():

@@ -9,6 +9,7 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
+from tests.support.full_reference import conditional_order
 from tests.support.problems import correlated, values_of
 
 GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
@@ -40,7 +41,7 @@ def loss(weight, values, a, s):
 def twin(weight, s, a, right, passes):
     """The same rows in the same tiles, in NumPy, each tile solved by the plain full solver."""
     rows, d = weight.shape
-    order = np.asarray(left_of(a).order)
+    order = np.asarray(conditional_order(a))
     ordered, goal = a[np.ix_(order, order)], weight[order].astype(np.float64)
     upper = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
     unit = upper / np.diag(upper)

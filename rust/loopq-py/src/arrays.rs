@@ -3,12 +3,15 @@
 //! The core reads row-major slices. An array of the right type in another order, with strides or out of alignment is
 //! copied to one; an array of another type or number of dimensions is refused with both named.
 
+use std::borrow::Cow;
+
 use half::f16;
 use loopq_core::factor::Symmetric;
-use loopq_core::{Error, Weight};
+use loopq_core::{grid, Error, Weight};
 use numpy::ndarray::Dimension;
 use numpy::{
-    Element, Ix1, Ix2, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray, PyUntypedArrayMethods,
+    Element, Ix1, Ix2, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray, PyReadwriteArray,
+    PyUntypedArrayMethods,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -31,8 +34,7 @@ impl<'py, T: Element, D: Dimension> Array<'py, T, D> {
         let Ok(array) = given.downcast::<PyArray<T, D>>() else {
             return Ok(None);
         };
-        let aligned = (array.data() as usize).is_multiple_of(align_of::<T>());
-        let array = if array.is_c_contiguous() && aligned {
+        let array = if array.is_c_contiguous() && is_aligned(array) {
             array.clone()
         } else {
             given.call_method1("copy", ("C",))?.downcast_into::<PyArray<T, D>>()?
@@ -133,6 +135,18 @@ impl<'py> Hessian<'py> {
     }
 }
 
+/// An array that results are written to: in C order and aligned, and borrowed by nobody else.
+pub(crate) fn writable<'py, T: Element, D: Dimension>(
+    given: &Bound<'py, PyAny>,
+) -> Option<PyReadwriteArray<'py, T, D>> {
+    let array = given.downcast::<PyArray<T, D>>().ok()?;
+    array.try_readwrite().ok().filter(|out| out.is_c_contiguous() && is_aligned(array))
+}
+
+fn is_aligned<T: Element, D: Dimension>(array: &Bound<'_, PyArray<T, D>>) -> bool {
+    (array.data() as usize).is_multiple_of(align_of::<T>())
+}
+
 /// Codes: signed of a symmetric grid, or biased of an asymmetric one.
 pub(crate) enum Codes<'py> {
     Signed(Matrix<'py, i8>),
@@ -155,6 +169,15 @@ impl<'py> Codes<'py> {
             Self::Signed(codes) => codes.shape(),
             Self::Biased(codes) => codes.shape(),
         }
+    }
+
+    /// Biased codes out of either kind; the inner error is the core's, for a code that does not fit.
+    pub(crate) fn biased(&self, bits: u32, zero_offset: i64) -> PyResult<Result<Cow<'_, [u8]>, Error>> {
+        let [_, dim] = self.shape();
+        Ok(match self {
+            Self::Signed(codes) => grid::to_biased(codes.values()?, dim, bits, zero_offset).map(Cow::Owned),
+            Self::Biased(codes) => Ok(Cow::Borrowed(codes.values()?)),
+        })
     }
 }
 

@@ -66,15 +66,6 @@ impl DampedFactor {
             allow_threads(py, |cancel| factor.shift(weight, cross, alpha, &Execution { threads, cancel }))?;
         matrix(py, out, [weight.rows(), weight.dim()])
     }
-
-    #[getter]
-    fn order<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
-        let order = match &self.inner {
-            AnyFactor::F32(factor) => factor.order(),
-            AnyFactor::F64(factor) => factor.order(),
-        };
-        PyArray1::from_iter(py, order.iter().map(|&c| c as i64))
-    }
 }
 
 impl DampedFactor {

@@ -48,7 +48,7 @@ pub(crate) fn result<'py>(
     let dict = PyDict::new(py);
     let n_groups = grid.n_groups(dim);
     if grid.symmetric {
-        dict.set_item("codes", matrix(py, grid::to_signed(&out.codes, grid.bits), [rows, dim])?)?;
+        dict.set_item("codes", matrix(py, grid::to_signed(out.codes, grid.bits), [rows, dim])?)?;
         dict.set_item("zeros", py.None())?;
     } else {
         dict.set_item("codes", matrix(py, out.codes, [rows, dim])?)?;

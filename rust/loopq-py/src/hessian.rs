@@ -97,11 +97,6 @@ impl HessianAccumulator {
         self.read(py, |inner| Ok(inner.settings().per_step))
     }
 
-    #[getter]
-    fn nbytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.read(py, |inner| Ok(inner.n_bytes()))
-    }
-
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         allow_threads(py, |cancel| self.lock().finish(cancel))
     }

@@ -4,11 +4,11 @@ use loopq_core::matmul::{
     self, Codes as Layer, Engine, Inputs, Layout, Outputs, Plan, Precision, ScaleFormat,
 };
 use loopq_core::{grid, Cancel, Error, Execution};
-use numpy::{Ix1, Ix2, PyArray2, PyArrayMethods, PyReadwriteArray, PyUntypedArrayMethods};
+use numpy::{Ix1, Ix2, PyArray2, PyReadwriteArray};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-use crate::arrays::{matrix, Codes, InputRows, Matrix, Vector};
+use crate::arrays::{matrix, writable, Codes, InputRows, Matrix, Vector};
 use crate::gil::{allow_threads, raise};
 
 /// The instruction sets that products run with on this machine, the one in use last.
@@ -48,14 +48,6 @@ fn precision_of(name: &str) -> Result<Precision, Error> {
             allowed: "'int8', 'fixed16', 'fixed24'".to_string(),
         }),
     }
-}
-
-/// A result array that is written in place: C order, nobody else's.
-fn writable<'py, T: numpy::Element, D: numpy::ndarray::Dimension>(
-    given: &Bound<'py, PyAny>,
-) -> Option<PyReadwriteArray<'py, T, D>> {
-    let array = given.downcast::<numpy::PyArray<T, D>>().ok()?;
-    array.try_readwrite().ok().filter(|a| a.is_c_contiguous())
 }
 
 enum Target<'py> {
@@ -110,13 +102,7 @@ impl CpuLayout {
         let Some(mut out) = writable::<u8, Ix1>(out) else {
             return Err(PyTypeError::new_err("out must be a writable, contiguous array of uint8"));
         };
-        let biased = match &codes {
-            Codes::Signed(codes) => {
-                let offset = 1 << (grid.bits - 1);
-                grid::to_biased(codes.values()?, grid.inputs, grid.bits, offset).map_err(|e| raise(py, &e))?
-            }
-            Codes::Biased(codes) => codes.values()?.to_vec(),
-        };
+        let biased = codes.biased(grid.bits, 1 << (grid.bits - 1))?.map_err(|e| raise(py, &e))?;
         let zeros = zeros.as_ref().map(Matrix::values).transpose()?;
         let (layer, out) = (Layer { codes: &biased, scales: scales.values()?, zeros }, out.as_slice_mut()?);
         allow_threads(py, |cancel| matmul::pack(&self.inner, layer, out, &Execution { threads, cancel }))
@@ -134,7 +120,7 @@ impl CpuLayout {
         let codes =
             allow_threads(py, |cancel| matmul::unpack(&self.inner, packed, &Execution { threads, cancel }))?;
         if grid.symmetric {
-            let signed: Bound<'py, PyArray2<i8>> = matrix(py, grid::to_signed(&codes, grid.bits), shape)?;
+            let signed: Bound<'py, PyArray2<i8>> = matrix(py, grid::to_signed(codes, grid.bits), shape)?;
             return Ok(signed.into_any());
         }
         Ok(matrix(py, codes, shape)?.into_any())

@@ -16,17 +16,8 @@ fn as_i32(words: Vec<u32>) -> Vec<i32> {
     words.into_iter().map(u32::cast_signed).collect()
 }
 
-fn as_u32(words: &[i32]) -> Vec<u32> {
-    words.iter().map(|w| w.cast_unsigned()).collect()
-}
-
-/// Biased codes out of either kind.
-fn biased(codes: &Codes<'_>, bits: u32, zero_offset: i64) -> PyResult<Result<Vec<u8>, Error>> {
-    let [_, dim] = codes.shape();
-    Ok(match codes {
-        Codes::Signed(codes) => grid::to_biased(codes.values()?, dim, bits, zero_offset),
-        Codes::Biased(codes) => Ok(codes.values()?.to_vec()),
-    })
+fn as_u32(words: &[i32]) -> &[u32] {
+    bytemuck::cast_slice(words)
 }
 
 #[pyfunction]
@@ -47,7 +38,7 @@ pub(crate) fn pack_dense<'py>(
     }
     let [rows, dim] = codes.shape();
     let n_words = dense::words(dim, bits).map_err(|e| raise(py, &e))?;
-    let flat = biased(&codes, bits, zero_offset)?;
+    let flat = codes.biased(bits, zero_offset)?;
     let words = allow_threads(py, |_| dense::pack(&flat?, rows, dim, bits))?;
     matrix(py, as_i32(words), [rows, n_words])
 }
@@ -63,7 +54,7 @@ pub(crate) fn unpack_dense<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let packed = Matrix::take("packed", packed)?;
     let ([rows, _], words) = (packed.shape(), as_u32(packed.values()?));
-    let codes = allow_threads(py, |_| dense::unpack(&words, rows, dim, bits))?;
+    let codes = allow_threads(py, |_| dense::unpack(words, rows, dim, bits))?;
     if zero_offset == 0 {
         return Ok(matrix(py, codes, [rows, dim])?.into_any());
     }
@@ -83,7 +74,7 @@ pub(crate) fn marlin_pack<'py>(
     let scales = Matrix::take("scales", scales)?;
     let [_, n_groups] = scales.shape();
     scales.check_shape(py, "scales", [n, n_groups])?;
-    let flat = biased(&codes, 4, 8)?;
+    let flat = codes.biased(4, 8)?;
     let scales = scales.values()?;
     let (words, stored) =
         allow_threads(py, |_| Ok((marlin::pack(&flat?, k, n)?, marlin::pack_scales(scales, n, n_groups)?)))?;
@@ -104,9 +95,9 @@ pub(crate) fn marlin_unpack<'py>(
     let words = as_u32(packed.values()?);
     let stored = scales.values()?;
     let (codes, scales) = allow_threads(py, |_| {
-        Ok((marlin::unpack(&words, k, n)?, marlin::unpack_scales(stored, n, n_groups)?))
+        Ok((marlin::unpack(words, k, n)?, marlin::unpack_scales(stored, n, n_groups)?))
     })?;
-    Ok((matrix(py, grid::to_signed(&codes, 4), [n, k])?, matrix(py, scales, [n, n_groups])?))
+    Ok((matrix(py, grid::to_signed(codes, 4), [n, k])?, matrix(py, scales, [n, n_groups])?))
 }
 
 #[pyfunction]
@@ -119,7 +110,7 @@ pub(crate) fn w4_pack<'py>(
     let codes = Codes::take(codes)?;
     let [n, k] = codes.shape();
     let (strips, words) = w4::shape(n, k).map_err(|e| raise(py, &e))?;
-    let flat = biased(&codes, 4, 8)?;
+    let flat = codes.biased(4, 8)?;
     let packed = allow_threads(py, |cancel| w4::pack(&flat?, n, k, &Execution { threads, cancel }))?;
     matrix(py, as_i32(packed), [strips, words])
 }
@@ -139,8 +130,8 @@ pub(crate) fn w4_unpack<'py>(
     packed.check_shape(py, "packed codes", [strips, expected])?;
     let words = as_u32(packed.values()?);
     let codes = allow_threads(py, |cancel| {
-        let codes = w4::unpack(&words, n, in_features, &Execution { threads, cancel })?;
-        Ok(grid::to_signed(&codes, 4))
+        let codes = w4::unpack(words, n, in_features, &Execution { threads, cancel })?;
+        Ok(grid::to_signed(codes, 4))
     })?;
     matrix(py, codes, [n, in_features])
 }
@@ -161,6 +152,6 @@ pub(crate) fn w4_from_marlin<'py>(
     let (strips, row) = w4::shape(out_features, in_features).map_err(|e| raise(py, &e))?;
     let words = as_u32(words.values()?);
     let packed =
-        allow_threads(py, |cancel| w4::from_marlin(&words, file, layer, &Execution { threads, cancel }))?;
+        allow_threads(py, |cancel| w4::from_marlin(words, file, layer, &Execution { threads, cancel }))?;
     matrix(py, as_i32(packed), [strips, row])
 }

@@ -6,11 +6,11 @@
 
 use rayon::prelude::*;
 
-use crate::coordinate::{collect, Problem, Settings};
+use crate::coordinate::{Problem, Settings};
 use crate::factor::DampedHessian;
 use crate::grid::Quantized;
 use crate::lanes::{add_product, Lane, LANES};
-use crate::memory::zeros;
+use crate::memory::{extend, zeros};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
@@ -71,9 +71,9 @@ pub fn coupled(
     let mut report = CoupledReport { swept: 0.0, settled: 0.0, replaced: 0 };
     for part in solved {
         let (part, facts) = part?;
-        out.codes.extend(part.codes);
-        out.scales.extend(part.scales);
-        out.zeros.extend(part.zeros);
+        extend("codes", &mut out.codes, &part.codes)?;
+        extend("scales", &mut out.scales, &part.scales)?;
+        extend("zero points", &mut out.zeros, &part.zeros)?;
         report.swept += facts.swept;
         report.settled += facts.settled;
         report.replaced += facts.replaced;
@@ -212,9 +212,9 @@ impl<'a> Block<'a> {
             .problem
             .solve_tile(Weight::new("the target of the rows", &w, n, dim)?, 0, self.execution)
             .map_err(|e| moved(e, |row| self.left.factor().order()[first + row]))?;
-        let values = solved.solution.values.clone();
-        let (part, _) = collect(vec![Ok(solved)], self.problem, n)?;
-        Ok((part, values))
+        let mut part = Quantized::zeroed(n, dim, &self.problem.grid)?;
+        solved.solution.store(&mut part.codes, &mut part.scales, &mut part.zeros);
+        Ok((part, solved.solution.values))
     }
 
     /// Puts row `i` of a tile where it belongs.

@@ -29,7 +29,7 @@ use crate::lanes::{Lane, LANES};
 use crate::weight::Weight;
 use crate::{Error, Execution, Result};
 
-use tile::Solved;
+use tile::Course;
 
 /// How the error of a column counts in the search for the static scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +152,22 @@ struct Solution {
     levels: Vec<[Level; LANES]>,
 }
 
+impl Solution {
+    /// Writes as many rows as `codes` (rows, dim) has room for, and their `scales` and `zeros` (rows, groups).
+    fn store(&self, codes: &mut [u8], scales: &mut [f32], zeros: &mut [u8]) {
+        let n_groups = self.levels.len();
+        for (r, row) in codes.chunks_exact_mut(self.codes.len()).enumerate() {
+            for (to, lane) in row.iter_mut().zip(&self.codes) {
+                *to = lane[r];
+            }
+            for (g, level) in self.levels.iter().enumerate() {
+                scales[r * n_groups + g] = level[r].scale;
+                zeros[r * n_groups + g] = level[r].zero;
+            }
+        }
+    }
+}
+
 /// Quantizes `W`.
 pub fn coordinate(
     w: Weight<'_>,
@@ -160,38 +176,38 @@ pub fn coordinate(
     execution: &Execution<'_>,
 ) -> Result<(Quantized, Report)> {
     let problem = Problem::new(w, input, settings, execution)?;
-    let n_tiles = w.rows().div_ceil(LANES);
-    let tiles: Vec<Result<Solved>> = execution.pool()?.install(|| {
-        let tiles = (0..n_tiles).into_par_iter();
-        tiles.map(|tile| problem.solve_tile(w, tile * LANES, execution)).collect()
+    let (dim, n_groups) = (problem.dim, problem.grid.n_groups(problem.dim));
+    let mut out = Quantized::zeroed(w.rows(), dim, &problem.grid)?;
+    let tiles: Vec<Result<Course>> = execution.pool()?.install(|| {
+        let levels =
+            out.scales.par_chunks_mut(LANES * n_groups).zip(out.zeros.par_chunks_mut(LANES * n_groups));
+        out.codes
+            .par_chunks_mut(LANES * dim)
+            .zip(levels)
+            .enumerate()
+            .map(|(tile, (codes, (scales, zeros)))| {
+                let solved = problem.solve_tile(w, tile * LANES, execution)?;
+                solved.solution.store(codes, scales, zeros);
+                Ok(solved.course)
+            })
+            .collect()
     });
-    collect(tiles, &problem, w.rows())
+    Ok((out, report(tiles, w.rows())?))
 }
 
-/// Puts the rows of tiles together.
-fn collect(tiles: Vec<Result<Solved>>, problem: &Problem<'_>, rows: usize) -> Result<(Quantized, Report)> {
-    let (dim, n_groups) = (problem.dim, problem.grid.n_groups(problem.dim));
-    let mut out = Quantized::zeroed(rows, dim, &problem.grid)?;
+/// Sums over the rows of all tiles, in their order.
+fn report(tiles: Vec<Result<Course>>, rows: usize) -> Result<Report> {
     let (mut sums, mut moves, mut rounds) = ([0.0; 4], 0, 0);
-    for (tile, solved) in tiles.into_iter().enumerate() {
-        let solved = solved?;
+    for (tile, course) in tiles.into_iter().enumerate() {
+        let course = course?;
         for r in 0..LANES.min(rows - tile * LANES) {
-            let row = tile * LANES + r;
-            for j in 0..dim {
-                out.codes[row * dim + j] = solved.solution.codes[j][r];
-            }
-            for g in 0..n_groups {
-                out.scales[row * n_groups + g] = solved.solution.levels[g][r].scale;
-                out.zeros[row * n_groups + g] = solved.solution.levels[g][r].zero;
-            }
-            for (sum, stage) in sums.iter_mut().zip(&solved.stages) {
+            for (sum, stage) in sums.iter_mut().zip(&course.stages) {
                 *sum += stage[r];
             }
         }
-        moves += solved.moves;
-        rounds = rounds.max(solved.rounds);
+        moves += course.moves;
+        rounds = rounds.max(course.rounds);
     }
     let [swept, descended, refitted, settled] = sums;
-    let report = Report { swept, descended, refitted, settled, moves, rounds };
-    Ok((out, report))
+    Ok(Report { swept, descended, refitted, settled, moves, rounds })
 }

@@ -8,9 +8,14 @@ use crate::{Execution, Result};
 /// Relative gain of a round below which a row is done.
 const SETTLED: f64 = 1e-6;
 
-/// A tile's solution, its loss after each stage, and what it took.
+/// A tile's solution and how it was found.
 pub(super) struct Solved {
     pub(super) solution: Solution,
+    pub(super) course: Course,
+}
+
+/// The loss of each row after each stage, and what it took.
+pub(super) struct Course {
     pub(super) stages: [Lane; 4],
     pub(super) moves: u64,
     pub(super) rounds: usize,
@@ -66,7 +71,7 @@ impl Problem<'_> {
             rounds += 1;
         }
         stages[3] = state.loss;
-        Ok(Solved { solution: state.solution, stages, moves, rounds })
+        Ok(Solved { solution: state.solution, course: Course { stages, moves, rounds } })
     }
 
     /// Takes a row's new solution over where it is better and the row is not done.

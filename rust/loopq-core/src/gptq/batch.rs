@@ -9,6 +9,7 @@ use crate::factor::{DampedFactor, PANEL_WIDTH};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
 use crate::grid::{fit, Grid, Levels};
+use crate::memory::zeros;
 use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
 use crate::{Execution, Result};
@@ -66,7 +67,7 @@ impl<'a, T: Real> Batch<'a, T> {
     /// Rounds all columns; codes are (rows, dim).
     pub(super) fn solve(mut self, codes: &mut [u8], execution: &Execution<'_>) -> Result<Self> {
         let (dim, problem) = (self.dim, self.problem);
-        self.vectors = (0..self.n().div_ceil(T::NR)).map(|v| self.load(v)).collect();
+        self.vectors = (0..self.n().div_ceil(T::NR)).map(|v| self.load(v)).collect::<Result<_>>()?;
         let block = problem.options.block_size.next_multiple_of(MR).min(dim.next_multiple_of(MR));
         for from in (0..dim).step_by(block) {
             let to = dim.min(from + block);
@@ -86,11 +87,12 @@ impl<'a, T: Real> Batch<'a, T> {
         Ok(self)
     }
 
-    fn load(&self, v: usize) -> Vector<T> {
+    fn load(&self, v: usize) -> Result<Vector<T>> {
         let problem = self.problem;
         let padded = self.dim.next_multiple_of(MR);
-        let mut values = vec![T::default(); padded * T::NR];
-        let mut original = vec![0.0; padded * T::NR];
+        let what = "rows that are solved together";
+        let mut values = zeros(what, padded * T::NR)?;
+        let mut original = zeros(what, padded * T::NR)?;
         for (lane, row) in self.w.values().chunks_exact(self.dim).skip(v * T::NR).take(T::NR).enumerate() {
             for j in 0..self.dim {
                 let weight = row[problem.factor.order()[j]];
@@ -98,14 +100,14 @@ impl<'a, T: Real> Batch<'a, T> {
                 original[j * T::NR + lane] = weight;
             }
         }
-        Vector {
+        Ok(Vector {
             values,
             original,
-            codes: vec![0; self.dim * T::NR],
+            codes: zeros(what, self.dim * T::NR)?,
             damped: vec![0.0; T::NR],
             added: vec![0.0; T::NR],
             done: vec![0; padded / MR],
-        }
+        })
     }
 
     /// Brings columns `from..to` up to date with all errors of columns before `limit`.

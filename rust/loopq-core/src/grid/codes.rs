@@ -31,56 +31,59 @@ pub fn dequantize(
     Ok(out)
 }
 
-/// Signed codes of a symmetric grid: `u - 2^(bits - 1)`.
+/// Signed codes of a symmetric grid, `u - 2^(bits - 1)`, in the same memory.
 #[must_use]
-pub fn to_signed(codes: &[u8], bits: u32) -> Vec<i8> {
+pub fn to_signed(mut codes: Vec<u8>, bits: u32) -> Vec<i8> {
     let middle = 1_u8 << (bits - 1);
-    codes.iter().map(|&u| u.wrapping_sub(middle) as i8).collect()
+    for code in &mut codes {
+        *code = code.wrapping_sub(middle);
+    }
+    bytemuck::allocation::cast_vec(codes)
 }
 
 /// Biased codes of signed ones: `q + zero_offset`, each checked to fit `bits` bits.
 pub fn to_biased(codes: &[i8], dim: usize, bits: u32, zero_offset: i64) -> Result<Vec<u8>> {
-    let found = shifted(codes, zero_offset, 0..=(1 << bits) - 1, |u| u as u8);
-    found.map_err(|i| Error::CodeRange {
-        row: i / dim.max(1),
-        column: i % dim.max(1),
-        value: i64::from(codes[i]),
-        bits,
-        zero_offset,
-    })
+    let mut out = zeros("biased codes", codes.len())?;
+    match shift(codes, zero_offset, 0..=(1 << bits) - 1, &mut out, |u| u as u8) {
+        None => Ok(out),
+        Some(i) => {
+            let (row, column, value) = (i / dim.max(1), i % dim.max(1), i64::from(codes[i]));
+            Err(Error::CodeRange { row, column, value, bits, zero_offset })
+        }
+    }
 }
 
 /// Signed codes `u - zero_offset`; refuses what int8 cannot hold.
 pub fn to_signed_by(codes: &[u8], zero_offset: i64) -> Result<Vec<i8>> {
     let range = i32::from(i8::MIN)..=i32::from(i8::MAX);
-    let found = shifted(codes, zero_offset.saturating_neg(), range, |q| q as i8);
-    found.map_err(|column| {
-        let value = i64::from(codes[column]) - zero_offset;
-        Error::CodeRange { row: 0, column, value, bits: 8, zero_offset }
-    })
+    let mut out = zeros("signed codes", codes.len())?;
+    match shift(codes, zero_offset.saturating_neg(), range, &mut out, |q| q as i8) {
+        None => Ok(out),
+        Some(column) => {
+            let value = i64::from(codes[column]) - zero_offset;
+            Err(Error::CodeRange { row: 0, column, value, bits: 8, zero_offset })
+        }
+    }
 }
 
-/// `code + offset`, narrowed, or the place of the first code that this takes out of `range`. That place is looked for only
-/// when there is one: the loop has no branch and runs at the speed of memory.
-fn shifted<A: Copy + Into<i32>, B>(
+/// Writes `code + offset`, narrowed; returns the place of the first code that this takes out of `range`. That place is
+/// looked for only when there is one: the loop has no branch and runs at the speed of memory.
+fn shift<A: Copy + Into<i32>, B>(
     codes: &[A],
     offset: i64,
     range: RangeInclusive<i32>,
+    out: &mut [B],
     narrow: impl Fn(i32) -> B,
-) -> std::result::Result<Vec<B>, usize> {
+) -> Option<usize> {
     // Codes have 8 bits: an offset beyond 1000 takes all of them out of any range, and so does 1000.
     let offset = offset.clamp(-1000, 1000) as i32;
     let mut outside = false;
-    let moved = codes.iter().map(|&code| {
+    for (to, &code) in out.iter_mut().zip(codes) {
         let value = code.into() + offset;
         outside |= !range.contains(&value);
-        narrow(value)
-    });
-    let out = moved.collect();
-    if outside {
-        return Err(codes.iter().position(|&code| !range.contains(&(code.into() + offset))).unwrap_or(0));
+        *to = narrow(value);
     }
-    Ok(out)
+    outside.then(|| codes.iter().position(|&code| !range.contains(&(code.into() + offset))).unwrap_or(0))
 }
 
 /// `code * scale` for signed codes of a symmetric grid.

@@ -112,13 +112,6 @@ impl Accumulator {
         Ok(self.waiting[self.index_of(step)?].n_rows)
     }
 
-    /// Bytes that the exact sums and the waiting rows take.
-    #[must_use]
-    pub fn n_bytes(&self) -> usize {
-        let sums: usize = self.matrices.iter().map(ExactMatrix::n_bytes).sum();
-        sums + self.waiting.iter().map(|w| w.bytes.capacity()).sum::<usize>()
-    }
-
     pub(super) fn index_of(&self, step: usize) -> Result<usize> {
         let steps = &self.settings.steps;
         steps.binary_search(&step).map_err(|_| Error::UnknownStep { step, steps: steps.clone() })

@@ -184,11 +184,6 @@ impl ExactMatrix {
         (hi as f64 + 1.0) * limbs::HI_UNIT
     }
 
-    /// Bytes that the limbs take.
-    pub(crate) fn n_bytes(&self) -> usize {
-        self.hi.len() * 16
-    }
-
     /// Sets the entries from packed upper triangles of the right length.
     pub(crate) fn load(&mut self, hi: &[i64], lo: &[i64]) -> Result<()> {
         if let Some(bad) = lo.iter().position(|&l| !limbs::is_canonical(l)) {

@@ -33,7 +33,7 @@ def check(result):
         rounded, one_step, trajectory, other_tool, default, best = grid["variants"]
         assert best["kl"] < 0.6 * trajectory["kl"]
         assert default["kl"] < 0.7 * trajectory["kl"]
-        assert best["kl"] < default["kl"] < 0.75 * other_tool["kl"]
+        assert default["kl"] < 0.75 * other_tool["kl"]
         # For every seed of the initial states, not only on average.
         ordered = (rounded, one_step, trajectory, default)
         for a, b, c, d in zip(*(variant["kl_by_seed"] for variant in ordered), strict=True):
@@ -81,7 +81,7 @@ def test_readme_shows_what_the_demo_prints(whole):
     }
     assert set(shown) == set(made)
     for key, (kl, sd, agreement) in shown.items():
-        drawn = key[2] == "loopq, preset best"
+        drawn = key[2].startswith("loopq")
         assert drawn == bool(sd), key
         margin = DRAW * float(sd) if drawn else ROUNDING["kl"] * float(kl)
         assert made[key]["kl"] == pytest.approx(float(kl), abs=margin), key

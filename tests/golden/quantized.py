@@ -90,7 +90,7 @@ def machine():
 PAPER = {"method": "gptq", "scale_search": "max"}
 G = {**PAPER, "group_size": 16}
 FULL = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal", "group_size": 16, "bits": 3}
-LOOP = {**FULL, "metric": "loop"}
+LOOP = {**FULL, "metric": "loop", "metric_draws": 4}
 EXACT = {
     **{f"rtn-{b}": {**G, "method": "rtn", "bits": b} for b in (2, 3, 4, 8)},
     "rtn-mse": {**G, "method": "rtn", "bits": 3, "scale_search": "mse"},
@@ -126,7 +126,9 @@ EXACT = {
         "overrides": (
             loopq.Override("adapter.weight", {"bits": 8, "steps": "first"}),
             loopq.Override("re:^[qkv]", {"method": "rtn", "group_size": 8}),
-            loopq.Override("fc.weight", {"method": "gptq-cd", "damping_kind": "diagonal"}),
+            loopq.Override(
+                "fc.weight", {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal"}
+            ),
             loopq.Override("proj.weight", {"symmetric": False, "step_weights": "trace"}),
         ),
     },

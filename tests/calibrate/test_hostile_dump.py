@@ -38,7 +38,7 @@ def made(tmp_path):
     [
         (
             lambda d: d["files"][0].update(file="../x.safetensors"),
-            r"files\[0\]\.file: .*; allowed: shards/ or hessians/",
+            r"files\[0\]\.file: .*; allowed: shards/, hessians/ or metrics/",
         ),
         (
             lambda d: d["files"][0].update(file="hessians/000.safetensors"),

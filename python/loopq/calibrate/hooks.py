@@ -86,10 +86,16 @@ class Observer:
         self._batch = batch
         self._counts = {p.name: 0 for p in self._parameters.values()}
         self._last = "before the first layer"
+        self._failed: Exception | None = None
         try:
             with model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
                 yield
             self._check_counts()
+        except CalibrationError as error:
+            # What the sink raised came through the model, but is none of its errors.
+            if self._failed is not None and error.__cause__ is self._failed:
+                raise self._failed from None
+            raise
         finally:
             self._batch = None
 
@@ -125,7 +131,11 @@ class Observer:
         rows = value.detach().reshape(-1, parameter.in_features)
         if self._check_finite:
             self._refuse_non_finite(parameter, step, rows)
-        self._sink(parameter, step, rows)
+        try:
+            self._sink(parameter, step, rows)
+        except Exception as cause:
+            self._failed = cause
+            raise
 
     def _refuse_non_finite(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
         import torch

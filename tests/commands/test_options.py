@@ -34,7 +34,13 @@ def test_every_setting_has_its_option(name):
         args, value = [flag_of(leaf)], not leaf.default
     else:
         value = (choices_of(leaf.annotation) or [leaf.default])[-1]
-        value = {"allocate": 3.25, "scale_bits": 5, "n_held_out": 2, "tune_truncate": 2}.get(name, value)
+        value = {
+            "allocate": 3.25,
+            "scale_bits": 5,
+            "n_held_out": 2,
+            "tune_truncate": 2,
+            "metric_prompts": 4,
+        }.get(name, value)
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         args = [flag_of(leaf), text]
     assert given(PARSER.parse_args([*BASE, *args]), QuantConfig) == {name: value}

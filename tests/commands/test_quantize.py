@@ -134,7 +134,7 @@ def test_wrong_settings_are_one_line_and_leave_nothing(saved_model, tmp_path, co
     ("args", "match"),
     [
         (["{model}", "--out", "{tmp}/o", "--calibration", "{empty}"], "0 tokens make no window"),
-        (["{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], "cannot be read"),
+        (["{model}", "--out", "{tmp}/o", "--calibration", "{tmp}/none.txt"], "none.txt: missing"),
         # Refused before the model is looked for.
         (["nowhere", "--out", "{empty}"], "a file stands there"),
         (["nowhere", "--out", "{empty}/o"], "is a file, so that no folder can be made in it"),

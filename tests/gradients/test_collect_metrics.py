@@ -176,7 +176,7 @@ def test_a_layer_that_no_gradient_reaches_is_named(tiny, tokens, monkeypatch):
 
 
 def test_what_it_takes_is_said_before(tiny, tokens, monkeypatch):
-    tasks = run_of(tiny, tokens, asked()).tasks
+    tasks = run_of(tiny, tokens, asked(metric_draws=4)).tasks
     assert metric_cost(run_of(tiny, tokens).tasks, 10) == module.MetricCost(0, 1, 0.0, 0)
     n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
     kept = metric_cost(tasks, 10)

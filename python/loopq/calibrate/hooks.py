@@ -46,6 +46,7 @@ class Observer:
         self._system = system
         self._parameters = {id(system.parameter(p)): p for p in parameters}
         self._sink = sink
+        self._failed: list[Exception] = []
         self._check_finite = check_finite
         self._counts: dict[str, int] = {}
         self._last = ""
@@ -86,15 +87,15 @@ class Observer:
         self._batch = batch
         self._counts = {p.name: 0 for p in self._parameters.values()}
         self._last = "before the first layer"
-        self._failed: Exception | None = None
+        self._failed.clear()
         try:
             with model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
                 yield
             self._check_counts()
         except CalibrationError as error:
             # What the sink raised came through the model, but is none of its errors.
-            if self._failed is not None and error.__cause__ is self._failed:
-                raise self._failed from None
+            if any(error.__cause__ is own for own in self._failed):
+                raise self._failed[0] from None
             raise
         finally:
             self._batch = None
@@ -134,7 +135,7 @@ class Observer:
         try:
             self._sink(parameter, step, rows)
         except Exception as cause:
-            self._failed = cause
+            self._failed.append(cause)
             raise
 
     def _refuse_non_finite(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:

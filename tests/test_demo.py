@@ -93,9 +93,9 @@ def test_the_spread_over_draws_is_that_of_its_rows():
     with pytest.raises(ConfigError, match="at least one draw"):
         demo.run(metric_seeds=())
     found = demo.run(**SMALL | {"n_calibration": 2, "n_evaluation": 2, "metric_seeds": (0, 1)})
-    *others, best = found["grids"][0]["variants"]
-    # With so few prompts the default takes no gradients either.
+    *others, default, best = found["grids"][0]["variants"]
     assert not any("kl_sd" in variant for variant in others)
+    assert "kl_sd" in default
     a, b = best["kl_by_metric_seed"]
     assert a != b
     assert best["kl"] == pytest.approx((a + b) / 2)

@@ -199,7 +199,7 @@ class Run:
         """Return what the run cost so far."""
         return {
             "wall_s": round(self.wall_s, 1),
-            "n_bytes": self.n_bytes(),
+            "n_tokens": self.step * self.recipe.batch * self.recipe.seq_len,
             "n_steps": self.step,
             "threads": torch.get_num_threads(),
             "resumed": self.resumed,

@@ -95,6 +95,9 @@ def _tried(run: Run, tasks: Sequence[Task]) -> str:
         )
     except LoopqError as error:
         return str(error).splitlines()[0]
+    except RuntimeError as error:
+        # torch's word for a graph that does not reach the weights.
+        return f"a backward pass fails: {str(error).splitlines()[0]}"
     missing = sorted(set(names) - set(found))
     return f"no gradient reaches {missing[0]}" if missing else ""
 

@@ -129,7 +129,7 @@ def test_failure_of_the_models_own_code_is_a_verdict() -> None:
     del system.model.model.norm
     report = check_model(as_loaded(system))
     assert _verdicts(report)["rollout"] is False
-    assert "the model's own code failed: AttributeError" in "\n".join(report.lines())
+    assert "the model raises AttributeError" in "\n".join(report.lines())
 
 
 def test_overflow_is_found() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.systems.base import Batch
 from loopq.systems.generic import Generic, discover
 from loopq.systems.load import choose_system
@@ -74,7 +74,7 @@ def test_hooks_are_gone_after_an_error() -> None:
         model(_ids().input_ids)
         raise ValueError("made")
 
-    with pytest.raises(ValueError, match=r"made"):
+    with pytest.raises(CalibrationError, match=r"the model raises ValueError: made"):
         trace(model, fail)
     assert all(not m._forward_pre_hooks for m in model.modules())
 

@@ -25,8 +25,9 @@ class AWQ(Method):
 
     Parameters
     ----------
-    scale_search : {"max", "mse"}
-        Scale of a group: that of its largest magnitude, or that of least squared error on a shrink grid.
+    scale_search : {"max", "half-range", "mse"}
+        Scale of a group. max: its largest magnitude gets the highest code; half-range: its largest magnitude lies half
+        the range of the codes from zero; mse: that of least squared error on a shrink grid.
 
     Notes
     -----

@@ -16,31 +16,31 @@ from tests.support.runs import SETTINGS, digest, job_of
 
 def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
     job = job_of(loaded, tokens)
-    steps = {p.name: [0, 1, 2] for p in job.selection.input_groups}
+    steps = {p.name: [0, 1, 2] for p in job.selection.distinct_inputs}
     apart = HessianSet(job, steps, per_step=True)
     together = HessianSet(job, steps)
     for sums in (apart, together):
         sums.run_pass(list(steps))
-    for leader in steps:
-        total = together.accumulators[leader].matrix()
-        np.testing.assert_array_equal(total, apart.accumulators[leader].matrix([0, 1, 2]))
-        each = [apart.accumulators[leader].matrix([t]) for t in range(3)]
+    for input_group in steps:
+        total = together.accumulators[input_group].matrix()
+        np.testing.assert_array_equal(total, apart.accumulators[input_group].matrix([0, 1, 2]))
+        each = [apart.accumulators[input_group].matrix([t]) for t in range(3)]
         np.testing.assert_allclose(sum(each), total, rtol=1e-15)
         assert np.linalg.eigvalsh(total)[0] > -1e-6 * np.trace(total)
         with pytest.raises(ConfigError, match=r"summed over steps \[0, 1, 2\], not \[1\]"):
-            together.accumulator(leader, [1])
+            together.accumulator(input_group, [1])
 
 
 def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tmp_path, monkeypatch):
     """Parts count by the rows of their open blocks, which say that the sums before them are whole."""
     monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", 0.0)
     job = job_of(loaded, tokens, batch_size=3)
-    leader = job.selection.input_groups[0].name
+    input_group = job.selection.distinct_inputs[0].name
 
     def collect():
-        sums = HessianSet(job, {leader: [0, 1, 2]})
-        sums.run_pass([leader], work=tmp_path / "work")
-        return sums.accumulators[leader].matrix()
+        sums = HessianSet(job, {input_group: [0, 1, 2]})
+        sums.run_pass([input_group], work=tmp_path / "work")
+        return sums.accumulators[input_group].matrix()
 
     whole = collect()
     np.testing.assert_array_equal(collect(), whole)

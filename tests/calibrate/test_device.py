@@ -70,13 +70,13 @@ def test_precision_setting_is_put_back():
 def test_collection_on_a_gpu_agrees_with_the_cpu(tiny, tokens):
     def collected():
         selection = select(tiny.system, tokens)
-        steps = {p.name: [0, 1, 2] for p in selection.input_groups}
+        steps = {p.name: [0, 1, 2] for p in selection.distinct_inputs}
         sums = HessianSet(Collection(tiny.system, tokens, selection), steps)
         sums.run_pass(list(steps))
-        return {leader: acc.matrix() for leader, acc in sums.accumulators.items()}
+        return {input_group: acc.matrix() for input_group, acc in sums.accumulators.items()}
 
     on_cpu = collected()
     tiny.model.cuda()
-    for leader, hessian in collected().items():
-        scale = np.abs(on_cpu[leader]).max()
-        np.testing.assert_allclose(hessian, on_cpu[leader], atol=1e-4 * scale)
+    for input_group, hessian in collected().items():
+        scale = np.abs(on_cpu[input_group]).max()
+        np.testing.assert_allclose(hessian, on_cpu[input_group], atol=1e-4 * scale)

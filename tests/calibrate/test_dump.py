@@ -71,8 +71,8 @@ def test_parts_collected_apart_merge_to_the_same_bits_in_any_order(loaded, token
     assert digest(tmp_path / "abc") == digest(tmp_path / "cab")
     merge(parts[:2], tmp_path / "ab")
     merge([tmp_path / "ab", parts[2]], tmp_path / "ab-c")
-    for leader in Dump(tmp_path / "abc").manifest.rows:
-        a, b = (Dump(tmp_path / n).accumulator(leader, [0, 1, 2]).matrix() for n in ("abc", "ab-c"))
+    for input_group in Dump(tmp_path / "abc").manifest.rows:
+        a, b = (Dump(tmp_path / n).accumulator(input_group, [0, 1, 2]).matrix() for n in ("abc", "ab-c"))
         np.testing.assert_array_equal(a, b)
     with pytest.raises(DumpError, match="count twice"):
         merge([parts[0], parts[0]], tmp_path / "twice")

@@ -14,7 +14,7 @@ def test_equal_rows_uses_each_position_once(tiny, tokens):
     run = run_of(tiny, tokens, config, batch_size=5, seed=1)
     rows = EqualRows(run.job)
     n_positions = sum(s.size for s in tokens.sequences)
-    for p in run.job.selection.input_groups:
+    for p in run.job.selection.distinct_inputs:
         acc = rows.accumulator(p.name, [0, 1, 2])
         counts = [acc.n_rows(t) for t in range(3)]
         assert sum(counts) == n_positions

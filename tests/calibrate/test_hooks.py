@@ -108,7 +108,7 @@ def test_nan_is_named_by_layer_step_and_row(tiny, tokens):
     handle = fc.register_forward_pre_hook(poison)
     try:
         job = Collection(tiny.system, tokens, select_without(tiny, tokens, handle, fc, poison))
-        sums = HessianSet(job, {p.name: [0, 1, 2] for p in job.selection.input_groups})
+        sums = HessianSet(job, {p.name: [0, 1, 2] for p in job.selection.distinct_inputs})
         calls.clear()
         with pytest.raises(
             NonFiniteError, match=r"core_block\.1\.mlp\.fc\.weight, step 1, row 29 \(prompt 1, position 5\)"

@@ -44,7 +44,7 @@ def made(tmp_path):
             lambda d: d["files"][0].update(file="hessians/000.safetensors"),
             "not those of a dump of kind 'rows'",
         ),
-        (lambda d: d["files"][0].update(leader="x.q.weight"), "not those of a dump of kind 'rows'"),
+        (lambda d: d["files"][0].update(input_group="x.q.weight"), "not those of a dump of kind 'rows'"),
         (lambda d: d["files"].clear(), "none, without model.safetensors, or a name that stands twice"),
         (lambda d: d["files"].append(d["files"][0]), "a name that stands twice"),
         (
@@ -67,10 +67,10 @@ def made(tmp_path):
             r"shape \[6, 8\] of tensor 'x.q.weight'; the manifest says",
         ),
         (
-            lambda d: d["leaders"].update({"x.k.weight": "x.z.weight"}),
-            "leaders: a name that is not among the parameters",
+            lambda d: d["input_groups"].update({"x.k.weight": "x.z.weight"}),
+            "input_groups: a name that is not among the parameters",
         ),
-        (lambda d: d["rows"].update({"x.z.weight": {}}), "rows: a name that is not among the leaders"),
+        (lambda d: d["rows"].update({"x.z.weight": {}}), "rows: a name that is not among the input groups"),
         (
             lambda d: d["rows"]["x.q.weight"].update({"2": 40}),
             "rows: a step that the parameter does not have",

@@ -17,26 +17,28 @@ def job(tiny, tokens):
 
 
 def test_pairs_without_other_weights_are_the_plain_hessian(job):
-    leader = job.selection.input_groups[0].name
-    moments = collect_pairs(job, [leader], {})[leader].of([0, 1, 2])
+    input_group = job.selection.distinct_inputs[0].name
+    moments = collect_pairs(job, [input_group], {})[input_group].of([0, 1, 2])
     np.testing.assert_array_equal(moments.reference, moments.quantized)
     np.testing.assert_array_equal(moments.cross, np.zeros_like(moments.cross))
-    sums = HessianSet(job, {leader: [0, 1, 2]})
-    sums.run_pass([leader])
-    np.testing.assert_allclose(moments.reference, sums.accumulators[leader].matrix(), rtol=1e-6, atol=1e-3)
+    sums = HessianSet(job, {input_group: [0, 1, 2]})
+    sums.run_pass([input_group])
+    np.testing.assert_allclose(
+        moments.reference, sums.accumulators[input_group].matrix(), rtol=1e-6, atol=1e-3
+    )
 
 
 def test_hooks_are_gone_after_an_error_that_is_kept(tiny, job, monkeypatch):
-    leader = job.selection.input_groups[0].name
+    input_group = job.selection.distinct_inputs[0].name
     monkeypatch.setattr("loopq.calibrate.pairs.np.concatenate", lambda *args, **kwargs: 1 // 0)
     with pytest.raises(ZeroDivisionError) as kept:
-        collect_pairs(job, [leader], {})
+        collect_pairs(job, [input_group], {})
     assert kept.tb is not None
     assert not [m for m in tiny.model.modules() if m._forward_pre_hooks]
 
 
 def test_pairs_hold_the_two_rollouts(tiny, job):
-    first, last = job.selection.input_groups[0].name, job.selection.input_groups[-1].name
+    first, last = job.selection.distinct_inputs[0].name, job.selection.distinct_inputs[-1].name
     weight = tiny.system.model.get_parameter(first).detach().numpy()
     other = (weight * 1.1).astype(np.float32)
     paired = collect_pairs(job, [last], {first: other})[last]

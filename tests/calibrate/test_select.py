@@ -30,5 +30,5 @@ def test_what_is_excluded_is_not_observed(tiny, tokens):
     assert found.n_steps == 2
     assert "transformer.adapter.weight" in {p.name for p in found.parameters}
     assert "transformer.adapter.weight" not in {p.name for p in found.observed}
-    assert {p.name for p in found.input_groups} == set(found.leaders.values())
+    assert {p.name for p in found.distinct_inputs} == set(found.input_groups.values())
     assert {p.invocations for p in found.parameters} == {2}

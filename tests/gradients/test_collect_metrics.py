@@ -57,7 +57,7 @@ def test_is_one_round_of_the_alternation_written_out(tiny, tokens):
     for task in run.tasks:
         name = task.name
         g = [x[name].double().numpy() for x in gradients]
-        h = np.asarray(sums.accumulator(task.leader, task.steps).matrix(list(task.steps)))
+        h = np.asarray(sums.accumulator(task.input_group, task.steps).matrix(list(task.steps)))
         left = sum(x @ np.linalg.inv(h + 0.01 * np.diag(np.diag(h))) @ x.T for x in g)
         left = left + 0.1 * np.diag(np.diag(left))
         right = sum(x.T @ np.linalg.inv(left) @ x for x in g)

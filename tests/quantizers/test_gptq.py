@@ -68,7 +68,7 @@ def test_codes_equal_the_reference_on_collected_hessians(tiny, tokens):
     sums.run_pass(list(sums.steps))
     for p in run.job.selection.observed:
         weight = tiny.system.parameter(p).detach().numpy()
-        hessian = sums.accumulators[run.job.selection.leaders[p.name]].matrix()
+        hessian = sums.accumulators[run.job.selection.input_groups[p.name]].matrix()
         layer = solve("gptq", weight, hessian, bits=3, group_size=20, damping=0.01, scale_dtype="float32")
         codes, scale, _ = gptq(weight, hessian, bits=3, group_size=20, damping=0.01)
         assert_same_codes(layer, codes, scale)

@@ -39,15 +39,17 @@ def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tin
         np.testing.assert_array_equal(layers[first].codes, plain[first].codes)
     assert any(not solved[1.0][n].same_as(plain[n]) for n in plain)
     assert all(solved[0.0][n].report["target_shift"] == 0 for n in plain)
-    assert all(solved[1.0][t.name].report["target_shift"] > 0 for t in tasks if t.leader != tasks[0].leader)
+    assert all(
+        solved[1.0][t.name].report["target_shift"] > 0 for t in tasks if t.input_group != tasks[0].input_group
+    )
 
     def output_error(layers):
         """Squared error of every layer's output against full precision, inputs of the quantized rollout."""
         total = 0.0
-        for leader in run.job.selection.input_groups:
-            m = collect_pairs(run.job, [leader.name], tensors_of(layers))[leader.name].of([0, 1, 2])
+        for input_group in run.job.selection.distinct_inputs:
+            m = collect_pairs(run.job, [input_group.name], tensors_of(layers))[input_group.name].of([0, 1, 2])
             for t in tasks:
-                if t.leader == leader.name:
+                if t.input_group == input_group.name:
                     w = tiny.system.parameter(t.parameter).detach().numpy().astype(np.float64)
                     d = layers[t.name].dequantize() - w
                     total += np.trace(d @ m.quantized @ d.T) - 2 * np.trace(d @ m.cross.T @ w.T)
@@ -81,7 +83,7 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
             report = found[task.name].report
             assert report["step_weighting"] == spec
             assert sum(report["step_weights"]) == pytest.approx(1.0)
-            if task.leader == run.tasks[0].leader:
+            if task.input_group == run.tasks[0].input_group:
                 np.testing.assert_array_equal(found[task.name].codes, plain[task.name].codes)
                 assert report["step_weights"] == pytest.approx(plain[task.name].report["step_weights"])
     by_sum = Asymmetric().solve(prepared(tiny, tokens))

@@ -58,7 +58,7 @@ def test_metric_auto_takes_what_the_dump_holds(dump, tmp_path):
 
 def test_several_passes_give_the_same_sums(loaded, tokens, dump, tmp_path):
     job = job_of(loaded, tokens)
-    widest = max(p.in_features for p in job.selection.input_groups)
+    widest = max(p.in_features for p in job.selection.distinct_inputs)
     other = collected(loaded, tokens, tmp_path / "passes", memory=8 * widest * (widest + 1))
     for entry in Dump(dump).manifest.metrics:
         mine, theirs = (
@@ -115,7 +115,7 @@ def test_sums_of_gradients_cannot_be_merged(loaded, tokens, dump, tmp_path):
         (lambda d: d["metrics"][0].update(file="hessians/009.safetensors"), "or a file of another kind"),
         (
             lambda d: d["metrics"][0].update(parameter="x.weight"),
-            "metrics: a name that is not among the leaders",
+            "metrics: a name that is not among the input groups",
         ),
         (lambda d: d["metrics"].append(d["metrics"][0]), "or stands twice"),
         (lambda d: d["metrics"][0].update(n_draws=9), "metrics: of unlike prompts and draws"),

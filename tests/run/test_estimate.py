@@ -23,7 +23,7 @@ def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
     assert best.metric.n_gradients == 4 * len(tokens.sequences)
     assert best.seconds > best.metric_seconds > 0
     assert "40 gradients for the loop metric" in str(best)
-    groups = len(run_of(loaded, tokens).job.selection.input_groups)
+    groups = len(run_of(loaded, tokens).job.selection.distinct_inputs)
     assert of(inputs="asymmetric", sweeps=2).n_passes == 4 * groups
     assert of(inputs="asymmetric", sweeps=2, preset="best").n_passes == 4 * groups + 1
     assert of(inputs="closed-loop").n_passes == 2

@@ -37,10 +37,11 @@ def test_tasks_have_steps_and_the_input_that_they_share(tiny, tokens):
     assert list(tasks) == [p.name for p in tiny.system.shared_parameters(3)]
     assert tasks["transformer.adapter.weight"].steps == (2,)
     assert {t.steps for n, t in tasks.items() if "adapter" not in n} == {(0, 1)}
-    assert {n: t.leader for n, t in tasks.items()} == run.job.selection.leaders
+    assert {n: t.input_group for n, t in tasks.items()} == run.job.selection.input_groups
     adapter = "transformer.adapter.weight"
     assert steps_by_input(run.tasks) == {
-        leader: [2] if leader == adapter else [0, 1] for leader in run.job.selection.leaders.values()
+        input_group: [2] if input_group == adapter else [0, 1]
+        for input_group in run.job.selection.input_groups.values()
     }
 
 
@@ -53,9 +54,9 @@ def test_treatments_of_the_system_and_dense_layers(tiny, tokens):
         *rest,
     ]
     config = QuantConfig.of(Override(f"*{rest[0].name}", {"method": "dense"}), method="awq")
-    tasks = plan(parameters, run.job.selection.leaders, config)
+    tasks = plan(parameters, run.job.selection.input_groups, config)
     assert [t.name for t in tasks] == [first.name, *(p.name for p in rest[1:])]
-    assert (tasks[0].config.method, tasks[0].steps, tasks[0].leader) == (RTN(), (), None)
+    assert (tasks[0].config.method, tasks[0].steps, tasks[0].input_group) == (RTN(), (), None)
     with pytest.raises(ConfigError, match="nothing is left to quantize"):
         plan(parameters, {}, QuantConfig.of(method="dense"))
 

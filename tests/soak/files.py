@@ -133,9 +133,9 @@ def dump_facts(folder: Path, out: Path) -> str:
     dump = Dump(folder)
     m = dump.manifest
     sums = {}
-    for leader, rows in m.rows.items():
-        acc = dump.accumulator(leader, sorted(rows))
-        sums[leader] = [hashlib.sha256(acc.matrix()).hexdigest(), *(acc.n_rows(t) for t in rows)]
+    for input_group, rows in m.rows.items():
+        acc = dump.accumulator(input_group, sorted(rows))
+        sums[input_group] = [hashlib.sha256(acc.matrix()).hexdigest(), *(acc.n_rows(t) for t in rows)]
     weights = bytes_of({p.name: dump.weights().raw(p.name) for p in m.parameters})
     loopq.solve(folder, out=out, bits=4, group_size=4, damping=0.1)
     side = {name: hashlib.sha256(data).hexdigest() for name, data in dump.side_files().items()}
@@ -221,7 +221,7 @@ def dumps(base: Path) -> list[Target]:
             acc.finish()
             paths = [folder / "hessians" / "000.safetensors"]
             sums = [write_accumulator(paths[0], acc)]
-        leader = ("x.q.weight", True) if kind == "hessian" else ("", False)
+        input_group = ("x.q.weight", True) if kind == "hessian" else ("", False)
         Manifest(
             kind=kind,
             system="made",
@@ -236,10 +236,10 @@ def dumps(base: Path) -> list[Target]:
             },
             rows_dtype="F32" if kind == "rows" else "",
             parameters=shared,
-            leaders={"x.q.weight": "x.q.weight", "x.k.weight": "x.q.weight"},
+            input_groups={"x.q.weight": "x.q.weight", "x.k.weight": "x.q.weight"},
             rows={"x.q.weight": {0: 40, 1: 40}},
             files=tuple(
-                DumpFile(str(p.relative_to(folder)), s, p.stat().st_size, *leader)
+                DumpFile(str(p.relative_to(folder)), s, p.stat().st_size, *input_group)
                 for p, s in zip(paths, sums, strict=True)
             ),
             model=tuple(files),
@@ -311,9 +311,9 @@ def changed_json(text: str, rng: random.Random) -> tuple[str, object]:
             rng.randrange(len(holder) + 1), copy.deepcopy(rng.choice([holder[key], rng.choice(VALUES)]))
         )
     elif kind == "add":
-        holder[rng.choice(["new", "", "sha256", "version", "transform", "leader", "../x", "x" * 300])] = (
-            rng.choice(VALUES)
-        )
+        holder[
+            rng.choice(["new", "", "sha256", "version", "transform", "input_group", "../x", "x" * 300])
+        ] = rng.choice(VALUES)
     elif kind == "rename":
         holder[rng.choice([f"{key}x", "", "../x", "a/b", key.upper(), "\ud800"])] = holder.pop(key)
     else:

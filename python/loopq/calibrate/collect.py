@@ -102,22 +102,22 @@ def _digest(tensor: RawTensor) -> str:
 
 
 class _GroupFilter:
-    """Passes on the rows of leaders and checks that the others really read the same tensor."""
+    """Passes on the rows of input groups and checks that the others really read the same tensor."""
 
     def __init__(self, selection: Selection, sink: Callable[[str, int, Tensor], None]) -> None:
-        self._leaders = selection.leaders
+        self._input_groups = selection.input_groups
         self._sink = sink
-        # The leader's tensor is kept alive so that its address cannot be another tensor's by now.
+        # The tensor of the group's first parameter is kept alive so that its address cannot be another tensor's by now.
         self._last: dict[str, tuple[int, InputKey, Tensor]] = {}
 
     def __call__(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
-        leader = self._leaders[parameter.name]
-        if leader == parameter.name:
-            self._last[leader] = (step, input_key(rows), rows)
-            self._sink(leader, step, rows)
-        elif self._last[leader][:2] != (step, input_key(rows)):
+        input_group = self._input_groups[parameter.name]
+        if input_group == parameter.name:
+            self._last[input_group] = (step, input_key(rows), rows)
+            self._sink(input_group, step, rows)
+        elif self._last[input_group][:2] != (step, input_key(rows)):
             raise CalibrationError(
-                f"layer {parameter.name}, step {step}: reads another input than {leader}, which it shared in "
+                f"layer {parameter.name}, step {step}: reads another input than {input_group}, which it shared in "
                 "the probe rollout; the model branches on its input: exclude this layer, or keep prompts of "
                 "one kind together"
             )
@@ -139,9 +139,9 @@ def run_rollouts(
     job : Collection
         What to run.
     sink : callable
-        Called with leader, step and rows, Tensor (n_rows, in_features), in the order of the calls.
+        Called with input group, step and rows, Tensor (n_rows, in_features), in the order of the calls.
     only : sequence of str, optional
-        Leaders to observe; all when absent.
+        Input groups to observe; all when absent.
     skip : int
         Batches that are done already.
     label : str
@@ -152,7 +152,7 @@ def run_rollouts(
     progress = progress or job.execution.progress
     wanted = set(only) if only is not None else None
     parameters = [
-        p for p in job.selection.observed if wanted is None or job.selection.leaders[p.name] in wanted
+        p for p in job.selection.observed if wanted is None or job.selection.input_groups[p.name] in wanted
     ]
     batches = list(job.tokens.batches(job.execution.batch_size, job.execution.seed))
     progress.start(label, sum(len(b.prompts) for b in batches), "prompts")
@@ -185,7 +185,7 @@ class HessianSet:
     job : Collection
         What is collected.
     steps : mapping of str to list of int
-        For each leader, the steps that are summed.
+        For each input group, the steps that are summed.
     per_step : bool
         Keep each step's Hessian apart: as many times the memory.
     """
@@ -195,89 +195,96 @@ class HessianSet:
     ) -> None:
         self.job = job
         self.per_step = per_step
-        self.steps = {leader: sorted(s) for leader, s in steps.items()}
-        self._dims = {p.name: p.in_features for p in job.selection.input_groups}
+        self.steps = {input_group: sorted(s) for input_group, s in steps.items()}
+        self._dims = {p.name: p.in_features for p in job.selection.distinct_inputs}
         self.accumulators: dict[str, native.HessianAccumulator] = {}
 
-    def n_bytes(self, leader: str) -> int:
+    def n_bytes(self, input_group: str) -> int:
         """Memory of one accumulator: 16 bytes for each entry of the upper triangle, and of each step kept."""
-        dim = self._dims[leader]
-        return 8 * dim * (dim + 1) * (len(self.steps[leader]) if self.per_step else 1)
+        dim = self._dims[input_group]
+        return 8 * dim * (dim + 1) * (len(self.steps[input_group]) if self.per_step else 1)
 
-    def rows(self, leader: str) -> dict[int, int]:
+    def rows(self, input_group: str) -> dict[int, int]:
         """Rows seen at each step."""
-        acc = self.accumulators[leader]
-        return {step: acc.n_rows(step) for step in self.steps[leader]}
+        acc = self.accumulators[input_group]
+        return {step: acc.n_rows(step) for step in self.steps[input_group]}
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = False
+        self, input_group: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
-        """Return the accumulator of a leader, which must hold just these steps, or each step apart.
+        """Return the accumulator of an input group, which must hold just these steps, or each step apart.
 
         `per_step` is for sources that sum on demand; what is here is here.
         """
-        acc = self.accumulators[leader]
-        if not self.per_step and list(steps) != self.steps[leader]:
-            raise ConfigError(f"layer {leader}: summed over steps {self.steps[leader]}, not {list(steps)}")
+        acc = self.accumulators[input_group]
+        if not self.per_step and list(steps) != self.steps[input_group]:
+            raise ConfigError(
+                f"layer {input_group}: summed over steps {self.steps[input_group]}, not {list(steps)}"
+            )
         return acc
 
     def passes(self, need: Callable[[Sequence[str]], int] | None = None) -> list[list[str]]:
-        """Divide the leaders into passes that fit in the memory limit.
+        """Divide the input groups into passes that fit in the memory limit.
 
-        `need` gives the bytes that a pass over some leaders takes; those of their accumulators when absent.
+        `need` gives the bytes that a pass over some input groups takes; those of their accumulators when absent.
 
         Raises
         ------
         ConfigError
-            One leader alone takes more.
+            One input group alone takes more.
         """
-        need = need or (lambda leaders: sum(map(self.n_bytes, leaders)))
+        need = need or (lambda input_groups: sum(map(self.n_bytes, input_groups)))
         limit = self.job.execution.memory
         runs: list[list[str]] = []
-        for leader in self.steps:
-            if limit is not None and need([leader]) > limit:
+        for input_group in self.steps:
+            if limit is not None and need([input_group]) > limit:
                 raise ConfigError(
-                    f"layer {leader}: alone it takes {need([leader]) / 2**20:.2f} MiB, above the limit of "
+                    f"layer {input_group}: alone it takes {need([input_group]) / 2**20:.2f} MiB, above the limit of "
                     f"{limit / 2**20:.2f} MiB: raise --memory"
                 )
-            if not runs or (limit is not None and need([*runs[-1], leader]) > limit):
+            if not runs or (limit is not None and need([*runs[-1], input_group]) > limit):
                 runs.append([])
-            runs[-1].append(leader)
+            runs[-1].append(input_group)
         return runs
 
-    def run_pass(self, leaders: Sequence[str], *, work: Path | None = None, label: str = "collect") -> None:
-        """Collect the Hessians of some leaders in one run over the calibration set.
+    def run_pass(
+        self, input_groups: Sequence[str], *, work: Path | None = None, label: str = "collect"
+    ) -> None:
+        """Collect the Hessians of some input groups in one run over the calibration set.
 
         Parameters
         ----------
-        leaders : sequence of str
-            Leaders of this pass.
+        input_groups : sequence of str
+            Input groups of this pass.
         work : Path, optional
             Folder where sums are saved now and then; those of the same work found there are resumed.
         label : str
             Name of the stage.
         """
-        parts = _Parts(self, leaders, work)
+        parts = _Parts(self, input_groups, work)
         done = parts.resume()
         if done:
             self.job.execution.progress.note(f"resumed after batch {done}")
         saved = time.monotonic()
-        for number in run_rollouts(self.job, parts.add, only=leaders, skip=done, label=label):
+        for number in run_rollouts(self.job, parts.add, only=input_groups, skip=done, label=label):
             last = number + 1 == self.job.n_batches
             if work and (last or time.monotonic() - saved >= SNAPSHOT_SECONDS):
                 parts.save(number + 1)
                 saved = time.monotonic()
         self.accumulators.update(parts.finish())
 
-    def empty(self, leader: str) -> native.HessianAccumulator:
-        """Return a new accumulator for a leader."""
+    def empty(self, input_group: str) -> native.HessianAccumulator:
+        """Return a new accumulator for an input group."""
         return native.HessianAccumulator(
-            self._dims[leader], self.steps[leader], per_step=self.per_step, threads=self.job.execution.threads
+            self._dims[input_group],
+            self.steps[input_group],
+            per_step=self.per_step,
+            threads=self.job.execution.threads,
         )
 
-    def drop(self, leader: str) -> None:
+    def drop(self, input_group: str) -> None:
         """Free one accumulator."""
-        self.accumulators.pop(leader, None)
+        self.accumulators.pop(input_group, None)
 
 
 @dataclass(frozen=True)
@@ -301,54 +308,54 @@ class _Parts:
     end they are the bits of a run without a stop.
     """
 
-    def __init__(self, owner: HessianSet, leaders: Sequence[str], work: Path | None) -> None:
+    def __init__(self, owner: HessianSet, input_groups: Sequence[str], work: Path | None) -> None:
         self._owner = owner
-        self._leaders = list(leaders)
-        self._chosen = {leader: set(owner.steps[leader]) for leader in leaders}
-        key = owner.job.fingerprint(self._leaders, owner.steps, owner.per_step) if work else ""
+        self._input_groups = list(input_groups)
+        self._chosen = {input_group: set(owner.steps[input_group]) for input_group in input_groups}
+        key = owner.job.fingerprint(self._input_groups, owner.steps, owner.per_step) if work else ""
         self._journal = Journal(work, key)
         self._n_parts = 0
-        self._accs = {leader: owner.empty(leader) for leader in leaders}
+        self._accs = {input_group: owner.empty(input_group) for input_group in input_groups}
         self._open: dict[tuple[str, int], Tensor] = {}
         self._device: dict[str, DeviceSums] = {}
         self._rows: dict[str, dict[int, int]] = {
-            leader: dict.fromkeys(owner.steps[leader], 0) for leader in leaders
+            input_group: dict.fromkeys(owner.steps[input_group], 0) for input_group in input_groups
         }
 
-    def add(self, leader: str, step: int, rows: Tensor) -> None:
+    def add(self, input_group: str, step: int, rows: Tensor) -> None:
         """Take the rows of one invocation."""
         import torch
 
-        if step not in self._chosen[leader]:
+        if step not in self._chosen[input_group]:
             return
-        self._rows[leader][step] += rows.shape[0]
-        waiting = self._open.pop((leader, step), None)
+        self._rows[input_group][step] += rows.shape[0]
+        waiting = self._open.pop((input_group, step), None)
         rows = rows if waiting is None else torch.cat([waiting, rows])
         whole = rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
         if whole:
-            self._take(leader, step, rows[:whole])
+            self._take(input_group, step, rows[:whole])
         if whole < rows.shape[0]:
-            self._open[leader, step] = rows[whole:].clone()
+            self._open[input_group, step] = rows[whole:].clone()
 
-    def _take(self, leader: str, step: int, rows: Tensor) -> None:
+    def _take(self, input_group: str, step: int, rows: Tensor) -> None:
         if rows.device.type == "cpu":
-            self._accs[leader].update(step, to_native(rows))
+            self._accs[input_group].update(step, to_native(rows))
             return
-        if leader not in self._device:
+        if input_group not in self._device:
             dim = rows.shape[1]
-            self._device[leader] = DeviceSums(dim, per_step=self._owner.per_step)
-        self._device[leader].add(step, rows)
+            self._device[input_group] = DeviceSums(dim, per_step=self._owner.per_step)
+        self._device[input_group].add(step, rows)
 
     def save(self, batches: int) -> None:
         """Save what was added since the last part: each sum, then the rows of the open blocks, which make it count."""
-        for i, leader in enumerate(self._leaders):
-            if leader in self._device:
-                self._device[leader].move(self._accs[leader])
-            self._accs[leader].finish()
-            arrays, state = accumulator_parts(self._accs[leader])
+        for i, input_group in enumerate(self._input_groups):
+            if input_group in self._device:
+                self._device[input_group].move(self._accs[input_group])
+            self._accs[input_group].finish()
+            arrays, state = accumulator_parts(self._accs[input_group])
             self._journal.save(f"part-{self._n_parts}-{i}", arrays, state=state)
-            self._accs[leader] = self._owner.empty(leader)
-        waiting = {f"{leader}/{step}": raw(rows) for (leader, step), rows in self._open.items()}
+            self._accs[input_group] = self._owner.empty(input_group)
+        waiting = {f"{input_group}/{step}": raw(rows) for (input_group, step), rows in self._open.items()}
         self._journal.save(f"part-{self._n_parts}", waiting, batches=batches, rows=self._rows)
         self._n_parts += 1
 
@@ -361,8 +368,8 @@ class _Parts:
             self._rows = {k: {int(t): n for t, n in v.items()} for k, v in part.facts["rows"].items()}
             self._open.clear()
             for name, tensor in part.tensors.items():
-                leader, _, step = name.rpartition("/")
-                self._open[leader, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
+                input_group, _, step = name.rpartition("/")
+                self._open[input_group, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
         return batches
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
@@ -373,12 +380,12 @@ class _Parts:
         CalibrationError
             The sums hold other rows than the rollouts gave.
         """
-        for (leader, step), rows in self._open.items():
-            self._take(leader, step, rows)
-        for leader, sums in self._device.items():
-            sums.move(self._accs[leader])
-        for i, leader in enumerate(self._leaders):
-            self._accs[leader].finish()
+        for (input_group, step), rows in self._open.items():
+            self._take(input_group, step, rows)
+        for input_group, sums in self._device.items():
+            sums.move(self._accs[input_group])
+        for i, input_group in enumerate(self._input_groups):
+            self._accs[input_group].finish()
             for number in range(self._n_parts):
                 part = self._journal.find(f"part-{number}-{i}")
                 if part is None:
@@ -386,13 +393,13 @@ class _Parts:
                         f"{self._journal.folder}: part {number} was removed or altered; start anew"
                     )
                 where = str(self._journal.folder)
-                self._accs[leader].merge(accumulator_from(part.tensors, part.facts["state"], where))
-        for leader, steps in self._rows.items():
+                self._accs[input_group].merge(accumulator_from(part.tensors, part.facts["state"], where))
+        for input_group, steps in self._rows.items():
             for step, n_rows in steps.items():
-                if self._accs[leader].n_rows(step) != n_rows:
+                if self._accs[input_group].n_rows(step) != n_rows:
                     raise CalibrationError(
-                        f"layer {leader}, step {step}: {self._accs[leader].n_rows(step)} rows were summed, the "
-                        f"rollouts gave {n_rows}: the saved sums are of another run; remove "
+                        f"layer {input_group}, step {step}: {self._accs[input_group].n_rows(step)} rows were summed, "
+                        f"the rollouts gave {n_rows}: the saved sums are of another run; remove "
                         f"{self._journal.folder} and start anew"
                     )
         return self._accs
@@ -443,8 +450,8 @@ def collect_rows(
     done = _finished_shards(out)
     buffer: dict[str, list[Tensor]] = {}
 
-    def sink(leader: str, step: int, rows: Tensor) -> None:
-        buffer.setdefault(f"{leader}/{step}", []).append(rows.detach().clone())
+    def sink(input_group: str, step: int, rows: Tensor) -> None:
+        buffer.setdefault(f"{input_group}/{step}", []).append(rows.detach().clone())
 
     for number in run_rollouts(job, sink, skip=done * shard_batches):
         if (number + 1) % shard_batches == 0 or number + 1 == job.n_batches:
@@ -455,7 +462,7 @@ def collect_rows(
 
 
 def _rows_bytes(job: Collection, kind: str) -> int:
-    width = sum(p.in_features * p.invocations for p in job.selection.input_groups)
+    width = sum(p.in_features * p.invocations for p in job.selection.distinct_inputs)
     return job.tokens.n_tokens * width * (4 if kind == "float32" else 2)
 
 
@@ -503,23 +510,23 @@ def _write_shard(
     digest = write_tensors(path, tensors)
     rows: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
-        leader, _, step = name.rpartition("/")
-        rows.setdefault(leader, {})[step] = tensor.shape[0]
+        input_group, _, step = name.rpartition("/")
+        rows.setdefault(input_group, {})[step] = tensor.shape[0]
     journal = {"sha256": digest, "n_bytes": path.stat().st_size, "batches": list(batches), "rows": rows}
     write_json(path.with_suffix(".json"), journal)
 
 
 def _finish_rows(job: Collection, out: Path, dtype: str) -> Manifest:
-    rows: Rows = {p.name: {} for p in job.selection.input_groups}
+    rows: Rows = {p.name: {} for p in job.selection.distinct_inputs}
     files = []
     for path in sorted((out / "shards").glob("*.json")):
         journal = checked(_ShardJournal, read_json(path, DumpError), path, DumpError)
         files.append(DumpFile(f"shards/{path.stem}.safetensors", journal.sha256, journal.n_bytes))
-        for leader, steps in journal.rows.items():
-            if leader not in rows:
-                raise DumpError(f"{path}: rows of {leader!r}, which is not collected here")
+        for input_group, steps in journal.rows.items():
+            if input_group not in rows:
+                raise DumpError(f"{path}: rows of {input_group!r}, which is not collected here")
             for step, n in steps.items():
-                rows[leader][step] = rows[leader].get(step, 0) + n
+                rows[input_group][step] = rows[input_group].get(step, 0) + n
     return _write_manifest(job, out, "rows", dtype, rows, files)
 
 
@@ -541,7 +548,7 @@ def _write_manifest(
         calibration=job.tokens.describe(),
         rows_dtype=cast(Any, dtype),
         parameters=job.selection.parameters,
-        leaders=job.selection.leaders,
+        input_groups=job.selection.input_groups,
         rows=rows,
         files=tuple(files),
         model=tuple(write_files(out / "model", tensors, job.side_files)),
@@ -564,7 +571,9 @@ class Gradients(Protocol):
     def n_draws(self) -> int:
         """Label draws for each prompt."""
 
-    def collect(self, sums: HessianSet, leaders: Sequence[str], work: Path) -> Mapping[str, GradientSums]:
+    def collect(
+        self, sums: HessianSet, input_groups: Sequence[str], work: Path
+    ) -> Mapping[str, GradientSums]:
         """Return the sums of each parameter that reads one of the inputs; `work` is a folder to resume from."""
 
 
@@ -594,7 +603,7 @@ def collect_hessians(
     """
     wanted = {
         p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
-        for p in job.selection.input_groups
+        for p in job.selection.distinct_inputs
     }
     sums = HessianSet(job, wanted, per_step=per_step)
     counts = (gradients.n_prompts, gradients.n_draws) if gradients else ()
@@ -606,22 +615,24 @@ def collect_hessians(
     metrics: list[MetricFile] = []
     rows: Rows = {}
     passes = sums.passes()
-    held = max((sum(sums.n_bytes(leader) for leader in leaders) for leaders in passes), default=0)
+    held = max(
+        (sum(sums.n_bytes(input_group) for input_group in input_groups) for input_groups in passes), default=0
+    )
     job.execution.progress.note(
         f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
     )
-    for number, leaders in enumerate(passes):
+    for number, input_groups in enumerate(passes):
         work = out / "work" / str(number)
-        sums.run_pass(leaders, work=work)
+        sums.run_pass(input_groups, work=work)
         if gradients:
-            for name, found in gradients.collect(sums, leaders, work / "metric").items():
+            for name, found in gradients.collect(sums, input_groups, work / "metric").items():
                 file = f"metrics/{len(metrics):03d}.safetensors"
                 digest = write_gradient_sums(out / file, found)
                 metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, *counts))
-        for leader in leaders:
+        for input_group in input_groups:
             file = f"hessians/{len(files):03d}.safetensors"
-            digest = write_accumulator(out / file, sums.accumulators[leader])
-            files.append(DumpFile(file, digest, (out / file).stat().st_size, leader, per_step))
-            rows[leader] = sums.rows(leader)
-            sums.drop(leader)
+            digest = write_accumulator(out / file, sums.accumulators[input_group])
+            files.append(DumpFile(file, digest, (out / file).stat().st_size, input_group, per_step))
+            rows[input_group] = sums.rows(input_group)
+            sums.drop(input_group)
     return _write_manifest(job, out, "hessian", "", rows, files, metrics)

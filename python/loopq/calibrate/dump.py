@@ -76,10 +76,10 @@ def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
 
 @dataclass(frozen=True)
 class DumpFile(FileEntry):
-    """A shard of rows, or the Hessian of an input group (`leader`), each step apart or their sum."""
+    """A shard of rows, or the Hessian of an input group, each step apart or their sum."""
 
     file: _Number
-    leader: str = ""
+    input_group: str = ""
     per_step: bool = False
 
 
@@ -136,7 +136,7 @@ class Manifest:
     calibration: Object
     rows_dtype: Literal["F32", "F16", "BF16", ""]
     parameters: tuple[SharedParameter, ...]
-    leaders: dict[str, str]
+    input_groups: dict[str, str]
     rows: Rows
     files: tuple[DumpFile, ...]
     model: tuple[FileEntry, ...]
@@ -155,19 +155,23 @@ class Manifest:
                 tuple[Positive, Positive], [p.in_features, p.out_features], f"{p.name}: features", DumpError
             )
             checked(Depth, p.invocations, f"{p.name}: invocations", DumpError)
-        if not set(self.leaders) | set(self.leaders.values()) <= set(names):
-            raise DumpError("leaders: a name that is not among the parameters")
-        if not set(self.rows) <= set(self.leaders.values()):
-            raise DumpError("rows: a name that is not among the leaders")
-        if any(step >= names[leader].invocations for leader, steps in self.rows.items() for step in steps):
+        if not set(self.input_groups) | set(self.input_groups.values()) <= set(names):
+            raise DumpError("input_groups: a name that is not among the parameters")
+        if not set(self.rows) <= set(self.input_groups.values()):
+            raise DumpError("rows: a name that is not among the input groups")
+        if any(
+            step >= names[input_group].invocations
+            for input_group, steps in self.rows.items()
+            for step in steps
+        ):
             raise DumpError("rows: a step that the parameter does not have")
-        folder, leaders = ("shards/", []) if self.kind == "rows" else ("hessians/", sorted(self.rows))
-        listed = sorted(f.leader for f in self.files if f.leader)
-        if listed != leaders or not all(f.file.startswith(folder) for f in self.files):
+        folder, input_groups = ("shards/", []) if self.kind == "rows" else ("hessians/", sorted(self.rows))
+        listed = sorted(f.input_group for f in self.files if f.input_group)
+        if listed != input_groups or not all(f.file.startswith(folder) for f in self.files):
             raise DumpError(f"files: not those of a dump of kind {self.kind!r} with these rows")
         measured = [m.parameter for m in self.metrics]
-        if not set(measured) <= set(self.leaders) or len(set(measured)) != len(measured):
-            raise DumpError("metrics: a name that is not among the leaders, or stands twice")
+        if not set(measured) <= set(self.input_groups) or len(set(measured)) != len(measured):
+            raise DumpError("metrics: a name that is not among the input groups, or stands twice")
         if len({(m.n_prompts, m.n_draws) for m in self.metrics}) > 1 or not all(
             m.file.startswith("metrics/") for m in self.metrics
         ):
@@ -222,27 +226,27 @@ class Dump:
 
     def _check_rows(self) -> None:
         dims = {p.name: p.in_features for p in self.manifest.parameters}
-        found: Rows = {leader: {} for leader in self.manifest.rows}
+        found: Rows = {input_group: {} for input_group in self.manifest.rows}
         for entry in self.manifest.files:
             path = self.folder / entry.file
             header, _ = read_header(path, DumpError)
             self._headers[entry.file] = header
             for name, stored in header.items():
-                leader, _, step = name.rpartition("/")
-                if leader not in found or not re.fullmatch("[0-9]{1,9}", step):
+                input_group, _, step = name.rpartition("/")
+                if input_group not in found or not re.fullmatch("[0-9]{1,9}", step):
                     raise DumpError(f"{path}: tensor {shown(name)} is not in the manifest")
-                if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dims[leader],):
+                if stored.dtype != self.manifest.rows_dtype or stored.shape[1:] != (dims[input_group],):
                     raise DumpError(
                         f"{path}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; the manifest says "
-                        f"{self.manifest.rows_dtype} [rows, {dims[leader]}]"
+                        f"{self.manifest.rows_dtype} [rows, {dims[input_group]}]"
                     )
-                steps = found[leader]
+                steps = found[input_group]
                 steps[int(step)] = steps.get(int(step), 0) + stored.shape[0]
         if found != self.manifest.rows:
             raise DumpError(f"{self.folder}: the rows of its shards do not add up to those of the manifest")
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = False
+        self, input_group: str, steps: Sequence[int], *, per_step: bool = False
     ) -> native.HessianAccumulator:
         """Sum the Hessian of one input group over the steps chosen, streaming from the files.
 
@@ -252,29 +256,32 @@ class Dump:
             Finished.
         """
         if self.manifest.kind == "hessian":
-            return self._stored(leader, steps)
-        dim = next(p.in_features for p in self.manifest.parameters if p.name == leader)
+            return self._stored(input_group, steps)
+        dim = next(p.in_features for p in self.manifest.parameters if p.name == input_group)
         acc = native.HessianAccumulator(dim, list(steps), per_step=per_step, threads=self._threads)
         for step in steps:
             for file, header in self._headers.items():
-                if f"{leader}/{step}" in header:
-                    acc.update_file(step, self.folder / file, f"{leader}/{step}")
+                if f"{input_group}/{step}" in header:
+                    acc.update_file(step, self.folder / file, f"{input_group}/{step}")
         acc.finish()
         return acc
 
-    def _stored(self, leader: str, steps: Sequence[int]) -> native.HessianAccumulator:
-        entry = next((e for e in self.manifest.files if e.leader == leader), None)
+    def _stored(self, input_group: str, steps: Sequence[int]) -> native.HessianAccumulator:
+        entry = next((e for e in self.manifest.files if e.input_group == input_group), None)
         if entry is None:
-            raise DumpError(f"{self.folder}: no Hessian for layer {leader}")
+            raise DumpError(f"{self.folder}: no Hessian for layer {input_group}")
         acc = read_accumulator(self.folder / entry.file)
-        rows, dims = self.manifest.rows[leader], {p.name: p.in_features for p in self.manifest.parameters}
+        rows, dims = (
+            self.manifest.rows[input_group],
+            {p.name: p.in_features for p in self.manifest.parameters},
+        )
         have = sorted(rows)
-        told = (dims[leader], have, entry.per_step, [rows[t] for t in have])
+        told = (dims[input_group], have, entry.per_step, [rows[t] for t in have])
         if (acc.dim, acc.steps, acc.per_step, [acc.n_rows(t) for t in acc.steps]) != told:
             raise DumpError(f"{self.folder / entry.file}: not the Hessian that the manifest describes")
         if not set(steps) <= set(have) or (not entry.per_step and list(steps) != have):
             raise DumpError(
-                f"{self.folder}: layer {leader}: steps {shown(list(steps))} asked for; this file holds "
+                f"{self.folder}: layer {input_group}: steps {shown(list(steps))} asked for; this file holds "
                 f"{'each of' if entry.per_step else 'only the sum over'} steps {shown(have)}. Collect again with "
                 "those steps, or with --per-step"
             )
@@ -294,7 +301,7 @@ class Dump:
                 f"{self.folder}: no loop metric of layer {name}: collect again with --metric loop, or take metric "
                 "'inputs' here"
             )
-        have = sorted(self.manifest.rows[self.manifest.leaders[name]])
+        have = sorted(self.manifest.rows[self.manifest.input_groups[name]])
         if list(steps) != have:
             raise DumpError(
                 f"{self.folder}: layer {name}: its loop metric is over steps {shown(have)}; {shown(list(steps))} asked "
@@ -499,8 +506,8 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
 
 def _sum_of(entry: DumpFile, parts: Sequence[Dump], out: Path) -> DumpFile:
     """Write the sum of one input group's Hessians; return its line of the manifest."""
-    steps = sorted(parts[0].manifest.rows[entry.leader])
-    total, *others = (part.accumulator(entry.leader, steps) for part in parts)
+    steps = sorted(parts[0].manifest.rows[entry.input_group])
+    total, *others = (part.accumulator(entry.input_group, steps) for part in parts)
     for other in others:
         total.merge(other)
     path = out / entry.file
@@ -526,7 +533,7 @@ def _check_parts(dumps: Sequence[Dump]) -> None:
                 f"{dump.folder}: holds a loop metric, which cannot be added to another: its gradients are weighed by "
                 "the Hessian of all prompts. Collect on all prompts at once, or the parts without --metric"
             )
-        for what in ("system", "n_steps", "parameters", "leaders", "model", "ties"):
+        for what in ("system", "n_steps", "parameters", "input_groups", "model", "ties"):
             if getattr(m, what) != getattr(first, what):
                 raise DumpError(f"{dump.folder}: its {what} differ from those of {dumps[0].folder}")
         if {k: sorted(v) for k, v in m.rows.items()} != {k: sorted(v) for k, v in first.rows.items()}:

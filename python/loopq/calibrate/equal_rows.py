@@ -36,9 +36,9 @@ class EqualRows:
             p.name: native.HessianAccumulator(
                 p.in_features, range(p.invocations), per_step=True, threads=job.execution.threads
             )
-            for p in job.selection.input_groups
+            for p in job.selection.distinct_inputs
         }
-        self._invocations = {p.name: p.invocations for p in job.selection.input_groups}
+        self._invocations = {p.name: p.invocations for p in job.selection.distinct_inputs}
         self._position: dict[tuple[str, int], int] = {}
         for _ in run_rollouts(job, self._take):
             pass
@@ -46,16 +46,16 @@ class EqualRows:
             acc.finish()
 
     def accumulator(
-        self, leader: str, steps: Sequence[int], *, per_step: bool = True
+        self, input_group: str, steps: Sequence[int], *, per_step: bool = True
     ) -> native.HessianAccumulator:
         """Return the finished accumulator of an input group; it holds each step apart, whatever is asked."""
-        return self._accumulators[leader]
+        return self._accumulators[input_group]
 
-    def _take(self, leader: str, step: int, rows: Tensor) -> None:
-        first = self._position.get((leader, step), 0)
-        self._position[leader, step] = first + rows.shape[0]
-        mine = self.step_of(np.arange(first, first + rows.shape[0]), self._invocations[leader]) == step
-        self._accumulators[leader].update(step, np.ascontiguousarray(to_native(rows)[mine]))
+    def _take(self, input_group: str, step: int, rows: Tensor) -> None:
+        first = self._position.get((input_group, step), 0)
+        self._position[input_group, step] = first + rows.shape[0]
+        mine = self.step_of(np.arange(first, first + rows.shape[0]), self._invocations[input_group]) == step
+        self._accumulators[input_group].update(step, np.ascontiguousarray(to_native(rows)[mine]))
 
     def step_of(self, positions: np.ndarray, n_steps: int) -> np.ndarray:
         """Step at which each position is used, int64, same shape."""

@@ -42,5 +42,5 @@ class StepHessians(Protocol):
 class Hessians(Protocol):
     """Hessians of every input group of a model."""
 
-    def accumulator(self, leader: str, steps: Sequence[int], *, per_step: bool = False) -> StepHessians:
+    def accumulator(self, input_group: str, steps: Sequence[int], *, per_step: bool = False) -> StepHessians:
         """Return the Hessians of an input group over the steps chosen, each apart if that is asked for."""

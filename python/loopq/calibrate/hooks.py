@@ -186,7 +186,7 @@ def find_input_groups(
     Returns
     -------
     dict of str to str
-        Parameter name to the name of its group's first parameter, the leader.
+        Parameter name to the name of its group's first parameter.
     """
     inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
     alive = []
@@ -198,5 +198,5 @@ def find_input_groups(
 
     with Observer(system, parameters, keep) as observer, observer.rollout(batch):
         system.rollout(batch, n_steps)
-    leaders: dict[tuple[InputKey, ...], str] = {}
-    return {p.name: leaders.setdefault(tuple(inputs[p.name]), p.name) for p in parameters}
+    input_groups: dict[tuple[InputKey, ...], str] = {}
+    return {p.name: input_groups.setdefault(tuple(inputs[p.name]), p.name) for p in parameters}

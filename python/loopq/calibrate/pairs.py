@@ -116,14 +116,14 @@ class Moments:
     cross: NDArray[np.float64]
 
 
-def collect_pairs(job: Collection, leaders: Sequence[str], weights: Weights) -> dict[str, PairedSums]:
+def collect_pairs(job: Collection, input_groups: Sequence[str], weights: Weights) -> dict[str, PairedSums]:
     """Run every batch twice, with the model's own weights and with others, and pair what the layers saw.
 
     Parameters
     ----------
     job : Collection
         Model, prompts, seed and selection.
-    leaders : sequence of str
+    input_groups : sequence of str
         Input groups to observe.
     weights : mapping of str to ndarray, float32
         Weights of the second rollout that differ (`loopq.systems.replace.replaced`).
@@ -133,7 +133,7 @@ def collect_pairs(job: Collection, leaders: Sequence[str], weights: Weights) -> 
     The moments of (x, x^) hold X^T X, X^T X^ and X^^T X^ in one exact accumulator, so that the result is the
     same bits at any thread count, as all Hessians are.
     """
-    parameters: Mapping[str, SharedParameter] = {p.name: p for p in job.selection.input_groups}
+    parameters: Mapping[str, SharedParameter] = {p.name: p for p in job.selection.distinct_inputs}
     sums = {
         name: native.HessianAccumulator(
             2 * parameters[name].in_features,
@@ -141,27 +141,27 @@ def collect_pairs(job: Collection, leaders: Sequence[str], weights: Weights) -> 
             per_step=True,
             threads=job.execution.threads,
         )
-        for name in leaders
+        for name in input_groups
     }
     first: dict[tuple[str, int], NDArray[np.float32]] = {}
 
-    def keep(leader: str, step: int, rows: Tensor) -> None:
-        first[leader, step] = to_native(rows.float()).copy()
+    def keep(input_group: str, step: int, rows: Tensor) -> None:
+        first[input_group, step] = to_native(rows.float()).copy()
 
-    def pair(leader: str, step: int, rows: Tensor) -> None:
-        reference = first.pop((leader, step))
+    def pair(input_group: str, step: int, rows: Tensor) -> None:
+        reference = first.pop((input_group, step))
         if reference.shape != tuple(rows.shape):
             raise CalibrationError(
-                f"layer {leader}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
+                f"layer {input_group}, step {step}: {tuple(rows.shape)} rows in the quantized rollout, "
                 f"{reference.shape} in the full-precision one: the model's work depends on its values; "
                 "calibrate with inputs of the full-precision rollout alone"
             )
-        sums[leader].update(step, np.concatenate([reference, to_native(rows.float())], axis=1))
+        sums[input_group].update(step, np.concatenate([reference, to_native(rows.float())], axis=1))
 
     # Closed here and not by the collector: a traceback that is kept would keep their hooks on the model.
     with (
-        contextlib.closing(run_rollouts(job, keep, only=leaders, progress=Silent())) as own,
-        contextlib.closing(run_rollouts(job, pair, only=leaders, progress=Silent())) as other,
+        contextlib.closing(run_rollouts(job, keep, only=input_groups, progress=Silent())) as own,
+        contextlib.closing(run_rollouts(job, pair, only=input_groups, progress=Silent())) as other,
     ):
         for _ in own:
             with replaced(job.system, weights):

@@ -21,25 +21,25 @@ class Selection:
     ----------
     parameters : tuple of SharedParameter
         All that the system declares, with the treatment this run gives them.
-    leaders : dict of str to str
+    input_groups : dict of str to str
         For every parameter that is observed, the first parameter that reads the same input.
     n_steps : int
         Depth of the rollout.
     """
 
     parameters: tuple[SharedParameter, ...]
-    leaders: dict[str, str]
+    input_groups: dict[str, str]
     n_steps: int
 
     @property
     def observed(self) -> tuple[SharedParameter, ...]:
         """Parameters whose inputs are collected."""
-        return tuple(p for p in self.parameters if p.name in self.leaders)
+        return tuple(p for p in self.parameters if p.name in self.input_groups)
 
     @property
-    def input_groups(self) -> tuple[SharedParameter, ...]:
-        """Leaders: one parameter for each distinct input."""
-        return tuple(p for p in self.observed if self.leaders[p.name] == p.name)
+    def distinct_inputs(self) -> tuple[SharedParameter, ...]:
+        """One parameter for each distinct input."""
+        return tuple(p for p in self.observed if self.input_groups[p.name] == p.name)
 
 
 def treat(
@@ -96,5 +96,5 @@ def select(
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq"]
     probe = Batch(torch.from_numpy(tokens.sequences[0][None]), (0,), seed)
-    leaders = find_input_groups(system, observed, probe, depth) if observed else {}
-    return Selection(parameters, leaders, depth)
+    input_groups = find_input_groups(system, observed, probe, depth) if observed else {}
+    return Selection(parameters, input_groups, depth)

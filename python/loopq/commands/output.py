@@ -163,8 +163,8 @@ def print_dump(manifest: Any) -> None:
             p.role,
             p.treatment,
             p.invocations,
-            manifest.leaders.get(p.name),
-            sum(manifest.rows.get(manifest.leaders.get(p.name, ""), {}).values()) or None,
+            manifest.input_groups.get(p.name),
+            sum(manifest.rows.get(manifest.input_groups.get(p.name, ""), {}).values()) or None,
         )
         for p in manifest.parameters
     ]

@@ -103,5 +103,5 @@ class Context:
 
     def sums(self) -> HessianSet:
         """Empty accumulators of every input group, one for each step."""
-        steps = {p.name: list(range(p.invocations)) for p in self.selection.input_groups}
+        steps = {p.name: list(range(p.invocations)) for p in self.selection.distinct_inputs}
         return HessianSet(self.job, steps, per_step=True)

@@ -103,7 +103,7 @@ def _time_rollout(context: Context) -> tuple[float, float]:
 
 def _rank_seconds(context: Context) -> float:
     """Seconds of all counts and of the spectra that are drawn: one of each timed, scaled by the cube of the width."""
-    groups = context.selection.input_groups
+    groups = context.selection.distinct_inputs
     probe = min(_PROBE, max((p.in_features for p in groups), default=1))
     h = np.eye(probe)
 

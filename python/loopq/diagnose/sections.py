@@ -57,7 +57,7 @@ def ranks(context: Context) -> dict[str, Any]:
 
     return _ranks(
         context.selection.observed,
-        context.selection.leaders,
+        context.selection.input_groups,
         passes(),
         weight,
         context.config,
@@ -73,7 +73,7 @@ def dump_ranks(
     """The same, from a calibration dump."""
     m = dump.manifest
     weights = dump.weights()
-    groups = {p.name: m.leaders[p.name] for p in m.parameters if p.name in m.leaders}
+    groups = {p.name: m.input_groups[p.name] for p in m.parameters if p.name in m.input_groups}
 
     def take(name: str) -> StepHessians:
         steps = sorted(m.rows[name])

@@ -48,7 +48,7 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
     manifest = dump.manifest
     config = parse_json(dump.side_files().get("config.json", b"{}"), "config.json", finite=False)
     shape = Shape.of(config if isinstance(config, dict) else {})
-    layers = [p for p in manifest.parameters if p.name in manifest.leaders]
+    layers = [p for p in manifest.parameters if p.name in manifest.input_groups]
     if not layers:
         raise DumpError(f"{source}: no layer was observed")
     with replacing(Path(out)) as temporary:
@@ -59,9 +59,9 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
         writer.add_uint32("imatrix.chunk_count", text["n_prompts"])
         writer.add_uint32("imatrix.chunk_size", text["n_tokens"] // text["n_prompts"])
         for parameter in layers:
-            leader = manifest.leaders[parameter.name]
+            input_group = manifest.input_groups[parameter.name]
             chosen = parse_steps(steps, parameter.invocations)
-            hessians = dump.accumulator(leader, chosen)
+            hessians = dump.accumulator(input_group, chosen)
             name = shape.tensor(parameter.name)
             sums = hessians.diagonal(chosen if hessians.per_step else None).astype(np.float32)
             rows = sum(hessians.n_rows(t) for t in chosen)

@@ -242,7 +242,7 @@ def collect_metrics(
 
 
 def _summed(hessians: Hessians, task: Task) -> Matrix:
-    found = hessians.accumulator(str(task.leader), task.steps)
+    found = hessians.accumulator(str(task.input_group), task.steps)
     return np.asarray(found.matrix(list(task.steps)), dtype=np.float64)
 
 

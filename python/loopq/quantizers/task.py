@@ -22,14 +22,14 @@ class Task:
         Settings of this layer.
     steps : tuple of int
         Steps whose Hessians are summed; empty where the layer is not observed.
-    leader : str or None
+    input_group : str or None
         First parameter that reads the same input: the key of its Hessian. None where no activation is needed.
     """
 
     parameter: SharedParameter
     config: LayerConfig
     steps: tuple[int, ...]
-    leader: str | None
+    input_group: str | None
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class Task:
     @property
     def gradients(self) -> tuple[int | None, int] | None:
         """Most prompts (None: a share) and label draws of this layer's loop metric; None where it has none."""
-        return self.config.method.gradients if self.leader else None
+        return self.config.method.gradients if self.input_group else None
 
     @property
     def metric_key(self) -> MetricKey:

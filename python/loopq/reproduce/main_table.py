@@ -245,13 +245,15 @@ def rank_survey(sums: HessianSet, selection: Selection, threads: int = 0) -> dic
         `bottleneck`: the layer with the lowest step-0 rank over width.
     """
     layers = []
-    for p in selection.input_groups:
+    for p in selection.distinct_inputs:
         h: Any = sums.accumulators[p.name]
         found = layer_ranks(h, steps=[], threads=threads)
         layers.append(
             {
                 "layer": p.name,
-                "class": _readers_class([n for n, group in selection.leaders.items() if group == p.name]),
+                "class": _readers_class(
+                    [n for n, group in selection.input_groups.items() if group == p.name]
+                ),
                 "n_inputs": p.in_features,
                 "n_rows": int(h.n_rows(0)),
                 "n_steps": p.invocations,

@@ -81,7 +81,7 @@ def _collect_metrics(run: Run) -> None:
     """Loop metrics of layers that are solved one after the other: their Hessians come from a pass of their own."""
     chosen = [t for t in run.tasks if t.gradients and t.metric_key not in run.metrics]
     if chosen:
-        sums = run.all_steps("ahead", sorted({str(t.leader) for t in chosen}))
+        sums = run.all_steps("ahead", sorted({str(t.input_group) for t in chosen}))
         run.collect_metrics(sums, chosen)
 
 
@@ -89,7 +89,7 @@ def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that read the same input together, in order of first call; those without one alone."""
     groups: dict[str, list[Task]] = {}
     for task in tasks:
-        groups.setdefault(task.leader or task.name, []).append(task)
+        groups.setdefault(task.input_group or task.name, []).append(task)
     return list(groups.values())
 
 
@@ -106,11 +106,11 @@ class _Group:
         """Collect the paired inputs and solve every layer of the group."""
         run = self.run
         weights = {t.name: run.weights.oriented(t.parameter) for t in tasks}
-        leader = tasks[0].leader
-        if leader is None:
+        input_group = tasks[0].input_group
+        if input_group is None:
             return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
         current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
-        paired = collect_pairs(run.job, [leader], current)[leader]
+        paired = collect_pairs(run.job, [input_group], current)[input_group]
         return {t.name: self._solve(t, weights[t.name], paired) for t in tasks}
 
     def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:

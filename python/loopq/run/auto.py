@@ -29,7 +29,7 @@ def choose_metric(run: Run) -> Run:
     Costs are counted in multiply-adds, not timed, so that every machine chooses alike, unless its memory is too small
     for the gradients.
     """
-    asked = [t for t in run.tasks if t.leader and t.config.method.flat().get("metric") == "auto"]
+    asked = [t for t in run.tasks if t.input_group and t.config.method.flat().get("metric") == "auto"]
     if not asked:
         return run
     loop = run.with_config(run.config.with_metric("loop"))
@@ -61,9 +61,9 @@ def cost_of_gradients(run: Run) -> float:
         sum(p.in_features * p.out_features * p.invocations for p in run.job.selection.parameters)
         * tokens.n_tokens
     )
-    dims = {t.leader: t.parameter.in_features for t in tasks if t.leader}
-    solve = sum(4.0 * t.parameter.in_features**2 * t.parameter.out_features for t in tasks if t.leader)
-    steps = {t.leader: len(t.steps) for t in tasks if t.leader}
+    dims = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
+    solve = sum(4.0 * t.parameter.in_features**2 * t.parameter.out_features for t in tasks if t.input_group)
+    steps = {t.input_group: len(t.steps) for t in tasks if t.input_group}
     hessians = sum(tokens.n_tokens * steps[k] * d**2 / 2 + 10.0 * d**3 for k, d in dims.items())
     runs = run.config.inputs.n_runs(len(passes(run, run.sums())), len(dims))
     metric = metric_cost(tasks, n_prompts, run.execution.memory)

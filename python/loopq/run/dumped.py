@@ -39,16 +39,16 @@ class MetricOfDump:
         """Take at most so many of the prompts; a share of them where no number is given."""
         return cls(job, n_gradient_prompts(most, len(job.tokens.sequences)), n_draws)
 
-    def collect(self, sums: HessianSet, leaders: Sequence[str], work: Path) -> dict[str, GradientSums]:
+    def collect(self, sums: HessianSet, input_groups: Sequence[str], work: Path) -> dict[str, GradientSums]:
         """Return the sums of each parameter that reads one of the inputs, over the steps that are summed there."""
         config = QuantConfig.of(
             method="gptq-cd", metric="loop", metric_prompts=self.n_prompts, metric_draws=self.n_draws
         )
         job = self.job
         tasks = [
-            dataclasses.replace(t, steps=tuple(sums.steps[t.leader]))
-            for t in plan(job.selection.parameters, job.selection.leaders, config)
-            if t.leader is not None and t.leader in leaders
+            dataclasses.replace(t, steps=tuple(sums.steps[t.input_group]))
+            for t in plan(job.selection.parameters, job.selection.input_groups, config)
+            if t.input_group is not None and t.input_group in input_groups
         ]
         key = job.fingerprint([t.metric_key for t in tasks])
         found = collect_metrics(

@@ -91,7 +91,7 @@ class Run:
     @cached_property
     def tasks(self) -> list[Task]:
         """Layers to quantize."""
-        return plan(self.job.selection.parameters, self.job.selection.leaders, self.config)
+        return plan(self.job.selection.parameters, self.job.selection.input_groups, self.config)
 
     @cached_property
     def weights(self) -> ModelWeights:
@@ -116,23 +116,24 @@ class Run:
         steps = steps_by_input(self.tasks)
         if per_step is None:
             per_step = any(
-                t.leader and (list(t.steps) != steps[t.leader] or t.step_weights != "sum") for t in self.tasks
+                t.input_group and (list(t.steps) != steps[t.input_group] or t.step_weights != "sum")
+                for t in self.tasks
             )
         return HessianSet(self.job, steps, per_step=per_step)
 
-    def all_steps(self, name: str | None = None, leaders: Sequence[str] | None = None) -> HessianSet:
+    def all_steps(self, name: str | None = None, input_groups: Sequence[str] | None = None) -> HessianSet:
         """Collect Hessians with each step apart, to be used by several solves.
 
         Parameters
         ----------
         name : str, optional
             Folder within the work folder where sums are saved; they are not saved when absent.
-        leaders : sequence of str, optional
+        input_groups : sequence of str, optional
             Inputs to collect; all when absent.
         """
         sums = self.sums(per_step=True)
         sums.run_pass(
-            list(sums.steps) if leaders is None else leaders,
+            list(sums.steps) if input_groups is None else input_groups,
             work=self.execution.folder(name) if name else None,
         )
         return sums

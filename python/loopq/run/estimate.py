@@ -77,12 +77,12 @@ def estimate(run: Run) -> Estimate:
     tokens = run.job.tokens
     n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
     once = run.probe_seconds * tokens.n_tokens / per_prompt
-    inputs = {t.leader for t in run.tasks if t.leader}
+    inputs = {t.input_group for t in run.tasks if t.input_group}
     metric = metric_cost(run.tasks, n_prompts, run.execution.memory)
     runs = run.config.inputs.n_runs(len(passes(run, sums)), len(inputs))
     runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
     metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
-    dims = {p.name: p.in_features for p in run.job.selection.input_groups}
+    dims = {p.name: p.in_features for p in run.job.selection.distinct_inputs}
     accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
     factor = sum(10 * dims[g] ** 3 for g in sums.steps)
     sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in run.tasks)

@@ -25,18 +25,18 @@ COPIES = 6
 def solve_bytes(task: Task) -> int:
     """Bytes that the solve of one layer takes on top of its Hessian's sums."""
     p, config = task.parameter, task.config
-    if task.leader is None:
+    if task.input_group is None:
         return 4 * COPIES * p.in_features * p.out_features
     squares = SOLVE + ROTATION * (config.rotation.kind != "none") + METRIC * bool(task.gradients)
     return 8 * squares * p.in_features**2 + 4 * COPIES * p.in_features * p.out_features
 
 
-def pass_bytes(run: Run, sums: HessianSet, leaders: Sequence[str]) -> int:
+def pass_bytes(run: Run, sums: HessianSet, input_groups: Sequence[str]) -> int:
     """Bytes of the sums of some inputs, their loop metrics, and the largest solve among their layers."""
-    tasks = [t for t in run.tasks if t.leader in leaders]
-    held = sum(map(sums.n_bytes, leaders))
+    tasks = [t for t in run.tasks if t.input_group in input_groups]
+    held = sum(map(sums.n_bytes, input_groups))
     # While a sum is saved, or added up from saved parts, it is there twice more.
-    saved = 2 * max(map(sums.n_bytes, leaders), default=0)
+    saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
     metric = metric_cost(tasks, len(run.job.tokens.sequences), run.execution.memory).memory
     return held + metric + max(saved, max(map(solve_bytes, tasks), default=0))
 
@@ -49,7 +49,7 @@ def passes(run: Run, sums: HessianSet) -> list[list[str]]:
     ConfigError
         One input alone is above it.
     """
-    return sums.passes(lambda leaders: pass_bytes(run, sums, leaders))
+    return sums.passes(lambda input_groups: pass_bytes(run, sums, input_groups))
 
 
 def run_bytes(run: Run) -> int:

@@ -27,15 +27,17 @@ class Open(Inputs):
         sums = run.sums()
         solver = run.solver(sums, run.journal("layers"))
         done: Layers = {}
-        unobserved = [t for t in run.tasks if t.leader is None]
-        for number, leaders in enumerate(passes(run, sums) or [[]]):
-            if leaders:
-                sums.run_pass(leaders, work=run.work(f"pass-{number}"))
-            chosen = [t for t in run.tasks if t.leader in leaders] + (unobserved if number == 0 else [])
+        unobserved = [t for t in run.tasks if t.input_group is None]
+        for number, input_groups in enumerate(passes(run, sums) or [[]]):
+            if input_groups:
+                sums.run_pass(input_groups, work=run.work(f"pass-{number}"))
+            chosen = [t for t in run.tasks if t.input_group in input_groups] + (
+                unobserved if number == 0 else []
+            )
             run.collect_metrics(sums, chosen, f"metric-{number}")
             done.update(solver.run(chosen))
-            for leader in leaders:
-                sums.drop(leader)
+            for input_group in input_groups:
+                sums.drop(input_group)
         return {t.name: done[t.name] for t in run.tasks}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    parameters: Sequence[SharedParameter], leaders: Mapping[str, str], config: QuantConfig
+    parameters: Sequence[SharedParameter], input_groups: Mapping[str, str], config: QuantConfig
 ) -> list[Task]:
     """Return the layers to quantize with the settings that hold for each; layers that stay dense are left out.
 
@@ -26,7 +26,7 @@ def plan(
     ----------
     parameters : sequence of SharedParameter
         Shared parameters with their treatment.
-    leaders : mapping of str to str
+    input_groups : mapping of str to str
         Observed parameter to the first parameter that reads the same input.
     config : QuantConfig
         Settings of the run.
@@ -45,9 +45,9 @@ def plan(
         if p.treatment == "rtn":
             tasks.append(Task(p, settings.changed(method=rounding_like(settings)), (), None))
             continue
-        leader = leaders.get(p.name) if settings.method.needs_hessian else None
+        input_group = input_groups.get(p.name) if settings.method.needs_hessian else None
         steps = tuple(parse_steps(settings.calibration.steps, p.invocations))
-        tasks.append(Task(p, settings, steps, leader))
+        tasks.append(Task(p, settings, steps, input_group))
     if not tasks:
         raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
     return tasks
@@ -62,6 +62,6 @@ def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:
     """Steps that the Hessian of each input must keep: the union over its layers."""
     steps: dict[str, set[int]] = {}
     for task in tasks:
-        if task.leader:
-            steps.setdefault(task.leader, set()).update(task.steps)
-    return {leader: sorted(s) for leader, s in steps.items()}
+        if task.input_group:
+            steps.setdefault(task.input_group, set()).update(task.steps)
+    return {input_group: sorted(s) for input_group, s in steps.items()}

@@ -67,7 +67,7 @@ def solve_dump(folder: Path, config: QuantConfig, execution: Execution) -> Check
     manifest = dump.manifest
     # What a dump was told to leave out it did not observe; include cannot bring it back.
     config = settings_of(dump, config)
-    tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.leaders, config)
+    tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.input_groups, config)
     metrics = metrics_of(dump, tasks)
     key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files, manifest.metrics)
     weights = dump.weights()

@@ -72,12 +72,12 @@ class Solver:
         threads = self.execution.threads
         weight = self.weights.oriented(task.parameter)
         metric = self.metrics.get(task.metric_key)
-        if task.leader and (shared.hessian is None or needs_weight(task)):
+        if task.input_group and (shared.hessian is None or needs_weight(task)):
             apart = task.step_weights != "sum"
-            found = self.hessians.accumulator(task.leader, task.steps, per_step=apart)
+            found = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
             chosen = step_weights(found, task, lambda: weight, metric, threads)
             shared.hessian, shared.cache = weighted(found, task, chosen), {}
-        seen = shared.hessian if task.leader else None
+        seen = shared.hessian if task.input_group else None
         problem = Problem(
             name=task.name,
             target=weight,
@@ -120,7 +120,7 @@ def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that share input, steps and weighting stand together; the others alone. Order of first appearance."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:
-        key = (task.leader, task.steps, task.step_weights) if task.leader else (None, task.name)
+        key = (task.input_group, task.steps, task.step_weights) if task.input_group else (None, task.name)
         groups.setdefault(key, []).append(task)
     return list(groups.values())
 

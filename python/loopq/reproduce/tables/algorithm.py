@@ -24,7 +24,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     solved = {name: bench.solve(config) for name, config in three(bench).items()}
     layers: dict[str, Any] = {}
     for name, p in observed.items():
-        weight, h = weight_of(bench.system, p), bench.sums.accumulators[run.job.selection.leaders[name]]
+        weight, h = weight_of(bench.system, p), bench.sums.accumulators[run.job.selection.input_groups[name]]
         losses = {}
         for variant, found in solved.items():
             if name in found:

@@ -45,12 +45,12 @@ def _sums(bench: Bench, tokens: TokenSet) -> Any:
     run = Run.prepare(
         bench.system, tokens, bench.run.config, n_steps=bench.n_steps, execution=bench.execution
     )
-    return run.all_steps(leaders=_chosen(bench))
+    return run.all_steps(input_groups=_chosen(bench))
 
 
 def _chosen(bench: Bench) -> list[str]:
     """Inputs that are shown: the narrowest at step 0 (the adapter, where there is one), and one of the core."""
-    groups = bench.run.job.selection.input_groups
+    groups = bench.run.job.selection.distinct_inputs
     first = next((p.name for p in groups if p.role == "adapter"), None)
     if first is None:
         ranks = {p.name: describe_spectrum(_first(bench.sums.accumulators[p.name])) for p in groups}

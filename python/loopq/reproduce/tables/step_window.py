@@ -33,7 +33,7 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
     """Layers whose loss at the last step is smaller without step 0."""
-    leaders = bench.run.job.selection.leaders
+    input_groups = bench.run.job.selection.input_groups
     shared = {p.name: p for p in bench.run.job.selection.observed if p.invocations == bench.depth}
     last = bench.depth - 1
 
@@ -44,7 +44,7 @@ def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
             if n in layers
         }
 
-    late: Any = {n: bench.sums.accumulators[leaders[n]].matrix([last]) for n in shared}
+    late: Any = {n: bench.sums.accumulators[input_groups[n]].matrix([last]) for n in shared}
     return late_step_wins(errors(skip), errors(whole), late)
 
 

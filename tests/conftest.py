@@ -53,7 +53,7 @@ def tiny():
         tokenizer=None,
         config=model.config.to_dict(),
         folder=None,
-        config_files=(),
+        side_files={},
         report=describe(model, "tiny", "registered"),
     )
 

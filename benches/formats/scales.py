@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import loopq
-from loopq.api import calibration_tokens, side_files, weights_of
+from loopq.api import calibration_tokens, weights_of
 from loopq.calibrate.collect import Collection, collect_hessians
 from loopq.calibrate.data import windows
 from loopq.calibrate.select import select
@@ -49,7 +49,7 @@ def measure(model: str, n_calibration: int, n_evaluation: int, seeds: int) -> li
     loaded = load_model(model)
     calibration = calibration_tokens(loaded, None, n_prompts=n_calibration)
     job = Collection(
-        loaded.system, calibration, select(loaded.system, calibration), side_files=side_files(loaded)
+        loaded.system, calibration, select(loaded.system, calibration), side_files=loaded.side_files
     )
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder) / "dump"

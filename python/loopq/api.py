@@ -24,7 +24,7 @@ from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
-from loopq.run.engine import Run, side_files
+from loopq.run.engine import Run
 from loopq.run.estimate import estimate
 from loopq.run.result import checkpoint_of, killed_late, solve_dump, work_folder
 from loopq.systems.base import LoopedSystem
@@ -119,7 +119,7 @@ def _quantized(
     if config.needs_held_out:
         tokens, held = split_held_out(tokens, config.n_held_out)
     run = Run.prepare(
-        loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=side_files(loaded)
+        loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
     refuse_short_scales(run)
     run = choose_metric(run)

@@ -8,7 +8,7 @@ import shutil
 from loopq.calibrate.collect import Collection
 from loopq.calibrate.select import select
 from loopq.execution import Execution
-from loopq.run.engine import Run, side_files
+from loopq.run.engine import Run
 
 #: The paper's method; a group size that divides no width of the tiny model.
 SETTINGS = {"preset": "paper", "bits": 3, "group_size": 20}
@@ -26,7 +26,7 @@ def digest(folder):
 def job_of(loaded, tokens, **execution):
     """All that a collection from a loaded model needs."""
     selection = select(loaded.system, tokens)
-    return Collection(loaded.system, tokens, selection, Execution(**execution), side_files(loaded))
+    return Collection(loaded.system, tokens, selection, Execution(**execution), loaded.side_files)
 
 
 def run_of(loaded, tokens, config=None, **execution):

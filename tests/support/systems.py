@@ -68,7 +68,7 @@ def as_loaded(system: LoopedSystem, **findings: Any) -> LoadedModel:
         tokenizer=None,
         config={},
         folder=None,
-        config_files=(),
+        side_files={},
         report=describe(system.model, "tiny", "registered", **findings),
     )
 
@@ -186,6 +186,24 @@ def _gpt2() -> nn.Module:
     return wrap_gpt2(GPT2LMHeadModel(config), start_id=61, latent_id=62, end_id=63)
 
 
+#: The last two layers see four tokens back.
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+
+
+def _looped(kind: str, first: int, last: int, times: int, **settings: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, bos_token_id=1, eos_token_id=2, looped_layers=[first, last, times], **settings,
+        )  # fmt: skip
+        made: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config)
+        return made
+
+    return make
+
+
 def _gpt_neox(**changes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -244,6 +262,10 @@ CASES: dict[str, Case] = {
     "Mamba": Case("mamba", small("mamba"), (1,), n_shared=9, steps=False, variant=True),
     "transformers Mamba": Case("mamba", _mamba, (1,), n_shared=6, steps=False),
     "control": Case("control", small("control"), (1,), n_shared=8, steps=False, variant=True),
+    "looped Llama": Case("looped", _looped("Llama", 1, 3, 2), (2, 1, 3), n_shared=28),
+    "looped Qwen2, windows": Case(
+        "looped", _looped("Qwen2", 0, 4, 2, **_WINDOWS), (2, 1), n_shared=28, variant=True
+    ),
     "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
     "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
     "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4,), n_shared=6, variant=True),

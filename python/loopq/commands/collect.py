@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
     from loopq.calibrate.prompts import calibration_tokens
     from loopq.calibrate.select import select
     from loopq.run.dumped import MetricOfDump
-    from loopq.run.engine import side_files
     from loopq.steps import parse_steps
 
     _check(args)
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             exclude=args.exclude,
             seed=how.seed,
         )
-        job = Collection(loaded.system, tokens, selection, how, side_files(loaded))
+        job = Collection(loaded.system, tokens, selection, how, loaded.side_files)
         out = Path(args.out)
         if args.hessian:
             steps = parse_steps(args.steps or "all", selection.n_steps)

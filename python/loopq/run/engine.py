@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
@@ -26,15 +25,7 @@ from loopq.run.plan import plan, steps_by_input
 from loopq.run.solver import Solver
 from loopq.systems.base import LoopedSystem
 
-if TYPE_CHECKING:
-    from loopq.systems.load import LoadedModel
-
 Layers = dict[str, QuantizedLayer]
-
-
-def side_files(loaded: LoadedModel) -> dict[str, bytes]:
-    """Read the config and tokenizer files that go with a model's weights."""
-    return {path.name: path.read_bytes() for path in loaded.config_files}
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class Run:
         *,
         n_steps: int | None = None,
         execution: Execution | None = None,
-        files: dict[str, bytes] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> Run:
         """Choose the layers and time a rollout of the first prompt."""
         config, execution = config or QuantConfig(), execution or Execution()

@@ -58,7 +58,7 @@ def build_model(
         tokenizer=tokenizer,
         config=config,
         folder=None,
-        config_files=(),
+        side_files=dict(side_files),
         report=describe(model, "checkpoint", "registered" if registered else "transformers"),
     )
 

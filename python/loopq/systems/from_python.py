@@ -41,7 +41,7 @@ def wrap(
         tokenizer=None if encode is encode_bytes else encode,
         config={},
         folder=None,
-        config_files=(),
+        side_files={},
         report=describe(system.model, type(system.model).__name__, "module", notes=notes),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from loopq.lazy import require
 from loopq.systems import SYSTEMS, hf
 from loopq.systems.base import LoopedSystem, find_system
 from loopq.systems.classes import Encode, ModelClass, find_class, load_registered, register_model
+from loopq.systems.looped import LOOP, parse_spec
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +100,7 @@ class LoadedModel:
         Contents of ``config.json``.
     folder : Path or None
         Where the files lie.
-    config_files : tuple of Path
+    side_files : mapping of str to bytes
         Files other than weights that belong to the checkpoint (configuration, tokenizer, remote code).
     report : LoadReport
         What loading found.
@@ -109,7 +112,7 @@ class LoadedModel:
     tokenizer: Any
     config: dict[str, Any]
     folder: Path | None
-    config_files: tuple[Path, ...]
+    side_files: Mapping[str, bytes] = field(repr=False)
     report: LoadReport = field(repr=False)
 
 
@@ -213,8 +216,9 @@ def load_model(
     ----------
     spec : str or Path
         Name of an embedded model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub
-        id ("owner/name"). Only a hub id makes the network be used. Classes that transformers does not know are
-        registered before, by `loopq.systems.classes.register_model`.
+        id ("owner/name"); ``looped:MODEL[8:20]x2`` for a dense model whose layers 8 to 19 are to run twice. Only a hub
+        id makes the network be used. Classes that transformers does not know are registered before, by
+        `loopq.systems.classes.register_model`.
     system : str, optional
         Name of the adapter, where it is not to be found by itself.
     trust_remote_code : bool
@@ -247,7 +251,8 @@ def load_model(
     where they differ; the report names them.
     """
     wanted = parse_dtype(dtype)
-    folder = _find_folder(spec, revision, allow_pickle)
+    base, loop = parse_spec(str(spec))
+    folder = _find_folder(base, revision, allow_pickle)
     config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
     checked(_Known, config, folder / "config.json", others=True)
     registered = find_class(config, system)
@@ -258,11 +263,13 @@ def load_model(
         model, findings = hf.load_hf(
             folder,
             config,
-            source=str(spec),
+            source=base,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
             dtype=wanted,
         )
+    if loop is not None:
+        config[LOOP] = model.config.looped_layers = loop
     model = _to_device(model, device).eval()
     check_values(model)
     adapter = choose_system(model, system)
@@ -270,6 +277,10 @@ def load_model(
     tokenizer, encode = text_encoder(registered, folder, trust_remote_code)
     # Beside a model with an encoder of its own nothing but its configuration is part of the checkpoint.
     own_encoder = registered is not None and registered.encode is not None
+    files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
+    side_files = {path.name: path.read_bytes() for path in files}
+    if loop is not None:
+        side_files["config.json"] = json.dumps(config, indent=2).encode()
     return LoadedModel(
         model=model,
         system=adapter,
@@ -277,7 +288,7 @@ def load_model(
         tokenizer=tokenizer,
         config=config,
         folder=folder,
-        config_files=(folder / "config.json",) if own_encoder else hf.side_files(folder),
+        side_files=side_files,
         report=describe(model, str(spec), "registered" if registered else "transformers", **findings),
     )
 

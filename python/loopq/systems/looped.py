@@ -1,0 +1,178 @@
+"""Any dense decoder of transformers with some of its layers run several times: a loop without training."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError, SystemContractError
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, cached, declare, is_embedding, logits_of, past, setting
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+#: Key of a ``config.json`` that makes a dense model a looped one: first layer, the one after the last, times.
+LOOP = "looped_layers"
+_SPEC = re.compile(
+    r"looped:(?P<model>.+)\[(?P<first>[0-9]{1,4}):(?P<last>[0-9]{1,4})\]x(?P<times>[0-9]{1,4})"
+)
+_PARTS = ("layers", "norm", "embed_tokens")
+
+
+def parse_spec(spec: str) -> tuple[str, list[int] | None]:
+    """Divide ``looped:MODEL[FIRST:LAST]xTIMES`` into the model and its loop, None for a model without one.
+
+    Raises
+    ------
+    ConfigError
+        It begins with ``looped:`` and goes on otherwise.
+    """
+    if not spec.startswith("looped:"):
+        return spec, None
+    found = _SPEC.fullmatch(spec)
+    if found is None:
+        raise ConfigError(
+            f"{spec!r}: write looped:MODEL[FIRST:LAST]xTIMES; looped:MODEL[8:20]x2 runs layers 8 to 19 twice"
+        )
+    return found["model"], [int(found[name]) for name in ("first", "last", "times")]
+
+
+@SYSTEMS.register("looped")
+class Looped(StepwiseSystem):
+    """Dense decoders with ``model.layers`` (Llama, Qwen, Mistral, SmolLM, ...), looped without training.
+
+    ``looped:MODEL[8:20]x2`` runs layers 8 to 19 twice; the others once, before and after. All of them are
+    quantized, each over its own invocations. The loop is kept in ``config.json`` as ``looped_layers``. Other tools
+    do not know that key: they run every layer once.
+    """
+
+    name = "looped"
+    summary = "layers before the loop; s = layers(s) TIMES times; layers after it (looped:MODEL[8:20]x2)"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        loop = getattr(model.config, LOOP)
+        n = len(self._inner.layers)
+        good = isinstance(loop, Sequence) and len(loop) == 3 and all(type(v) is int for v in loop)
+        if not good or not (0 <= loop[0] < loop[1] <= n and loop[2] >= 1):
+            raise ConfigError(
+                f"looped: {LOOP} {loop!r} of a model with {n} layers: give FIRST, LAST and TIMES with "
+                f"0 <= FIRST < LAST <= {n} and TIMES >= 1"
+            )
+        self._first, self._last, self._times = loop
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by `looped_layers` in the configuration."""
+        if getattr(getattr(model, "config", None), LOOP, None) is None:
+            return False
+        inner = getattr(model, "model", None)
+        if not all(hasattr(inner, part) for part in _PARTS) or not hasattr(model, "lm_head"):
+            raise SystemContractError(
+                f"{type(model).__name__}: only decoders with model.layers, model.norm, model.embed_tokens and lm_head "
+                "can be looped"
+            )
+        return True
+
+    @property
+    def _inner(self) -> Any:
+        return self.model.model
+
+    @property
+    def n_steps(self) -> int:
+        """Times the loop's layers run."""
+        return int(self._times)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Every linear of every layer; those outside the loop are called once."""
+        from torch import nn
+
+        modules = []
+        for i, layer in enumerate(self._inner.layers):
+            times = n_steps if self._first <= i < self._last else 1
+            modules += [
+                (
+                    f"model.layers.{i}.{name}",
+                    {"role": name.split(".")[0].replace("self_attn", "attention"), "invocations": times},
+                )
+                for name, module in layer.named_modules()
+                if isinstance(module, nn.Linear)
+            ]
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The head, which runs once."""
+        tied = is_embedding(self.model, "lm_head")
+        return {
+            "lm_head.weight": "is the input embedding, which stays as it is"
+            if tied
+            else "runs once, after all layers"
+        }
+
+    @contextlib.contextmanager
+    def _layers(self, order: Sequence[int], *, norm: bool = True) -> Iterator[None]:
+        """Run these layers, in this order, inside the block; a layer that stands twice has two slots in a cache.
+
+        A copy of a layer shares its parameters, buffers, submodules and hooks; only the number of its slot is its own.
+        """
+        from torch import nn
+
+        inner, config = self._inner, self.model.config
+        layers = nn.ModuleList(_in_slot(inner.layers[i], slot) for slot, i in enumerate(order))
+        kinds = getattr(config, "layer_types", None)
+        changed = {} if kinds is None else {"layer_types": [kinds[i] for i in order]}
+        own = {name: inner._modules[name] for name in ("layers", "norm")}
+        inner._modules["layers"] = layers
+        if not norm:
+            inner._modules["norm"] = nn.Identity()
+        try:
+            with setting(config, num_hidden_layers=len(order), **changed):
+                yield
+        finally:
+            inner._modules.update(own)
+
+    def _order(self, n: int) -> list[int]:
+        loop = list(range(self._first, self._last))
+        return [*range(self._first), *loop * n, *range(self._last, len(self._inner.layers))]
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        with self._layers(self._order(n_steps)):
+            return logits_of(self.model(ids, use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache: a slot for each layer each time that it runs."""
+        with self._layers(self._order(n_steps)):
+            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        with self._layers(range(self._first), norm=False):
+            before: Tensor = self._inner(ids, use_cache=False).last_hidden_state
+        return before
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """The loop's layers, once."""
+        with self._layers(range(self._first, self._last), norm=False):
+            after: Tensor = self._inner(inputs_embeds=state, use_cache=False).last_hidden_state
+        return after
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """The layers after the loop, the norm and the head."""
+        with self._layers(range(self._last, len(self._inner.layers))):
+            return logits_of(self.model(inputs_embeds=state, use_cache=False))
+
+
+def _in_slot(layer: nn.Module, slot: int) -> nn.Module:
+    """A layer whose attention reads and writes the given slot of a cache; all else is shared with the original."""
+    made = copy.copy(layer)
+    made.__dict__["_modules"] = dict(layer._modules)
+    for name, module in layer._modules.items():
+        if hasattr(module, "layer_idx"):
+            own = copy.copy(module)
+            own.layer_idx = slot
+            made._modules[name] = own
+    return made

@@ -1,0 +1,95 @@
+"""Layers of a dense decoder that run several times: the same as a deeper model with those layers written out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import loopq
+from loopq.errors import ConfigError, SystemContractError
+from loopq.systems.base import Batch
+from loopq.systems.load import load_model
+
+_SIZES = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=5, **_SIZES)).save_pretrained(place)
+    return place
+
+
+def _ids(n: int = 12) -> torch.Tensor:
+    return torch.randint(256, (2, n), generator=torch.Generator().manual_seed(1))
+
+
+def test_logits_are_those_of_the_model_written_out(folder: Path) -> None:
+    loaded = load_model(f"looped:{folder}[1:3]x3")
+    order = [0, 1, 2, 1, 2, 1, 2, 3, 4]
+    deep = LlamaForCausalLM(LlamaConfig(num_hidden_layers=len(order), **_SIZES)).eval()
+    deep.model.embed_tokens = loaded.model.model.embed_tokens
+    deep.model.norm, deep.lm_head = loaded.model.model.norm, loaded.model.lm_head
+    for mine, i in zip(deep.model.layers, order, strict=True):
+        mine.load_state_dict(loaded.model.model.layers[i].state_dict())
+    with torch.no_grad():
+        expected = deep(_ids(), use_cache=False).logits
+    assert torch.equal(loaded.system.rollout(Batch(_ids(), (0, 1)), 3), expected)
+    once = load_model(f"looped:{folder}[1:3]x1")
+    with torch.no_grad():
+        dense = once.model(_ids(), use_cache=False).logits
+    assert torch.equal(loaded.system.rollout(Batch(_ids(), (0, 1)), 1), dense)
+    assert not torch.equal(dense, expected)
+
+
+def test_a_cache_has_a_slot_for_each_time_that_a_layer_runs(folder: Path) -> None:
+    system = load_model(f"looped:{folder}[1:3]x2").system
+    whole = system.rollout(Batch(_ids(), (0, 1)), 2)
+    first, cache = system.extend(Batch(_ids()[:, :9], (0, 1)), 2, 0, None)
+    rest, cache = system.extend(Batch(_ids(), (0, 1)), 2, 9, cache)
+    assert len(cache.layers) == 7
+    torch.testing.assert_close(torch.cat([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
+    spec = f"looped:{folder}[1:3]x2"
+    ids = [row.tolist() for row in _ids()]
+    loopq.quantize(spec, ids, out=tmp_path / "q", group_size=16, preset="fast", seq_len=12)
+    assert json.loads((tmp_path / "q" / "config.json").read_text())["looped_layers"] == [1, 3, 2]
+    opened = loopq.load(tmp_path / "q")
+    assert (opened.system.name, opened.system.n_steps) == ("looped", 2)
+    filled = loopq.load(tmp_path / "q", load_model(spec))
+    batch = Batch(_ids(), (0, 1))
+    assert torch.equal(opened.system.rollout(batch, 2), filled.system.rollout(batch, 2))
+    calls = {p.name.split(".")[2]: p.invocations for p in opened.system.shared_parameters(2)}
+    assert calls == {"0": 1, "1": 2, "2": 2, "3": 1, "4": 1}
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        ("[1:3]", r"write looped:MODEL\[FIRST:LAST\]xTIMES"),
+        ("[1:6]x2", r"with 5 layers: give FIRST, LAST and TIMES"),
+        ("[3:3]x2", r"0 <= FIRST < LAST <= 5"),
+        ("[1:3]x0", r"TIMES >= 1"),
+    ],
+)
+def test_loops_that_the_model_cannot_have_are_refused(folder: Path, loop: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_model(f"looped:{folder}{loop}")
+
+
+def test_other_shapes_of_models_are_refused(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
+    with pytest.raises(SystemContractError, match=r"only decoders with model\.layers"):
+        load_model(f"looped:{tmp_path}[0:1]x2")

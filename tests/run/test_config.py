@@ -35,7 +35,7 @@ def test_overrides_apply_in_order_and_survive_json():
 def test_a_preset_sets_its_fields_and_leaves_the_others():
     base = QuantConfig.of(bits=3, damping=0.02, steps="1:")
     found = base.preset("best")
-    assert {k: found.layer.flat()[k] for k in PRESETS["best"]} == PRESETS["best"]
+    assert {k: found.flat()[k] for k in PRESETS["best"]} == PRESETS["best"]
     assert found.layer.method.damping.fraction == 0.02
     assert (found.layer.grid.bits, found.layer.calibration.steps) == (3, "1:")
     assert QuantConfig.of(preset="best", bits=3, damping=0.02, steps="1:") == found
@@ -54,6 +54,7 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
         metric="loop",
         metric_prompts=128,
         metric_draws=4,
+        inputs="asymmetric",
         **grid,
     )
     assert digest(tmp_path / "preset") == digest(tmp_path / "fields")

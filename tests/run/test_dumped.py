@@ -19,7 +19,8 @@ from loopq.run.dumped import MetricOfDump
 from tests.support.checkpoints import reseal
 from tests.support.runs import job_of
 
-BEST = {"preset": "best", "bits": 3, "group_size": 20, "metric_prompts": 3, "metric_draws": 2}
+BEST = {"preset": "best", "bits": 3, "group_size": 20, "metric_prompts": 3, "metric_draws": 2,
+        "inputs": "open"}  # fmt: skip
 
 
 def collected(loaded, tokens, out, steps=None, **execution):

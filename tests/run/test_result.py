@@ -85,7 +85,7 @@ def test_a_dump_says_what_it_cannot_do(dump):
     with pytest.raises(
         DumpError, match=r"no loop metric of layer transformer\.adapter\.weight: collect again"
     ):
-        loopq.solve(dump, preset="best")
+        loopq.solve(dump, metric="loop")
     with pytest.raises(ConfigError, match="inputs 'asymmetric' run the model between layers"):
         loopq.solve(dump, inputs="asymmetric")
     for settings in ({"tune": "scales"}, {"allocate": 3.5}):

@@ -35,7 +35,7 @@ COMMANDS = {
     "validated": f"quantize {{model}} --out {{out}} {PAPER} --step-weights validated",
     "best": f"quantize {{model}} --out {{out}} {TINY} --preset best",
     "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --sweeps 2",
-    "best asymmetric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs asymmetric",
+    "loop metric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs open",
     "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
     "tune scales": f"quantize {{model}} --out {{out}} {PAPER} --tune scales --tune-n-updates 6 --tune-every 2",
     "tune codes": f"quantize {{model}} --out {{out}} {PAPER} --tune codes --tune-n-updates 6 --tune-every 2",

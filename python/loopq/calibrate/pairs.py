@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,8 @@ class PairedSums:
     Parameters
     ----------
     sums : HessianAccumulator
-        Of the rows (x, x^), 2d wide, each step apart: x from the full-precision rollout, x^ from the quantized
-        one, same prompt, position, step and initial state.
+        Of the rows (x, x^), 2d wide, each step apart or the sum of all: x from the full-precision rollout, x^ from
+        the quantized one, same prompt, position, step and initial state.
     dim : int
         d.
     """
@@ -70,7 +70,11 @@ class ReferenceSums:
 
     sums: native.HessianAccumulator
     dim: int
-    per_step: ClassVar[bool] = True
+
+    @property
+    def per_step(self) -> bool:
+        """Whether each step is held apart."""
+        return self.sums.per_step
 
     @property
     def steps(self) -> Sequence[int]:
@@ -116,7 +120,9 @@ class Moments:
     cross: NDArray[np.float64]
 
 
-def collect_pairs(job: Collection, input_groups: Sequence[str], weights: Weights) -> dict[str, PairedSums]:
+def collect_pairs(
+    job: Collection, input_groups: Sequence[str], weights: Weights, *, per_step: bool = True
+) -> dict[str, PairedSums]:
     """Run every batch twice, with the model's own weights and with others, and pair what the layers saw.
 
     Parameters
@@ -127,6 +133,8 @@ def collect_pairs(job: Collection, input_groups: Sequence[str], weights: Weights
         Input groups to observe.
     weights : mapping of str to ndarray, float32
         Weights of the second rollout that differ (`loopq.systems.replace.replaced`).
+    per_step : bool
+        Hold each step apart; the sum over all steps takes as many times less memory.
 
     Notes
     -----
@@ -138,7 +146,7 @@ def collect_pairs(job: Collection, input_groups: Sequence[str], weights: Weights
         name: native.HessianAccumulator(
             2 * parameters[name].in_features,
             range(parameters[name].invocations),
-            per_step=True,
+            per_step=per_step,
             threads=job.execution.threads,
         )
         for name in input_groups

@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--metric",
         choices=("inputs", "loop"),
         default="inputs",
-        help="with --hessian: loop keeps the gradients' sums too, so that `loopq solve` reaches preset best; such a "
+        help="with --hessian: loop keeps the gradients' sums too, so that `loopq solve` has the loop metric; such a "
         "dump cannot be merged (default %(default)s)",
     )
     prompts, draws = PRESETS["best"]["metric_prompts"], PRESETS["best"]["metric_draws"]

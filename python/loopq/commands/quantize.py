@@ -37,11 +37,10 @@ from loopq.run.export import Exported, export, refuse_early
 from loopq.run.result import killed_late, work_folder
 from loopq.systems.load import LoadedModel
 
-_HINT = "hint: --preset best is more accurate at the same bytes; it takes gradients on all prompts"
+_HINT = "hint: --preset best is more accurate at the same bytes, and slower"
 _EXAMPLES = """examples:
   loopq quantize MODEL --out DIR                   INT4, groups of 128
   loopq quantize MODEL --out DIR --preset best     more accurate, slower
-  loopq quantize MODEL --out DIR --preset best --inputs asymmetric    better still
   loopq quantize MODEL --out DIR --bits 3 --group-size 32 --calibration text.txt
   loopq quantize MODEL --out DIR --allocate 3.25   bits by layer under a budget
 `loopq evaluate MODEL DIR` says how far the result is from the original;

@@ -15,6 +15,7 @@ from loopq.checkpoint.layer import QuantizedLayer
 from loopq.quantizers.base import Problem
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
+from loopq.run.memory import passes
 from loopq.run.solver import account, relative_error, save_layer, saved_layer
 from loopq.run.step_weights import WeightedHessian, needs_weight, relative, step_weights
 from loopq.settings import setting
@@ -78,11 +79,18 @@ class Asymmetric(Inputs):
 
 
 def _collect_metrics(run: Run) -> None:
-    """Loop metrics of layers that are solved one after the other: their Hessians come from a pass of their own."""
-    chosen = [t for t in run.tasks if t.gradients and t.metric_key not in run.metrics]
-    if chosen:
-        sums = run.all_steps("ahead", sorted({str(t.input_group) for t in chosen}))
-        run.collect_metrics(sums, chosen)
+    """Loop metrics of layers that are solved one after the other: their Hessians come from passes of their own."""
+    missing = [t for t in run.tasks if t.gradients and t.metric_key not in run.metrics]
+    if not missing:
+        return
+    sums = run.sums()
+    for number, input_groups in enumerate(passes(run, sums)):
+        chosen = [t for t in missing if t.input_group in input_groups]
+        if chosen:
+            sums.run_pass(input_groups, work=run.work(f"ahead-{number}"))
+            run.collect_metrics(sums, chosen, f"metric-{number}")
+        for input_group in input_groups:
+            sums.drop(input_group)
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
@@ -110,7 +118,9 @@ class _Group:
         if input_group is None:
             return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
         current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
-        paired = collect_pairs(run.job, [input_group], current)[input_group]
+        # Steps that count alike need no Hessians of their own.
+        apart = any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
+        paired = collect_pairs(run.job, [input_group], current, per_step=apart)[input_group]
         return {t.name: self._solve(t, weights[t.name], paired) for t in tasks}
 
     def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:

@@ -18,7 +18,13 @@ from loopq.settings import Settings, block, choice, leaves, optional, setting
 
 #: Settings under one name: closest to full precision, with gradients; the same without; the method of the paper.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "best": {"method": "gptq-cd", "metric": "loop", "metric_prompts": 128, "metric_draws": 4},
+    "best": {
+        "method": "gptq-cd",
+        "metric": "loop",
+        "metric_prompts": 128,
+        "metric_draws": 4,
+        "inputs": "asymmetric",
+    },
     "fast": {"method": "gptq-cd", "metric": "inputs"},
     "paper": {"method": "gptq", "scale_search": "max"},
 }

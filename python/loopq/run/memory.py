@@ -67,7 +67,7 @@ def run_bytes(run: Run) -> int:
     inputs = run.config.inputs.name
     if inputs == "asymmetric":
         # Moments of pairs are twice as wide, for one input at a time.
-        need["inputs asymmetric"] = max((4 * pass_bytes(run, apart, [x]) for x in apart.steps), default=0)
+        need["inputs asymmetric"] = max((4 * pass_bytes(run, sums, [x]) for x in sums.steps), default=0)
     elif inputs != "open":
         need[f"inputs {inputs}"] = everything
     asked = run.config.allocate

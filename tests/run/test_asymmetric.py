@@ -26,7 +26,7 @@ def prepared(tiny, tokens, threads=1, **changes):
 
 
 def open_loop(run):
-    return run.solve_from(run.all_steps())
+    return run.solve_from(run.all_steps(), run.config.changed(inputs="open"))
 
 
 def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tiny, tokens):

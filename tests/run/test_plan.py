@@ -7,12 +7,15 @@ import dataclasses
 import pytest
 
 import loopq
+from loopq.calibrate.data import from_ids
 from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
+from loopq.run.engine import Run
 from loopq.run.plan import plan, rounding_like, steps_by_input
 from tests.support.runs import SETTINGS, run_of
+from tests.support.systems import CASES, open_system, prompts
 
 
 def test_layers_may_choose_their_own_steps(loaded, tokens):
@@ -76,3 +79,18 @@ def test_a_setting_that_the_method_of_a_layer_does_not_read_is_refused(tiny, tok
         r"gptq-cd; method awq would not read it",
     ):
         loopq.quantize(tiny, tokens, config)
+
+
+def test_what_the_paper_rounds_is_calibrated_by_other_methods_than_the_papers():
+    system = open_system(CASES["Nanbeige"])
+    tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
+    name = "lm_head.weight"
+    for method in ("gptq", "awq", "rtn"):
+        found = Run.prepare(system, tokens, QuantConfig.of(method=method, group_size=16))
+        head = next(t for t in found.tasks if t.name == name)
+        assert (type(head.config.method), head.input_group) == (RTN, None)
+    run = Run.prepare(system, tokens, QuantConfig.of(group_size=16))
+    head = next(t for t in run.tasks if t.name == name)
+    assert (head.config.method.name, head.input_group, head.steps) == ("gptq-cd", name, (0,))
+    layer = loopq.quantize(system, tokens, group_size=16, preset="fast").layers[name]
+    assert layer.report["method_done"] == "gptq-cd"

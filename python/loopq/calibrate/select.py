@@ -73,6 +73,7 @@ def select(
     n_steps: int | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    rounded: bool = False,
     seed: int = 0,
 ) -> Selection:
     """Choose the parameters of a run and find who shares inputs, by one rollout of the first prompt.
@@ -87,6 +88,8 @@ def select(
         Depth; the model's own when absent.
     include, exclude : sequence of str
         Patterns of parameter names.
+    rounded : bool
+        Observe the inputs of parameters that the paper rounds too.
     seed : int
         Seed of the initial state.
     """
@@ -94,7 +97,7 @@ def select(
 
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)
-    observed = [p for p in parameters if p.treatment == "gptq"]
+    observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
     probe = Batch(torch.from_numpy(tokens.sequences[0][None]), (0,), seed)
     input_groups = find_input_groups(system, observed, probe, depth) if observed else {}
     return Selection(parameters, input_groups, depth)

@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             n_steps=args.n_steps,
             include=args.include,
             exclude=args.exclude,
+            rounded=True,
             seed=how.seed,
         )
         job = Collection(loaded.system, tokens, selection, how, loaded.side_files)

@@ -98,9 +98,12 @@ class Method(Chosen):
     ----------
     needs_hessian : bool
         Whether `Problem.hessian` must be there.
+    rounds_as_published : bool
+        Whether a weight that the paper rounds to nearest in every variant (Li, App. Q) is rounded by this method too.
     """
 
     needs_hessian: ClassVar[bool] = True
+    rounds_as_published: ClassVar[bool] = True
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:

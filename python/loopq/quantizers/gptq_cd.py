@@ -75,6 +75,7 @@ class GPTQCD(Method):
     """
 
     name: ClassVar[str] = "gptq-cd"
+    rounds_as_published: ClassVar[bool] = False
     metric: Metric = block(Metric, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")

@@ -165,9 +165,7 @@ class Bench:
 
     def solve(self, config: QuantConfig) -> Layers:
         """Quantize from the Hessians at hand, or as the settings' inputs collect them."""
-        if config.inputs.name == "open":
-            return self.run.solve_from(self.sums, config)
-        return config.inputs.solve(self.run.with_config(config))
+        return self.run.solve_from(self.sums, config)
 
     def measure(self, variants: Mapping[str, QuantConfig | Layers]) -> dict[str, Any]:
         """Quantize by each of several settings and compare with full precision on the held-out prompts.

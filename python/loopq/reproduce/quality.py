@@ -187,11 +187,7 @@ class SolutionCache:
         change = {"steps": "all"} | ({} if config.layer.method.name == "gptq-cd" else {"method": "rtn"})
         rounded = tuple(Override(name, change) for name in self._rounded)
         config = dataclasses.replace(config, overrides=(*rounded, *config.overrides), include=self._rounded)
-        if not asymmetric:
-            return run.solve_from(sums, config)
-        other = run.with_config(config.changed(inputs="asymmetric"))
-        other.collect_metrics(sums, other.tasks)
-        return other.config.inputs.solve(other)
+        return run.solve_from(sums, config.changed(inputs="asymmetric" if asymmetric else "open"))
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

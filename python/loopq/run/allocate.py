@@ -180,7 +180,8 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
     for bits in asked.bits:
         for group in asked.group_sizes:
             settings = dataclasses.replace(config, layer=plain.changed(bits=bits, group_size=group))
-            for name, layer in run.solve_from(sums, settings).items():
+            # Scores compare layers, one at a time: each on the inputs of full precision.
+            for name, layer in run.solve_from(sums, settings.changed(inputs="open")).items():
                 # An override may have fixed either; then several candidates are one and the same.
                 key = (name, f"INT{layer.bits} g{layer.group_size}")
                 sizes[key] = (layer.bits, layer.group_size, layer.n_bytes)

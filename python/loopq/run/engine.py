@@ -69,6 +69,7 @@ class Run:
             n_steps=n_steps,
             include=config.include,
             exclude=config.exclude,
+            rounded=not config.layer.method.rounds_as_published,
             seed=execution.seed,
         )
         seconds = time.monotonic() - began
@@ -146,12 +147,14 @@ class Run:
         Parameters
         ----------
         hessians : Hessians
-            As of `all_steps`.
+            As of `all_steps`. Inputs other than those of the full-precision rollout are collected besides.
         config : QuantConfig, optional
             Other settings than the run's own.
         """
         run = self if config is None else self.with_config(config)
         run.collect_metrics(hessians, run.tasks)
+        if run.config.inputs.name != "open":
+            return run.config.inputs.solve(run)
         return run.solver(hessians, run.journal("layers")).run(run.tasks)
 
     def collect_metrics(self, hessians: Hessians, tasks: Sequence[Task], name: str = "metric") -> None:

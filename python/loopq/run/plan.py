@@ -42,7 +42,7 @@ def plan(
         settings = config.for_layer(p.name)
         if p.treatment == "dense" or settings.method.name == "dense":
             continue
-        if p.treatment == "rtn":
+        if p.treatment == "rtn" and (settings.method.rounds_as_published or p.name not in input_groups):
             tasks.append(Task(p, settings.changed(method=rounding_like(settings)), (), None))
             continue
         input_group = input_groups.get(p.name) if settings.method.needs_hessian else None

@@ -119,7 +119,8 @@ class SharedParameter:
     exposed : bool
         No identity path leads around it: its error is fed back into the loop whole.
     treatment : {"gptq", "rtn", "dense"}
-        What is done by default: calibrated, rounded, or left as it is.
+        What is done by default: calibrated; rounded by the paper's methods and calibrated by others
+        (`Method.rounds_as_published`); or left as it is.
     reason : str
         Why, where the treatment is not "gptq".
     fused : str

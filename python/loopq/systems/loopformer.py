@@ -35,7 +35,7 @@ class LoopFormer(StepwiseSystem):
     """LoopFormer-278M (plain torch class, with or without its hub wrapper).
 
     A rollout of depth N takes steps of size 1/N. The modulation sees one row per prompt, not per token, and
-    its input depends on the step alone: it is rounded to nearest by default. The published forward gives
+    its input depends on the step alone: the paper's methods round it to nearest. The published forward gives
     logits for the last position only unless it is given targets.
     """
 

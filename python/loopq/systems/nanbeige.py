@@ -25,13 +25,12 @@ _VARIANTS = (
 class Nanbeige(LlamaLoops):
     """Nanbeige4.2-3B (remote code).
 
-    The head is read once, after the last loop: it is no part of the loop and is rounded to nearest, the same
-    weights whatever calibrates the rest; `--include lm_head.weight` calibrates it too, which halved the divergence of
-    a small model of this class under the full solver.
+    The head is read once, after the last loop: it is no part of the loop. The paper's methods round it to nearest, the
+    same weights whatever calibrates the rest; `gptq-cd` calibrates it.
     """
 
     name = "nanbeige"
-    summary = "s = norm(layers(s)) from the token embeddings, two loops; head rounded"
+    summary = "s = norm(layers(s)) from the token embeddings, two loops"
     checkpoints = (("Nanbeige4.2-3B", 155),)
 
     def __init__(self, model: nn.Module) -> None:

@@ -176,7 +176,7 @@ class HessianAccumulator:
             A sum that would pass ``2^64``.
         """
     def n_rows(self, step: int) -> int:
-        """Count the rows that a step has seen."""
+        """Count the rows that were added to a step."""
     def finish(self) -> None:
         """Add what waits for its block to fill; no update is taken afterwards. Further calls do nothing."""
     def matrix(

@@ -22,6 +22,14 @@ from tests.house import counts
 ROOT = Path(__file__).parents[2]
 
 
+def _tracked() -> list[str]:
+    """Files of the repository."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return done.stdout.splitlines()
+
+
 def python(code: str) -> str:
     """Run code in an interpreter of its own; return what it printed."""
     done = subprocess.run(
@@ -266,12 +274,22 @@ def test_links_of_the_documents_lead_somewhere():
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)}: {target}"
 
 
+def test_files_that_the_documents_name_exist():
+    files = [path for path in _tracked() if (ROOT / path).exists()]
+    folders = {str(parent) for path in files for parent in Path(path).parents}
+    named = r"`((?:[\w-]+/)+[\w.-]*)(?:[ :][^`]*)?`"
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]:
+        for name in re.findall(named, document.read_text("utf-8")):
+            # Only names that begin as those of the repository or of the package do, or end as a source does.
+            inside = any((root / name.split("/")[0]).is_dir() for root in (ROOT, ROOT / "python" / "loopq"))
+            if inside or Path(name).suffix in (".py", ".rs", ".md"):
+                found = name.rstrip("/") in folders or any(path.endswith(name) for path in files)
+                assert found or (ROOT / "python" / "loopq" / name).exists(), f"{document.name}: {name}"
+
+
 def test_tracked_text_names_no_machine():
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip("not a git checkout")
     pattern = re.compile(r"(?<![\w.~-])/(?:work|root|farm|home)/")
-    for name in done.stdout.splitlines():
+    for name in _tracked():
         path = ROOT / name
         if (
             path.suffix in {".py", ".rs", ".md", ".toml", ".cu", ".cuh", ".json", ".pyi", ".h", ".sh"}

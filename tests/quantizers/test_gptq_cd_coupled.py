@@ -42,7 +42,7 @@ def twin(weight, s, a, right, passes):
     """The same rows in the same tiles, in NumPy, each tile solved by the plain solver."""
     rows, d = weight.shape
     order = np.asarray(conditional_order(a))
-    ordered, goal = a[np.ix_(order, order)], weight[order].astype(np.float64)
+    ordered, target = a[np.ix_(order, order)], weight[order].astype(np.float64)
     upper = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
     unit = upper / np.diag(upper)
     error, values = np.zeros((rows, d)), np.zeros((rows, d), np.float32)
@@ -56,15 +56,15 @@ def twin(weight, s, a, right, passes):
         shift = unit[:b, b:e].T @ error[:b]
         for i in range(e - b):
             shift[i] -= unit[b : b + i, b + i] @ shift[:i]
-        values[b:e] = solved(goal[b:e] - shift)
-        error[b:e] = values[b:e] - goal[b:e]
+        values[b:e] = solved(target[b:e] - shift)
+        error[b:e] = values[b:e] - target[b:e]
     for _ in range(passes):
         for b in range(0, rows, 8):
             e = min(rows, b + 8)
             own = np.diag(ordered)[b:e, None]
             pull = ordered[b:e] @ error
-            new = solved(goal[b:e] - (pull / own - error[b:e]))
-            change = new - goal[b:e] - error[b:e]
+            new = solved(target[b:e] - (pull / own - error[b:e]))
+            change = new - target[b:e] - error[b:e]
             image = change @ s
             for i in range(e - b):
                 if np.sum(image[i] * (2 * pull[i] + own[i] * change[i])) < 0:

@@ -3,7 +3,7 @@
 usage (in the root of the repository): python -m benches.kernels.h200 SECTION RECORD [--dry-run] [--seconds S]
                                        python -m benches.kernels.h200 rows RECORD
 
-A section adds itself to the record. `rows` prints the goals of docs/kernels.md with what the record says of each.
+A section adds itself to the record. `rows` prints the targets of docs/kernels.md with what the record says of each.
 `--dry-run` runs a section's every line on tiny shapes with the host emulation (tests/support/kernels) in the GPU's
 place: nothing it reports as a time means anything.
 """
@@ -240,13 +240,13 @@ def run_section(name: str, path: Path, dry: bool, seconds: float) -> None:
     print(f"{name}: {found['seconds']:.0f} s -> {path}")
 
 
-# ---- goals -------------------------------------------------------------------------------------------------------
+# ---- targets -----------------------------------------------------------------------------------------------------
 
 SHARES = {"mlp.fc": 0.70, "mlp.proj": 0.70, "attn.Wqkv": 0.70, "adapter": 0.60, "attn.proj": 0.50}
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Goal, what was measured, and whether it is met; sections that are missing stay open."""
+    """Target, what was measured, and whether it is met; sections that are missing stay open."""
     found: list[tuple[str, str, str]] = []
     for section, judge in (
         ("exact", _exact_rows),
@@ -314,13 +314,13 @@ def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             continue
         times: dict[tuple[str, int], float] = {}
         for p in d["products"]:
-            share, goal = p["share_of_copy_bandwidth"], SHARES[p["layer"]]
+            share, target = p["share_of_copy_bandwidth"], SHARES[p["layer"]]
             times[p["layer"], p["tokens"]] = p["int4"]["median"]
             found.append(
                 (
-                    f"{p['layer']}, {p['tokens']} tokens, {way}: {goal:.0%} of copy bandwidth",
+                    f"{p['layer']}, {p['tokens']} tokens, {way}: {target:.0%} of copy bandwidth",
                     f"{share:.0%} ({p['int4']['median']:.2f} us; cuBLAS {p['cublas_bf16']['median']:.2f} us)",
-                    _met(share >= goal),
+                    _met(share >= target),
                 )
             )
         for layer in SHARES:
@@ -329,8 +329,8 @@ def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
                 (f"{layer}, {way}: 16 tokens within 1.10x of 1", f"{slower:.3f}x", _met(slower <= 1.10))
             )
         for step in d["step"]:
-            goal_text = f"17 projections, {step['tokens']} tokens, {way}: 2.7x cuBLAS bf16"
-            found.append((goal_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))
+            target_text = f"17 projections, {step['tokens']} tokens, {way}: 2.7x cuBLAS bf16"
+            found.append((target_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))
     return found
 
 
@@ -341,13 +341,13 @@ def _rollout_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             for name, ratio in r["ratios"].items():
                 slow, fast = name.split(" / ")
                 same = slow[4:] == fast[4:]
-                goal = 2.5 if same and "graph" in slow else 4.0 if not same else None
+                target = 2.5 if same and "graph" in slow else 4.0 if not same else None
                 text = f"{ratio['ratio']:.2f}x ({ratio['low']:.2f}-{ratio['high']:.2f})"
                 label = f"rollout, {r['tokens']} tokens, {way}: {name}"
                 found.append(
                     (label, text, "reported")
-                    if goal is None
-                    else (f"{label}, {goal}x", text, _met(ratio["ratio"] >= goal))
+                    if target is None
+                    else (f"{label}, {target}x", text, _met(ratio["ratio"] >= target))
                 )
     return found
 
@@ -402,7 +402,7 @@ def main(argv: list[str] | None = None) -> int:
         record = json.loads(args.record.read_text())
         if record["device"] == "emulation":
             print("A DRY RUN: no time below means anything.\n")
-        print(f"{record['device']}, {record['date']}\n\n| goal | measured | |\n|---|---|---|")
+        print(f"{record['device']}, {record['date']}\n\n| target | measured | |\n|---|---|---|")
         for row in rows(record):
             print(f"| {' | '.join(row)} |")
     elif args.section == "note":

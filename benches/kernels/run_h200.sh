@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All GPU checks and measurements of the kernels in one go, most important first, into one record, and the goals of
+# All GPU checks and measurements of the kernels in one go, most important first, into one record, and the targets of
 # docs/kernels.md filled in from it.
 #
 #   benches/kernels/run_h200.sh [--dry-run] [FOLDER [SECTION ...]]

@@ -23,7 +23,7 @@ from loopq.stats import spearman
 
 Rows = list[dict[str, Any]]
 Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
-FULL = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "mean"}
+CD = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "mean"}
 SAFE = {"step_weights": "balanced", "damping_kind": "diagonal"}
 SPIKED = {"sum, mean": {}, "balanced, diagonal": SAFE, "sum, diagonal, loop metric": LOOP}
 KAPPAS = (1.0, 1e2, 1e4, 1e6)
@@ -80,8 +80,8 @@ def adapters(cache: Any, models: list[str], sizes: Sizes, data: Path | None, thr
         variants = {
             "RTN": bench.layers({"method": "rtn", "scale_search": "max"} | grid),
             "GPTQ, trajectory": bench.layers({"method": "gptq", "scale_search": "max"} | grid),
-            "full": bench.layers(FULL | grid),
-            "full, loop metric": bench.layers(LOOP | grid),
+            "gptq-cd": bench.layers(CD | grid),
+            "gptq-cd, loop metric": bench.layers(LOOP | grid),
         }
         found = bench.measure(variants)
         return {
@@ -125,7 +125,7 @@ def mixed(cache: Any, models: list[str], sizes: Sizes, data: Path | None, thread
 
 def _mixed(bench: Bench) -> dict[str, Any]:
     solved = {
-        (b, g): bench.layers(FULL | {"bits": b, "group_size": g}) for b in (2, 3, 4, 8) for g in (32, 64, 128)
+        (b, g): bench.layers(CD | {"bits": b, "group_size": g}) for b in (2, 3, 4, 8) for g in (32, 64, 128)
     }
     candidates = {
         (n, f"{b}:{g}"): x.in_model_orientation() for (b, g), v in solved.items() for n, x in v.items()
@@ -189,7 +189,7 @@ def defaults(cache: Any, models: list[str], sizes: Sizes, data: Path | None, thr
 
 def _defaults(bench: Bench) -> dict[str, Any]:
     n = bench.model.loaded.system.n_steps
-    grid = FULL | {"bits": 3, "group_size": 32}
+    grid = CD | {"bits": 3, "group_size": 32}
     fixed = {
         "N-step": bench.layers(grid),
         "skip-0": bench.layers(grid, "1:" if n > 1 else "all"),
@@ -245,7 +245,7 @@ def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[st
         )
         solutions = SolutionCache(dataclasses.replace(plain, loaded=loaded), threads)
         for label, extra in SPIKED.items():
-            layer = FULL | extra | {"bits": 4, "group_size": 128, "scale_dtype": "float32"}
+            layer = CD | extra | {"bits": 4, "group_size": 128, "scale_dtype": "float32"}
             solved[label, kappa] = solutions.closed(QuantConfig.of(**layer, rank_threshold=None), False)
     rows = []
     for label in SPIKED:
@@ -299,7 +299,7 @@ def _plain(threads: int, rows: int = 512, dim: int = 2048) -> Rows:
             "act_order": True,
             "scales": "static",
         },
-        "full": FULL,
+        "gptq-cd": CD,
     }
     out = []
     for variant, layer in variants.items():

@@ -19,7 +19,7 @@ __all__ = [
     "BLOCK_ROWS",
     "CpuLayout",
     "DampedFactor",
-    "FullSettings",
+    "GptqCdSettings",
     "HessianAccumulator",
     "__version__",
     "count_above",
@@ -29,8 +29,8 @@ __all__ = [
     "cpu_read",
     "dequantize",
     "eigvalsh",
-    "full",
     "gptq",
+    "gptq_cd",
     "kernel_sources",
     "marlin_pack",
     "marlin_unpack",
@@ -176,7 +176,7 @@ class HessianAccumulator:
             A sum that would pass ``2^64``.
         """
     def n_rows(self, step: int) -> int:
-        """Count the rows that a step has seen."""
+        """Count the rows that were added to a step."""
     def finish(self) -> None:
         """Add what waits for its block to fill; no update is taken afterwards. Further calls do nothing."""
     def matrix(
@@ -392,8 +392,8 @@ def gptq(
     """
 
 @final
-class FullSettings:
-    """What the full solver is asked: a grid, how its scales are found, and the stages after the first sweep.
+class GptqCdSettings:
+    """Settings of GPTQ with coordinate descent: a grid, how its scales are found, and the stages after the first sweep.
 
     Parameters
     ----------
@@ -428,16 +428,16 @@ class FullSettings:
         sweeps: int,
         rounds: int,
         refit: bool,
-    ) -> FullSettings: ...
+    ) -> GptqCdSettings: ...
 
-def full(
+def gptq_cd(
     w: NDArray[np.float32],
     factor: DampedFactor,
-    settings: FullSettings,
+    settings: GptqCdSettings,
     *,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Quantize a weight by the full solver: fitted static scales, ordered sweep, descent, refit, and again.
+    """Quantize a weight by GPTQ with coordinate descent: searched scales, ordered sweep, descent, refit, and again.
 
     Parameters
     ----------
@@ -445,7 +445,7 @@ def full(
         Rows are outputs.
     factor : DampedFactor
         The damped Hessian, in float64.
-    settings : FullSettings
+    settings : GptqCdSettings
         Grid and stages.
     threads : int
         Number of threads; 0 for all.
@@ -467,7 +467,7 @@ def coupled(
     w: NDArray[np.float32],
     factor: DampedFactor,
     left: Sequence[DampedFactor],
-    settings: FullSettings,
+    settings: GptqCdSettings,
     *,
     passes: int = 1,
     threads: int = 0,
@@ -483,7 +483,7 @@ def coupled(
     left : sequence of DampedFactor
         ``A`` as consecutive blocks whose sizes add up to m; rows of different blocks are not coupled. The order
         of each is the order in which its rows are solved.
-    settings : FullSettings
+    settings : GptqCdSettings
         Grid and stages, for each row.
     passes : int
         Most times that every row is solved again with all others fixed, and taken where the loss falls.
@@ -499,7 +499,7 @@ def coupled(
     Raises
     ------
     loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
-        As in `full`; blocks that do not add up to the rows.
+        As in `gptq_cd`; blocks that do not add up to the rows.
     """
 
 def dequantize(

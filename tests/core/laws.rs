@@ -470,7 +470,7 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
     let h_view = Symmetric::f64(&h, dim).unwrap();
     let loss = |q: &Quantized| {
-        let hat = dequantize(&q.codes, &q.scales, &q.zeros, rows, dim, 50).unwrap();
+        let hat = dequantize(&q.codes, &q.scales, Some(&q.zeros), rows, dim, 50).unwrap();
         proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
     };
     for order in [Order::Natural, Order::Diagonal, Order::Conditional] {

@@ -89,8 +89,8 @@ def machine():
 
 PAPER = {"method": "gptq", "scale_search": "max"}
 G = {**PAPER, "group_size": 16}
-FULL = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal", "group_size": 16, "bits": 3}
-LOOP = {**FULL, "metric": "loop", "metric_draws": 4}
+CD = {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal", "group_size": 16, "bits": 3}
+LOOP = {**CD, "metric": "loop", "metric_draws": 4}
 EXACT = {
     **{f"rtn-{b}": {**G, "method": "rtn", "bits": b} for b in (2, 3, 4, 8)},
     "rtn-mse": {**G, "method": "rtn", "bits": 3, "scale_search": "mse"},
@@ -134,21 +134,21 @@ EXACT = {
     },
     "awq": {**G, "method": "awq", "bits": 3},
     "awq-first": {**G, "method": "awq", "bits": 3, "steps": "first"},
-    "full": FULL,
-    "full-4": {**FULL, "bits": 4, "damping_kind": "mean"},
-    "full-asymmetric": {**FULL, "symmetric": False},
-    "full-unsigned": {**FULL, "signed_scales": False},
-    "full-plain": {**FULL, "descent": 0, "refit": False, "scale_cost": "largest", "order": "natural"},
-    "full-even": {**FULL, "scale_cost": "even", "order": "diagonal", "rounds": 1},
+    "gptq-cd": CD,
+    "gptq-cd-4": {**CD, "bits": 4, "damping_kind": "mean"},
+    "gptq-cd-asymmetric": {**CD, "symmetric": False},
+    "gptq-cd-unsigned": {**CD, "signed_scales": False},
+    "gptq-cd-plain": {**CD, "descent": 0, "refit": False, "scale_cost": "largest", "order": "natural"},
+    "gptq-cd-even": {**CD, "scale_cost": "even", "order": "diagonal", "rounds": 1},
 }
 #: Products by NumPy or torch whose last bits depend on the processor: elsewhere nearly all codes agree.
 ROUNDED = {
     "gptq-hadamard": {**G, "bits": 3, "rotation": "hadamard:8"},
     "gptq-random": {**G, "bits": 3, "rotation": "random", "rotation_seed": 2},
-    "full-hadamard": {**FULL, "rotation": "hadamard:8"},
+    "gptq-cd-hadamard": {**CD, "rotation": "hadamard:8"},
     "gptq-closed-loop": {**G, "bits": 3, "inputs": "closed-loop"},
     "gptq-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric"},
-    "full-asymmetric-inputs": {**FULL, "inputs": "asymmetric", "alpha": 0.5, "sweeps": 2},
+    "gptq-cd-asymmetric-inputs": {**CD, "inputs": "asymmetric", "alpha": 0.5, "sweeps": 2},
     "weights-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric", "step_weights": "loss"},
     "gptq-validated": {**G, "bits": 3, "step_weights": "validated"},
     "loop": LOOP,

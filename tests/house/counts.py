@@ -12,8 +12,6 @@ PACKAGE = Path(__file__).parents[2] / "python" / "loopq"
 #: The way of a weight from the command line to a file and back.
 TRUNK = ("api", "cli", "commands", "run", "quantizers", "gradients", "calibrate", "checkpoint", "settings")
 MAX_ARGUMENTS = 7
-MAX_FUNCTION = 50
-MAX_FILE = 400
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

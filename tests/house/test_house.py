@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ from loopq import errors
 from tests.house import counts
 
 ROOT = Path(__file__).parents[2]
+
+
+def _tracked() -> list[str]:
+    """Files of the repository."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip("not a git checkout")
+    return done.stdout.splitlines()
 
 
 def python(code: str) -> str:
@@ -231,11 +240,32 @@ def test_readme_example_runs():
 
 
 def test_the_trunk_keeps_its_counts():
+    # A name under which nothing lies would keep every count.
+    assert {module.folder for module in counts.modules()} >= set(counts.TRUNK)
     # Folders import one way only: `floors` raises where two import each other.
-    assert sum(map(len, counts.floors())) == len(counts.TRUNK)
-    assert len(counts.floors()) <= 9
+    floors = counts.floors()
+    assert len(floors) <= 9
+    # Imports that were not read would leave everything on one floor.
+    assert "settings" in floors[0]
+    assert floors[-1] == ["cli"]
     # What declares a setting says everything about it in one place.
     assert set(counts.too_many_arguments()) <= {"settings.setting"}
+
+
+def test_the_architecture_names_the_contract_and_every_part():
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    order = text.partition("## Who may import whom")[2].partition("Kept by")[0]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [re.findall(r"loopq\.(\w+)", layer) for layer in contracts[0]["layers"]][1:]  # without __main__
+    assert [re.findall(r"`(\w+)`", part) for part in order.split("->")] == layers
+    table = text.partition("## Where things are")[2].partition("\n## ")[0]
+    small = {"errors", "lazy", "patterns", "progress", "registry", "table", "threads"}
+    parts = {module.folder for module in counts.modules() if not module.folder.startswith("_")}
+    parts |= {path.parent.name for path in (ROOT / "rust" / "loopq-core" / "src").glob("*/mod.rs")}
+    named = {Path(name).stem for name in re.findall(r"`([\w./-]+)`", table)}
+    assert parts <= named | small, sorted(parts - named - small)
 
 
 def test_links_of_the_documents_lead_somewhere():
@@ -244,12 +274,22 @@ def test_links_of_the_documents_lead_somewhere():
             assert (document.parent / target).exists(), f"{document.relative_to(ROOT)}: {target}"
 
 
+def test_files_that_the_documents_name_exist():
+    files = [path for path in _tracked() if (ROOT / path).exists()]
+    folders = {str(parent) for path in files for parent in Path(path).parents}
+    named = r"`((?:[\w-]+/)+[\w.-]*)(?:[ :][^`]*)?`"
+    for document in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "kernels").glob("*.md")]:
+        for name in re.findall(named, document.read_text("utf-8")):
+            # Only names that begin as those of the repository or of the package do, or end as a source does.
+            inside = any((root / name.split("/")[0]).is_dir() for root in (ROOT, ROOT / "python" / "loopq"))
+            if inside or Path(name).suffix in (".py", ".rs", ".md"):
+                found = name.rstrip("/") in folders or any(path.endswith(name) for path in files)
+                assert found or (ROOT / "python" / "loopq" / name).exists(), f"{document.name}: {name}"
+
+
 def test_tracked_text_names_no_machine():
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip("not a git checkout")
     pattern = re.compile(r"(?<![\w.~-])/(?:work|root|farm|home)/")
-    for name in done.stdout.splitlines():
+    for name in _tracked():
         path = ROOT / name
         if (
             path.suffix in {".py", ".rs", ".md", ".toml", ".cu", ".cuh", ".json", ".pyi", ".h", ".sh"}

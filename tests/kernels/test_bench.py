@@ -85,7 +85,7 @@ def test_arms_hold_the_same_weights() -> None:
 
 
 class FixedClock(EmulatedBackend):
-    """Runs nothing when timed: the arms take 3 and 1 microseconds in the order in which they are first timed."""
+    """Runs nothing when timed: the variants take 3 and 1 microseconds in the order in which they are first timed."""
 
     def __init__(self) -> None:
         super().__init__()

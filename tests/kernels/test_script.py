@@ -36,7 +36,7 @@ def record(script: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     return path
 
 
-def test_every_section_runs_and_every_goal_gets_its_row(
+def test_every_section_runs_and_every_target_gets_its_row(
     script: dict[str, Any], record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = json.loads(record.read_text())
@@ -51,8 +51,8 @@ def test_every_section_runs_and_every_goal_gets_its_row(
     assert verdicts["graph replay equals eager, bit for bit"] == "met"
     assert set(exact) == {"met"}
     assert verdicts["544 products in a rollout"] == "NOT MET", "the tiny loop has another number"
-    for layer, goal in (("mlp.fc", "70%"), ("adapter", "60%"), ("attn.proj", "50%")):
-        assert any(layer in k and goal in k and "16 tokens" in k for k in verdicts)
+    for layer, target in (("mlp.fc", "70%"), ("adapter", "60%"), ("attn.proj", "50%")):
+        assert any(layer in k and target in k and "16 tokens" in k for k in verdicts)
     assert sum("2.7x cuBLAS" in k for k in verdicts) == 6
     assert sum(", 2.5x" in k for k in verdicts) == 18
     assert sum(", 4.0x" in k for k in verdicts) == 6
@@ -69,7 +69,7 @@ def test_a_missing_section_leaves_its_rows_open(script: dict[str, Any], record: 
     assert ("products", "not in the record", "open") in script["rows"](data)
 
 
-def test_wrong_results_do_not_meet_their_goal(script: dict[str, Any], record: Path) -> None:
+def test_wrong_results_do_not_meet_their_target(script: dict[str, Any], record: Path) -> None:
     data = json.loads(record.read_text())
     data["sections"]["exact"]["bulk"]["all_repeatable"] = False
     data["sections"]["rollout_exact"]["overlap_same_bits"] = False

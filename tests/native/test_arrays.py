@@ -58,7 +58,7 @@ def weight(rng: np.random.Generator, rows: int, dim: int) -> np.ndarray:
     return rng.standard_normal((rows, dim)).astype(np.float32)
 
 
-FULL = native.FullSettings(
+GPTQ_CD = native.GptqCdSettings(
     bits=3, group_size=8, symmetric=True, signed=True, scale_dtype="float32", cost="conditional", sweeps=4,
     rounds=2, refit=True,
 )  # fmt: skip
@@ -83,7 +83,7 @@ def restored(hi: np.ndarray, lo: np.ndarray, dim: int) -> np.ndarray:
 def coupled(w: np.ndarray, h: np.ndarray, mu: np.ndarray, a: np.ndarray) -> dict[str, Any]:
     """Solve under a metric between outputs."""
     left = native.DampedFactor(a, np.ones(len(a)), order="conditional")
-    return native.coupled(w, native.DampedFactor(h, mu, order="diagonal"), [left], FULL)
+    return native.coupled(w, native.DampedFactor(h, mu, order="diagonal"), [left], GPTQ_CD)
 
 
 def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
@@ -117,8 +117,8 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
             lambda w, h, mu: native.gptq(w, native.DampedFactor(h, mu, precision="float32"), **grid),
             [w, h.astype(np.float32), mu],
         ),
-        "DampedFactor, full": (
-            lambda w, h, mu: native.full(w, native.DampedFactor(h, mu, order="conditional"), FULL),
+        "DampedFactor, gptq_cd": (
+            lambda w, h, mu: native.gptq_cd(w, native.DampedFactor(h, mu, order="conditional"), GPTQ_CD),
             [w, h, mu],
         ),
         "coupled": (coupled, [w, h, mu, spd(rng, m)]),
@@ -182,6 +182,6 @@ def test_order_in_memory_changes_nothing(name: str, data: st.DataObject) -> None
 
 
 def test_every_function_that_takes_arrays_is_among_the_cases() -> None:
-    without = {"cpu_engines", "cpu_features", "kernel_sources", "FullSettings"}
+    without = {"cpu_engines", "cpu_features", "kernel_sources", "GptqCdSettings"}
     public = {n for n in native.__all__ if not n.startswith("_") and callable(getattr(native, n))}
     assert public - without == {w for w in " ".join(NAMES).replace(",", "").split() if w in public}

@@ -207,16 +207,16 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
 
 def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
     h, w = np.eye(8) + 1, np.ones((3, 8), np.float32)
-    settings = _native.FullSettings(
+    settings = _native.GptqCdSettings(
         bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", cost="conditional", sweeps=1,
         rounds=1, refit=False,
     )  # fmt: skip
     early, late = factor(h, 0.01), factor(h, 0.01)
-    before = _native.full(w, early, settings)
+    before = _native.gptq_cd(w, early, settings)
     h[0, 1] = h[1, 0] = 0.5
-    assert np.array_equal(_native.full(w, early, settings)["codes"], before["codes"])
+    assert np.array_equal(_native.gptq_cd(w, early, settings)["codes"], before["codes"])
     with pytest.raises(errors.ConfigError, match="changed after it was factored"):
-        _native.full(w, late, settings)
+        _native.gptq_cd(w, late, settings)
 
 
 def test_other_solvers_than_gptq_refuse_single_precision() -> None:
@@ -347,15 +347,15 @@ def test_arrays_of_other_types_are_type_errors() -> None:
 
 def test_shapes_must_agree_without_rows_too() -> None:
     wide = factor(np.eye(129), 0.01)
-    full = _native.FullSettings(
+    settings = _native.GptqCdSettings(
         bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", cost="even", sweeps=1, rounds=1,
         refit=False,
     )  # fmt: skip
     w = np.zeros((0, 1), np.float32)
     for call in (
         lambda: _native.gptq(w, wide, bits=4, group_size=8),
-        lambda: _native.full(w, wide, full),
-        lambda: _native.coupled(w, wide, [], full),
+        lambda: _native.gptq_cd(w, wide, settings),
+        lambda: _native.coupled(w, wide, [], settings),
         lambda: _native.proxy(w, None, np.eye(129)),
         lambda: wide.shift(w, np.eye(129), 1.0),
     ):

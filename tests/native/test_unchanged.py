@@ -22,7 +22,7 @@ from loopq import _native as native
 RECORD = Path(__file__).parents[1] / "golden" / "unchanged.json"
 ROWS, DIM = 37, 200
 GRID = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float32"}
-FULL = {"signed": True, "cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
+CD = {"signed": True, "cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
 
 Case = Callable[[], dict[str, Any]]
 
@@ -82,15 +82,15 @@ def gptq(
     return native.gptq(w, made, threads=2, **options)
 
 
-def full(w: np.ndarray, h: np.ndarray, *, order: str = "conditional", **options: Any) -> dict[str, Any]:
+def gptq_cd(w: np.ndarray, h: np.ndarray, *, order: str = "conditional", **options: Any) -> dict[str, Any]:
     """Solve by coordinate descent."""
-    return native.full(w, factor(h, order), native.FullSettings(**GRID | FULL | options), threads=2)
+    return native.gptq_cd(w, factor(h, order), native.GptqCdSettings(**GRID | CD | options), threads=2)
 
 
 def coupled(w: np.ndarray, h: np.ndarray, sizes: list[int], passes: int) -> dict[str, Any]:
     """Solve under metrics between outputs."""
     left = [native.DampedFactor(hessian(n, 5 + n), np.full(n, 7.0), order="conditional") for n in sizes]
-    settings = native.FullSettings(**GRID | FULL | {"bits": 2})
+    settings = native.GptqCdSettings(**GRID | CD | {"bits": 2})
     return native.coupled(w, factor(h), left, settings, passes=passes, threads=2)
 
 
@@ -133,7 +133,7 @@ def gptq_cases() -> Iterator[tuple[str, Case]]:
     yield "gptq float32 H", lambda: gptq(weight(), hessian().astype(np.float32), **GRID)
 
 
-def full_cases() -> Iterator[tuple[str, Case]]:
+def gptq_cd_cases() -> Iterator[tuple[str, Case]]:
     """The solver with descent and refit, each option on its own; the same coupled; shifted targets."""
     changes: list[dict[str, Any]] = [{"bits": b} for b in (2, 3, 4, 8)]
     changes += [{"group_size": g} for g in (0, 24)] + [{"scale_dtype": s} for s in ("float16", "bfloat16:5")]
@@ -146,8 +146,8 @@ def full_cases() -> Iterator[tuple[str, Case]]:
     ]
     changes += [{"sweeps": 0}, {"rounds": 0}, {"rounds": 1, "refit": False}, {"refit": False, "bits": 2}]
     for change in changes:
-        yield f"full {change}", lambda c=change: full(weight(), hessian(), **c)
-    yield "full wide", lambda: full(weight(20, 431, 3), hessian(431, 4), group_size=64)
+        yield f"gptq-cd {change}", lambda c=change: gptq_cd(weight(), hessian(), **c)
+    yield "gptq-cd wide", lambda: gptq_cd(weight(20, 431, 3), hessian(431, 4), group_size=64)
     for sizes, passes in (([37], 0), ([37], 2), ([16, 21], 1)):
         yield f"coupled {sizes} {passes}", lambda s=sizes, p=passes: coupled(weight(), hessian(), s, p)
     cross = whole(DIM * DIM, 9, 60).reshape(DIM, DIM).astype(np.float64)
@@ -209,7 +209,7 @@ def digest(arrays: dict[str, Any]) -> str:
 def cases() -> dict[str, Case]:
     """All cases by name."""
     solved = [(n, lambda c=c: only_codes(c())) for n, c in itertools.chain(rtn_cases(), gptq_cases())]
-    rest = [(n, c if n.startswith("shift") else lambda c=c: only_codes(c())) for n, c in full_cases()]
+    rest = [(n, c if n.startswith("shift") else lambda c=c: only_codes(c())) for n, c in gptq_cd_cases()]
     return dict(itertools.chain(solved, rest, sum_cases()))
 
 

@@ -9,11 +9,11 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
-from tests.support import full_reference as twin
+from tests.support import gptq_cd_reference as twin
 from tests.support.problems import correlated, solve, values_of
 
 
-def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings):
+def solved(weight, hessian, *, mu=None, order="conditional", threads=1, **settings):
     """Solve with all stages unless told otherwise; S too."""
     d = len(hessian)
     mu = np.full(d, 0.01 * np.diag(hessian).mean()) if mu is None else mu
@@ -29,7 +29,7 @@ def full(weight, hessian, *, mu=None, order="conditional", threads=1, **settings
         "rounds": 4,
         "refit": True,
     } | settings
-    found = native.full(weight, factor, native.FullSettings(**options), threads=threads)
+    found = native.gptq_cd(weight, factor, native.GptqCdSettings(**options), threads=threads)
     return found, hessian + np.diag(mu), factor
 
 
@@ -48,7 +48,7 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     weight = rng.normal(size=(rows, d)).astype(np.float32)
     hessian = correlated(rng, d)
     grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
-    result, s, _ = full(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
+    result, s, _ = solved(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
     order = twin.conditional_order(s)
     w = weight.astype(np.float64)
     fitted = {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": "float16"}
@@ -58,12 +58,12 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     np.testing.assert_array_equal(values_of(result, group, d), values)
     assert result["proxy_swept"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
 
-    result, _, _ = full(weight, hessian, rounds=1, refit=False, **grid)
+    result, _, _ = solved(weight, hessian, rounds=1, refit=False, **grid)
     codes, values = twin.descend(w, s, codes, scales, zeros, bits, group, 30)
     np.testing.assert_array_equal(values_of(result, group, d), values)
     assert result["proxy_descended"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
 
-    result, _, _ = full(weight, hessian, rounds=1, **grid)
+    result, _, _ = solved(weight, hessian, rounds=1, **grid)
     scales = twin.refit(w, s, codes, scales, zeros, group, "float16", signed)
     owner, _ = twin.groups(d, group)
     values = twin.value(codes, scales[:, owner], zeros[:, owner])
@@ -77,7 +77,7 @@ def test_the_damped_proxy_falls_from_stage_to_stage(rows, d, bits, group, symmet
     grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
     losses = []
     for rounds in (1, 2, 8):
-        result, s, _ = full(weight, hessian, rounds=rounds, **grid)
+        result, s, _ = solved(weight, hessian, rounds=rounds, **grid)
         stages = [result[f"proxy_{k}"] for k in ("swept", "descended", "refitted", "settled")]
         assert stages == sorted(stages, reverse=True)
         error = values_of(result, group, d) - weight.astype(np.float64)
@@ -90,7 +90,7 @@ def test_the_damped_proxy_falls_from_stage_to_stage(rows, d, bits, group, symmet
 def test_no_single_code_can_be_improved_after_descent():
     rng = np.random.default_rng(0)
     weight, hessian = rng.normal(size=(6, 24)).astype(np.float32), correlated(rng, 24)
-    result, s, _ = full(weight, hessian, refit=False, rounds=1, sweeps=100)
+    result, s, _ = solved(weight, hessian, refit=False, rounds=1, sweeps=100)
     codes, scales = result["codes"], np.repeat(result["scales"].astype(np.float64), 16, axis=1)[:, :24]
     weight = weight.astype(np.float64)
     best = twin.loss(weight, codes * scales, s)
@@ -105,7 +105,7 @@ def test_brute_force_optimum_is_near():
     ratio = []
     for trial in range(6):
         weight, hessian = rng.normal(size=(4, 6)).astype(np.float32), correlated(rng, 6)
-        result, s, _ = full(weight, hessian, bits=2, group_size=0, rounds=8)
+        result, s, _ = solved(weight, hessian, bits=2, group_size=0, rounds=8)
         every = np.array(list(itertools.product(range(-2, 2), repeat=6)), dtype=np.float64)
         weight, scales = weight.astype(np.float64), result["scales"].astype(np.float64)
         found = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
@@ -135,13 +135,13 @@ def test_shift_is_the_least_squares_target():
 def test_rows_do_not_see_their_neighbours_and_threads_change_nothing():
     rng = np.random.default_rng(7)
     weight, hessian = rng.normal(size=(21, 40)).astype(np.float32), correlated(rng, 40)
-    plain, _, _ = full(weight, hessian)
+    plain, _, _ = solved(weight, hessian)
     order = rng.permutation(21)
-    turned, _, _ = full(weight[order], hessian)
+    turned, _, _ = solved(weight[order], hessian)
     for key in ("codes", "scales"):
         np.testing.assert_array_equal(turned[key], plain[key][order])
-        np.testing.assert_array_equal(full(weight[:3], hessian)[0][key], plain[key][:3])
-        np.testing.assert_array_equal(full(weight, hessian, threads=2)[0][key], plain[key])
+        np.testing.assert_array_equal(solved(weight[:3], hessian)[0][key], plain[key][:3])
+        np.testing.assert_array_equal(solved(weight, hessian, threads=2)[0][key], plain[key])
 
 
 def test_scaling_the_hessian_changes_no_code():
@@ -203,7 +203,7 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
             solve("gptq-cd", weight, hessian, **bad)
     for bad in ({"bits": 5}, {"group_size": -5}, {"scale_dtype": "int8"}, {"cost": "x"}):
         with pytest.raises(ConfigError, match="scale_cost" if "cost" in bad else next(iter(bad))):
-            full(weight, correlated(rng, 20), **bad)
+            solved(weight, correlated(rng, 20), **bad)
     with pytest.raises(SolveError, match="all zeros"):
         native.DampedFactor(np.zeros((3, 3)), np.zeros(3))
     with pytest.raises(SolveError, match="column"):

@@ -9,12 +9,12 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
-from tests.support.full_reference import conditional_order
+from tests.support.gptq_cd_reference import conditional_order
 from tests.support.problems import correlated, values_of
 
 GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
 REST = {"cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
-SETTINGS = native.FullSettings(**GRID, **REST)
+SETTINGS = native.GptqCdSettings(**GRID, **REST)
 
 
 def factor(hessian, mu):
@@ -39,16 +39,16 @@ def loss(weight, values, a, s):
 
 
 def twin(weight, s, a, right, passes):
-    """The same rows in the same tiles, in NumPy, each tile solved by the plain full solver."""
+    """The same rows in the same tiles, in NumPy, each tile solved by the plain solver."""
     rows, d = weight.shape
     order = np.asarray(conditional_order(a))
-    ordered, goal = a[np.ix_(order, order)], weight[order].astype(np.float64)
+    ordered, target = a[np.ix_(order, order)], weight[order].astype(np.float64)
     upper = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
     unit = upper / np.diag(upper)
     error, values = np.zeros((rows, d)), np.zeros((rows, d), np.float32)
 
     def solved(targets):
-        found = native.full(targets.astype(np.float32), right, SETTINGS, threads=1)
+        found = native.gptq_cd(targets.astype(np.float32), right, SETTINGS, threads=1)
         return values_of(found, 16, d)
 
     for b in range(0, rows, 8):
@@ -56,15 +56,15 @@ def twin(weight, s, a, right, passes):
         shift = unit[:b, b:e].T @ error[:b]
         for i in range(e - b):
             shift[i] -= unit[b : b + i, b + i] @ shift[:i]
-        values[b:e] = solved(goal[b:e] - shift)
-        error[b:e] = values[b:e] - goal[b:e]
+        values[b:e] = solved(target[b:e] - shift)
+        error[b:e] = values[b:e] - target[b:e]
     for _ in range(passes):
         for b in range(0, rows, 8):
             e = min(rows, b + 8)
             own = np.diag(ordered)[b:e, None]
             pull = ordered[b:e] @ error
-            new = solved(goal[b:e] - (pull / own - error[b:e]))
-            change = new - goal[b:e] - error[b:e]
+            new = solved(target[b:e] - (pull / own - error[b:e]))
+            change = new - target[b:e] - error[b:e]
             image = change @ s
             for i in range(e - b):
                 if np.sum(image[i] * (2 * pull[i] + own[i] * change[i])) < 0:
@@ -90,14 +90,14 @@ def test_equals_the_twin_and_reports_the_true_loss(rows, d, passes):
 def test_is_better_than_rows_that_do_not_know_each_other():
     for seed in range(3):
         weight, s, a, right = made(32, 48, seed)
-        alone = values_of(native.full(weight, right, SETTINGS, threads=1), 16, 48)
+        alone = values_of(native.gptq_cd(weight, right, SETTINGS, threads=1), 16, 48)
         together = native.coupled(weight, right, [left_of(a)], SETTINGS, threads=1)
         assert loss(weight, values_of(together, 16, 48), a, s) < 0.9 * loss(weight, alone, a, s)
 
 
-def test_without_coupling_it_is_the_full_solver():
+def test_without_coupling_it_is_gptq_cd():
     weight, _, _, right = made(20, 32)
-    plain = native.full(weight, right, SETTINGS, threads=1)
+    plain = native.gptq_cd(weight, right, SETTINGS, threads=1)
     for diagonal in (np.ones(20), np.linspace(1, 9, 20)):
         found = native.coupled(weight, right, [left_of(np.diag(diagonal))], SETTINGS, threads=1)
         np.testing.assert_array_equal(found["codes"], plain["codes"])
@@ -113,7 +113,9 @@ def test_near_the_optimum_of_all_codes():
         s, a = correlated(rng, 3), np.array([[1.0, 0.8], [0.8, 1.0]])
         right = factor(s, np.zeros(3))
         grid = GRID | REST | {"bits": 2, "group_size": 3, "signed": False, "refit": False}
-        found = native.coupled(weight, right, [left_of(a)], native.FullSettings(**grid), passes=4, threads=1)
+        found = native.coupled(
+            weight, right, [left_of(a)], native.GptqCdSettings(**grid), passes=4, threads=1
+        )
         values = values_of(found, 3, 3)
         best = min(
             loss(weight, np.array(c).reshape(2, 3) * found["scales"], a, s)

@@ -24,6 +24,7 @@ from loopq.reproduce.bench import Bench, BenchSettings
 from loopq.reproduce.compared import ALL, FULL, ONE, RTN, answers, below, closed
 from loopq.reproduce.models import open_source
 from loopq.reproduce.shown import TABLES, find
+from loopq.reproduce.tables import awq, closed_loop
 from loopq.reproduce.tables.horizon import horizons
 from loopq.systems.load import load_model
 
@@ -161,6 +162,31 @@ def test_claims_are_judged_by_paired_intervals() -> None:
     same = answers(given, "a", "c")
     assert same is not None
     assert same.holds is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "holds"),
+    [(1.01, 0.01, True), (1.01, 0.9, None), (1.5, 0.01, False), (0.5, 0.01, False)],
+)
+def test_closed_loop_is_alike_only_within_the_margin(factor: float, noise: float, holds: bool | None) -> None:
+    base = np.linspace(0.5, 2.0, 40)
+    spread = factor * (1 + noise * np.cos(np.arange(40)))
+    kl = {RTN: 3 * base, ALL: base, closed_loop.CLOSED: base * spread}
+    given = found(**{name: (values.tolist(), [1.0] * 40) for name, values in kl.items()})
+    claim = closed_loop.claims(given)[0]
+    assert claim is not None
+    assert claim.holds is holds, claim.found
+
+
+@pytest.mark.parametrize(("gptq", "holds"), [(2.0, True), (1.0, False), (1.3, None)])
+def test_the_steps_of_awq_and_gptq_are_compared_by_an_interval(gptq: float, holds: bool | None) -> None:
+    base = np.linspace(0.5, 2.0, 40)
+    wave = 1.3 + 0.9 * np.cos(np.arange(40))
+    kl = {name: base * (wave if name == awq.AWQ[0] else 1.0) for name in awq.AWQ}
+    kl |= {ONE: gptq * base, awq.LAST: base, ALL: base, awq.ASYMMETRIC: base}
+    claim = awq.claims(found(**{name: (values.tolist(), [1.0] * 40) for name, values in kl.items()}))[0]
+    assert claim is not None
+    assert claim.holds is holds, claim.found
 
 
 def test_gap_closed_is_the_share_of_the_kl_of_rounding() -> None:

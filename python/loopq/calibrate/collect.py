@@ -205,7 +205,7 @@ class HessianSet:
         return 8 * dim * (dim + 1) * (len(self.steps[input_group]) if self.per_step else 1)
 
     def rows(self, input_group: str) -> dict[int, int]:
-        """Rows seen at each step."""
+        """Rows added at each step."""
         acc = self.accumulators[input_group]
         return {step: acc.n_rows(step) for step in self.steps[input_group]}
 

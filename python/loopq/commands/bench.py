@@ -230,7 +230,7 @@ def _rollout(args: argparse.Namespace, backend: Any) -> dict[str, Any]:
     for record in found:
         times = record["milliseconds"]
         print(f"\n{record['tokens']} tokens, {record['n_steps']} steps")
-        print(render(("arm", "ms"), [(name, f"{times[name]['median']:.3f}") for name in sorted(times)]))
+        print(render(("variant", "ms"), [(name, f"{times[name]['median']:.3f}") for name in sorted(times)]))
         print(render(("ratio", "(95 %)"), [(name, _ratio(r)) for name, r in record["ratios"].items()]))
     exact = all(row["replay_equals_eager"] for row in checked)
     return {"bulk": args.bulk, "exact": exact, "exactness": checked, "rollouts": found}

@@ -44,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Quantize the embedded model by each arm and print the comparison."""
+    """Quantize the embedded model by each variant and print the comparison."""
     from loopq import demo
 
     if args.html:

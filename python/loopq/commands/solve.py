@@ -1,4 +1,4 @@
-"""`loopq solve`: quantize from a dump, on any box."""
+"""`loopq solve`: quantize from a dump, without torch."""
 
 from __future__ import annotations
 

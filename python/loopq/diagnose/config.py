@@ -21,11 +21,11 @@ class DiagnoseConfig(Settings):
     bits : int
         Width of the rounding whose damage is measured.
     group_size : int
-        Group size of the ablation and of the grouped arms; the per-channel arms are run beside it.
+        Group size of the ablation and of the variants in groups; those with one scale per row are run beside them.
     damping : float
         Damping of the solver, for the directions it feels.
     n_prompts : int
-        Prompts of arms, feedback, group sizes, displacement and perturbations.
+        Prompts of injection, feedback, group sizes, displacement and perturbations.
     n_ablation_prompts : int
         Prompts of the single-layer ablation.
     n_jacobian_prompts : int

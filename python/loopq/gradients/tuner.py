@@ -47,7 +47,7 @@ class Tune(Settings):
     batch_size : int
         Prompts of one update.
     every : int
-        Updates between two measurements on the held-out prompts; the best layers seen are returned.
+        Updates between two measurements on the held-out prompts; the best layers found are returned.
     patience : int
         Measurements without a gain after which the run stops.
     truncate : int, optional
@@ -220,7 +220,7 @@ def tune(
         groups.append({"params": list(variables.code.values()), "lr": config.code_rate})
     run = _Descent(variables, _adam(groups), np.random.default_rng(seed), journal or Journal(None))
     if not run.resume():
-        run.seen(0, teacher.measure(_tensors(layers), held_out), dict(layers))
+        run.measured(0, teacher.measure(_tensors(layers), held_out), dict(layers))
     progress.start("tune", config.n_updates, "updates")
     progress.advance(run.history[-1][0])
     for update in range(run.history[-1][0], config.n_updates):
@@ -236,7 +236,7 @@ def tune(
         progress.advance()
         if (update + 1) % config.every == 0 or update + 1 == config.n_updates:
             found = variables.snapshot()
-            run.seen(update + 1, teacher.measure(_tensors(found), held_out), found)
+            run.measured(update + 1, teacher.measure(_tensors(found), held_out), found)
     progress.stop()
     changed = sum(int((run.layers[n].codes != layer.codes).sum()) for n, layer in layers.items())
     flipped = changed / sum(layer.codes.size for layer in layers.values())
@@ -255,7 +255,7 @@ def tune(
 
 @dataclass
 class _Descent:
-    """Where a tuning run is: what is tuned, the optimizer, the order of prompts, and the best layers seen."""
+    """Where a tuning run is: what is tuned, the optimizer, the order of prompts, and the best layers found."""
 
     variables: _Variables
     optimizer: Any
@@ -266,7 +266,7 @@ class _Descent:
     best: float = math.inf
     waited: int = 0
 
-    def seen(self, update: int, value: float, layers: dict[str, QuantizedLayer]) -> None:
+    def measured(self, update: int, value: float, layers: dict[str, QuantizedLayer]) -> None:
         """Take note of a measurement, and save all."""
         self.history.append((update, value))
         self.waited += 1

@@ -50,7 +50,7 @@ class Procedure:
     Attributes
     ----------
     warm_ups : int
-        Runs of every arm before anything is timed.
+        Runs of every variant before anything is timed.
     trials : int
         Paired trials in alternating order; medians are reported.
     cold_bytes : int
@@ -274,15 +274,15 @@ def record(backend: Backend, runs: Sequence[Callable[[], object]], procedure: Pr
 def paired_trials(
     backend: Backend, first: Callable[[], object], second: Callable[[], object], procedure: Procedure
 ) -> tuple[list[float], list[float]]:
-    """Microseconds of both arms: warm-ups of each, then paired trials in alternating order."""
+    """Microseconds of both variants: warm-ups of each, then paired trials in alternating order."""
     for _ in range(procedure.warm_ups):
         first()
         second()
     times: tuple[list[float], list[float]] = ([], [])
     for trial in range(procedure.trials):
         order = (0, 1) if trial % 2 == 0 else (1, 0)
-        for arm in order:
-            times[arm].append(backend.microseconds((first, second)[arm]))
+        for which in order:
+            times[which].append(backend.microseconds((first, second)[which]))
     return times
 
 

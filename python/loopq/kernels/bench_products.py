@@ -162,8 +162,8 @@ def compare_products(
             _compare_layer(backend, layer, m, group_size, bulk, bandwidth, procedure) for layer in layers
         ]
         totals = {
-            arm: sum(layer.calls * row[arm]["median"] for layer, row in zip(layers, found, strict=True))
-            for arm in ("int4", "cublas_bf16")
+            kind: sum(layer.calls * row[kind]["median"] for layer, row in zip(layers, found, strict=True))
+            for kind in ("int4", "cublas_bf16")
         }
         products += found
         step.append({"tokens": m, **totals, "ratio": totals["cublas_bf16"] / totals["int4"]})

@@ -1,7 +1,7 @@
 """Measurements of whole rollouts on a Huginn-like loop with random weights: graphs, fusions, the eager way.
 
 Only the loop is timed (N steps of the adapter and its blocks); prelude, coda and head run once per forward
-pass and are the same in every arm. The latencies of Li, Sec. 6.2 include them.
+pass and are the same in every variant. The latencies of Li, Sec. 6.2 include them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class LoopSize:
 def random_parts(
     size: LoopSize, device: torch.device, *, quantized: bool, group_size: int = 128, seed: int = 0
 ) -> LoopParts:
-    """A loop of random weights, made on the device; the two arms of a seed hold the same numbers.
+    """A loop of random weights, made on the device; the two variants of a seed hold the same numbers.
 
-    The plain arm's weights are the quantized arm's, rounded to bfloat16.
+    The plain variant's weights are the quantized one's, rounded to bfloat16.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -240,7 +240,7 @@ def compare_rollouts(
     Returns
     -------
     list of dict
-        Per number of tokens the milliseconds of every arm, and ratios with a 95 % interval from paired
+        Per number of tokens the milliseconds of every variant, and ratios with a 95 % interval from paired
         resampling.
     """
     procedure = procedure or Procedure()
@@ -250,20 +250,20 @@ def compare_rollouts(
     records = []
     for m in tokens:
         state, embedding = random_inputs(size, m, plain.device, seed=m)
-        arms: dict[str, Callable[[], object]] = {}
+        variants: dict[str, Callable[[], object]] = {}
         for name, parts in (("int4", int4), ("bf16", dense)):
             for launch, backend in backends.items():
                 for hoist in (False, True):
                     runner = RolloutRunner(parts, backend, hoist=hoist, bulk=bulk and name == "int4")
                     runner.capture(1, m, n_steps)
-                    arms["_".join([name, "graph", launch] + ["hoisted"] * hoist)] = _replay(
+                    variants["_".join([name, "graph", launch] + ["hoisted"] * hoist)] = _replay(
                         runner, state, embedding, n_steps
                     )
-            arms[f"{name}_eager"] = _eager(EagerLoop(parts), state, embedding, n_steps)
+            variants[f"{name}_eager"] = _eager(EagerLoop(parts), state, embedding, n_steps)
         # The same launches with other weights; and against the way published code runs.
-        pairs = [(f"bf16{fast[4:]}", fast) for fast in arms if fast.startswith("int4")]
+        pairs = [(f"bf16{fast[4:]}", fast) for fast in variants if fast.startswith("int4")]
         pairs.append(("bf16_eager", "int4_graph_plain"))
-        records.append({"tokens": m, "n_steps": n_steps, **_compare(plain, arms, pairs, procedure)})
+        records.append({"tokens": m, "n_steps": n_steps, **_compare(plain, variants, pairs, procedure)})
     return records
 
 
@@ -281,14 +281,14 @@ def _eager(
 
 def _compare(
     backend: Backend,
-    arms: dict[str, Callable[[], object]],
+    variants: dict[str, Callable[[], object]],
     pairs: Sequence[tuple[str, str]],
     procedure: Procedure,
 ) -> dict[str, Any]:
     milliseconds: dict[str, Any] = {}
     ratios: dict[str, Any] = {}
     for slow, fast in pairs:
-        times = paired_trials(backend, arms[slow], arms[fast], procedure)
+        times = paired_trials(backend, variants[slow], variants[fast], procedure)
         ratios[f"{slow} / {fast}"] = ratio_of(*times)
         for name, samples in zip((slow, fast), times, strict=True):
             milliseconds[name] = Timing.of([t / 1000.0 for t in samples]).__dict__

@@ -2,7 +2,7 @@
 
 A step is ``x = adapter([s; e])``, then for each block ``x = norm_2(attn(norm_1(x)) + x)`` and
 ``x = norm_4(mlp(norm_3(x)) + x)``, and ``s = x``. Products run on the int4 kernel where the layer is a
-`QuantLinear` and on cuBLAS where it is a plain linear layer: both arms of a comparison share everything else.
+`QuantLinear` and on cuBLAS where it is a plain linear layer: both sides of a comparison share everything else.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ class GPTQCD(Method):
             raise type(cause)(f"layer {problem.name}: {cause}") from cause
         return problem.layer(result, self.name)
 
-    def _settings(self, problem: Problem) -> native.FullSettings:
+    def _settings(self, problem: Problem) -> native.GptqCdSettings:
         grid = problem.grid
-        return native.FullSettings(
+        return native.GptqCdSettings(
             bits=grid.bits,
             group_size=grid.core_group_size,
             symmetric=grid.symmetric,
@@ -122,7 +122,7 @@ class GPTQCD(Method):
             return native.DampedFactor(hessian, mu, order=self.order, threads=problem.threads)
 
         factor = problem.once((self.name, self.damping, self.order), factored)
-        return native.full(problem.target, factor, self._settings(problem), threads=problem.threads)
+        return native.gptq_cd(problem.target, factor, self._settings(problem), threads=problem.threads)
 
     def _coupled(self, problem: Problem) -> dict[str, Any]:
         metric = problem.metric

@@ -163,10 +163,10 @@ def figure_html(picture: Picture) -> str:
     )
 
 
-def _number(value: float | None, form: str = ",.3g") -> Cell:
+def _number(value: float | None, spec: str = ",.3g") -> Cell:
     if value is None:
         return "number", "", "-"
-    return "number", repr(float(value)), format(value, form)
+    return "number", repr(float(value)), format(value, spec)
 
 
 def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]] | None) -> str:

@@ -52,7 +52,7 @@ class Variant:
     tier: str = CLOSED
 
 
-_FULL = {"method": "gptq-cd", "metric": "inputs"}
+_CD = {"method": "gptq-cd", "metric": "inputs"}
 _RTN = {"method": "rtn", "scale_search": "max"}
 _PAPER = dict(PRESETS["paper"])
 VARIANTS = (
@@ -63,16 +63,16 @@ VARIANTS = (
     Variant("GPTQ, trajectory", _PAPER),
     Variant("GPTQ, trajectory, searched scales", {"method": "gptq"}),
     Variant("AWQ, trajectory", {"method": "awq", "symmetric": False, "scale_search": "max"}),
-    Variant("full", {**_FULL, "damping_kind": "mean"}),
-    Variant("full, diagonal damping", _FULL),
-    Variant("full, balanced steps", {**_FULL, "step_weights": "balanced"}),
-    Variant("full, positive scales", {**_FULL, "signed_scales": False}),
-    Variant("full, asymmetric grid", {**_FULL, "symmetric": False}),
-    Variant("full, asymmetric calibration", _FULL, asymmetric=True),
-    Variant("full, loop metric", LOOP, tier=METRIC),
-    Variant("full, loop metric, asymmetric calibration", LOOP, asymmetric=True, tier=METRIC),
-    Variant("full + tuned scales", LOOP, asymmetric=True, tier=SCALES),
-    Variant("full + tuned codes", LOOP, asymmetric=True, tier=CODES),
+    Variant("gptq-cd", {**_CD, "damping_kind": "mean"}),
+    Variant("gptq-cd, diagonal damping", _CD),
+    Variant("gptq-cd, balanced steps", {**_CD, "step_weights": "balanced"}),
+    Variant("gptq-cd, positive scales", {**_CD, "signed_scales": False}),
+    Variant("gptq-cd, asymmetric grid", {**_CD, "symmetric": False}),
+    Variant("gptq-cd, asymmetric calibration", _CD, asymmetric=True),
+    Variant("gptq-cd, loop metric", LOOP, tier=METRIC),
+    Variant("gptq-cd, loop metric, asymmetric calibration", LOOP, asymmetric=True, tier=METRIC),
+    Variant("gptq-cd + tuned scales", LOOP, asymmetric=True, tier=SCALES),
+    Variant("gptq-cd + tuned codes", LOOP, asymmetric=True, tier=CODES),
 )
 RTN, TRAJECTORY = "RTN", "GPTQ, trajectory"
 

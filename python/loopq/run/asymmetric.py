@@ -137,7 +137,7 @@ class _Group:
         key: Any = task.name if needs_weight(task) else (task.steps, task.step_weights)
         if key not in self.shared:
             self.shared[key] = (*self._weighted(task, paired, weight), {})
-        moments, seen, cache = self.shared[key]
+        moments, summed, cache = self.shared[key]
         problem = Problem(
             task.name,
             weight,
@@ -150,7 +150,7 @@ class _Group:
         )
         target = self._target(task, problem, moments)
         layer = task.config.quantize(replace(problem, target=target))
-        report = account(task, layer, weight, seen, threads) | {
+        report = account(task, layer, weight, summed, threads) | {
             "inputs": self.settings.name,
             "alpha": self.settings.alpha,
             "sweep": self.sweep,

@@ -77,11 +77,11 @@ class Solver:
             found = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
             chosen = step_weights(found, task, lambda: weight, metric, threads)
             shared.hessian, shared.cache = weighted(found, task, chosen), {}
-        seen = shared.hessian if task.input_group else None
+        summed = shared.hessian if task.input_group else None
         problem = Problem(
             name=task.name,
             target=weight,
-            hessian=seen.matrix if seen else None,
+            hessian=summed.matrix if summed else None,
             grid=task.config.grid,
             orientation=task.parameter.orientation,
             threads=threads,
@@ -89,9 +89,9 @@ class Solver:
             metric=metric,
         )
         layer = task.config.quantize(problem)
-        rank = None if seen is None else self._rank(problem)
+        rank = None if summed is None else self._rank(problem)
         return layer.with_report(
-            **account(task, layer, weight, seen, threads),
+            **account(task, layer, weight, summed, threads),
             rank=rank,
             rank_threshold=None if rank is None else self.rank_threshold,
         )
@@ -144,32 +144,32 @@ def account(
     task: Task,
     layer: QuantizedLayer,
     weight: NDArray[np.float32],
-    seen: WeightedHessian | None,
+    summed: WeightedHessian | None,
     threads: int,
 ) -> dict[str, Any]:
     """Return what the report says of a layer besides what its quantizer says."""
     config = task.config
-    damping = getattr(config.method, "damping", None) if seen else None
+    damping = getattr(config.method, "damping", None) if summed else None
     facts: dict[str, Any] = {
         "method_asked": config.method.name,
         "bits": config.grid.bits,
         "group_size": config.grid.group_size,
         "damping": damping.fraction if damping else None,
         "damping_kind": damping.kind if damping else None,
-        "step_weighting": task.step_weights if seen else None,
-        "step_weights": seen.weights if seen else None,
+        "step_weighting": task.step_weights if summed else None,
+        "step_weights": summed.weights if summed else None,
         "role": task.parameter.role,
         "exposed": task.parameter.exposed,
         "shape": list(layer.shape),
         "n_weights": int(weight.size),
         "n_bytes": layer.n_bytes,
-        "steps": list(task.steps) if seen else [],
-        "n_rows": sum(seen.rows.values()) if seen else 0,
+        "steps": list(task.steps) if summed else [],
+        "n_rows": sum(summed.rows.values()) if summed else 0,
         "weight_error": relative_error(layer.dequantize(), weight),
     }
-    if seen is None:
+    if summed is None:
         return facts | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}
-    hessian = seen.matrix
+    hessian = summed.matrix
     plain = rounding_like(config).quantize(Problem(layer.name, weight, None, config.grid, threads=threads))
     return facts | {
         # Of the inputs themselves: what a quantizer is given may be damped or rotated already.

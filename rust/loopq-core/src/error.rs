@@ -56,7 +56,7 @@ pub enum Error {
     /// The system has no memory to give.
     #[error(
         "no memory for {what}, {}: end other programs or take a machine with more memory; \
-             --memory bounds what the Hessian sums of a run take together",
+             --memory bounds what a run holds at once besides the model",
         in_units(*.bytes)
     )]
     OutOfMemory {

@@ -100,12 +100,12 @@ pub(crate) fn dequantize<'py>(
     let values = match (&codes, &zeros) {
         (Codes::Signed(codes), None) => {
             let codes = codes.values()?;
-            allow_threads(py, |_| grid::dequantize_signed(codes, scales, rows, dim, group))
+            allow_threads(py, |_| grid::dequantize(codes, scales, None, rows, dim, group))
         }
         (Codes::Biased(codes), Some(zeros)) => {
             zeros.check_shape(py, "zeros", levels)?;
             let (codes, zeros) = (codes.values()?, zeros.values()?);
-            allow_threads(py, |_| grid::dequantize(codes, scales, zeros, rows, dim, group))
+            allow_threads(py, |_| grid::dequantize(codes, scales, Some(zeros), rows, dim, group))
         }
         (Codes::Signed(_), Some(_)) => Err(PyTypeError::new_err("signed (int8) codes take no zeros")),
         (Codes::Biased(_), None) => Err(PyTypeError::new_err("biased (uint8) codes need zeros")),

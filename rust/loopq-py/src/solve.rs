@@ -68,8 +68,8 @@ fn describe<T: Real>(
     dict.set_item("proxy_damped", report.proxy_damped)
 }
 
-/// What the solver by coordinates is asked, for one layer or many.
-#[pyclass(frozen, module = "loopq._native", name = "FullSettings")]
+/// Settings of GPTQ with coordinate descent, for one layer or many.
+#[pyclass(frozen, module = "loopq._native", name = "GptqCdSettings")]
 pub(crate) struct Settings {
     inner: loopq_core::coordinate::Settings,
 }
@@ -107,7 +107,7 @@ impl Settings {
 }
 
 #[pyfunction]
-#[pyo3(name = "full", signature = (w, factor, settings, *, threads = 0))]
+#[pyo3(name = "gptq_cd", signature = (w, factor, settings, *, threads = 0))]
 pub(crate) fn coordinate<'py>(
     py: Python<'py>,
     w: &Bound<'py, PyAny>,

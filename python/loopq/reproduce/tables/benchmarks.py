@@ -73,8 +73,10 @@ def _claims(found: Found) -> list[Claim]:
             n_resamples=N_RESAMPLES,
         )
         holds = True if gain.low > 0 else False if gain.high < 0 else None
+        ratio, low, high = (np.exp(-v) for v in (gain.estimate, gain.high, gain.low))
         numbers = (
-            f"word perplexity {_perplexity(a):.4g} against {_perplexity(b):.4g}, {len(a['nll'])} articles"
+            f"word perplexity {_perplexity(a):.4g} against {_perplexity(b):.4g}, ratio {ratio:.3f} "
+            f"[{low:.3f}, {high:.3f}], {len(a['nll'])} articles"
         )
         made.append(Claim(found["model"], f"WikiText-2: {ALL} is better than {other}", holds, numbers))
         for task in CHOICES:

@@ -16,7 +16,7 @@ TITLE = "Bits per byte of text"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize in the three ways of the main table."""
+    """Quantize into the three variants of the main table."""
     return bench.measure(three(bench))
 
 

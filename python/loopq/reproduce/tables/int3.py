@@ -13,7 +13,7 @@ TITLE = "INT3: rounding, one step, equal rows, full trajectory"
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize to INT3 in four ways; equal rows spread the rows of one step over the trajectory."""
+    """Quantize into four variants at INT3; equal rows spread the rows of one step over the trajectory."""
     low = bench.changed(bits=3)
     return low.measure(three(low) | {EQUAL: low.gptq("all", inputs="equal-rows")})
 

@@ -26,7 +26,7 @@ N_PAPER = 1319
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize in the three ways of the main table and count the last tokens that are right."""
+    """Quantize into the three variants of the main table and count the last tokens that are right."""
     return bench.measure(three(bench))
 
 

@@ -13,7 +13,7 @@ from loopq.reproduce.shown import TABLES, Claim, Found, PaperTable, Shown
 
 
 def measure(bench: Bench) -> dict[str, Any]:
-    """Quantize in three ways on two grids, from several sets of calibration prompts."""
+    """Quantize into the three variants on two grids, from several sets of calibration prompts."""
     s = bench.settings
     settings = main_table.Settings(
         n_calibration=s.n_calibration, n_evaluation=s.n_evaluation, seq_len=s.seq_len, n_seeds=s.n_seeds

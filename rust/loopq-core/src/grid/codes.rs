@@ -2,29 +2,32 @@
 
 use std::ops::RangeInclusive;
 
-use crate::grid::Level;
 use crate::memory::zeros;
 use crate::{dims, Error, Result};
 
-/// `(code - zero) * scale` for every entry; the product is rounded to float32.
-pub fn dequantize(
-    codes: &[u8],
+/// `(code - zero) * scale` for every entry, in float32; without zero points (signed codes) `code * scale`.
+pub fn dequantize<C: Copy + Into<f32>>(
+    codes: &[C],
     scales: &[f32],
-    zeros: &[u8],
+    zeros: Option<&[u8]>,
     rows: usize,
     dim: usize,
     group: usize,
 ) -> Result<Vec<f32>> {
+    let group = group.max(1);
     dims::check_matrix("codes", codes, rows, dim)?;
-    let n_groups = dim.div_ceil(group.max(1));
+    let n_groups = dim.div_ceil(group);
     dims::check_matrix("scales", scales, rows, n_groups)?;
-    dims::check_matrix("zeros", zeros, rows, n_groups)?;
+    if let Some(zeros) = zeros {
+        dims::check_matrix("zeros", zeros, rows, n_groups)?;
+    }
     let mut out = self::zeros("values", codes.len())?;
     for (r, row) in out.chunks_exact_mut(dim.max(1)).enumerate() {
-        for (j, values) in row.chunks_mut(group.max(1)).enumerate() {
-            let level = Level { scale: scales[r * n_groups + j], zero: zeros[r * n_groups + j] };
-            for (to, &code) in values.iter_mut().zip(&codes[r * dim + j * group.max(1)..]) {
-                *to = level.value(code);
+        for (j, values) in row.chunks_mut(group).enumerate() {
+            let level = r * n_groups + j;
+            let (scale, zero) = (scales[level], zeros.map_or(0.0, |zeros| f32::from(zeros[level])));
+            for (to, &code) in values.iter_mut().zip(&codes[r * dim + j * group..]) {
+                *to = (code.into() - zero) * scale;
             }
         }
     }
@@ -84,27 +87,4 @@ fn shift<A: Copy + Into<i32>, B>(
         *to = narrow(value);
     }
     outside.then(|| codes.iter().position(|&code| !range.contains(&(code.into() + offset))).unwrap_or(0))
-}
-
-/// `code * scale` for signed codes of a symmetric grid.
-pub fn dequantize_signed(
-    codes: &[i8],
-    scales: &[f32],
-    rows: usize,
-    dim: usize,
-    group: usize,
-) -> Result<Vec<f32>> {
-    dims::check_matrix("codes", codes, rows, dim)?;
-    let n_groups = dim.div_ceil(group.max(1));
-    dims::check_matrix("scales", scales, rows, n_groups)?;
-    let mut out = zeros("values", codes.len())?;
-    for (r, row) in out.chunks_exact_mut(dim.max(1)).enumerate() {
-        for (j, values) in row.chunks_mut(group.max(1)).enumerate() {
-            let scale = scales[r * n_groups + j];
-            for (to, &code) in values.iter_mut().zip(&codes[r * dim + j * group.max(1)..]) {
-                *to = f32::from(code) * scale;
-            }
-        }
-    }
-    Ok(out)
 }

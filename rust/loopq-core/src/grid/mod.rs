@@ -9,7 +9,7 @@ mod rtn;
 mod scale_type;
 mod search;
 
-pub use codes::{dequantize, dequantize_signed, to_biased, to_signed, to_signed_by};
+pub use codes::{dequantize, to_biased, to_signed, to_signed_by};
 pub(crate) use levels::Levels;
 pub use rtn::rtn;
 pub use scale_type::ScaleType;

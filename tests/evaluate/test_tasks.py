@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.evaluate.tasks import Item, pair_ids, read_items, score, windows_of
+from loopq.evaluate.tasks import Item, read_items, score
 from loopq.systems.load import load_model
 
 
@@ -45,34 +45,17 @@ def test_answers_are_scored_by_their_likelihood(loaded) -> None:
     assert greedy.n_words.tolist() == [1, 1, 5]
 
 
-def test_choices_are_compared_per_byte_and_plainly(loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_are_compared_per_byte() -> None:
     from loopq.evaluate import tasks
 
     items = [Item("", (" ab", " abcdefgh"), 1)]
-    made = tasks._scores(items, [np.array([-4.0, -8.0])], [np.array([False, False])])
+    made = tasks._scores(items, [np.array([-4.0, -8.0])], np.array([False]))
     # -4 / 2 bytes against -8 / 8 bytes.
-    assert (made.correct[0], made.plain[0]) == (1.0, 0.0)
+    assert made.correct[0] == 1.0
     assert made.nll[0] == 8.0
-    words = tasks._scores([Item("", ("one two  three",))], [np.array([-6.0])], [np.array([True])])
+    words = tasks._scores([Item("", ("one two  three",))], [np.array([-6.0])], np.array([True]))
     assert words.word_perplexity == pytest.approx(np.exp(2.0))
     assert words.correct[0] == 1.0
-
-
-def test_every_token_of_an_answer_is_scored_once() -> None:
-    ids = list(range(100))
-    assert windows_of(ids[:5], ids[5:8], 16) == [(ids[:8], 3)]
-    assert windows_of(ids[:30], ids[30:34], 16) == [(ids[18:34], 4)]
-    assert windows_of([], [7], 16) == []
-    cut = windows_of([], ids, 16)
-    scored = [t for window, n in cut for t in window[-n:]]
-    assert scored == ids[1:]
-    assert all(len(window) <= 16 and n < len(window) for window, n in cut)
-
-
-def test_blanks_belong_to_the_answer(loaded) -> None:
-    context, answer = pair_ids(loaded, "The cat ", "sat")
-    assert bytes(context) == b"The cat"
-    assert bytes(answer) == b" sat"
 
 
 def test_files_are_read_as_they_are(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
-from loopq.lazy import require
-from loopq.progress import Progress, Silent
+from loopq.evaluate.requests import encode_pair, log_likelihoods
+from loopq.progress import Progress
 
 if TYPE_CHECKING:
     from loopq.systems.load import LoadedModel
@@ -114,8 +113,6 @@ class Scores:
     correct : ndarray, float64, shape (n_items,)
         1 where the item is right: the answer with the largest likelihood per byte is the right one; of an item with one
         answer, whether it is the greedy continuation.
-    plain : ndarray, float64, shape (n_items,)
-        The same by the likelihood itself.
     nll : ndarray, float64, shape (n_items,)
         Negative log-likelihood of the right answer in nats.
     n_words : ndarray, int64, shape (n_items,)
@@ -123,7 +120,6 @@ class Scores:
     """
 
     correct: NDArray[np.float64]
-    plain: NDArray[np.float64]
     nll: NDArray[np.float64]
     n_words: NDArray[np.int64]
 
@@ -131,35 +127,6 @@ class Scores:
     def word_perplexity(self) -> float:
         """exp of the negative log-likelihood per word (Li, Table 2's perplexity of WikiText-2)."""
         return float(np.exp(self.nll.sum() / self.n_words.sum()))
-
-
-def pair_ids(loaded: LoadedModel, context: str, answer: str) -> tuple[list[int], list[int]]:
-    """Encode context and answer as one text and cut it behind the context's tokens, blanks going to the answer."""
-    kept = context.rstrip()
-    whole = list(loaded.encode(context + answer))
-    n_context = len(loaded.encode(kept)) if kept else 0
-    return whole[:n_context], whole[n_context:]
-
-
-def windows_of(context: Sequence[int], answer: Sequence[int], longest: int) -> list[tuple[list[int], int]]:
-    """Cut one request into token windows, each with the number of its last tokens that are scored.
-
-    Every token of the answer is scored once. The context is cut at its left; an answer that is longer than the window
-    is cut in windows that overlap by one token at least. Without a context the first token is not scored: nothing comes
-    before it.
-    """
-    ids = [*context, *answer]
-    first = max(len(context), 1)
-    if len(ids) <= longest:
-        return [(ids, len(ids) - first)] if len(ids) > first else []
-    if len(answer) < longest:
-        return [(ids[-longest:], len(answer))]
-    found, at = [], first
-    while at < len(ids):
-        end = min(at + longest - 1, len(ids))
-        found.append((ids[max(0, end - longest) : end], end - at))
-        at = end
-    return found
 
 
 def score(
@@ -183,12 +150,11 @@ def score(
     n_steps : int, optional
         Depth; the system's default when absent.
     seed : int
-        Seed of the initial states; all requests start from that of prompt 0, as with the evaluation harness, so that
-        neither order nor batches change a score.
+        Seed of the initial states.
     batch_size : int
         Requests of one length that run together.
     longest : int, optional
-        Tokens of a window; what the model's configuration says when absent.
+        Tokens of the longest input; what the model's configuration says when absent.
     progress : Progress, optional
         Advanced by every request.
 
@@ -196,57 +162,32 @@ def score(
     -------
     Scores
     """
-    torch = require("torch")
-    from loopq.systems.base import Batch
-
-    system, progress = loaded.system, progress or Silent()
-    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    longest = longest or _longest(loaded)
-    requests = [
-        (i, c, w)
-        for i, item in enumerate(items)
-        for c, choice in enumerate(item.choices)
-        for w in windows_of(*pair_ids(loaded, item.context, choice), longest)
-    ]
-    requests.sort(key=lambda r: len(r[2][0]))
-    tokens = TokenSet(tuple(np.array(w[0], dtype=np.int64) for _, _, w in requests), "task", "prompts")
+    asked = [(i, c) for i, item in enumerate(items) for c in range(len(item.choices))]
+    found = log_likelihoods(
+        loaded,
+        [encode_pair(loaded, items[i].context, items[i].choices[c]) for i, c in asked],
+        n_steps=n_steps,
+        seed=seed,
+        batch_size=batch_size,
+        longest=longest,
+        progress=progress,
+    )
     total = [np.zeros(len(item.choices)) for item in items]
-    greedy = [np.ones(len(item.choices), dtype=bool) for item in items]
-    progress.start("task", len(requests), "requests")
-    for numbers in tokens.plan(batch_size):
-        ids = np.stack([tokens.sequences[k][:-1] for k in numbers])
-        batch = Batch(torch.from_numpy(ids), (0,) * len(numbers), seed, by_token=True)
-        out = system.rollout(batch, depth).double().log_softmax(-1).cpu().numpy()
-        for row, number in enumerate(numbers):
-            i, c, (window, n_scored) = requests[number]
-            logp = out[row, -n_scored:]
-            target = np.array(window[-n_scored:])
-            total[i][c] += logp[np.arange(n_scored), target].sum()
-            greedy[i][c] &= bool((logp.argmax(-1) == target).all())
-        progress.advance(len(numbers))
-    progress.stop()
+    greedy = np.zeros(len(items), dtype=bool)
+    for (i, c), (value, is_greedy) in zip(asked, found, strict=True):
+        total[i][c], greedy[i] = value, is_greedy
     return _scores(items, total, greedy)
 
 
-def _scores(
-    items: Sequence[Item], total: Sequence[NDArray[np.float64]], greedy: Sequence[NDArray[np.bool_]]
-) -> Scores:
-    correct, plain = np.zeros(len(items)), np.zeros(len(items))
+def _scores(items: Sequence[Item], total: Sequence[NDArray[np.float64]], greedy: NDArray[np.bool_]) -> Scores:
+    correct = np.zeros(len(items))
     for i, item in enumerate(items):
         if len(item.choices) == 1:
-            correct[i] = plain[i] = greedy[i][0]
+            correct[i] = greedy[i]
             continue
         # Length without the blank before the answer, as evaluation harnesses normalise.
         sizes = np.array([len(c.strip().encode()) for c in item.choices])
-        plain[i] = total[i].argmax() == item.gold
         correct[i] = (total[i] / sizes).argmax() == item.gold
     nll = np.array([-t[item.gold] for t, item in zip(total, items, strict=True)])
     words = np.array([len(item.choices[item.gold].split()) for item in items], dtype=np.int64)
-    return Scores(correct, plain, nll, words)
-
-
-def _longest(loaded: LoadedModel) -> int:
-    for key in ("block_size", "max_position_embeddings", "n_positions"):
-        if isinstance(loaded.config.get(key), int):
-            return min(2048, int(loaded.config[key]))
-    return 2048
+    return Scores(correct, nll, words)

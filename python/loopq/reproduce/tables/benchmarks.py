@@ -47,8 +47,12 @@ def measure(bench: Bench) -> dict[str, Any]:
                     batch_size=how.batch_size,
                     progress=how.progress,
                 )
-                kept = {"correct": found.correct, "nll": found.nll, "n_words": found.n_words}
-                out.setdefault(name, {})[task] = {k: v.tolist() for k, v in kept.items()}
+                out.setdefault(name, {})[task] = {
+                    "correct": found.correct.tolist(),
+                    "nll": found.nll.tolist(),
+                    "n_words": found.n_words.tolist(),
+                    "word_perplexity": found.word_perplexity,
+                }
     return bench.head() | {"variants": out}
 
 
@@ -57,10 +61,6 @@ def refuses(bench: Bench) -> str | None:
     if bench.system.output != "logits":
         return "the model has no logits, so no likelihood of an answer"
     return None if bench.source.data else "tasks need a data folder: give --data DIR or set LOOPQ_DATA"
-
-
-def _perplexity(task: Any) -> float:
-    return float(np.exp(sum(task["nll"]) / sum(task["n_words"])))
 
 
 def _claims(found: Found) -> list[Claim]:
@@ -73,9 +73,8 @@ def _claims(found: Found) -> list[Claim]:
             n_resamples=N_RESAMPLES,
         )
         holds = True if gain.low > 0 else False if gain.high < 0 else None
-        numbers = (
-            f"word perplexity {_perplexity(a):.4g} against {_perplexity(b):.4g}, {len(a['nll'])} articles"
-        )
+        ours, theirs = (v["word_perplexity"] for v in (a, b))
+        numbers = f"word perplexity {ours:.4g} against {theirs:.4g}, {len(a['nll'])} articles"
         made.append(Claim(found["model"], f"WikiText-2: {ALL} is better than {other}", holds, numbers))
         for task in CHOICES:
             x, y = (np.array(variants[name][task]["correct"]) > 0 for name in (ALL, other))
@@ -96,7 +95,7 @@ def show(founds: Sequence[Found]) -> Shown:
                 right = tasks[task]["correct"]
                 i = wilson(int(sum(right)), len(right))
                 cells.append(f"{100 * i.estimate:.1f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]")
-            rows.append((found["model"], name, *cells, f"{_perplexity(tasks[WIKITEXT]):.4g}"))
+            rows.append((found["model"], name, *cells, f"{tasks[WIKITEXT]['word_perplexity']:.4g}"))
     text = (
         "Zero-shot, scored by likelihood: ARC-C and HellaSwag per byte of the answer, LAMBADA by the greedy last word; "
         "word perplexity of WikiText-2 by article, windows as long as the model reads. 95 %: Wilson intervals. Li, "

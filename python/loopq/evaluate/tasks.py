@@ -1,107 +1,76 @@
-"""Tasks from local files, scored by likelihood: the last word of LAMBADA, choices of ARC and HellaSwag, WikiText-2."""
+"""Scores of a model on the items of a task, by the rules of lm-evaluation-harness, with intervals."""
 
 from __future__ import annotations
 
-import json
-import lzma
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from loopq.errors import ConfigError
-from loopq.evaluate.requests import encode_pair, log_likelihoods
-from loopq.progress import Progress
+from loopq.evaluate.items import Item, find_task
+from loopq.evaluate.requests import encode_pair, log_likelihoods, longest_input
+from loopq.execution import Execution
+from loopq.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
+from loopq.systems.load import LoadedModel
 
-if TYPE_CHECKING:
-    from loopq.systems.load import LoadedModel
+#: Of a perplexity, whose resampling costs items times this.
+_N_RESAMPLES = 10_000
 
-_ARTICLE = re.compile(r"^ = [^=]*[^= ][^=]* = $", re.MULTILINE)
+
+def _perplexity(nll: ArrayLike, sizes: ArrayLike, axis: int = -1) -> NDArray[np.float64]:
+    return np.asarray(np.exp(np.sum(nll, axis) / np.sum(sizes, axis)))
 
 
 @dataclass(frozen=True)
-class Item:
-    """One question.
+class Metric:
+    """One number of each item, and the task's own that they make.
 
     Parameters
     ----------
-    context : str
-        What stands before the answer.
-    choices : tuple of str
-        Answers whose likelihood is compared, each with its leading blank; one, where it must be the greedy
-        continuation.
-    gold : int
-        The right one.
+    name : str
+        As the harness calls it.
+    values : ndarray, float64, shape (n_items,)
+        1 where the item is right, else 0; of a perplexity the negative log-likelihood in nats.
+    sizes : ndarray, float64, shape (n_items,), optional
+        Of a perplexity: words of each item, or 1.
     """
 
-    context: str
-    choices: tuple[str, ...]
-    gold: int = 0
+    name: str
+    values: NDArray[np.float64]
+    sizes: NDArray[np.float64] | None = None
 
+    @property
+    def value(self) -> float:
+        """Share of the items that are right, or exp(sum of the values / sum of the sizes)."""
+        return float(self.values.mean() if self.sizes is None else _perplexity(self.values, self.sizes))
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as lines:
-        for line in lines:
-            yield json.loads(line)
+    def interval(self) -> Interval:
+        """95 %: Wilson's of a share, bootstrap over items of a perplexity."""
+        if self.sizes is None:
+            return wilson(int(self.values.sum()), self.values.size)
+        return bootstrap(
+            [self.values, self.sizes], _perplexity, n_resamples=_N_RESAMPLES, method="bootstrap over items"
+        )
 
+    def change(self, before: Metric) -> tuple[Interval, float | None]:
+        """What other weights made of the same items, by a paired bootstrap over items.
 
-def _lambada(path: Path) -> Iterator[Item]:
-    for record in _lines(path):
-        context, _, word = record["text"].rpartition(" ")
-        yield Item(context, (f" {word}",))
-
-
-def _arc(path: Path) -> Iterator[Item]:
-    for record in _lines(path):
-        yield Item(f"{record['query']}\nAnswer:", tuple(f" {c}" for c in record["choices"]), record["gold"])
-
-
-def _hellaswag(path: Path) -> Iterator[Item]:
-    for record in _lines(path):
-        yield Item(record["query"], tuple(f" {c}" for c in record["choices"]), record["gold"])
-
-
-def _articles(path: Path) -> Iterator[Item]:
-    text = path.read_text(encoding="utf-8")
-    starts = [m.start() for m in _ARTICLE.finditer(text)]
-    for first, last in zip(starts, [*starts[1:], len(text)], strict=True):
-        yield Item("", (text[first:last],))
-
-
-#: Where each task lies in the data folder, and how it is read.
-TASKS: Mapping[str, tuple[str, Callable[[Path], Iterator[Item]]]] = {
-    "lambada": ("lambada/lambada_test.jsonl", _lambada),
-    "arc-challenge": ("arc/arc_challenge_test.jsonl", _arc),
-    "arc-easy": ("arc/arc_easy_test.jsonl", _arc),
-    "hellaswag": ("hellaswag/hellaswag_val.jsonl.xz", _hellaswag),
-    "wikitext2": ("wikitext2/wiki.test.raw", _articles),
-}
-
-
-def read_items(task: str, data: Path, n_items: int | None = None) -> list[Item]:
-    """Read the first items of a task from the data folder.
-
-    Raises
-    ------
-    ConfigError
-        No such task, or no file of it in the folder.
-    """
-    if task not in TASKS:
-        raise ConfigError(f"no task {task!r}; known: {', '.join(TASKS)}")
-    name, read = TASKS[task]
-    path = data / name
-    if not path.is_file():
-        raise ConfigError(f"task {task}: no file {path}; name another data folder")
-    found: list[Item] = []
-    for item in read(path):
-        if n_items is not None and len(found) == n_items:
-            break
-        found.append(item)
-    return found
+        Returns
+        -------
+        change : Interval
+            Difference of the shares, this one minus `before`; of perplexities this one divided by `before`.
+        p_value : float or None
+            Of the exact McNemar test; None of a perplexity.
+        """
+        if self.sizes is not None:
+            columns = [self.values - before.values, self.sizes]
+            method = "paired bootstrap over items of a ratio"
+            return bootstrap(columns, _perplexity, n_resamples=_N_RESAMPLES, method=method), None
+        gained, lost = (
+            int((a > b).sum()) for a, b in ((self.values, before.values), (before.values, self.values))
+        )
+        return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
 
 
 @dataclass(frozen=True)
@@ -110,84 +79,76 @@ class Scores:
 
     Parameters
     ----------
-    correct : ndarray, float64, shape (n_items,)
-        1 where the item is right: the answer with the largest likelihood per byte is the right one; of an item with one
-        answer, whether it is the greedy continuation.
-    nll : ndarray, float64, shape (n_items,)
-        Negative log-likelihood of the right answer in nats.
-    n_words : ndarray, int64, shape (n_items,)
-        Words of the right answer, split at white space.
+    metrics : tuple of Metric
+        The task's, in the order in which the harness prints them.
+    n_cut : int
+        Items whose context was cut at its left because the model has no positions for all of it.
     """
 
-    correct: NDArray[np.float64]
-    nll: NDArray[np.float64]
-    n_words: NDArray[np.int64]
+    metrics: tuple[Metric, ...]
+    n_cut: int
 
-    @property
-    def word_perplexity(self) -> float:
-        """exp of the negative log-likelihood per word (Li, Table 2's perplexity of WikiText-2)."""
-        return float(np.exp(self.nll.sum() / self.n_words.sum()))
+    def __getitem__(self, name: str) -> Metric:
+        """Return the metric of that name."""
+        return next(m for m in self.metrics if m.name == name)
 
 
 def score(
     loaded: LoadedModel,
+    task: str,
     items: Sequence[Item],
+    execution: Execution | None = None,
     *,
     n_steps: int | None = None,
-    seed: int = 0,
-    batch_size: int = 8,
-    longest: int | None = None,
-    progress: Progress | None = None,
 ) -> Scores:
-    """Score every answer of every item by its likelihood.
+    """Score a model on items of a task.
 
     Parameters
     ----------
     loaded : LoadedModel
         A model with logits; weights that are replaced while this runs are those that are scored.
+    task : str
+        Name of the task.
     items : sequence of Item
-        From `read_items`.
+        From `loopq.evaluate.items.read_items`.
+    execution : Execution, optional
+        Seed of the initial states, batch size and progress.
     n_steps : int, optional
         Depth; the system's default when absent.
-    seed : int
-        Seed of the initial states.
-    batch_size : int
-        Requests of one length that run together.
-    longest : int, optional
-        Tokens of the longest input; what the model's configuration says when absent.
-    progress : Progress, optional
-        Advanced by every request.
 
     Returns
     -------
     Scores
+        "acc" (the right answer has the largest likelihood) and "acc_norm" (the largest likelihood per character) of
+        choices; "perplexity" and "acc" (the last word is the greedy continuation) of last words; "word_perplexity" of
+        texts.
     """
-    asked = [(i, c) for i, item in enumerate(items) for c in range(len(item.choices))]
+    how, kind = execution or Execution(), find_task(task).kind
+    blank = "" if kind == "text" else " "
+    asked = [(i, choice) for i, item in enumerate(items) for choice in item.choices]
+    requests = [encode_pair(loaded, items[i].context, blank + choice) for i, choice in asked]
     found = log_likelihoods(
-        loaded,
-        [encode_pair(loaded, items[i].context, items[i].choices[c]) for i, c in asked],
-        n_steps=n_steps,
-        seed=seed,
-        batch_size=batch_size,
-        longest=longest,
-        progress=progress,
+        loaded, requests, n_steps=n_steps, seed=how.seed, batch_size=how.batch_size, progress=how.progress
     )
-    total = [np.zeros(len(item.choices)) for item in items]
-    greedy = np.zeros(len(items), dtype=bool)
-    for (i, c), (value, is_greedy) in zip(asked, found, strict=True):
-        total[i][c], greedy[i] = value, is_greedy
-    return _scores(items, total, greedy)
+    by_item: list[list[float]] = [[] for _ in items]
+    for (i, _), (value, _) in zip(asked, found, strict=True):
+        by_item[i].append(value)
+    longest = longest_input(loaded)
+    cut = {i for (i, _), (a, b) in zip(asked, requests, strict=True) if len(a) + len(b) > longest + 1}
+    if kind == "choices":
+        return Scores(_accuracy(items, by_item), len(cut))
+    nll = -np.array(by_item)[:, 0]
+    sizes = np.array([float(item.n_words) for item in items])
+    if kind == "text":
+        return Scores((Metric("word_perplexity", nll, sizes),), 0)
+    greedy = np.array([float(is_greedy) for _, is_greedy in found])
+    return Scores((Metric("perplexity", nll, sizes), Metric("acc", greedy)), len(cut))
 
 
-def _scores(items: Sequence[Item], total: Sequence[NDArray[np.float64]], greedy: NDArray[np.bool_]) -> Scores:
-    correct = np.zeros(len(items))
-    for i, item in enumerate(items):
-        if len(item.choices) == 1:
-            correct[i] = greedy[i]
-            continue
-        # Length without the blank before the answer, as evaluation harnesses normalise.
-        sizes = np.array([len(c.strip().encode()) for c in item.choices])
-        correct[i] = (total[i] / sizes).argmax() == item.gold
-    nll = np.array([-t[item.gold] for t, item in zip(total, items, strict=True)])
-    words = np.array([len(item.choices[item.gold].split()) for item in items], dtype=np.int64)
-    return Scores(correct, nll, words)
+def _accuracy(items: Sequence[Item], by_item: Sequence[Sequence[float]]) -> tuple[Metric, ...]:
+    """Whether the right answer is the most likely one, plainly and by the number of its characters."""
+    right = np.zeros((2, len(items)))
+    for i, (item, values) in enumerate(zip(items, by_item, strict=True)):
+        total, sizes = np.array(values), np.array([len(choice) for choice in item.choices])
+        right[:, i] = total.argmax() == item.gold, (total / sizes).argmax() == item.gold
+    return Metric("acc", right[0]), Metric("acc_norm", right[1])

@@ -96,3 +96,27 @@ def test_a_card_names_the_licence_of_the_base_model(saved_model, quantized, tmp_
     shutil.copytree(quantized, tmp_path / "q")
     assert command("evaluate", base, tmp_path / "q", *FEW, "--card")[0] == 0
     assert "\nlicense: apache-2.0\n" in (tmp_path / "q" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "My notes.\n",
+        "---\ntags:\n- loopq\n---\n\n# A model, made by hand\n",
+        "# A model, quantized by loopq\n",
+    ],
+)
+def test_a_card_replaces_its_own_kind_and_nothing_else(saved_model, quantized, tmp_path, command, text):
+    shutil.copytree(quantized, tmp_path / "q")
+    card, measure = tmp_path / "q" / "README.md", ("evaluate", saved_model, tmp_path / "q", *FEW, "--card")
+    card.write_text(text)
+    code, out, err = command(*measure)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{card}: not a card that loopq wrote; move it away" in err
+    assert card.read_text() == text
+    card.unlink()
+    assert command(*measure)[0] == 0
+    first = card.read_text()
+    card.write_text(first.replace("A looped transformer", "Measured before: a looped transformer"))
+    assert command(*measure)[0] == 0
+    assert card.read_text() == first

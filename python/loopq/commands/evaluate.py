@@ -14,7 +14,7 @@ from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, add_text, execution, load, take, whole
 from loopq.commands.output import measurement_table
 from loopq.progress import Line
-from loopq.report.card import write_card
+from loopq.report.card import check_card, write_card
 from loopq.systems.load import LoadedModel
 
 
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
     for folder in args.checkpoints:
         format_of(Path(folder))
+        if args.card:
+            check_card(Path(folder))
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
     summaries, said = measure(args, loaded, args.checkpoints, tokens, args.n_seeds)

@@ -7,11 +7,9 @@ The entry point `lm_eval.models` makes the name known to harnesses of 2026-09 an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from loopq.api import load
-from loopq.checkpoint.convert import is_checkpoint
+from loopq.api import open_any
 from loopq.evaluate.requests import (
     Request,
     encode_pair,
@@ -22,7 +20,6 @@ from loopq.evaluate.requests import (
 )
 from loopq.generate import Decoder, Generation
 from loopq.lazy import require
-from loopq.systems.load import LoadedModel, load_model
 
 require("lm_eval")
 
@@ -71,7 +68,9 @@ class LoopqLM(LM):  # type: ignore[misc]  # lm_eval is untyped here
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.loaded = _open(path, device or "cpu", trust_remote_code)
+        self.loaded = open_any(
+            path, quantized=True, device=device or "cpu", trust_remote_code=trust_remote_code
+        )
         system, self.seed, self.batch_size = self.loaded.system, int(seed), int(batch_size)
         self.n_steps = system.check_depth(int(n_steps) if n_steps else system.n_steps)
         self.max_length = int(max_length) if max_length else longest_input(self.loaded)
@@ -112,11 +111,3 @@ class LoopqLM(LM):  # type: ignore[misc]  # lm_eval is untyped here
             seed=self.seed,
         )
         return generate_until(self.loaded, context, self._decoder, settings, stops, self.max_length)
-
-
-def _open(path: str, device: str, trust_remote_code: bool) -> LoadedModel:
-    if not is_checkpoint(Path(path)):
-        return load_model(path, device=device, trust_remote_code=trust_remote_code)
-    loaded = load(path, quantized=True, trust_remote_code=trust_remote_code)
-    loaded.model.to(device)
-    return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from loopq.evaluate.items import TASKS, Item, read_items
 
 def write(data: Path, task: str, *records: Any) -> Path:
     """Write a task's file, each record a line, and return it; what is bytes is written as it is."""
-    path = data / TASKS[task].file
+    path = data / TASKS[task].files[0]
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"\n".join(r if isinstance(r, bytes) else json.dumps(r).encode() for r in records))
     return path
@@ -62,6 +63,30 @@ def test_wikitext_is_cut_in_articles_and_its_blanks_are_undone(tmp_path: Path) -
     # Words of the stored page, with the empty ones at both its ends.
     assert (first.n_words, first.context) == (4 + 13 + 5 + 1 + 2, "")
     assert second.choices == (" = D =\n",)
+
+
+def test_problems_stand_behind_solved_ones_that_are_drawn_for_each(tmp_path: Path) -> None:
+    solved = [{"question": f"Q{n}?", "answer": f"So.\n#### {n}"} for n in range(9)]
+    write(
+        tmp_path,
+        "gsm8k",
+        {"question": "One?", "answer": "1\n#### 1"},
+        {"question": "Two?", "answer": "#### 2"},
+    )
+    (tmp_path / TASKS["gsm8k"].files[1]).write_text("\n".join(map(json.dumps, solved)))
+    draw = random.Random(1234)
+    expected = []
+    for question, answer in (("One?", "1\n#### 1"), ("Two?", "#### 2")):
+        shots = "".join(f"Question: Q{n}?\nAnswer: So.\n#### {n}\n\n" for n in draw.sample(range(9), 5))
+        expected.append(Item(f"{shots}Question: {question}\nAnswer:", (answer,)))
+    assert read_items("gsm8k", tmp_path) == expected
+    assert read_items("gsm8k", tmp_path, 1) == expected[:1]
+    (tmp_path / TASKS["gsm8k"].files[1]).write_text(json.dumps(solved[0]))
+    with pytest.raises(ConfigError, match=r"train\.jsonl: 1 solved problems; a prompt has 5"):
+        read_items("gsm8k", tmp_path)
+    (tmp_path / TASKS["gsm8k"].files[1]).write_text(json.dumps({"question": "Q?", "answer": "5"}))
+    with pytest.raises(ConfigError, match=r"train\.jsonl, line 1: answer: '5'; allowed: text with \"#### \""):
+        read_items("gsm8k", tmp_path)
 
 
 def test_a_packed_file_is_read_in_place_of_a_plain_one(tmp_path: Path) -> None:

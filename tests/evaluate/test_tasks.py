@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from loopq.errors import ConfigError
+from loopq.evaluate import tasks
 from loopq.evaluate.items import Item
+from loopq.evaluate.requests import generate_until
 from loopq.evaluate.tasks import Metric, score
 from loopq.execution import Execution
+from loopq.generate import Decoder, Generation
 from loopq.systems.base import Batch
 from loopq.systems.load import load_model
 
@@ -62,6 +66,50 @@ def test_a_text_counts_with_its_own_words_and_long_contexts_are_told(loaded) -> 
     items = [Item("a" * n, ("house",)) for n in (123, 124)]
     assert score(loaded, "lambada", items).n_cut == 1
     assert score(loaded, "wikitext", [Item("", (text * 20,))]).n_cut == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "strict", "flexible"),
+    [
+        (" 2 + 2 = 4\n#### 4", "So.\n#### 4", 1, 1),
+        ("#### 1,200.", "#### 1200", 1, 1),
+        ("#### 5 and #### 6", "#### 5", 1, 0),
+        (" It is $18.", "#### 18", 0, 1),
+        ("#### -3 or 4", "#### -3", 1, 0),
+        ("no number", "#### 1", 0, 0),
+        ("####4", "#### 4", 0, 1),
+    ],
+)
+def test_numbers_are_found_strictly_and_flexibly(loaded, monkeypatch, text, answer, strict, flexible) -> None:
+    monkeypatch.setattr(tasks, "generate_until", lambda *_: text)
+    found = score(loaded, "gsm8k", [Item("Q", (answer,))])
+    assert found["exact_match,strict-match"].value == strict
+    assert found["exact_match,flexible-extract"].value == flexible
+
+
+def test_answers_are_what_the_model_writes(loaded, monkeypatch) -> None:
+    # Of 32 positions half are for the answer, as many letters; the prompt is cut to the other half at its left.
+    monkeypatch.setattr(loaded.model.config, "block_size", 32)
+    context = "Question: How many days has a week?\nAnswer:"
+    ids = list(context[-16:].encode())
+    for _ in range(16):
+        batch = Batch(torch.tensor([ids]), (0,), 0, by_token=True)
+        ids.append(int(loaded.system.rollout(batch, 2)[0, -1].argmax()))
+    text = bytes(ids[16:]).decode()
+    decoder = Decoder(loaded.system, 2, Generation(n_tokens=256))
+    assert generate_until(loaded, context, decoder, decoder.settings, ()) == text
+    stop = text[5:7]
+    assert generate_until(loaded, context, decoder, decoder.settings, (stop,)) == text[: text.index(stop)]
+    items = [Item(context, (f"#### {number}",)) for number in ("7", text)]
+    found = score(loaded, "gsm8k", [*items, Item("a week?\nAnswer:", ("#### 7",))], n_steps=2)
+    assert found.n_cut == 2
+    assert found["exact_match,flexible-extract"].values.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_model_without_logits_has_no_scores(loaded, monkeypatch) -> None:
+    monkeypatch.setattr(type(loaded.system), "output", "hidden")
+    with pytest.raises(ConfigError, match="gives hidden states, so there is no text"):
+        score(loaded, "lambada", [Item("a", ("b",))])
 
 
 def test_changes_are_paired_over_items() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ Text = Annotated[str, Allowed("text that is not empty", bool)]
 Label = Annotated[
     Any, Allowed("a whole number from 0", lambda n: type(n) in (int, str) and str(n).isdecimal())
 ]
+#: Solved problems before one of GSM8K, and the seed that the harness draws them by.
+_N_SHOTS = 5
+_DRAW_SEED = 1234
 #: Line that an article of WikiText begins with; those of its sections have two marks or more.
 _TITLE = re.compile(r"\n(?= = [^=\n]*[^= \n][^=\n]* = $)", re.MULTILINE)
 
@@ -107,6 +111,16 @@ class _HellaSwag:
             raise ConfigError(f"label: {self.label}; allowed: the place of one of at least 2 endings, from 0")
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """A record of GSM8K."""
+
+    question: Text
+    answer: Annotated[
+        str, Allowed('text with "#### " and a number', re.compile(r"(?s).*#### -?[\d,.]+").match)
+    ]
+
+
 def _records(path: Path, kinds: Mapping[str, type]) -> Iterator[Any]:
     """Yield the records of a file as the first kind whose key they have, else as the last one."""
     for place, record in json_lines(path, ConfigError):
@@ -145,6 +159,17 @@ def _hellaswag(path: Path) -> Iterator[Item]:
             yield Item(found.query, found.choices, found.gold)
 
 
+def _gsm8k(test: Path, train: Path) -> Iterator[Item]:
+    """Each problem behind solved ones, which are drawn as the harness draws them: by its seed, problem by problem."""
+    solved = [f"Question: {p.question}\nAnswer: {p.answer}" for p in _records(train, {"question": _Problem})]
+    if len(solved) < _N_SHOTS:
+        raise ConfigError(f"{train}: {len(solved)} solved problems; a prompt has {_N_SHOTS}")
+    draw = random.Random(_DRAW_SEED)
+    for problem in _records(test, {"question": _Problem}):
+        shots = draw.sample(solved, _N_SHOTS)
+        yield Item("\n\n".join([*shots, f"Question: {problem.question}\nAnswer:"]), (problem.answer,))
+
+
 def _wikitext(path: Path) -> Iterator[Item]:
     data = read_bytes(path, MAX_SIZE, ConfigError)
     try:
@@ -181,27 +206,28 @@ class Task:
     ----------
     harness : str
         The harness's task and its version, whose prompts and scores these are.
-    kind : {"last word", "choices", "text"}
-        What is asked: whether the answer is the greedy continuation, which answer is most likely, or how likely the
-        answer is.
-    file : str
-        Where it lies in the data folder, packed (with ``.xz`` after its name) or not.
+    kind : {"last word", "choices", "text", "number"}
+        What is asked: whether the answer is the greedy continuation, which answer is most likely, how likely the answer
+        is, or whether the text that the model writes ends in the answer's number.
+    files : tuple of str
+        Where they lie in the data folder, packed (with ``.xz`` after the name) or not; items come from the first.
     read : callable
-        Gives the items of the file.
+        Takes the files, gives the items.
     """
 
     harness: str
-    kind: Literal["last word", "choices", "text"]
-    file: str
-    read: Callable[[Path], Iterator[Item]]
+    kind: Literal["last word", "choices", "text", "number"]
+    files: tuple[str, ...]
+    read: Callable[..., Iterator[Item]]
 
 
 TASKS: Mapping[str, Task] = {
-    "lambada": Task("lambada_openai 1.0", "last word", "lambada/lambada_test.jsonl", _lambada),
-    "arc_easy": Task("arc_easy 1.0", "choices", "arc/arc_easy_test.jsonl", _arc),
-    "arc_challenge": Task("arc_challenge 1.0", "choices", "arc/arc_challenge_test.jsonl", _arc),
-    "hellaswag": Task("hellaswag 1.0", "choices", "hellaswag/hellaswag_val.jsonl", _hellaswag),
-    "wikitext": Task("wikitext 2.0", "text", "wikitext2/wiki.test.raw", _wikitext),
+    "lambada": Task("lambada_openai 1.0", "last word", ("lambada/lambada_test.jsonl",), _lambada),
+    "arc_easy": Task("arc_easy 1.0", "choices", ("arc/arc_easy_test.jsonl",), _arc),
+    "arc_challenge": Task("arc_challenge 1.0", "choices", ("arc/arc_challenge_test.jsonl",), _arc),
+    "hellaswag": Task("hellaswag 1.0", "choices", ("hellaswag/hellaswag_val.jsonl",), _hellaswag),
+    "gsm8k": Task("gsm8k 3.0", "number", ("gsm8k/test.jsonl", "gsm8k/train.jsonl"), _gsm8k),
+    "wikitext": Task("wikitext 2.0", "text", ("wikitext2/wiki.test.raw",), _wikitext),
 }
 
 
@@ -220,7 +246,7 @@ def read_items(name: str, data: Path, limit: int | None = None) -> list[Item]:
     name : str
         One of `TASKS`.
     data : Path
-        Folder of the task's file.
+        Folder of the task's files.
     limit : int, optional
         Items to take from the start; all when absent.
 
@@ -230,9 +256,10 @@ def read_items(name: str, data: Path, limit: int | None = None) -> list[Item]:
         No such task, no file of it in the folder, or a record that is none: the message names file and line.
     """
     task = find_task(name)
-    found = list(islice(task.read(_find(name, data, task.file)), limit))
+    paths = [_find(name, data, file) for file in task.files]
+    found = list(islice(task.read(*paths), limit))
     if not found:
-        raise ConfigError(f"{data / task.file}: holds no items of {name}")
+        raise ConfigError(f"{paths[0]}: holds no items of {name}")
     return found
 
 

@@ -13,7 +13,7 @@ from loopq.errors import NonFiniteError
 from loopq.generate import Decoder, Generation, decode, end_ids, generate
 from loopq.lazy import require
 from loopq.progress import Progress, Silent
-from loopq.systems.base import Batch
+from loopq.systems.base import Batch, model_code
 from loopq.systems.load import LoadedModel
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
@@ -74,6 +74,7 @@ def log_likelihoods(
     batch_size: int = 8,
     longest: int | None = None,
     progress: Progress | None = None,
+    label: str = "likelihood",
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether it is the greedy one.
 
@@ -95,6 +96,8 @@ def log_likelihoods(
         window has one more.
     progress : Progress, optional
         Advanced by every window.
+    label : str
+        What it is told that this is.
 
     Returns
     -------
@@ -121,10 +124,10 @@ def log_likelihoods(
     if not windows:
         return found
     tokens = TokenSet(tuple(np.array(ids, dtype=np.int64) for _, ids, _ in windows), "requests", "prompts")
-    progress.start("likelihood", len(windows), "texts")
+    progress.start(label, len(windows), "texts")
     for numbers in tokens.plan(batch_size):
         ids = torch.from_numpy(np.stack([tokens.sequences[k] for k in numbers]))
-        with torch.no_grad():
+        with torch.no_grad(), model_code(f"rollout of {ids.shape[1] - 1} tokens"):
             logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), seed, by_token=True), depth)
         for row, number in enumerate(numbers):
             i, _, n = windows[number]
@@ -137,6 +140,11 @@ def log_likelihoods(
         progress.advance(len(numbers))
     progress.stop()
     return found
+
+
+def n_generated(n_tokens: int, longest: int) -> int:
+    """Tokens that are generated where `n_tokens` are asked for: at most half of what the model reads."""
+    return max(1, min(n_tokens, longest // 2))
 
 
 def generate_until(
@@ -158,14 +166,14 @@ def generate_until(
     decoder : Decoder
         Gives the logits; what it holds of another text is forgotten.
     settings : Generation
-        How many tokens, and how they are chosen; of a model that reads few tokens, half of those at most.
+        How many tokens (`n_generated` of them), and how they are chosen.
     stops : sequence of str
         The text ends before the first of them.
     longest : int, optional
         Tokens that the model reads at most; `longest_input` when absent.
     """
     longest = longest or longest_input(loaded)
-    settings = dataclasses.replace(settings, n_tokens=max(1, min(settings.n_tokens, longest // 2)))
+    settings = dataclasses.replace(settings, n_tokens=n_generated(settings.n_tokens, longest))
     prompt = list(loaded.encode(context)) or [prefix_id(loaded)]
     prompt = loaded.system.prompt_ids(prompt[-max(1, longest - settings.n_tokens) :])
     decoder.restart()

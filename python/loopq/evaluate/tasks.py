@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from loopq.evaluate.items import Item, find_task
-from loopq.evaluate.requests import encode_pair, log_likelihoods, longest_input
+from loopq.evaluate.requests import (
+    encode_pair,
+    generate_until,
+    log_likelihoods,
+    longest_input,
+    n_generated,
+)
 from loopq.execution import Execution
+from loopq.generate import Decoder, Generation
+from loopq.progress import Progress
 from loopq.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
 from loopq.systems.load import LoadedModel
 
+#: Tokens of an answer at most, and what ends it, as the harness has them for GSM8K; what stands where no number is.
+_N_ANSWER = 256
+_STOPS = ("Question:", "</s>", "<|im_end|>")
+_NONE = "[invalid]"
 #: Of a perplexity, whose resampling costs items times this.
 _N_RESAMPLES = 10_000
 
@@ -72,6 +86,18 @@ class Metric:
         )
         return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
 
+    def to_json(self, before: Metric | None) -> dict[str, Any]:
+        """Plain data: every item's value, the interval, and the change from `before` where there is one."""
+        change, p_value = (None, None) if before is None else self.change(before)
+        return {
+            "metric": self.name,
+            "interval": self.interval().to_json(),
+            "change": None if change is None else change.to_json(),
+            "p_value": p_value,
+            "values": self.values.tolist(),
+            "sizes": None if self.sizes is None else self.sizes.tolist(),
+        }
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -121,14 +147,30 @@ def score(
     Scores
         "acc" (the right answer has the largest likelihood) and "acc_norm" (the largest likelihood per character) of
         choices; "perplexity" and "acc" (the last word is the greedy continuation) of last words; "word_perplexity" of
-        texts.
+        texts; "exact_match" of numbers, by the harness's two ways to find one.
+
+    Raises
+    ------
+    ConfigError
+        The model is not causal or gives no logits.
     """
     how, kind = execution or Execution(), find_task(task).kind
+    depth = n_steps if n_steps is not None else loaded.system.n_steps
+    # It refuses a model that reads in both directions, whose likelihoods would know the answer.
+    decoder = Decoder(loaded.system, depth, Generation(n_tokens=_N_ANSWER, seed=how.seed))
+    if kind == "number":
+        return _numbers(loaded, items, decoder, how.progress, task)
     blank = "" if kind == "text" else " "
     asked = [(i, choice) for i, item in enumerate(items) for choice in item.choices]
     requests = [encode_pair(loaded, items[i].context, blank + choice) for i, choice in asked]
     found = log_likelihoods(
-        loaded, requests, n_steps=n_steps, seed=how.seed, batch_size=how.batch_size, progress=how.progress
+        loaded,
+        requests,
+        n_steps=depth,
+        seed=how.seed,
+        batch_size=how.batch_size,
+        progress=how.progress,
+        label=task,
     )
     by_item: list[list[float]] = [[] for _ in items]
     for (i, _), (value, _) in zip(asked, found, strict=True):
@@ -152,3 +194,79 @@ def _accuracy(items: Sequence[Item], by_item: Sequence[Sequence[float]]) -> tupl
         total, sizes = np.array(values), np.array([len(choice) for choice in item.choices])
         right[:, i] = total.argmax() == item.gold, (total / sizes).argmax() == item.gold
     return Metric("acc", right[0]), Metric("acc_norm", right[1])
+
+
+def _numbers(
+    loaded: LoadedModel, items: Sequence[Item], decoder: Decoder, progress: Progress, label: str
+) -> Scores:
+    """Write an answer to each item and compare its number with that of the right one."""
+    right, n_cut, longest = np.zeros((2, len(items))), 0, longest_input(loaded)
+    room = longest - n_generated(_N_ANSWER, longest)
+    progress.start(label, len(items), "answers")
+    for i, item in enumerate(items):
+        n_cut += len(loaded.encode(item.context)) > room
+        text = generate_until(loaded, item.context, decoder, decoder.settings, _STOPS)
+        right[:, i] = [_plain(number) == _plain(item.choices[0]) for number in _found_numbers(text)]
+        progress.advance(1)
+    progress.stop()
+    names = ("exact_match,strict-match", "exact_match,flexible-extract")
+    return Scores(tuple(Metric(name, values) for name, values in zip(names, right, strict=True)), n_cut)
+
+
+def _found_numbers(text: str) -> tuple[str, str]:
+    """The first number behind the mark of GSM8K, and the last number of all."""
+    strict, all_numbers = re.search(r"#### (-?[0-9.,]+)", text), re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    return strict[1] if strict else _NONE, all_numbers[-1] if all_numbers else _NONE
+
+
+def _plain(answer: str) -> str:
+    """A number without commas, currency and full stop; of a right answer, what stands behind its mark."""
+    text = answer.replace(",", "").replace("$", "").rpartition("#### ")[2]
+    return text.removesuffix(".").lower()
+
+
+def measure_tasks(
+    models: Iterable[tuple[str, LoadedModel]],
+    items: Mapping[str, Sequence[Item]],
+    execution: Execution | None = None,
+    *,
+    n_steps: int | None = None,
+) -> list[dict[str, Any]]:
+    """Score several sets of weights on the same items, and compare the others with the first.
+
+    Parameters
+    ----------
+    models : iterable of (name, LoadedModel)
+        Each is scored before the next is asked for, so that one model can be filled with one checkpoint after another.
+    items : mapping of str to sequence of Item
+        By the task's name.
+    execution : Execution, optional
+        Seed, batch size and progress.
+    n_steps : int, optional
+        Depth.
+
+    Returns
+    -------
+    list of dict
+        Plain data for each task, metric and set of weights: its value with the interval, each item's own value, and
+        after the first set the change from it (`Metric.change`).
+    """
+    how, found = execution or Execution(), []
+    for name, model in models:
+        how.progress.note(name)
+        found.append(
+            (name, {t: score(model, t, chosen, how, n_steps=n_steps) for t, chosen in items.items()})
+        )
+    rows = []
+    for task in items:
+        for k, first in enumerate(found[0][1][task].metrics):
+            for name, scores in found:
+                metric = scores[task].metrics[k]
+                head = {
+                    "task": task,
+                    "harness": find_task(task).harness,
+                    "weights": name,
+                    "n_cut": scores[task].n_cut,
+                }
+                rows.append(head | metric.to_json(None if metric is first else first))
+    return rows

@@ -126,7 +126,7 @@ def test_arguments_that_a_command_does_not_have_are_told_with_those_like_them(ar
 def test_the_usage_of_every_command_is_what_it_cannot_do_without():
     usages = {name: " ".join(sub.format_usage().split()) for name, sub in subparsers().items()}
     assert usages["quantize"] == "usage: loopq quantize MODEL --out DIR [options]"
-    assert usages["evaluate"] == "usage: loopq evaluate MODEL DIR [DIR ...] [options]"
+    assert usages["evaluate"] == "usage: loopq evaluate MODEL [DIR ...] [options]"
     assert usages["reproduce"] == "usage: loopq reproduce TABLE [MODEL ...] [options]"
     assert usages["systems"] == "usage: loopq systems"
     assert list(usages).index("merge") == list(usages).index("collect") + 1

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
-from loopq.checkpoint.convert import NATIVE, read_any, verify, write_as
+from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
 from loopq.checkpoint.files import own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
@@ -372,6 +372,25 @@ def open_model(model: Model) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     return load_model(model) if isinstance(model, str | Path) else wrap(model)
+
+
+def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> LoadedModel:
+    """Load a checkpoint, its layers as codes or dequantized, or else a model in full precision.
+
+    Parameters
+    ----------
+    model : str or Path
+        Checkpoint of any format, embedded model, folder or hub id.
+    quantized : bool
+        As of `load`.
+    **loading
+        As of `load_model`; of a checkpoint "device" and "trust_remote_code" count.
+    """
+    if not is_checkpoint(Path(model)):
+        return load_model(model, **loading)
+    loaded = load(model, quantized=quantized, trust_remote_code=loading.get("trust_remote_code", False))
+    loaded.model.to(loading.get("device", "cpu"))
+    return loaded
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:

@@ -20,7 +20,6 @@ _PROBE, _MORE = (1, 2, 3, 4, 5, 6, 7, 8), (2, 4, 6)
 #: Largest difference from the logits of a rollout, relative to the largest logit. In 16 bits, sums over other shapes
 #: round otherwise, and a loop multiplies that.
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 5e-2, "float16": 1e-2}
-_LENGTHS = ("block_size", "max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True)
@@ -249,12 +248,6 @@ def end_ids(loaded: LoadedModel) -> frozenset[int]:
     )
 
 
-def context_length(model: Any) -> int | None:
-    """Tokens that a model has positions for, by its configuration; None where that does not say."""
-    config = getattr(model, "config", None)
-    return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
-
-
 def generate(
     loaded: LoadedModel, prompt: Sequence[int], decoder: Decoder, settings: Generation
 ) -> Iterator[int]:
@@ -281,7 +274,7 @@ def generate(
     ConfigError
         The prompt and the tokens asked for are more than the model has positions for.
     """
-    limit = context_length(loaded.model)
+    limit = loaded.context_length
     if limit is not None and len(prompt) + settings.n_tokens > limit:
         raise ConfigError(
             f"n_tokens {settings.n_tokens}: with the prompt's {len(prompt)} tokens more than the {limit} positions of "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 
 import pytest
@@ -96,3 +98,116 @@ def test_a_card_names_the_licence_of_the_base_model(saved_model, quantized, tmp_
     shutil.copytree(quantized, tmp_path / "q")
     assert command("evaluate", base, tmp_path / "q", *FEW, "--card")[0] == 0
     assert "\nlicense: apache-2.0\n" in (tmp_path / "q" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "My notes.\n",
+        "---\ntags:\n- loopq\n---\n\n# A model, made by hand\n",
+        "# A model, quantized by loopq\n",
+    ],
+)
+def test_a_card_replaces_its_own_kind_and_nothing_else(saved_model, quantized, tmp_path, command, text):
+    shutil.copytree(quantized, tmp_path / "q")
+    card, measure = tmp_path / "q" / "README.md", ("evaluate", saved_model, tmp_path / "q", *FEW, "--card")
+    card.write_text(text)
+    code, out, err = command(*measure)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{card}: not a card that loopq wrote; move it away" in err
+    assert card.read_text() == text
+    card.unlink()
+    assert command(*measure)[0] == 0
+    first = card.read_text()
+    card.write_text(first.replace("A looped transformer", "Measured before: a looped transformer"))
+    assert command(*measure)[0] == 0
+    assert card.read_text() == first
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A handful of items of three tasks."""
+    items = {
+        "lambada/lambada_test.jsonl": [
+            {"text": f"He said that the {w}"} for w in ("sea", "sun", "day", "end")
+        ],
+        "arc/arc_easy_test.jsonl": [
+            {"query": f"Question: {q}?", "choices": ["one", "two", "it is none of them"], "gold": g}
+            for q, g in (("How many", 0), ("Which", 1), ("What", 2))
+        ],
+    }
+    for name, records in items.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True)
+        (tmp_path / "data" / name).write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "data" / "wikitext2").mkdir()
+    (tmp_path / "data" / "wikitext2" / "wiki.test.raw").write_text(
+        " = A = \n It was . \n = B = \n So be it . \n"
+    )
+    return tmp_path / "data"
+
+
+def test_tasks_compare_weights_on_the_same_items(saved_model, quantized, tmp_path, data, command):
+    other = tmp_path / "q3"
+    settings = ("--preset", "paper", "--group-size", 16, "--bits", 2, "--n-prompts", 4, "--seq-len", 24)
+    assert command("quantize", saved_model, "--out", other, *settings)[0] == 0
+    asked = ("--tasks", "lambada,arc_easy,wikitext", "--task-data", data)
+    code, text, _ = command("evaluate", saved_model, quantized, other, *asked, "--json")
+    assert code == 0
+    rows = json.loads(text)
+    assert [(r["task"], r["metric"]) for r in rows[::3]] == [
+        ("lambada", "perplexity"),
+        ("lambada", "acc"),
+        ("arc_easy", "acc"),
+        ("arc_easy", "acc_norm"),
+        ("wikitext", "word_perplexity"),
+    ]
+    assert [r["weights"] for r in rows[:3]] == [str(saved_model), str(quantized), str(other)]
+    assert [len(r["values"]) for r in rows[::3]] == [4, 4, 3, 3, 2]
+    # Each is what the weights alone give: the checkpoints fill one model, one after the other.
+    for folder, at in ((quantized, 1), (other, 2)):
+        alone = json.loads(command("evaluate", folder, *asked, "--json")[1])
+        assert [r["change"] for r in alone] == [None] * 5
+        for one, of_several in zip(alone, rows[at::3], strict=True):
+            assert one["values"] == pytest.approx(of_several["values"])
+    first, second = rows[0], rows[2]
+    assert first["change"] is None
+    ratio = math.exp((sum(second["values"]) - sum(first["values"])) / 4)
+    assert second["change"]["estimate"] == pytest.approx(ratio)
+    assert second["change"]["low"] <= ratio <= second["change"]["high"]
+    assert (second["p_value"], rows[5]["p_value"]) == (None, 1.0)
+
+
+def test_the_table_of_tasks_says_what_was_scored_and_cut(saved_model, quantized, data, command):
+    found = command(
+        "evaluate", saved_model, quantized, "--tasks", "arc_easy", "--task-data", data, "--limit", 2
+    )
+    assert (found[0], found[1].count("arc_easy  acc")) == (0, 4)
+    head, _, first, second, *_ = found[1].splitlines()
+    assert " ".join(head.split()) == "task metric weights items value 95 % change 95 % McNemar p"
+    assert re.search(r" 2  +\d+\.\d %  +\[\d+\.\d, \d+\.\d\]  +-  +-  +-$", first), first
+    assert re.search(r"  [+-]\d+\.\d  +\[.*\]  +[\d.]+$", second), second
+    (data / "lambada" / "lambada_test.jsonl").write_text(json.dumps({"text": "so " * 99 + "on"}))
+    text = command("evaluate", saved_model, "--tasks", "lambada", "--task-data", data)[1]
+    assert "lambada: 1 of 1 contexts are longer than the model reads and were cut at their left" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "match"),
+    [
+        (["--tasks", "arc"], 2, "argument --tasks: no task 'arc'; known: lambada, arc_easy"),
+        (["--tasks", "arc_easy"], 2, "--tasks: their files are needed as well: --task-data DIR"),
+        (["--tasks", "gsm8k", "--task-data", "{data}"], 2, "task gsm8k: no file "),
+        (["--tasks", "arc_easy", "--task-data", "{data}", "--text", "x"], 2, "--text: not read with --tasks"),
+        (
+            ["--tasks", "arc_easy", "--task-data", "{data}", "--n-prompts", "3"],
+            2,
+            "--n-prompts: not read with",
+        ),
+        (["--limit", "3"], 2, "--limit: for --tasks alone; leave it out"),
+        ([], 2, "name a checkpoint to compare with the model: DIR; or --tasks"),
+    ],
+)
+def test_options_that_nothing_would_read_are_refused(saved_model, data, command, args, code, match):
+    got, out, err = command("evaluate", saved_model, *(a.format(data=data) for a in args))
+    assert (got, out, err.count("\n")) == (code, "", 1)
+    assert match in err

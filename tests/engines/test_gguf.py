@@ -97,6 +97,8 @@ def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
         Shape.of({**base, "rope_scaling": {"type": "yarn"}})
     with pytest.raises(CheckpointError, match=r"'model\.gate\.weight': has no place"):
         Shape.of(base).tensor("model.gate.weight")
+    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
+        Shape.read({"config.json": b"[]"})
 
 
 def test_the_tokenizer_of_another_file_is_copied(tmp_path):

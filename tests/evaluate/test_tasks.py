@@ -1,16 +1,21 @@
-"""Tasks: how requests are cut and scored, against scores worked out in the test."""
+"""Tasks: how items are scored, against scores worked out in the test."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import math
 
 import numpy as np
 import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.evaluate.tasks import Item, pair_ids, read_items, score, windows_of
+from loopq.evaluate import tasks
+from loopq.evaluate.items import Item
+from loopq.evaluate.requests import generate_until
+from loopq.evaluate.tasks import Metric, score
+from loopq.execution import Execution
+from loopq.generate import Decoder, Generation
+from loopq.systems.base import Batch
 from loopq.systems.load import load_model
 
 
@@ -22,8 +27,6 @@ def loaded():
 
 def likelihood(loaded, context: str, answer: str) -> tuple[float, bool]:
     """Likelihood of an answer by one rollout, in nats, and whether it is the greedy one."""
-    from loopq.systems.base import Batch
-
     ids = torch.tensor([list((context + answer).encode())])
     out = loaded.system.rollout(Batch(ids[:, :-1], (0,), 0, by_token=True), 8).double().log_softmax(-1)[0]
     n = len(answer.encode())
@@ -32,60 +35,96 @@ def likelihood(loaded, context: str, answer: str) -> tuple[float, bool]:
     return float(logp.gather(-1, wanted[:, None]).sum()), bool((logp.argmax(-1) == wanted).all())
 
 
-def test_answers_are_scored_by_their_likelihood(loaded) -> None:
-    context, choices = "He went to the", (" house", " zq", " old house on the hill")
-    expected = [likelihood(loaded, context, c) for c in choices]
-    for gold, (value, _) in enumerate(expected):
-        found = score(loaded, [Item(context, choices, gold)], batch_size=2)
-        assert found.nll[0] == pytest.approx(-value, rel=1e-5)
-        best = max(range(3), key=lambda i: expected[i][0] / len(choices[i].strip()))
-        assert found.correct[0] == (best == gold)
-    greedy = score(loaded, [Item(context, (c,)) for c in choices])
-    assert greedy.correct.tolist() == [float(is_greedy) for _, is_greedy in expected]
-    assert greedy.n_words.tolist() == [1, 1, 5]
+def test_choices_are_compared_by_likelihood_and_per_character(loaded) -> None:
+    # Letters of two bytes: a character counts once.
+    context, choices = "He went to the", ("house", "zq", "old house on the hill", "s\u00e9\u00e9\u00e9\u00e9")
+    values = [likelihood(loaded, context, f" {c}")[0] for c in choices]
+    plain = int(np.argmax(values))
+    normal = int(np.argmax([v / len(c) for v, c in zip(values, choices, strict=True)]))
+    items = [Item(context, choices, gold) for gold in range(4)]
+    found = score(loaded, "hellaswag", items, Execution(batch_size=3))
+    assert [m.name for m in found.metrics] == ["acc", "acc_norm"]
+    assert found["acc"].values.tolist() == [float(gold == plain) for gold in range(4)]
+    assert found["acc_norm"].values.tolist() == [float(gold == normal) for gold in range(4)]
+    assert found.n_cut == 0
 
 
-def test_choices_are_compared_per_byte_and_plainly(loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    from loopq.evaluate import tasks
-
-    items = [Item("", (" ab", " abcdefgh"), 1)]
-    made = tasks._scores(items, [np.array([-4.0, -8.0])], [np.array([False, False])])
-    # -4 / 2 bytes against -8 / 8 bytes.
-    assert (made.correct[0], made.plain[0]) == (1.0, 0.0)
-    assert made.nll[0] == 8.0
-    words = tasks._scores([Item("", ("one two  three",))], [np.array([-6.0])], [np.array([True])])
-    assert words.word_perplexity == pytest.approx(np.exp(2.0))
-    assert words.correct[0] == 1.0
+def test_a_last_word_is_right_where_it_is_the_greedy_one(loaded) -> None:
+    items = [Item("He went to the", (word,)) for word in ("house", "s", "sea and the sky")]
+    expected = [likelihood(loaded, i.context, f" {i.choices[0]}") for i in items]
+    found = score(loaded, "lambada", items)
+    assert found["acc"].values.tolist() == [float(greedy) for _, greedy in expected]
+    assert found["perplexity"].value == pytest.approx(math.exp(-sum(v for v, _ in expected) / 3), rel=1e-6)
 
 
-def test_every_token_of_an_answer_is_scored_once() -> None:
-    ids = list(range(100))
-    assert windows_of(ids[:5], ids[5:8], 16) == [(ids[:8], 3)]
-    assert windows_of(ids[:30], ids[30:34], 16) == [(ids[18:34], 4)]
-    assert windows_of([], [7], 16) == []
-    cut = windows_of([], ids, 16)
-    scored = [t for window, n in cut for t in window[-n:]]
-    assert scored == ids[1:]
-    assert all(len(window) <= 16 and n < len(window) for window, n in cut)
+def test_a_text_counts_with_its_own_words_and_long_contexts_are_told(loaded) -> None:
+    text = "It was a long day."
+    found = score(loaded, "wikitext", [Item("", (text,), n_words=7)])
+    value, _ = likelihood(loaded, "\n", text)
+    assert found["word_perplexity"].value == pytest.approx(math.exp(-value / 7), rel=1e-6)
+    # 128 positions: 123 + 6 bytes are the most, of which the last one is only predicted.
+    items = [Item("a" * n, ("house",)) for n in (123, 124)]
+    assert score(loaded, "lambada", items).n_cut == 1
+    assert score(loaded, "wikitext", [Item("", (text * 20,))]).n_cut == 0
 
 
-def test_blanks_belong_to_the_answer(loaded) -> None:
-    context, answer = pair_ids(loaded, "The cat ", "sat")
-    assert bytes(context) == b"The cat"
-    assert bytes(answer) == b" sat"
+@pytest.mark.parametrize(
+    ("text", "answer", "strict", "flexible"),
+    [
+        (" 2 + 2 = 4\n#### 4", "So.\n#### 4", 1, 1),
+        ("#### 1,200.", "#### 1200", 1, 1),
+        ("#### 5 and #### 6", "#### 5", 1, 0),
+        (" It is $18.", "#### 18", 0, 1),
+        ("#### -3 or 4", "#### -3", 1, 0),
+        ("no number", "#### 1", 0, 0),
+        ("####4", "#### 4", 0, 1),
+    ],
+)
+def test_numbers_are_found_strictly_and_flexibly(loaded, monkeypatch, text, answer, strict, flexible) -> None:
+    monkeypatch.setattr(tasks, "generate_until", lambda *_: text)
+    found = score(loaded, "gsm8k", [Item("Q", (answer,))])
+    assert found["exact_match,strict-match"].value == strict
+    assert found["exact_match,flexible-extract"].value == flexible
 
 
-def test_files_are_read_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "lambada").mkdir()
-    lines = [json.dumps({"text": f"one two {w}"}) for w in ("three", "four")]
-    (tmp_path / "lambada" / "lambada_test.jsonl").write_text("\n".join(lines))
-    assert read_items("lambada", tmp_path, 1) == [Item("one two", (" three",))]
-    assert len(read_items("lambada", tmp_path)) == 2
-    (tmp_path / "wikitext2").mkdir()
-    (tmp_path / "wikitext2" / "wiki.test.raw").write_text(" = A = \n text\n = = B = = \n more\n = C = \n end")
-    articles = read_items("wikitext2", tmp_path)
-    assert [a.choices[0].split()[1] for a in articles] == ["A", "C"]
-    with pytest.raises(ConfigError, match=r"no file .*arc_challenge_test.jsonl"):
-        read_items("arc-challenge", tmp_path)
-    with pytest.raises(ConfigError, match="no task 'gsm9k'; known: lambada"):
-        read_items("gsm9k", tmp_path)
+def test_answers_are_what_the_model_writes(loaded, monkeypatch) -> None:
+    # Of 32 positions half are for the answer, as many letters; the prompt is cut to the other half at its left.
+    monkeypatch.setattr(loaded.model.config, "block_size", 32)
+    context = "Question: How many days has a week?\nAnswer:"
+    ids = list(context[-16:].encode())
+    for _ in range(16):
+        batch = Batch(torch.tensor([ids]), (0,), 0, by_token=True)
+        ids.append(int(loaded.system.rollout(batch, 2)[0, -1].argmax()))
+    text = bytes(ids[16:]).decode()
+    decoder = Decoder(loaded.system, 2, Generation(n_tokens=256))
+    assert generate_until(loaded, context, decoder, decoder.settings, ()) == text
+    stop = text[5:7]
+    assert generate_until(loaded, context, decoder, decoder.settings, (stop,)) == text[: text.index(stop)]
+    items = [Item(context, (f"#### {number}",)) for number in ("7", text)]
+    found = score(loaded, "gsm8k", [*items, Item("a week?\nAnswer:", ("#### 7",))], n_steps=2)
+    assert found.n_cut == 2
+    assert found["exact_match,flexible-extract"].values.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_model_without_logits_has_no_scores(loaded, monkeypatch) -> None:
+    monkeypatch.setattr(type(loaded.system), "output", "hidden")
+    with pytest.raises(ConfigError, match="gives hidden states, so there is no text"):
+        score(loaded, "lambada", [Item("a", ("b",))])
+
+
+def test_changes_are_paired_over_items() -> None:
+    before, after = (Metric("acc", np.array([1.0] * a + [0.0] * (40 - a))) for a in (30, 20))
+    change, p = after.change(before)
+    assert change.estimate == -0.25
+    assert change.low < -0.25 < change.high < 0
+    # Ten items changed, all one way: 2 / 2^10.
+    assert p == pytest.approx(2 / 1024)
+    i = before.interval()
+    assert (round(i.low, 3), i.estimate, round(i.high, 3)) == (0.598, 0.75, 0.858)
+    words = np.array([10.0, 20.0, 30.0])
+    one, two = (Metric("word_perplexity", words * v, words) for v in (2.0, 2.5))
+    ratio, none = two.change(one)
+    assert (ratio.estimate, none) == (pytest.approx(math.exp(0.5)), None)
+    # Every word lost the same: the ratio does not vary although the texts do.
+    assert ratio.low == pytest.approx(ratio.high)
+    assert one.interval().estimate == one.value == pytest.approx(math.exp(2.0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import lzma
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.checkpoint.files import check_regular
+from loopq.checkpoint.files import MAX_SIZE, check_regular
 from loopq.checkpoint.schema import parse_json
-from loopq.errors import CalibrationError, ConfigError
+from loopq.errors import CalibrationError, ConfigError, LoopqError
 
 if TYPE_CHECKING:
     from loopq.systems.base import Batch
@@ -191,15 +193,10 @@ def prompts_from_jsonl(
     """
     sequences: list[NDArray[np.int64]] = []
     n_bytes: int | None = 0
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if n_prompts is not None and len(sequences) >= n_prompts:
-            break
-        if not line.strip():
-            continue
-        record = parse_json(line, f"{path}, line {number}", CalibrationError, finite=False)
+    for place, record in itertools.islice(json_lines(path, CalibrationError), n_prompts):
         if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
-            raise CalibrationError(f"{path}, line {number}: no field {field!r} and no 'input_ids'")
-        whole = _ids_of(record, encode, field, f"{path}, line {number}")
+            raise CalibrationError(f"{place}: no field {field!r} and no 'input_ids'")
+        whole = _ids_of(record, encode, field, place)
         sequences.append(whole[:seq_len])
         if field not in record:
             n_bytes = None
@@ -207,6 +204,31 @@ def prompts_from_jsonl(
             # Of a prompt that is cut, as much of the text counts as of the tokens.
             n_bytes += round(len(str(record[field]).encode()) * sequences[-1].size / whole.size)
     return TokenSet(tuple(sequences), str(path.name), "prompts", n_bytes)
+
+
+def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:
+    """Yield every line of a JSON-lines file that is not blank: its place, for messages, and its value.
+
+    Parameters
+    ----------
+    path : Path
+        File; one whose name ends in ``.xz`` is unpacked as it is read.
+    error : type of LoopqError
+        What is raised, naming file and line: the file is missing or cannot be read or unpacked, or a line is no JSON in
+        UTF-8 or longer than 256 MiB.
+    """
+    check_regular(path, error)
+    number = 0
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_SIZE + 1), b""), start=1):
+                place = f"{path}, line {number}"
+                if len(line) > MAX_SIZE:
+                    raise error(f"{place}: longer than {MAX_SIZE} bytes")
+                if line.strip():
+                    yield place, parse_json(line, place, error, finite=False)
+    except (OSError, EOFError, lzma.LZMAError) as cause:
+        raise error(f"{path}, line {number + 1}: cannot be read ({cause}); copy the file again") from cause
 
 
 def _ids_of(record: dict[str, Any], encode: Encode, field: str, place: str) -> NDArray[np.int64]:

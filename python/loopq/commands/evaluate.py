@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
 from loopq.checkpoint.convert import format_of
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_execution, add_source, add_text, execution, load, take, whole
+from loopq.commands.options import (
+    add_execution,
+    add_source,
+    add_text,
+    execution,
+    group_of,
+    load,
+    load_any,
+    take,
+    whole,
+)
 from loopq.commands.output import measurement_table
+from loopq.errors import ConfigError
+from loopq.evaluate.items import TASKS, find_task, read_items
+from loopq.evaluate.tasks import measure_tasks
 from loopq.progress import Line
-from loopq.report.card import write_card
+from loopq.report.card import check_card, write_card
+from loopq.report.tasks import task_table
 from loopq.systems.load import LoadedModel
+
+_EXAMPLES = """examples:
+  loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts
+  loopq evaluate MODEL Q --tasks arc_easy,lambada --task-data DATA --limit 200
+  loopq evaluate Q1 Q2 --tasks hellaswag --task-data DATA       the second against the first"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +43,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
     parser.add_argument(
         "checkpoints",
-        nargs="+",
+        nargs="*",
         metavar="DIR",
         help="checkpoints of that model, of any format that loopq reads",
+    )
+    group = group_of(parser, "tasks, scored in place of prompts; MODEL may be a checkpoint then")
+    group.add_argument(
+        "--tasks",
+        type=tasks,
+        default=[],
+        metavar="A,B,...",
+        help=f"score these in place of prompts: {', '.join(TASKS)}",
+    )
+    group.add_argument(
+        "--task-data", type=Path, metavar="DIR", help="folder of the tasks' files (docs/tasks.md lists them)"
+    )
+    group.add_argument(
+        "--limit",
+        type=whole(1, 1 << 31),
+        metavar="N",
+        help="items of each task, from the start (default: all)",
     )
     add_text(parser, "text")
     add_execution(parser, only=("seed", "batch_size"))
@@ -40,12 +77,27 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--card", action="store_true", help="write a model card (README.md) into each DIR")
 
 
+def tasks(text: str) -> list[str]:
+    """Read names of tasks."""
+    try:
+        return [name for name in text.split(",") if find_task(name)]
+    except ConfigError as cause:
+        raise argparse.ArgumentTypeError(str(cause)) from cause
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
     from loopq.calibrate.prompts import evaluation_tokens
 
+    if args.python is not None and args.model is not None:
+        args.model, args.checkpoints = None, [args.model, *args.checkpoints]
+    _refuse(args)
     for folder in args.checkpoints:
         format_of(Path(folder))
+        if args.card:
+            check_card(Path(folder))
+    if args.tasks:
+        return _run_tasks(args)
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
     summaries, said = measure(args, loaded, args.checkpoints, tokens, args.n_seeds)
@@ -54,6 +106,38 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(summaries, indent=1))
     else:
         print_measured(summaries, said, cards)
+    return 0
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """Refuse options that nothing would read."""
+    of_prompts = {"--text": args.text, "--n-seeds": args.n_seeds != 1, "--card": args.card}
+    of_prompts |= {"--n-prompts": hasattr(args, "n_prompts"), "--seq-len": hasattr(args, "seq_len")}
+    of_tasks = {"--task-data": args.task_data, "--limit": args.limit}
+    idle = [option for option, value in (of_prompts if args.tasks else of_tasks).items() if value]
+    if idle:
+        raise ConfigError(
+            f"{idle[0]}: {'not read with --tasks' if args.tasks else 'for --tasks alone'}; leave it out"
+        )
+    if args.tasks and args.task_data is None:
+        raise ConfigError("--tasks: their files are needed as well: --task-data DIR")
+    if not args.tasks and not args.checkpoints:
+        raise ConfigError("name a checkpoint to compare with the model: DIR; or --tasks")
+
+
+def _run_tasks(args: argparse.Namespace) -> int:
+    """Score the model and its checkpoints on tasks and print a table."""
+    items = {task: read_items(task, args.task_data, args.limit) for task in args.tasks}
+
+    def filled() -> Iterator[tuple[str, LoadedModel]]:
+        loaded = load_any(args)
+        yield args.model or args.python, loaded
+        for folder in args.checkpoints:
+            yield folder, load_checkpoint(folder, loaded)
+
+    with Line() as progress:
+        rows = measure_tasks(filled(), items, execution(args, progress=progress), n_steps=args.n_steps)
+    print(json.dumps(rows, indent=1) if args.json else task_table(rows))
     return 0
 
 
@@ -113,4 +197,6 @@ def print_measured(
         print(f"model card: {path}")
 
 
-COMMANDS.register("evaluate")(Command("measure checkpoints against the full-precision model", add, run, 11))
+COMMANDS.register("evaluate")(
+    Command("measure checkpoints against the full-precision model", add, run, 11, epilog=_EXAMPLES)
+)

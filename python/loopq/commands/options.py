@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.api import open_any
 from loopq.calibrate.prompts import Take
 from loopq.checkpoint.convert import settings_of
 from loopq.checkpoint.files import nearest
@@ -19,7 +20,7 @@ from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
 from loopq.systems.base import MAX_STEPS
 from loopq.systems.from_python import load_python
-from loopq.systems.load import DTYPES, load_model
+from loopq.systems.load import DTYPES, LoadedModel, load_model
 
 
 def add_settings(
@@ -353,7 +354,7 @@ def check_place(file: str | Path) -> None:
         raise ConfigError(f"{file}: {place} is no folder that can be written to; name another place")
 
 
-def load(args: argparse.Namespace) -> Any:
+def load(args: argparse.Namespace) -> LoadedModel:
     """Load the model that `add_source` named."""
     if args.python is not None:
         if args.model is not None:
@@ -362,6 +363,13 @@ def load(args: argparse.Namespace) -> Any:
     if args.model is None:
         raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
     return load_model(args.model, **loading(args))
+
+
+def load_any(args: argparse.Namespace, *, quantized: bool = False) -> LoadedModel:
+    """Load the model or the checkpoint that `add_source` named."""
+    if args.python is not None or args.model is None:
+        return load(args)
+    return open_any(args.model, quantized=quantized, **loading(args))
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from loopq.api import load as load_checkpoint
 from loopq.checkpoint.convert import is_checkpoint
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_settings, add_source, given, load
+from loopq.commands.options import add_settings, add_source, given, load_any
 from loopq.errors import ConfigError
 from loopq.generate import Decoder, Generation, decode, generate, prompt_ids
 from loopq.systems.load import LoadedModel
@@ -59,14 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> LoadedModel:
     """A checkpoint, or a model in full precision."""
-    if args.model is None or not is_checkpoint(Path(args.model)):
-        if args.dense:
-            raise ConfigError(f"--dense: {args.model} is no quantized checkpoint")
-        found: LoadedModel = load(args)
-        return found
-    loaded = load_checkpoint(args.model, quantized=not args.dense, trust_remote_code=args.trust_remote_code)
-    loaded.model.to(args.device)
-    return loaded
+    if args.dense and not (args.model and is_checkpoint(Path(args.model))):
+        raise ConfigError(f"--dense: {args.model} is no quantized checkpoint")
+    return load_any(args, quantized=not args.dense)
 
 
 def _pieces(loaded: LoadedModel, tokens: Iterator[int], times: list[float]) -> Iterator[str]:

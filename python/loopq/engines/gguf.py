@@ -16,7 +16,7 @@ from loopq.checkpoint.files import RawTensor, check_new, replacing
 from loopq.checkpoint.hf_folder import CONFIG
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
-from loopq.checkpoint.schema import parse_json
+from loopq.checkpoint.schema import checked, parse_json
 from loopq.errors import CheckpointError
 from loopq.lazy import require
 
@@ -49,8 +49,14 @@ class Shape:
     config: Mapping[str, Any]
 
     @classmethod
+    def read(cls, side_files: Mapping[str, bytes]) -> Shape:
+        """Read the config.json among the files of a checkpoint or a dump; see `of`."""
+        config = parse_json(side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
+        return cls.of(checked(dict[str, Any], config, CONFIG))
+
+    @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
-        """Read it.
+        """Take what a config.json says.
 
         Raises
         ------
@@ -183,8 +189,7 @@ def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | Non
     """
     check_new(Path(out))
     checkpoint = read_any(source)
-    config = parse_json(checkpoint.side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
-    shape = Shape.of(config if isinstance(config, dict) else {})
+    shape = Shape.read(checkpoint.side_files)
     stored = dict(_stored(checkpoint, shape))
     with replacing(Path(out)) as temporary:
         _write(temporary, shape, stored, vocabulary)

@@ -8,7 +8,6 @@ import numpy as np
 
 from loopq.calibrate.dump import Dump
 from loopq.checkpoint.files import check_new, replacing
-from loopq.checkpoint.schema import parse_json
 from loopq.engines.gguf import Shape
 from loopq.errors import DumpError
 from loopq.lazy import require
@@ -46,8 +45,7 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
     check_new(Path(out))
     dump = Dump(Path(source))
     manifest = dump.manifest
-    config = parse_json(dump.side_files().get("config.json", b"{}"), "config.json", finite=False)
-    shape = Shape.of(config if isinstance(config, dict) else {})
+    shape = Shape.read(dump.side_files())
     layers = [p for p in manifest.parameters if p.name in manifest.input_groups]
     if not layers:
         raise DumpError(f"{source}: no layer was observed")

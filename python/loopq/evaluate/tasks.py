@@ -1,108 +1,102 @@
-"""Tasks from local files, scored by likelihood: the last word of LAMBADA, choices of ARC and HellaSwag, WikiText-2."""
+"""Scores of a model on the items of a task, by the rules of lm-evaluation-harness, with intervals."""
 
 from __future__ import annotations
 
-import json
-import lzma
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from loopq.calibrate.data import TokenSet
-from loopq.errors import ConfigError
-from loopq.lazy import require
-from loopq.progress import Progress, Silent
+from loopq.evaluate.items import Item, find_task
+from loopq.evaluate.requests import (
+    encode_pair,
+    generate_until,
+    log_likelihoods,
+    longest_input,
+    n_generated,
+)
+from loopq.execution import Execution
+from loopq.generate import Decoder, Generation
+from loopq.progress import Progress
+from loopq.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
+from loopq.systems.load import LoadedModel
 
-if TYPE_CHECKING:
-    from loopq.systems.load import LoadedModel
+#: Tokens of an answer at most, and what ends it, as the harness has them for GSM8K; what stands where no number is.
+_N_ANSWER = 256
+_STOPS = ("Question:", "</s>", "<|im_end|>")
+_NONE = "[invalid]"
+#: Of a perplexity, whose resampling costs items times this.
+_N_RESAMPLES = 10_000
 
-_ARTICLE = re.compile(r"^ = [^=]*[^= ][^=]* = $", re.MULTILINE)
+
+def _perplexity(nll: ArrayLike, sizes: ArrayLike, axis: int = -1) -> NDArray[np.float64]:
+    return np.asarray(np.exp(np.sum(nll, axis) / np.sum(sizes, axis)))
 
 
 @dataclass(frozen=True)
-class Item:
-    """One question.
+class Metric:
+    """One number of each item, and the task's own that they make.
 
     Parameters
     ----------
-    context : str
-        What stands before the answer.
-    choices : tuple of str
-        Answers whose likelihood is compared, each with its leading blank; one, where it must be the greedy
-        continuation.
-    gold : int
-        The right one.
+    name : str
+        As the harness calls it.
+    values : ndarray, float64, shape (n_items,)
+        1 where the item is right, else 0; of a perplexity the negative log-likelihood in nats.
+    sizes : ndarray, float64, shape (n_items,), optional
+        Of a perplexity: words of each item, or 1.
     """
 
-    context: str
-    choices: tuple[str, ...]
-    gold: int = 0
+    name: str
+    values: NDArray[np.float64]
+    sizes: NDArray[np.float64] | None = None
 
+    @property
+    def value(self) -> float:
+        """Share of the items that are right, or exp(sum of the values / sum of the sizes)."""
+        return float(self.values.mean() if self.sizes is None else _perplexity(self.values, self.sizes))
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with lzma.open(path, "rb") if path.suffix == ".xz" else path.open("rb") as lines:
-        for line in lines:
-            yield json.loads(line)
+    def interval(self) -> Interval:
+        """95 %: Wilson's of a share, bootstrap over items of a perplexity."""
+        if self.sizes is None:
+            return wilson(int(self.values.sum()), self.values.size)
+        return bootstrap(
+            [self.values, self.sizes], _perplexity, n_resamples=_N_RESAMPLES, method="bootstrap over items"
+        )
 
+    def change(self, before: Metric) -> tuple[Interval, float | None]:
+        """What other weights made of the same items, by a paired bootstrap over items.
 
-def _lambada(path: Path) -> Iterator[Item]:
-    for record in _lines(path):
-        context, _, word = record["text"].rpartition(" ")
-        yield Item(context, (f" {word}",))
+        Returns
+        -------
+        change : Interval
+            Difference of the shares, this one minus `before`; of perplexities this one divided by `before`.
+        p_value : float or None
+            Of the exact McNemar test; None of a perplexity.
+        """
+        if self.sizes is not None:
+            columns = [self.values - before.values, self.sizes]
+            method = "paired bootstrap over items of a ratio"
+            return bootstrap(columns, _perplexity, n_resamples=_N_RESAMPLES, method=method), None
+        gained, lost = (
+            int((a > b).sum()) for a, b in ((self.values, before.values), (before.values, self.values))
+        )
+        return paired_proportion_difference(gained, lost, self.values.size), mcnemar_exact(gained, lost)
 
-
-def _arc(path: Path) -> Iterator[Item]:
-    for record in _lines(path):
-        yield Item(f"{record['query']}\nAnswer:", tuple(f" {c}" for c in record["choices"]), record["gold"])
-
-
-def _hellaswag(path: Path) -> Iterator[Item]:
-    for record in _lines(path):
-        yield Item(record["query"], tuple(f" {c}" for c in record["choices"]), record["gold"])
-
-
-def _articles(path: Path) -> Iterator[Item]:
-    text = path.read_text(encoding="utf-8")
-    starts = [m.start() for m in _ARTICLE.finditer(text)]
-    for first, last in zip(starts, [*starts[1:], len(text)], strict=True):
-        yield Item("", (text[first:last],))
-
-
-#: Where each task lies in the data folder, and how it is read.
-TASKS: Mapping[str, tuple[str, Callable[[Path], Iterator[Item]]]] = {
-    "lambada": ("lambada/lambada_test.jsonl", _lambada),
-    "arc-challenge": ("arc/arc_challenge_test.jsonl", _arc),
-    "arc-easy": ("arc/arc_easy_test.jsonl", _arc),
-    "hellaswag": ("hellaswag/hellaswag_val.jsonl.xz", _hellaswag),
-    "wikitext2": ("wikitext2/wiki.test.raw", _articles),
-}
-
-
-def read_items(task: str, data: Path, n_items: int | None = None) -> list[Item]:
-    """Read the first items of a task from the data folder.
-
-    Raises
-    ------
-    ConfigError
-        No such task, or no file of it in the folder.
-    """
-    if task not in TASKS:
-        raise ConfigError(f"no task {task!r}; known: {', '.join(TASKS)}")
-    name, read = TASKS[task]
-    path = data / name
-    if not path.is_file():
-        raise ConfigError(f"task {task}: no file {path}; name another data folder")
-    found: list[Item] = []
-    for item in read(path):
-        if n_items is not None and len(found) == n_items:
-            break
-        found.append(item)
-    return found
+    def to_json(self, before: Metric | None) -> dict[str, Any]:
+        """Plain data: every item's value, the interval, and the change from `before` where there is one."""
+        change, p_value = (None, None) if before is None else self.change(before)
+        return {
+            "metric": self.name,
+            "interval": self.interval().to_json(),
+            "change": None if change is None else change.to_json(),
+            "p_value": p_value,
+            "values": self.values.tolist(),
+            "sizes": None if self.sizes is None else self.sizes.tolist(),
+        }
 
 
 @dataclass(frozen=True)
@@ -111,142 +105,168 @@ class Scores:
 
     Parameters
     ----------
-    correct : ndarray, float64, shape (n_items,)
-        1 where the item is right: the answer with the largest likelihood per byte is the right one; of an item with one
-        answer, whether it is the greedy continuation.
-    plain : ndarray, float64, shape (n_items,)
-        The same by the likelihood itself.
-    nll : ndarray, float64, shape (n_items,)
-        Negative log-likelihood of the right answer in nats.
-    n_words : ndarray, int64, shape (n_items,)
-        Words of the right answer, split at white space.
+    metrics : tuple of Metric
+        The task's, in the order in which the harness prints them.
+    n_cut : int
+        Items whose context was cut at its left because the model has no positions for all of it.
     """
 
-    correct: NDArray[np.float64]
-    plain: NDArray[np.float64]
-    nll: NDArray[np.float64]
-    n_words: NDArray[np.int64]
+    metrics: tuple[Metric, ...]
+    n_cut: int
 
-    @property
-    def word_perplexity(self) -> float:
-        """exp of the negative log-likelihood per word (Li, Table 2's perplexity of WikiText-2)."""
-        return float(np.exp(self.nll.sum() / self.n_words.sum()))
-
-
-def pair_ids(loaded: LoadedModel, context: str, answer: str) -> tuple[list[int], list[int]]:
-    """Encode context and answer as one text and cut it behind the context's tokens, blanks going to the answer."""
-    kept = context.rstrip()
-    whole = list(loaded.encode(context + answer))
-    n_context = len(loaded.encode(kept)) if kept else 0
-    return whole[:n_context], whole[n_context:]
-
-
-def windows_of(context: Sequence[int], answer: Sequence[int], longest: int) -> list[tuple[list[int], int]]:
-    """Cut one request into token windows, each with the number of its last tokens that are scored.
-
-    Every token of the answer is scored once. The context is cut at its left; an answer that is longer than the window
-    is cut in windows that overlap by one token at least. Without a context the first token is not scored: nothing comes
-    before it.
-    """
-    ids = [*context, *answer]
-    first = max(len(context), 1)
-    if len(ids) <= longest:
-        return [(ids, len(ids) - first)] if len(ids) > first else []
-    if len(answer) < longest:
-        return [(ids[-longest:], len(answer))]
-    found, at = [], first
-    while at < len(ids):
-        end = min(at + longest - 1, len(ids))
-        found.append((ids[max(0, end - longest) : end], end - at))
-        at = end
-    return found
+    def __getitem__(self, name: str) -> Metric:
+        """Return the metric of that name."""
+        return next(m for m in self.metrics if m.name == name)
 
 
 def score(
     loaded: LoadedModel,
+    task: str,
     items: Sequence[Item],
+    execution: Execution | None = None,
     *,
     n_steps: int | None = None,
-    seed: int = 0,
-    batch_size: int = 8,
-    longest: int | None = None,
-    progress: Progress | None = None,
 ) -> Scores:
-    """Score every answer of every item by its likelihood.
+    """Score a model on items of a task.
 
     Parameters
     ----------
     loaded : LoadedModel
         A model with logits; weights that are replaced while this runs are those that are scored.
+    task : str
+        Name of the task.
     items : sequence of Item
-        From `read_items`.
+        From `loopq.evaluate.items.read_items`.
+    execution : Execution, optional
+        Seed of the initial states, batch size and progress.
     n_steps : int, optional
         Depth; the system's default when absent.
-    seed : int
-        Seed of the initial states; all requests start from that of prompt 0, as with the evaluation harness, so that
-        neither order nor batches change a score.
-    batch_size : int
-        Requests of one length that run together.
-    longest : int, optional
-        Tokens of a window; what the model's configuration says when absent.
-    progress : Progress, optional
-        Advanced by every request.
 
     Returns
     -------
     Scores
+        "acc" (the right answer has the largest likelihood) and "acc_norm" (the largest likelihood per character) of
+        choices; "perplexity" and "acc" (the last word is the greedy continuation) of last words; "word_perplexity" of
+        texts; "exact_match" of numbers, by the harness's two ways to find one.
+
+    Raises
+    ------
+    ConfigError
+        The model is not causal or gives no logits.
     """
-    torch = require("torch")
-    from loopq.systems.base import Batch
+    how, kind = execution or Execution(), find_task(task).kind
+    depth = n_steps if n_steps is not None else loaded.system.n_steps
+    # It refuses a model that reads in both directions, whose likelihoods would know the answer.
+    decoder = Decoder(loaded.system, depth, Generation(n_tokens=_N_ANSWER, seed=how.seed))
+    if kind == "number":
+        return _numbers(loaded, items, decoder, how.progress, task)
+    blank = "" if kind == "text" else " "
+    asked = [(i, choice) for i, item in enumerate(items) for choice in item.choices]
+    requests = [encode_pair(loaded, items[i].context, blank + choice) for i, choice in asked]
+    found = log_likelihoods(
+        loaded,
+        requests,
+        n_steps=depth,
+        seed=how.seed,
+        batch_size=how.batch_size,
+        progress=how.progress,
+        label=task,
+    )
+    by_item: list[list[float]] = [[] for _ in items]
+    for (i, _), (value, _) in zip(asked, found, strict=True):
+        by_item[i].append(value)
+    longest = longest_input(loaded)
+    cut = {i for (i, _), (a, b) in zip(asked, requests, strict=True) if len(a) + len(b) > longest + 1}
+    if kind == "choices":
+        return Scores(_accuracy(items, by_item), len(cut))
+    nll = -np.array(by_item)[:, 0]
+    sizes = np.array([float(item.n_words) for item in items])
+    if kind == "text":
+        return Scores((Metric("word_perplexity", nll, sizes),), 0)
+    greedy = np.array([float(is_greedy) for _, is_greedy in found])
+    return Scores((Metric("perplexity", nll, sizes), Metric("acc", greedy)), len(cut))
 
-    system, progress = loaded.system, progress or Silent()
-    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    longest = longest or _longest(loaded)
-    requests = [
-        (i, c, w)
-        for i, item in enumerate(items)
-        for c, choice in enumerate(item.choices)
-        for w in windows_of(*pair_ids(loaded, item.context, choice), longest)
-    ]
-    requests.sort(key=lambda r: len(r[2][0]))
-    tokens = TokenSet(tuple(np.array(w[0], dtype=np.int64) for _, _, w in requests), "task", "prompts")
-    total = [np.zeros(len(item.choices)) for item in items]
-    greedy = [np.ones(len(item.choices), dtype=bool) for item in items]
-    progress.start("task", len(requests), "requests")
-    for numbers in tokens.plan(batch_size):
-        ids = np.stack([tokens.sequences[k][:-1] for k in numbers])
-        batch = Batch(torch.from_numpy(ids), (0,) * len(numbers), seed, by_token=True)
-        out = system.rollout(batch, depth).double().log_softmax(-1).cpu().numpy()
-        for row, number in enumerate(numbers):
-            i, c, (window, n_scored) = requests[number]
-            logp = out[row, -n_scored:]
-            target = np.array(window[-n_scored:])
-            total[i][c] += logp[np.arange(n_scored), target].sum()
-            greedy[i][c] &= bool((logp.argmax(-1) == target).all())
-        progress.advance(len(numbers))
-    progress.stop()
-    return _scores(items, total, greedy)
+
+def _accuracy(items: Sequence[Item], by_item: Sequence[Sequence[float]]) -> tuple[Metric, ...]:
+    """Whether the right answer is the most likely one, plainly and by the number of its characters."""
+    right = np.zeros((2, len(items)))
+    for i, (item, values) in enumerate(zip(items, by_item, strict=True)):
+        total, sizes = np.array(values), np.array([len(choice) for choice in item.choices])
+        right[:, i] = total.argmax() == item.gold, (total / sizes).argmax() == item.gold
+    return Metric("acc", right[0]), Metric("acc_norm", right[1])
 
 
-def _scores(
-    items: Sequence[Item], total: Sequence[NDArray[np.float64]], greedy: Sequence[NDArray[np.bool_]]
+def _numbers(
+    loaded: LoadedModel, items: Sequence[Item], decoder: Decoder, progress: Progress, label: str
 ) -> Scores:
-    correct, plain = np.zeros(len(items)), np.zeros(len(items))
+    """Write an answer to each item and compare its number with that of the right one."""
+    right, n_cut, longest = np.zeros((2, len(items))), 0, longest_input(loaded)
+    room = longest - n_generated(_N_ANSWER, longest)
+    progress.start(label, len(items), "answers")
     for i, item in enumerate(items):
-        if len(item.choices) == 1:
-            correct[i] = plain[i] = greedy[i][0]
-            continue
-        # Length without the blank before the answer, as evaluation harnesses normalise.
-        sizes = np.array([len(c.strip().encode()) for c in item.choices])
-        plain[i] = total[i].argmax() == item.gold
-        correct[i] = (total[i] / sizes).argmax() == item.gold
-    nll = np.array([-t[item.gold] for t, item in zip(total, items, strict=True)])
-    words = np.array([len(item.choices[item.gold].split()) for item in items], dtype=np.int64)
-    return Scores(correct, plain, nll, words)
+        n_cut += len(loaded.encode(item.context)) > room
+        text = generate_until(loaded, item.context, decoder, decoder.settings, _STOPS)
+        right[:, i] = [_plain(number) == _plain(item.choices[0]) for number in _found_numbers(text)]
+        progress.advance(1)
+    progress.stop()
+    names = ("exact_match,strict-match", "exact_match,flexible-extract")
+    return Scores(tuple(Metric(name, values) for name, values in zip(names, right, strict=True)), n_cut)
 
 
-def _longest(loaded: LoadedModel) -> int:
-    for key in ("block_size", "max_position_embeddings", "n_positions"):
-        if isinstance(loaded.config.get(key), int):
-            return min(2048, int(loaded.config[key]))
-    return 2048
+def _found_numbers(text: str) -> tuple[str, str]:
+    """The first number behind the mark of GSM8K, and the last number of all."""
+    strict, all_numbers = re.search(r"#### (-?[0-9.,]+)", text), re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    return strict[1] if strict else _NONE, all_numbers[-1] if all_numbers else _NONE
+
+
+def _plain(answer: str) -> str:
+    """A number without commas, currency and full stop; of a right answer, what stands behind its mark."""
+    text = answer.replace(",", "").replace("$", "").rpartition("#### ")[2]
+    return text.removesuffix(".").lower()
+
+
+def measure_tasks(
+    models: Iterable[tuple[str, LoadedModel]],
+    items: Mapping[str, Sequence[Item]],
+    execution: Execution | None = None,
+    *,
+    n_steps: int | None = None,
+) -> list[dict[str, Any]]:
+    """Score several sets of weights on the same items, and compare the others with the first.
+
+    Parameters
+    ----------
+    models : iterable of (name, LoadedModel)
+        Each is scored before the next is asked for, so that one model can be filled with one checkpoint after another.
+    items : mapping of str to sequence of Item
+        By the task's name.
+    execution : Execution, optional
+        Seed, batch size and progress.
+    n_steps : int, optional
+        Depth.
+
+    Returns
+    -------
+    list of dict
+        Plain data for each task, metric and set of weights: its value with the interval, each item's own value, and
+        after the first set the change from it (`Metric.change`).
+    """
+    how, found = execution or Execution(), []
+    for name, model in models:
+        how.progress.note(name)
+        found.append(
+            (name, {t: score(model, t, chosen, how, n_steps=n_steps) for t, chosen in items.items()})
+        )
+    rows = []
+    for task in items:
+        for k, first in enumerate(found[0][1][task].metrics):
+            for name, scores in found:
+                metric = scores[task].metrics[k]
+                head = {
+                    "task": task,
+                    "harness": find_task(task).harness,
+                    "weights": name,
+                    "n_cut": scores[task].n_cut,
+                }
+                rows.append(head | metric.to_json(None if metric is first else first))
+    return rows

@@ -11,8 +11,11 @@ from typing import Any
 from loopq.checkpoint.convert import inspect_any
 from loopq.checkpoint.files import replacing
 from loopq.checkpoint.hf_folder import CARD
+from loopq.errors import ConfigError
 from loopq.table import size
 
+#: Its tag and the end of its title, by which a card of loopq's is known again.
+_TAG, _TITLE = "loopq", "quantized by loopq"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LOADS = {
     "native": "import loopq.transformers  # or loopq.load(DIR)",
@@ -47,19 +50,42 @@ def write_card(
     -------
     Path
         The file.
+
+    Raises
+    ------
+    ConfigError
+        The folder has a README.md that is no card of loopq's.
     """
+    check_card(folder)
     found = inspect_any(folder)
     name = (
         model
         if _HUB_ID.fullmatch(model) and base is not None and not Path(model).exists()
         else Path(model).name
     )
-    lines = [*_front(found, name, _licence(base)), f"# {name}, quantized by loopq", ""]
+    lines = [*_front(found, name, _licence(base)), f"# {name}, {_TITLE}", ""]
     lines += [*_what(found), "", *_table(measured), "", _measured_on(text), "", *_made(found, name), ""]
     path = folder / CARD
     with replacing(path) as temporary:
         temporary.write_text("\n".join(lines), "utf-8")
     return path
+
+
+def check_card(folder: Path) -> None:
+    """Refuse a folder whose README.md is not a card that loopq wrote.
+
+    Raises
+    ------
+    ConfigError
+        There is one: it would be lost.
+    """
+    path = folder / CARD
+    if not path.exists():
+        return
+    text = path.read_text("utf-8", errors="replace") if path.is_file() else ""
+    _, front, body = text.split("---\n", 2) if text.count("---\n") > 1 else ("", "", "")
+    if f"- {_TAG}\n" not in front or not re.search(rf"^# .*, {_TITLE}$", body, re.MULTILINE):
+        raise ConfigError(f"{path}: not a card that loopq wrote; move it away, or leave the card out")
 
 
 def _front(found: Mapping[str, Any], name: str, licence: str | None) -> list[str]:
@@ -70,7 +96,7 @@ def _front(found: Mapping[str, Any], name: str, licence: str | None) -> list[str
         *([f"base_model: {name}", "base_model_relation: quantized"] if named else []),
         *([f"license: {licence}"] if licence else []),
         "tags:",
-        *(f"- {tag}" for tag in ("loopq", "looped-transformer", *(f"{b}-bit" for b in bits))),
+        *(f"- {tag}" for tag in (_TAG, "looped-transformer", *(f"{b}-bit" for b in bits))),
         "---",
         "",
     ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import lzma
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, read_tokens, windows
+from loopq.calibrate.data import TokenSet, json_lines, read_tokens, windows
+from loopq.checkpoint.schema import Count, checked
 from loopq.errors import ConfigError, DumpError
 from loopq.systems.load import LoadedModel, load_model
 
@@ -213,20 +213,22 @@ def _load_plbert(source: Path, **loading: Any) -> LoadedModel:
         try:
             (place / "config.json").write_bytes((source / "config.json").read_bytes())
             packed = (source / "model.safetensors.xz").read_bytes()
-        except OSError as cause:
+            (place / "model.safetensors").write_bytes(lzma.decompress(packed))
+        except (OSError, lzma.LZMAError) as cause:
             raise DumpError(f"{source}: {cause}") from cause
-        (place / "model.safetensors").write_bytes(lzma.decompress(packed))
         return load_model(place, **loading)
 
 
 def _phonemes(path: Path, length: int, count: int) -> TokenSet:
     """Cut the paragraphs' phoneme ids, one after the other, in windows."""
-    ids = np.concatenate([np.asarray(i, dtype=np.int64) for i in _ids(path)])
+    lines = (checked(_Phonemes, x, at, ConfigError, others=True) for at, x in json_lines(path, ConfigError))
+    ids = np.array([i for line in lines for i in line.ids], dtype=np.int64)
     n = min(count, ids.size // length)
     return TokenSet(tuple(ids[: n * length].reshape(n, length)), path.name, "windows")
 
 
-def _ids(path: Path) -> Iterator[list[int]]:
-    with lzma.open(path, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["ids"]
+@dataclass(frozen=True)
+class _Phonemes:
+    """What is read of a line."""
+
+    ids: tuple[Count, ...]

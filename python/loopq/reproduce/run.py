@@ -21,7 +21,7 @@ from loopq.report.page import figure_html, page_html
 from loopq.reproduce.bench import Bench
 from loopq.reproduce.shown import TABLES, Found, PaperTable, Shown, order
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+#: What configurations call the number of positions.
+_LENGTHS = ("block_size", "max_position_embeddings", "n_positions")
 #: Floating types that a model can be cast to when it is loaded.
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -114,6 +116,12 @@ class LoadedModel:
     folder: Path | None
     side_files: Mapping[str, bytes] = field(repr=False)
     report: LoadReport = field(repr=False)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the model has positions for, by its configuration; None where that does not say."""
+        config = getattr(self.model, "config", None)
+        return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
 
 
 def encode_bytes(text: str) -> list[int]:

@@ -7,18 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from loopq.evaluate.tasks import read_items, score
+from loopq.evaluate.items import read_items
+from loopq.evaluate.tasks import Metric, score
 from loopq.quantizers.config import Override
 from loopq.reproduce.bench import Bench
-from loopq.reproduce.compared import ALL, FULL, N_RESAMPLES, ONE, RTN, three
+from loopq.reproduce.compared import ALL, FULL, ONE, RTN, three
 from loopq.reproduce.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.reproduce.tables.components import ROTATION, TURNED
-from loopq.stats import bootstrap, mcnemar_exact, wilson
 from loopq.systems.replace import replaced
 
 TITLE = "Tasks: ARC-C, HellaSwag, LAMBADA, WikiText-2"
-CHOICES = ("arc-challenge", "hellaswag", "lambada")
-WIKITEXT = "wikitext2"
+#: Tasks of choices and of a last word, and the metric that stands for each.
+METRICS = {
+    "arc_challenge": "acc_norm",
+    "hellaswag": "acc_norm",
+    "lambada": "acc",
+    "wikitext": "word_perplexity",
+}
+WIKITEXT = "wikitext"
+CHOICES = tuple(task for task in METRICS if task != WIKITEXT)
 # An article has hundreds of windows: a tenth of the items of a task of choices.
 ARTICLES = 10
 
@@ -27,8 +34,8 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Score every variant on the same items of every task."""
     data, n = bench.source.data, bench.settings.n_evaluation
     assert data is not None
-    items = {task: read_items(task, data, n) for task in CHOICES}
-    items[WIKITEXT] = read_items(WIKITEXT, data, max(1, n // ARTICLES))
+    limits = {task: max(1, n // ARTICLES) if task == WIKITEXT else n for task in METRICS}
+    items = {task: read_items(task, data, limit) for task, limit in limits.items()}
     variants: dict[str, Any] = {FULL: {}} | {name: bench.solve(c) for name, c in three(bench).items()}
     if bench.adapters:
         turned = tuple(Override(n, {"rotation": ROTATION}) for n in bench.adapters)
@@ -38,17 +45,10 @@ def measure(bench: Bench) -> dict[str, Any]:
         weights = {k: q.in_model_orientation() for k, q in layers.items()}
         with replaced(bench.system, weights):
             for task, chosen in items.items():
-                how = bench.execution
-                found = score(
-                    bench.source.loaded,
-                    chosen,
-                    n_steps=bench.n_steps,
-                    seed=how.seed,
-                    batch_size=how.batch_size,
-                    progress=how.progress,
-                )
-                kept = {"correct": found.correct, "nll": found.nll, "n_words": found.n_words}
-                out.setdefault(name, {})[task] = {k: v.tolist() for k, v in kept.items()}
+                made = score(bench.source.loaded, task, chosen, bench.execution, n_steps=bench.n_steps)
+                metric = made[METRICS[task]]
+                sizes = None if metric.sizes is None else metric.sizes.tolist()
+                out.setdefault(name, {})[task] = {"values": metric.values.tolist(), "sizes": sizes}
     return bench.head() | {"variants": out}
 
 
@@ -59,31 +59,29 @@ def refuses(bench: Bench) -> str | None:
     return None if bench.source.data else "tasks need a data folder: give --data DIR or set LOOPQ_DATA"
 
 
-def _perplexity(task: Any) -> float:
-    return float(np.exp(sum(task["nll"]) / sum(task["n_words"])))
+def _metric(found: Found, variant: str, task: str) -> Metric:
+    made = found["variants"][variant][task]
+    sizes = None if made["sizes"] is None else np.array(made["sizes"])
+    return Metric(METRICS[task], np.array(made["values"]), sizes)
 
 
 def _claims(found: Found) -> list[Claim]:
-    variants, made = found["variants"], []
+    made = []
     for other in (RTN, ONE):
-        a, b = (variants[name][WIKITEXT] for name in (ALL, other))
-        gain = bootstrap(
-            [a["nll"], b["nll"], a["n_words"]],
-            lambda x, y, n, axis: (y.sum(axis) - x.sum(axis)) / n.sum(axis),
-            n_resamples=N_RESAMPLES,
-        )
-        holds = True if gain.low > 0 else False if gain.high < 0 else None
-        ratio, low, high = (np.exp(-v) for v in (gain.estimate, gain.high, gain.low))
+        a, b = (_metric(found, name, WIKITEXT) for name in (ALL, other))
+        ratio, _ = a.change(b)
+        holds = True if ratio.high < 1 else False if ratio.low > 1 else None
         numbers = (
-            f"word perplexity {_perplexity(a):.4g} against {_perplexity(b):.4g}, ratio {ratio:.3f} "
-            f"[{low:.3f}, {high:.3f}], {len(a['nll'])} articles"
+            f"word perplexity {a.value:.4g} against {b.value:.4g}, ratio {ratio.estimate:.3f} "
+            f"[{ratio.low:.3f}, {ratio.high:.3f}], {a.values.size} articles"
         )
         made.append(Claim(found["model"], f"WikiText-2: {ALL} is better than {other}", holds, numbers))
         for task in CHOICES:
-            x, y = (np.array(variants[name][task]["correct"]) > 0 for name in (ALL, other))
-            p = mcnemar_exact(int((x & ~y).sum()), int((y & ~x).sum()))
-            numbers = f"{100 * x.mean():.1f} against {100 * y.mean():.1f} %, exact McNemar p = {p:.3g}"
-            better = None if p >= 0.05 else bool(x.mean() > y.mean())
+            x, y = (_metric(found, name, task) for name in (ALL, other))
+            _, p = x.change(y)
+            assert p is not None
+            numbers = f"{100 * x.value:.1f} against {100 * y.value:.1f} %, exact McNemar p = {p:.3g}"
+            better = None if p >= 0.05 else x.value > y.value
             made.append(Claim(found["model"], f"{task}: {ALL} is better than {other}", better, numbers))
     return made
 
@@ -92,17 +90,14 @@ def show(founds: Sequence[Found]) -> Shown:
     """Accuracy with Wilson intervals, and word perplexity."""
     rows = []
     for found in founds:
-        for name, tasks in found["variants"].items():
-            cells = []
-            for task in CHOICES:
-                right = tasks[task]["correct"]
-                i = wilson(int(sum(right)), len(right))
-                cells.append(f"{100 * i.estimate:.1f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]")
-            rows.append((found["model"], name, *cells, f"{_perplexity(tasks[WIKITEXT]):.4g}"))
+        for name in found["variants"]:
+            ends = [_metric(found, name, task).interval() for task in CHOICES]
+            cells = [f"{100 * i.estimate:.1f} % [{100 * i.low:.0f}, {100 * i.high:.0f}]" for i in ends]
+            rows.append((found["model"], name, *cells, f"{_metric(found, name, WIKITEXT).value:.4g}"))
     text = (
-        "Zero-shot, scored by likelihood: ARC-C and HellaSwag per byte of the answer, LAMBADA by the greedy last word; "
-        "word perplexity of WikiText-2 by article, windows as long as the model reads. 95 %: Wilson intervals. Li, "
-        "Table 9 also has GSM8K, which needs generation and is left out."
+        "Zero-shot, prompts and scores of lm-evaluation-harness: ARC-C and HellaSwag by the likelihood per character "
+        "(acc_norm), LAMBADA by the greedy last word; word perplexity of WikiText-2 by article, windows as long as the "
+        "model reads. 95 %: Wilson intervals. Li, Table 9 also has GSM8K: `loopq evaluate --tasks gsm8k`."
     )
     header = ("model", "variant", *CHOICES, "WikiText-2")
     return Shown([Table(TITLE, text, header, tuple(rows))], [c for f in founds for c in _claims(f)])

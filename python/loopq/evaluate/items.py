@@ -1,0 +1,271 @@
+"""Items of tasks from local files, with the prompts of lm-evaluation-harness. Files: docs/tasks.md."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from loopq.calibrate.data import json_lines
+from loopq.checkpoint.files import MAX_SIZE, read_bytes
+from loopq.checkpoint.schema import Allowed, Count, checked
+from loopq.errors import ConfigError
+
+Text = Annotated[str, Allowed("text that is not empty", bool)]
+#: The data sets of the hub have numbers of answers as text.
+Label = Annotated[
+    Any, Allowed("a whole number from 0", lambda n: type(n) in (int, str) and str(n).isdecimal())
+]
+#: Solved problems before one of GSM8K, and the seed that the harness draws them by.
+_N_SHOTS = 5
+_DRAW_SEED = 1234
+#: Line that an article of WikiText begins with; those of its sections have two marks or more.
+_TITLE = re.compile(r"\n(?= = [^=\n]*[^= \n][^=\n]* = $)", re.MULTILINE)
+
+#: What the harness replaces last in an article, in this order.
+_LAST = (
+    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \u00b0 ", "\u00b0"), (" \n", "\n"), ("\n ", "\n"),
+    (" N ", " 1 "), (" 's", "'s"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question.
+
+    Parameters
+    ----------
+    context : str
+        What stands before the answer.
+    choices : tuple of str
+        Answers whose likelihood is compared, without the blank before them; one, where there is nothing to compare.
+    gold : int
+        The right one.
+    n_words : int
+        Of a whole text: its words, as the harness counts them.
+    """
+
+    context: str
+    choices: tuple[str, ...]
+    gold: int = 0
+    n_words: int = 1
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A question that is put together already, with its answers and the number of the right one."""
+
+    query: Text
+    choices: tuple[Text, ...]
+    gold: Count
+
+    def __post_init__(self) -> None:
+        if not self.gold < len(self.choices) > 1:
+            raise ConfigError(f"gold: {self.gold}; allowed: the place of one of at least 2 choices, from 0")
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """A record of LAMBADA."""
+
+    text: Annotated[str, Allowed("at least two words", lambda text: all(text.rpartition(" ")))]
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """Answers of ARC and what they are called."""
+
+    text: tuple[Text, ...]
+    label: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Arc:
+    """A record of ARC as its data set has it."""
+
+    question: Text
+    choices: _Answers
+    answerKey: str
+
+    def __post_init__(self) -> None:
+        if self.answerKey not in self.choices.label or len(self.choices.label) != len(self.choices.text):
+            raise ConfigError(f"answerKey: {self.answerKey!r:.20}; allowed: one label of each choice")
+
+
+@dataclass(frozen=True)
+class _HellaSwag:
+    """A record of HellaSwag as its data set has it."""
+
+    activity_label: str
+    ctx_a: str
+    ctx_b: str
+    endings: tuple[Text, ...]
+    label: Label
+
+    def __post_init__(self) -> None:
+        if not int(self.label) < len(self.endings) > 1:
+            raise ConfigError(f"label: {self.label}; allowed: the place of one of at least 2 endings, from 0")
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A record of GSM8K."""
+
+    question: Text
+    answer: Annotated[
+        str, Allowed('text with "#### " and a number', re.compile(r"(?s).*#### -?[\d,.]+").match)
+    ]
+
+
+def _records(path: Path, kinds: Mapping[str, type]) -> Iterator[Any]:
+    """Yield the records of a file as the first kind whose key they have, else as the last one."""
+    for place, record in json_lines(path, ConfigError):
+        names = record if isinstance(record, dict) else ()
+        kind = next((kind for key, kind in kinds.items() if key in names), list(kinds.values())[-1])
+        yield checked(kind, record, place, ConfigError, others=True)
+
+
+def _lambada(path: Path) -> Iterator[Item]:
+    for passage in _records(path, {"text": _Passage}):
+        context, _, word = passage.text.rpartition(" ")
+        yield Item(context, (word,))
+
+
+def _arc(path: Path) -> Iterator[Item]:
+    for found in _records(path, {"answerKey": _Arc, "query": _Question}):
+        if isinstance(found, _Arc):
+            answers = found.choices
+            question = f"Question: {found.question}\nAnswer:"
+            yield Item(question, answers.text, answers.label.index(found.answerKey))
+        else:
+            yield Item(f"{found.query}\nAnswer:", found.choices, found.gold)
+
+
+def _hellaswag(path: Path) -> Iterator[Item]:
+    def clean(text: str) -> str:
+        """Take out the marks of the how-to pages, as the harness does."""
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    for found in _records(path, {"ctx_a": _HellaSwag, "query": _Question}):
+        if isinstance(found, _HellaSwag):
+            query = f"{found.activity_label}: {found.ctx_a} {found.ctx_b.capitalize()}"
+            endings = tuple(map(clean, found.endings))
+            yield Item(clean(query), endings, int(found.label))
+        else:
+            yield Item(found.query, found.choices, found.gold)
+
+
+def _gsm8k(test: Path, train: Path) -> Iterator[Item]:
+    """Each problem behind solved ones, which are drawn as the harness draws them: by its seed, problem by problem."""
+    solved = [f"Question: {p.question}\nAnswer: {p.answer}" for p in _records(train, {"question": _Problem})]
+    if len(solved) < _N_SHOTS:
+        raise ConfigError(f"{train}: {len(solved)} solved problems; a prompt has {_N_SHOTS}")
+    draw = random.Random(_DRAW_SEED)
+    for problem in _records(test, {"question": _Problem}):
+        shots = draw.sample(solved, _N_SHOTS)
+        yield Item("\n\n".join([*shots, f"Question: {problem.question}\nAnswer:"]), (problem.answer,))
+
+
+def _wikitext(path: Path) -> Iterator[Item]:
+    data = read_bytes(path, MAX_SIZE, ConfigError)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as cause:
+        line = data.count(b"\n", 0, cause.start) + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text (byte {cause.start} of the file)") from cause
+    for page in _TITLE.split(text):
+        if page.strip():
+            # Words of the page as it is stored, the empty ones at its ends too.
+            yield Item("", (_detokenized(page),), n_words=len(re.split(r"\s+", page)))
+
+
+def _detokenized(page: str) -> str:
+    """Undo the blanks that WikiText puts around marks, in the order of the harness's rules."""
+    text = page.replace("s '", "s'")
+    for mark in "-,.":
+        text = text.replace(f" @{mark}@ ", mark)
+    for mark in ":;.!?,":
+        text = text.replace(f" {mark} ", f"{mark} ")
+    for first, last in ("()", "[]", "{}", '""', "''"):
+        inner = rf"{re.escape(first)}\s*([^{re.escape(last)}]*?)\s*{re.escape(last)}"
+        text = re.sub(inner, rf"{first}\1{last}", text)
+    for before, after in _LAST:
+        text = text.replace(before, after)
+    return text
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Parameters
+    ----------
+    harness : str
+        The harness's task and its version, whose prompts and scores these are.
+    kind : {"last word", "choices", "text", "number"}
+        What is asked: whether the answer is the greedy continuation, which answer is most likely, how likely the answer
+        is, or whether the text that the model writes ends in the answer's number.
+    files : tuple of str
+        Where they lie in the data folder, packed (with ``.xz`` after the name) or not; items come from the first.
+    read : callable
+        Takes the files, gives the items.
+    """
+
+    harness: str
+    kind: Literal["last word", "choices", "text", "number"]
+    files: tuple[str, ...]
+    read: Callable[..., Iterator[Item]]
+
+
+TASKS: Mapping[str, Task] = {
+    "lambada": Task("lambada_openai 1.0", "last word", ("lambada/lambada_test.jsonl",), _lambada),
+    "arc_easy": Task("arc_easy 1.0", "choices", ("arc/arc_easy_test.jsonl",), _arc),
+    "arc_challenge": Task("arc_challenge 1.0", "choices", ("arc/arc_challenge_test.jsonl",), _arc),
+    "hellaswag": Task("hellaswag 1.0", "choices", ("hellaswag/hellaswag_val.jsonl",), _hellaswag),
+    "gsm8k": Task("gsm8k 3.0", "number", ("gsm8k/test.jsonl", "gsm8k/train.jsonl"), _gsm8k),
+    "wikitext": Task("wikitext 2.0", "text", ("wikitext2/wiki.test.raw",), _wikitext),
+}
+
+
+def find_task(name: str) -> Task:
+    """Return the task of that name, or say which there are."""
+    if name not in TASKS:
+        raise ConfigError(f"no task {name!r}; known: {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def read_items(name: str, data: Path, limit: int | None = None) -> list[Item]:
+    """Read the items of a task from the data folder.
+
+    Parameters
+    ----------
+    name : str
+        One of `TASKS`.
+    data : Path
+        Folder of the task's files.
+    limit : int, optional
+        Items to take from the start; all when absent.
+
+    Raises
+    ------
+    ConfigError
+        No such task, no file of it in the folder, or a record that is none: the message names file and line.
+    """
+    task = find_task(name)
+    paths = [_find(name, data, file) for file in task.files]
+    found = list(islice(task.read(*paths), limit))
+    if not found:
+        raise ConfigError(f"{paths[0]}: holds no items of {name}")
+    return found
+
+
+def _find(name: str, data: Path, file: str) -> Path:
+    places = (data / file, data / f"{file}.xz")
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise ConfigError(f"task {name}: no file {places[0]}, packed as .xz or not; name another data folder")
+    return path

@@ -1,0 +1,187 @@
+"""What tasks ask a model: log-likelihoods and texts, as lm-evaluation-harness asks for them; its plugin shares this."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from loopq.calibrate.data import TokenSet
+from loopq.errors import NonFiniteError
+from loopq.generate import Decoder, Generation, decode, end_ids, generate
+from loopq.lazy import require
+from loopq.progress import Progress, Silent
+from loopq.systems.base import Batch, model_code
+from loopq.systems.load import LoadedModel
+
+#: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
+_LONGEST = 2048
+#: What stands before a text for a model without a token of its own for it: a line's end.
+_NEWLINE = 10
+
+#: Token ids of a context, which has one at least, and of what follows it.
+Request = tuple[Sequence[int], Sequence[int]]
+
+
+def longest_input(loaded: LoadedModel) -> int:
+    """Tokens that a model reads at most: its positions, or 2048 where its configuration does not say."""
+    return loaded.context_length or _LONGEST
+
+
+def prefix_id(loaded: LoadedModel) -> int:
+    """Token that stands before a text without a context: the tokenizer's first token, one that ends a text, or 10."""
+    own = getattr(loaded.tokenizer, "bos_token_id", None)
+    return next((i for i in (own, *sorted(end_ids(loaded))) if i is not None), _NEWLINE)
+
+
+def encode_pair(loaded: LoadedModel, context: str, continuation: str) -> Request:
+    """Encode both as one text and cut it where the context's own tokens end; blanks between go with the continuation.
+
+    An empty context is the token of `prefix_id`, or the continuation's first token where it is that one already.
+    """
+    whole, first = list(loaded.encode(context + continuation)), list(loaded.encode(context.rstrip()))
+    if first:
+        return first, whole[len(first) :]
+    prefix = prefix_id(loaded)
+    return ([prefix], whole) if whole[:1] != [prefix] else (whole[:1], whole[1:])
+
+
+def windows_of(context: Sequence[int], continuation: Sequence[int], size: int) -> list[tuple[list[int], int]]:
+    """Cut one request in windows of at most `size` tokens, each with the number of its last tokens that are scored.
+
+    Every token of the continuation is scored once. The context is cut at its left; a continuation of `size` tokens or
+    more is cut in windows that overlap by one token at least, each as full as it can be.
+    """
+    ids = [*context, *continuation]
+    if len(continuation) < size:
+        return [(ids[-size:], len(continuation))] if continuation else []
+    found, at = [], len(context)
+    while at < len(ids):
+        end = min(at + size - 1, len(ids))
+        found.append((ids[max(0, end - size) : end], end - at))
+        at = end
+    return found
+
+
+def log_likelihoods(
+    loaded: LoadedModel,
+    requests: Sequence[Request],
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    longest: int | None = None,
+    progress: Progress | None = None,
+    label: str = "likelihood",
+) -> list[tuple[float, bool]]:
+    """Log-likelihood of each continuation after its context, and whether it is the greedy one.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        A model with logits.
+    requests : sequence of (context ids, continuation ids)
+        As of `encode_pair`; a whole text is scored after the token of `prefix_id`.
+    n_steps : int, optional
+        Depth; the system's default when absent.
+    seed : int
+        Seed of the initial states. All requests start from that of prompt 0, token by token, so that neither order nor
+        batches change a score.
+    batch_size : int
+        Windows of one length that run together; there is no padding.
+    longest : int, optional
+        Tokens of the longest input; `longest_input` when absent. The last token of a window is only predicted, so a
+        window has one more.
+    progress : Progress, optional
+        Advanced by every window.
+    label : str
+        What it is told that this is.
+
+    Returns
+    -------
+    list of (float, bool)
+        Sum of log p(token | tokens before it) over the continuation in nats, and whether each of its tokens is the most
+        probable one; (0, True) of an empty continuation.
+
+    Raises
+    ------
+    NonFiniteError
+        The model's logits give a number that is none.
+
+    Notes
+    -----
+    Log-probabilities are taken in float64 from the model's own logits.
+    """
+    torch = require("torch")
+    system, progress = loaded.system, progress or Silent()
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    size = (longest or longest_input(loaded)) + 1
+    windows = [(i, *window) for i, request in enumerate(requests) for window in windows_of(*request, size)]
+    windows.sort(key=lambda w: len(w[1]))
+    found = [(0.0, True)] * len(requests)
+    if not windows:
+        return found
+    tokens = TokenSet(tuple(np.array(ids, dtype=np.int64) for _, ids, _ in windows), "requests", "prompts")
+    progress.start(label, len(windows), "texts")
+    for numbers in tokens.plan(batch_size):
+        ids = torch.from_numpy(np.stack([tokens.sequences[k] for k in numbers]))
+        with torch.no_grad(), model_code(f"rollout of {ids.shape[1] - 1} tokens"):
+            logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), seed, by_token=True), depth)
+        for row, number in enumerate(numbers):
+            i, _, n = windows[number]
+            logp, target = logits[row, -n:].double().log_softmax(-1).cpu(), ids[row, -n:]
+            value, greedy = found[i]
+            value += float(logp.gather(-1, target[:, None]).sum())
+            if math.isnan(value):
+                raise NonFiniteError(f"request {i}: the log-likelihood is not a number: the logits hold NaN")
+            found[i] = value, greedy and bool((logp.argmax(-1) == target).all())
+        progress.advance(len(numbers))
+    progress.stop()
+    return found
+
+
+def n_generated(n_tokens: int, longest: int) -> int:
+    """Tokens that are generated where `n_tokens` are asked for: at most half of what the model reads."""
+    return max(1, min(n_tokens, longest // 2))
+
+
+def generate_until(
+    loaded: LoadedModel,
+    context: str,
+    decoder: Decoder,
+    settings: Generation,
+    stops: Sequence[str],
+    longest: int | None = None,
+) -> str:
+    """Text after a context, up to the first of the stop strings or a number of tokens.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model.
+    context : str
+        Text before it, cut at its left where both would be longer than the model reads.
+    decoder : Decoder
+        Gives the logits; what it holds of another text is forgotten.
+    settings : Generation
+        How many tokens (`n_generated` of them), and how they are chosen.
+    stops : sequence of str
+        The text ends before the first of them.
+    longest : int, optional
+        Tokens that the model reads at most; `longest_input` when absent.
+    """
+    longest = longest or longest_input(loaded)
+    settings = dataclasses.replace(settings, n_tokens=n_generated(settings.n_tokens, longest))
+    prompt = list(loaded.encode(context)) or [prefix_id(loaded)]
+    prompt = loaded.system.prompt_ids(prompt[-max(1, longest - settings.n_tokens) :])
+    decoder.restart()
+    ids: list[int] = []
+    for token in generate(loaded, prompt, decoder, settings):
+        ids.append(token)
+        text = decode(loaded, ids)
+        if any(stop in text for stop in stops):
+            break
+    text = decode(loaded, ids)
+    return text[: min([len(text), *(text.index(stop) for stop in stops if stop in text)])]

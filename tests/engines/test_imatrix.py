@@ -33,11 +33,13 @@ def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monk
     told = json.dumps({"architectures": ["NanbeigeForCausalLM"]}).encode()
     monkeypatch.setattr(Dump, "side_files", lambda self: {"config.json": told})
     lines = write_imatrix(tmp_path / "d", tmp_path / "i.gguf", steps)
-    assert f"importance of 7 layers, steps {steps}" in lines[0]
+    assert f"importance of 8 layers, steps {steps}" in lines[0]
     tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
     numbers = [1] if steps == "1" else [0, 1]
     hessians = Dump(tmp_path / "d").accumulator("model.layers.0.mlp.gate_proj.weight", numbers)
     expected = np.diagonal(hessians.matrix(numbers if hessians.per_step else None))
     assert np.allclose(tensors["blk.0.ffn_up.weight.in_sum2"], expected, rtol=1e-6)
     assert tensors["blk.0.ffn_up.weight.counts"].item() == 3 * 16 * len(numbers)
-    assert len(tensors) == 14
+    # The head, which is called once, has the importance of that call.
+    assert tensors["output.weight.counts"].item() == 3 * 16
+    assert len(tensors) == 16

@@ -11,7 +11,7 @@ from loopq.checkpoint.files import check_new, replacing
 from loopq.engines.gguf import Shape
 from loopq.errors import DumpError
 from loopq.lazy import require
-from loopq.steps import parse_steps
+from loopq.run.plan import steps_of
 
 
 def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> list[str]:
@@ -58,7 +58,7 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
         writer.add_uint32("imatrix.chunk_size", text["n_tokens"] // text["n_prompts"])
         for parameter in layers:
             input_group = manifest.input_groups[parameter.name]
-            chosen = parse_steps(steps, parameter.invocations)
+            chosen = list(steps_of(parameter, steps, manifest.n_steps))
             hessians = dump.accumulator(input_group, chosen)
             name = shape.tensor(parameter.name)
             sums = hessians.diagonal(chosen if hessians.per_step else None).astype(np.float32)

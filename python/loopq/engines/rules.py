@@ -174,6 +174,10 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
     ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
     ("llama.cpp", "ouro"): "llama.cpp has no such architecture",
     ("llama.cpp", "hrm_text"): "llama.cpp #27625 was open",
+    **dict.fromkeys(
+        [(engine, "looped") for engine in ("transformers", "vllm", "sglang", "gptqmodel", "llama.cpp")],
+        "it would run every layer once: it does not read looped_layers",
+    ),
 }
 
 

@@ -38,6 +38,7 @@ def plan(
     """
     check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
     tasks = []
+    depth = max((p.invocations for p in parameters), default=0)
     for p in parameters:
         settings = config.for_layer(p.name)
         if p.treatment == "dense" or settings.method.name == "dense":
@@ -46,11 +47,18 @@ def plan(
             tasks.append(Task(p, settings.changed(method=rounding_like(settings)), (), None))
             continue
         input_group = input_groups.get(p.name) if settings.method.needs_hessian else None
-        steps = tuple(parse_steps(settings.calibration.steps, p.invocations))
+        steps = steps_of(p, settings.calibration.steps, depth)
         tasks.append(Task(p, settings, steps, input_group))
     if not tasks:
         raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
     return tasks
+
+
+def steps_of(parameter: SharedParameter, spec: str, depth: int) -> tuple[int, ...]:
+    """Return the steps of a choice that a parameter has; one that is called once beside a loop has no choice."""
+    if parameter.invocations == 1 < depth:
+        return (0,)
+    return tuple(parse_steps(spec, parameter.invocations))
 
 
 def rounding_like(settings: LayerConfig) -> RTN:

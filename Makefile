@@ -41,8 +41,8 @@ setup: $(VENV)/dev.stamp build ## Make the environment with everything that deve
 
 build: $(VENV)/build.stamp ## Build the extension and install the package into the environment
 
-demo: build ## The main job: quantize the embedded model and print the comparison
-	$(BIN)/loopq demo
+demo: build ## The main job: quantize the embedded model, print the comparison, write it as a page into out/
+	$(BIN)/loopq demo --page out/demo.html
 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
 	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.checkpoint.files import replacing
+from loopq.report.style import short_names
 from loopq.table import size
 
 
@@ -61,8 +62,8 @@ def _grid(grid: Mapping[str, Any]) -> str:
         f"<td class=number>{size(v['n_bytes'])}</td></tr>"
         for v in grid["variants"]
     )
-    heads = "<th>weights</th><th class=number>KL</th><th class=plot>KL to full precision [nat per token]</th>" + "".join(
-        f"<th class=number>{head}</th>" for head in ("top-1 agreement", "bits per byte", "bytes")
+    heads = "<th>weights</th><th colspan=2>KL to full precision [nat per token]</th>" + "".join(
+        f"<th class=number>{head}</th>" for head in ("top-1 agreement", "bits/byte", "bytes")
     )
     return (
         f"<h2>INT{grid['bits']}, groups of {grid['group_size']}</h2>\n<div class=scroll><table>"
@@ -72,9 +73,11 @@ def _grid(grid: Mapping[str, Any]) -> str:
 
 def _layers(reports: Sequence[Mapping[str, Any]]) -> str:
     """One row for each weight: its error, and that of rounding."""
+    short = short_names([r["layer"] for r in reports])
     most = max(1.0, *(report["proxy"] / report["proxy_rtn"] for report in reports))
     return "\n".join(
-        f"<tr><th scope=row><code>{html.escape(r['layer'])}</code></th><td>{' x '.join(map(str, r['shape']))}</td>"
+        f"<tr><th scope=row><code>{html.escape(short[r['layer']])}</code></th>"
+        f"<td>{' x '.join(map(str, r['shape']))}</td>"
         f"<td class=number>{100 * r['proxy_rtn'] / r['proxy_total']:.2f}</td>"
         f"<td class=number>{100 * r['proxy'] / r['proxy_total']:.2f}</td>"
         f"<td class=plot>{_bar(r['proxy'] / r['proxy_rtn'] / most)}</td><td class=number>{size(r['n_bytes'])}</td></tr>"

@@ -19,17 +19,21 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
 
 $(VENV)/base.stamp: pyproject.toml
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "loopq needs Python 3.11 or newer"'
+	@sh tools/toolchain.sh $(PYTHON)
+	@echo 'making $(VENV): torch, numpy, safetensors and maturin; a download of hundreds of MB, once'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade "pip>=25.1"
 	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5" "torch>=2.4" "threadpoolctl>=3.5"
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp
+	@echo 'adding what development needs to $(VENV), once'
 	$(PY) -m pip install -q --group development "transformers>=4.57,<6" "matplotlib>=3.9"
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
+	@sh tools/toolchain.sh $(PY)
+	@echo 'compiling the Rust core: about a minute on two cores'
 	$(BIN)/maturin develop --release --quiet
 	touch $@
 
@@ -37,8 +41,8 @@ setup: $(VENV)/dev.stamp build ## Make the environment with everything that deve
 
 build: $(VENV)/build.stamp ## Build the extension and install the package into the environment
 
-demo: build ## The main job: quantize the embedded model and print the comparison
-	$(BIN)/loopq demo
+demo: build ## The main job: quantize the embedded model, print the comparison, write it as a page into out/
+	$(BIN)/loopq demo --page out/demo.html
 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
 	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))

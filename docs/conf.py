@@ -9,7 +9,12 @@ copyright = "the loopq authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax", "numpydoc"]
 exclude_patterns = ["README.md"]
 html_theme = "alabaster"
-html_theme_options = {"page_width": "72rem", "fixed_sidebar": True}
+# `custom.css` is read by the theme: wide tables scroll, and dark follows the reader's system.
+html_static_path = ["_static"]
+html_theme_options = {
+    "page_width": "78rem", "body_max_width": "62rem", "fixed_sidebar": True, "show_powered_by": False,
+    "description": "Four-bit weights for looped transformers",
+}  # fmt: skip
 
 # A name in single backquotes is a name of the package.
 default_role = "py:obj"

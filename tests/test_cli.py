@@ -128,7 +128,7 @@ def test_the_usage_of_every_command_is_what_it_cannot_do_without():
     assert usages["quantize"] == "usage: loopq quantize MODEL --out DIR [options]"
     assert usages["evaluate"] == "usage: loopq evaluate MODEL [DIR ...] [options]"
     assert usages["reproduce"] == "usage: loopq reproduce TABLE [MODEL ...] [options]"
-    assert usages["systems"] == "usage: loopq systems"
+    assert usages["systems"] == "usage: loopq systems [MODEL ...]"
     assert list(usages).index("merge") == list(usages).index("collect") + 1
 
 

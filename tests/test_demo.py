@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
@@ -102,10 +103,17 @@ def test_the_spread_over_draws_is_that_of_its_rows():
     assert best["kl_sd"] == pytest.approx(abs(a - b) / 2**0.5)
 
 
-def test_demo_command(capsys, monkeypatch, small):
+def test_demo_command(capsys, monkeypatch, small, tmp_path):
     monkeypatch.setattr(demo, "run", lambda **kwargs: small)
-    assert main(["demo"]) == 0
+    page = tmp_path / "out" / "demo.html"
+    assert main(["demo", "--page", str(page)]) == 0
     text = capsys.readouterr().out
+    assert text.splitlines()[-1].endswith(str(page))
+    shown = page.read_text("utf-8")
+    for variant in small["grids"][0]["variants"]:
+        assert f"{html.escape(variant['name'])}</th><td class=number>{variant['kl']:.5f}<" in shown
+    # Complete by itself: nothing is fetched, nothing is run.
+    assert not re.search(r"https?:|<script|<link|\$\w", shown)
     for word in (
         "full precision",
         "RTN",

@@ -30,6 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="draws of the loop metric; from two on their standard deviation is printed (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the comparison as an HTML page too")
     parser.add_argument(
         "--html",
         metavar="DIR",
@@ -46,9 +47,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Quantize the embedded model by each variant and print the comparison."""
     from loopq import demo
+    from loopq.report.comparison import write_comparison
 
     if args.html:
         return _pages(args)
+    if args.page:
+        check_place(args.page)
     with Line() as progress:
         result = demo.run(
             threads=execution(args).threads,
@@ -56,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
             metric_seeds=range(args.n_metric_seeds),
             progress=progress,
         )
+    if args.page:
+        write_comparison(result, args.page)
     if args.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -81,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
     first = result["grids"][0]
     print(f"\nlayers of {first['variants'][-1]['name']}, INT{first['bits']}, group {first['group_size']}")
     print(layer_table(result["layers"]))
+    if args.page:
+        print(f"\nthe same as a page, to open in a browser: {args.page.resolve()}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`loopq systems`: the looped systems that loopq has an adapter for."""
+"""`loopq systems`: the looped systems that loopq has an adapter for, and what a published model needs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from loopq.table import render
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """There are no options."""
+    """Add the argument."""
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="published models or systems of the table, or folders: what they need to be loaded",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of the systems."""
+    """Print a table of the systems, or what models need."""
     from loopq.systems.check import systems_table
 
+    if args.models:
+        print("\n\n".join(map(_needs, args.models)))
+        return 0
     rows = [
         (
             row.name,
@@ -29,4 +38,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS.register("systems")(Command("list the looped systems", add, run, 40))
+def _needs(model: str) -> str:
+    from loopq.systems.needs import needs
+
+    lines = needs(model)
+    width = max(len(subject) for subject, _ in lines)
+    return "\n".join(f"{subject:{width}}  {text}" for subject, text in lines)
+
+
+COMMANDS.register("systems")(Command("list the looped systems, or what models need", add, run, 40))

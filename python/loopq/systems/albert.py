@@ -36,6 +36,7 @@ class Albert(LoopedSystem):
     name = "albert"
     summary = "s = group(s), post-norm encoder; hidden states where there is no head"
     checkpoints = (("ALBERT-base", 6), ("PL-BERT (Kokoro)", 6))
+    also = "PL-BERT reads phonemes: give token ids (.npy)"
     idle = ("pooler.", "albert.pooler.")
 
     def __init__(self, model: nn.Module) -> None:

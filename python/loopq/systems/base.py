@@ -164,6 +164,12 @@ class LoopedSystem(ABC):
         The loop in one line, for `loopq systems`.
     checkpoints : tuple of (str, int)
         Published models of this kind and how many of their weights are quantized by default.
+    code : {"checkpoint", "transformers", "own"}
+        Where the class of the published models comes from: the checkpoint itself, transformers, or neither.
+    transformers : str
+        Versions that their class needs, where these are not the usual ones.
+    also : str
+        What else they need, in words.
     exposed : tuple of str
         Layers that no identity path leads around, in words.
     idle : tuple of str
@@ -182,6 +188,9 @@ class LoopedSystem(ABC):
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     checkpoints: ClassVar[tuple[tuple[str, int], ...]] = ()
+    code: ClassVar[Literal["checkpoint", "transformers", "own"]] = "transformers"
+    transformers: ClassVar[str] = ""
+    also: ClassVar[str] = ""
     exposed: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[tuple[str, ...]] = ()
     has_steps: bool = False

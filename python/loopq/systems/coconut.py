@@ -40,6 +40,10 @@ class Coconut(LoopedSystem):
     name = "coconut"
     summary = "hidden state written to the next position's input; depth = latents + 1"
     checkpoints = (("COCONUT GPT-2", 48),)
+    also = (
+        "GPT-2's config.json with the vocab_size of the weights, and its tokenizer, beside them; then --system coconut "
+        "--allow-pickle"
+    )
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -100,8 +100,7 @@ def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code:
     ConfigError
         The message says what would be run.
     """
-    names = require("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
-    known = config.get("model_type") in names
+    known = is_known(config)
     if config.get("auto_map") and not known and not trust_remote_code:
         files = sorted({str(v).split(".")[0] + ".py" for v in config["auto_map"].values()})
         raise ConfigError(
@@ -229,9 +228,22 @@ def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> 
         )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has a class for a ``config.json``."""
+    return (
+        config.get("model_type")
+        in require("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    )
+
+
 def load_tokenizer(folder: Path, trust_remote_code: bool) -> tuple[Any, Callable[[str], Sequence[int]]]:
     """Return the tokenizer of a folder (None without one) and the function that encodes text."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
 
         def refuse(text: str) -> Sequence[int]:
             raise ConfigError(

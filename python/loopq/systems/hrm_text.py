@@ -34,6 +34,7 @@ class HrmText(LoopedSystem):
     name = "hrm_text"
     summary = "L_cycles x z_L = L(z_L + z_H), then z_H = H(z_H + z_L); counts differ by stack"
     checkpoints = (("HRM-Text-1B", 256),)
+    transformers = ">=5.9,<6"
     has_steps = True
 
     @classmethod

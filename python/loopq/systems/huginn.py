@@ -23,6 +23,7 @@ class Huginn(Raven):
     name = "huginn"
     summary = "noise state; s = core(adapter([s, e])) with norms on the stream"
     checkpoints = (("Huginn-3.5B", 17),)
+    code = "checkpoint"
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -42,6 +42,7 @@ class LoopFormer(StepwiseSystem):
     name = "loopformer"
     summary = "s += gated blocks modulated by (t, dt); fewer steps are coarser ones"
     checkpoints = (("LoopFormer-278M", 15),)
+    code = "own"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -32,6 +32,7 @@ class Nanbeige(LlamaLoops):
     name = "nanbeige"
     summary = "s = norm(layers(s)) from the token embeddings, two loops"
     checkpoints = (("Nanbeige4.2-3B", 155),)
+    code = "checkpoint"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

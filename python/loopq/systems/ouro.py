@@ -25,6 +25,7 @@ class Ouro(LlamaLoops):
     name = "ouro"
     summary = "s = norm(layers(s)) from the token embeddings; the exit gate is not used"
     checkpoints = (("Ouro-1.4B", 168), ("Ouro-2.6B", 336))
+    code = "checkpoint"
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

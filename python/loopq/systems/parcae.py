@@ -37,6 +37,7 @@ class Parcae(StepwiseSystem):
     name = "parcae"
     summary = "s = core(decay * s + dt * B e), noise state; token values enter at each step"
     checkpoints = (("Parcae-140M", 12), ("Parcae-1.3B", 48))
+    code = "own"
     exposed = ("the decay of the state (A_log, dt_bias), kept as it is",)
     state_is_random = True
 

@@ -32,6 +32,7 @@ class Ponder(StepwiseSystem):
     name = "ponder"
     summary = "E += softmax(head(model(E))) W; N-1 such updates, then one pass to read"
     checkpoints = (("PonderPythia-2.8B", 129),)
+    code = "checkpoint"
     exposed = ("embed_out (lm_head in transformers 5)",)
     idle = ("adapter.",)
 

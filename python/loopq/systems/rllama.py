@@ -22,6 +22,7 @@ class RLlama(Raven):
     name = "rllama"
     summary = "small noise state; s = core(adapter([s, e])) with pre-norm residual blocks"
     checkpoints = (("R-Llama-1.4B", 25),)
+    code = "checkpoint"
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import benches.zoo.models
+import loopq
 from loopq.checkpoint.convert import write_as
 from loopq.checkpoint.native import load_into
 from loopq.engines.gguf import Shape, blocks, write_gguf
@@ -96,7 +97,7 @@ def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
         Shape.of({**base, "rope_scaling": {"type": "yarn"}})
     with pytest.raises(CheckpointError, match=r"'model\.gate\.weight': has no place"):
-        Shape.of(base).tensor("model.gate.weight")
+        Shape.of(base).tensors("model.gate.weight")
     with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
         Shape.read({"config.json": b"[]"})
 
@@ -133,3 +134,28 @@ def test_logits_of_llama_cpp(tmp_path):
     expected = model(torch.tensor([ids]), use_cache=False).logits[0].detach()
     # Q8_0 products round the activations to 8 bits.
     assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
+
+
+def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, looped_layers=[1, 3, 2], tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    told = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    write_as(tmp_path / "q", models.checkpoint_of(model, told, bits=4, group_size=32), "native")
+    lines = write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    assert "the loop is written out: 6 layers in the order in which they run" in lines
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.fields["llama.block_count"].contents() == 6
+    data = {t.name: t.data for t in reader.tensors}
+    for part in ("attn_q.weight", "ffn_down.weight", "ffn_norm.weight"):
+        assert np.array_equal(data[f"blk.1.{part}"], data[f"blk.3.{part}"])
+        assert np.array_equal(data[f"blk.2.{part}"], data[f"blk.4.{part}"])
+    layers = loopq.load(tmp_path / "q").model.model.layers
+    for k, i in ((0, 0), (1, 1), (2, 2), (5, 3)):
+        again = gguf.quants.dequantize(data[f"blk.{k}.ffn_down.weight"], gguf.GGMLQuantizationType.Q4_0)
+        assert np.array_equal(again, layers[i].mlp.down_proj.weight.detach().numpy())

@@ -94,8 +94,15 @@ class Shape:
         """Heads of keys and values."""
         return int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
 
-    def tensor(self, name: str) -> str:
-        """Return llama.cpp's name of a tensor.
+    @property
+    def order(self) -> list[int]:
+        """Numbers of the layers in the order of the file: a loop of `looped:` is written out, Nanbeige's is a key."""
+        every = list(range(int(self.config["num_hidden_layers"])))
+        first, last, times = self.config.get("looped_layers") or (0, 0, 0)
+        return every[:first] + every[first:last] * times + every[last:]
+
+    def tensors(self, name: str) -> list[str]:
+        """Return llama.cpp's names of a tensor: one for each layer of the file that has it.
 
         Raises
         ------
@@ -104,13 +111,15 @@ class Shape:
         """
         module, _, last = name.rpartition(".")
         if module in _OTHERS:
-            return f"{_OTHERS[module]}.{last}"
+            return [f"{_OTHERS[module]}.{last}"]
         layer, _, part = module.removeprefix("model.layers.").partition(".")
         if not module.startswith("model.layers.") or part not in _MODULES:
             raise CheckpointError(
                 f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
             )
-        return f"blk.{layer}.{_MODULES[part]}.{last}"
+        written_out = "looped_layers" in self.config
+        places = [k for k, i in enumerate(self.order) if str(i) == layer] if written_out else [layer]
+        return [f"blk.{place}.{_MODULES[part]}.{last}" for place in places]
 
     def rows(self, name: str, n: int) -> NDArray[np.int64]:
         """Return the order in which a tensor's rows are stored.
@@ -196,6 +205,8 @@ def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | Non
         n_compared = _compare(temporary, checkpoint, shape)
     size = Path(out).stat().st_size
     lines = [f"{out}: GGUF, {shape.architecture}, {shape.n_loops} loops, {n_compared} tensors, {size} bytes"]
+    if len(shape.order) > len(set(shape.order)):
+        lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
     if vocabulary is None:
         lines.append(
             "note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF of the model"
@@ -207,11 +218,10 @@ def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[s
     """Tensors by llama.cpp's names: the type's name and the bytes or numbers, rows in its order."""
     for name, layer in checkpoint.layers.items():
         kind, data = blocks(layer)
-        yield shape.tensor(name), (kind, data[shape.rows(name, len(data))])
+        yield from ((target, (kind, data[shape.rows(name, len(data))])) for target in shape.tensors(name))
     for name, tensor in checkpoint.dense.items():
-        target = shape.tensor(name)
-        order = shape.rows(name, tensor.shape[0])
-        yield target, _dense(name, tensor, order)
+        found = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
+        yield from ((target, found) for target in shape.tensors(name))
     if shape.config.get("tie_word_embeddings") is False and "lm_head.weight" in checkpoint.ties:
         raise CheckpointError("lm_head.weight is tied, and config.json says tie_word_embeddings: false")
 
@@ -237,7 +247,7 @@ def _write(
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(len(shape.order))
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(shape.n_kv_heads)
@@ -283,13 +293,16 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     found = {t.name: t for t in gguf.GGUFReader(path).tensors}
     expected = {n: layer.dequantize for n, layer in checkpoint.layers.items()}
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
+    n_compared = len(found)
     for name, value in expected.items():
-        tensor, numbers = found.pop(shape.tensor(name)), value()
-        again = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape)
-        if not np.array_equal(again, numbers[shape.rows(name, len(numbers))]):
-            raise CheckpointError(
-                f"{path}: tensor {tensor.name}: reads back differently from what was written"
-            )
+        numbers = value()
+        ordered = numbers[shape.rows(name, len(numbers))]
+        for tensor in map(found.pop, shape.tensors(name)):
+            again = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape)
+            if not np.array_equal(again, ordered):
+                raise CheckpointError(
+                    f"{path}: tensor {tensor.name}: reads back differently from what was written"
+                )
     if found:
         raise CheckpointError(f"{path}: tensor {sorted(found)[0]}: written and not in the checkpoint")
-    return len(expected)
+    return n_compared

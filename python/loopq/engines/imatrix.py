@@ -60,11 +60,11 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
             input_group = manifest.input_groups[parameter.name]
             chosen = list(steps_of(parameter, steps, manifest.n_steps))
             hessians = dump.accumulator(input_group, chosen)
-            name = shape.tensor(parameter.name)
             sums = hessians.diagonal(chosen if hessians.per_step else None).astype(np.float32)
             rows = sum(hessians.n_rows(t) for t in chosen)
-            writer.add_tensor(f"{name}.in_sum2", sums[None])
-            writer.add_tensor(f"{name}.counts", np.array([[rows]], np.float32))
+            for name in shape.tensors(parameter.name):
+                writer.add_tensor(f"{name}.in_sum2", sums[None])
+                writer.add_tensor(f"{name}.counts", np.array([[rows]], np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

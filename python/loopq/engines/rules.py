@@ -161,7 +161,11 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         "ouro": "its own definition of the class, not tried",
         "generic": "layers in numbered blocks, by transformers' class",
     },
-    "llama.cpp": {"nanbeige": "its own class (llama.cpp #25994)", "generic": "Llama alone"},
+    "llama.cpp": {
+        "nanbeige": "its own class (llama.cpp #25994)",
+        "looped": "Llama, the loop written out",
+        "generic": "Llama alone",
+    },
 }
 #: Why a system that people ask for is not run.
 WHY_NOT: Mapping[tuple[str, str], str] = {
@@ -175,7 +179,7 @@ WHY_NOT: Mapping[tuple[str, str], str] = {
     ("llama.cpp", "ouro"): "llama.cpp has no such architecture",
     ("llama.cpp", "hrm_text"): "llama.cpp #27625 was open",
     **dict.fromkeys(
-        [(engine, "looped") for engine in ("transformers", "vllm", "sglang", "gptqmodel", "llama.cpp")],
+        [(engine, "looped") for engine in ("transformers", "vllm", "sglang", "gptqmodel")],
         "it would run every layer once: it does not read looped_layers",
     ),
 }

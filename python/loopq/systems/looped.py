@@ -105,6 +105,13 @@ class Looped(StepwiseSystem):
             ]
         return declare(self.model, modules, n_steps)
 
+    def describe_loop(self) -> tuple[str, ...]:
+        """What runs how often, and who knows."""
+        return (
+            f"layers {self._first} to {self._last - 1} run {self._times} times; other tools that open config.json run "
+            "every layer once (export --format gguf writes the loop out)",
+        )
+
     def left_out(self) -> dict[str, str]:
         """The head, which runs once."""
         tied = is_embedding(self.model, "lm_head")

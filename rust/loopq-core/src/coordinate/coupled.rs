@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use crate::coordinate::{Problem, Settings};
 use crate::factor::DampedHessian;
 use crate::grid::Quantized;
-use crate::lanes::{add_product, Lane, LANES};
+use crate::lanes::{Lane, LANES};
 use crate::memory::{extend, zeros};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
@@ -175,10 +175,7 @@ impl<'a> Block<'a> {
                 })
             })
             .collect();
-        let mut image = vec![[0.0; LANES]; dim];
-        for (j, lane) in change.iter().enumerate() {
-            add_product(&mut image, self.problem.s_row(j), lane);
-        }
+        let image = self.problem.image(0, &change);
         let mut taken = 0;
         for i in 0..n {
             let own = self.entry(first + i, first + i);
@@ -249,12 +246,10 @@ impl<'a> Block<'a> {
         let mut total = 0.0;
         for first in (0..self.rows()).step_by(LANES) {
             let n = LANES.min(self.rows() - first);
-            let mut image = vec![[0.0; LANES]; dim];
-            for j in 0..dim {
-                let lane =
-                    std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 });
-                add_product(&mut image, self.problem.s_row(j), &lane);
-            }
+            let errors: Vec<Lane> = (0..dim)
+                .map(|j| std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 }))
+                .collect();
+            let image = self.problem.image(0, &errors);
             for i in 0..n {
                 total += self.pull(first + i).iter().zip(&image).map(|(p, lane)| p * lane[i]).sum::<f64>();
             }

@@ -5,46 +5,60 @@
 //! is found in K. Behdin et al., *QuantEase* (2023, arXiv:2309.01885).
 
 use crate::coordinate::{Problem, Solution};
-use crate::lanes::{add_product, Lane, LANES};
+use crate::lanes::{add_product, add_products, Lane, LANES};
+
+/// Columns whose changes are held back from all other columns until they have all been made.
+const COLUMNS: usize = 64;
 
 impl Problem<'_> {
     /// `(W^ - W) S`, and the loss of every lane.
     pub(crate) fn gradient(&self, w: &[Lane], values: &[Lane]) -> (Vec<Lane>, Lane) {
-        let mut gradient = vec![[0.0; LANES]; self.dim];
-        for j in 0..self.dim {
-            let error = difference(&values[j], &w[j]);
-            add_product(&mut gradient, self.s_row(j), &error);
-        }
+        let errors: Vec<Lane> = values.iter().zip(w).map(|(a, b)| difference(a, b)).collect();
+        let gradient = self.image(0, &errors);
         let mut loss = [0.0; LANES];
-        for j in 0..self.dim {
-            let error = difference(&values[j], &w[j]);
+        for (error, gradient) in errors.iter().zip(&gradient) {
             for r in 0..LANES {
-                loss[r] += error[r] * gradient[j][r];
+                loss[r] += error[r] * gradient[r];
             }
         }
         (gradient, loss)
     }
 
-    /// Changes one code at a time to the best one given all others, at most `sweeps` times round; returns the moves.
-    pub(crate) fn descend(&self, w: &[Lane], solution: &mut Solution, sweeps: usize) -> u64 {
-        if sweeps == 0 {
-            return 0;
-        }
-        let (mut gradient, _) = self.gradient(w, &solution.values);
+    /// Changes one code at a time to the best one given all others, at most `sweeps` times round, from a solution with
+    /// its gradient; returns the moves.
+    pub(crate) fn descend(&self, solution: &mut Solution, mut gradient: Vec<Lane>, sweeps: usize) -> u64 {
         let mut moves = 0;
         for _ in 0..sweeps {
             let before = moves;
-            for j in 0..self.dim {
-                let (delta, moved) = self.best_move(solution, &gradient[j], j);
-                if moved > 0 {
-                    moves += moved;
-                    add_product(&mut gradient, self.s_row(j), &delta);
-                }
+            for first in (0..self.dim).step_by(COLUMNS) {
+                moves += self.descend_block(solution, &mut gradient, first);
             }
             if moves == before {
                 break;
             }
         }
+        moves
+    }
+
+    /// One round over the columns from `first` on: their own gradients follow every change at once, those of all others
+    /// follow the changes of the block together, in the same order and so to the same bits.
+    fn descend_block(&self, solution: &mut Solution, gradient: &mut [Lane], first: usize) -> u64 {
+        let end = self.dim.min(first + COLUMNS);
+        let (mut changed, mut deltas, mut moves) = (Vec::new(), Vec::new(), 0);
+        for j in first..end {
+            let (delta, moved) = self.best_move(solution, &gradient[j], j);
+            if moved > 0 {
+                moves += moved;
+                let row = self.s_row(j);
+                add_product(self.isa, &mut gradient[first..end], &row[first..end], &delta);
+                changed.push(row);
+                deltas.push(delta);
+            }
+        }
+        let before: Vec<&[f64]> = changed.iter().map(|row| &row[..first]).collect();
+        add_products(self.isa, &mut gradient[..first], &before, &deltas);
+        let after: Vec<&[f64]> = changed.iter().map(|row| &row[end..]).collect();
+        add_products(self.isa, &mut gradient[end..], &after, &deltas);
         moves
     }
 

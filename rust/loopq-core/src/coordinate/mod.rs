@@ -25,7 +25,8 @@ use rayon::prelude::*;
 
 use crate::factor::{DampedFactor, DampedHessian};
 use crate::grid::{Grid, Level, Quantized, Search};
-use crate::lanes::{Lane, LANES};
+use crate::lanes::{add_products, Lane, LANES};
+use crate::simd::Isa;
 use crate::weight::Weight;
 use crate::{Error, Execution, Result};
 
@@ -113,6 +114,7 @@ struct Problem<'a> {
     settings: &'a Settings,
     /// How errors of the columns count in the scale search.
     weights: Vec<f64>,
+    isa: Isa,
 }
 
 impl<'a> Problem<'a> {
@@ -132,7 +134,7 @@ impl<'a> Problem<'a> {
             Cost::Conditional => input.energies(execution)?.to_vec(),
         };
         let grid = Grid { search: settings.cost.search(), ..settings.grid };
-        Ok(Self { dim, s, factor, grid, settings, weights })
+        Ok(Self { dim, s, factor, grid, settings, weights, isa: Isa::best() })
     }
 
     fn group_of(&self, column: usize) -> usize {
@@ -141,6 +143,14 @@ impl<'a> Problem<'a> {
 
     fn s_row(&self, j: usize) -> &[f64] {
         &self.s[j * self.dim..(j + 1) * self.dim]
+    }
+
+    /// `by S` for every lane, where `by` has a number for each of the columns from `first` on.
+    fn image(&self, first: usize, by: &[Lane]) -> Vec<Lane> {
+        let mut out = vec![[0.0; LANES]; self.dim];
+        let rows: Vec<&[f64]> = (first..first + by.len()).map(|j| self.s_row(j)).collect();
+        add_products(self.isa, &mut out, &rows, by);
+        out
     }
 }
 

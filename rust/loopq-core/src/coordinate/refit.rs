@@ -4,7 +4,7 @@
 use crate::coordinate::{Problem, Solution};
 use crate::factor::solve_positive;
 use crate::grid::Level;
-use crate::lanes::{add_product, Lane, LANES};
+use crate::lanes::{Lane, LANES};
 
 impl Problem<'_> {
     /// Levels with refitted scales. A group without a step, or whose best scale cannot be stored, keeps its own.
@@ -19,12 +19,9 @@ impl Problem<'_> {
         let mut normal = vec![[0.0; LANES]; n * n];
         let mut right = vec![[0.0; LANES]; n];
         let group = self.grid.group(dim);
-        let mut product = vec![[0.0; LANES]; dim];
         for g in 0..n {
-            product.fill([0.0; LANES]);
-            for j in g * group..dim.min((g + 1) * group) {
-                add_product(&mut product, self.s_row(j), &steps[j]);
-            }
+            let first = g * group;
+            let product = self.image(first, &steps[first..dim.min(first + group)]);
             for (k, lanes) in product.iter().enumerate() {
                 let to = self.group_of(k);
                 for r in 0..LANES {

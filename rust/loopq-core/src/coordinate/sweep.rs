@@ -3,7 +3,6 @@
 use crate::coordinate::{Problem, Solution};
 use crate::grid::{fit, Level};
 use crate::lanes::{add_product, Lane, LANES};
-use crate::simd::Isa;
 use crate::Result;
 
 impl Problem<'_> {
@@ -13,7 +12,7 @@ impl Problem<'_> {
         let groups = w.chunks(group).zip(self.weights.chunks(group)).enumerate();
         groups
             .map(|(g, (columns, weights))| {
-                let found = fit(Isa::best(), &self.grid, columns.as_flattened(), LANES, weights)
+                let found = fit(self.isa, &self.grid, columns.as_flattened(), LANES, weights)
                     .map_err(|(lane, e)| e.located(first + lane, g))?;
                 Ok(std::array::from_fn(|r| found[r]))
             })
@@ -35,7 +34,7 @@ impl Problem<'_> {
                 error[r] = w[j][r] - found.values[j][r];
             }
             for (from, piece) in self.factor.later(i) {
-                add_product(&mut updated[from..], piece, &error);
+                add_product(self.isa, &mut updated[from..], piece, &error);
             }
         }
         found

@@ -21,9 +21,10 @@ pub(super) struct Course {
     pub(super) rounds: usize,
 }
 
-/// A solution with the loss of each row.
+/// A solution with its gradient and the loss of each row.
 struct State {
     solution: Solution,
+    gradient: Vec<Lane>,
     loss: Lane,
     done: [bool; LANES],
 }
@@ -38,15 +39,15 @@ impl Problem<'_> {
     ) -> Result<Solved> {
         let lanes = columns_of(w, first);
         let solution = self.sweep(&lanes, self.fit(&lanes, first)?);
-        let loss = self.gradient(&lanes, &solution.values).1;
-        let mut state = State { solution, loss, done: [false; LANES] };
+        let (gradient, loss) = self.gradient(&lanes, &solution.values);
+        let mut state = State { solution, gradient, loss, done: [false; LANES] };
         let mut stages = [loss; 4];
         let (mut moves, mut rounds) = (0, 0);
         while rounds < self.settings.rounds && state.done.contains(&false) {
             execution.check()?;
             let before = state.loss;
             let mut next = state.solution.clone();
-            moves += self.descend(&lanes, &mut next, self.settings.sweeps);
+            moves += self.descend(&mut next, state.gradient.clone(), self.settings.sweeps);
             self.take(&lanes, &mut state, next);
             let descended = state.loss;
             let mut refitted = state.loss;
@@ -58,7 +59,8 @@ impl Problem<'_> {
                 refitted = state.loss;
                 // New scales can make a better start than the place where the old codes are stuck.
                 let mut next = self.sweep(&lanes, state.solution.levels.clone());
-                moves += self.descend(&lanes, &mut next, self.settings.sweeps);
+                let gradient = self.gradient(&lanes, &next.values).0;
+                moves += self.descend(&mut next, gradient, self.settings.sweeps);
                 self.take(&lanes, &mut state, next);
             }
             if rounds == 0 {
@@ -76,7 +78,7 @@ impl Problem<'_> {
 
     /// Takes a row's new solution over where it is better and the row is not done.
     fn take(&self, w: &[Lane], state: &mut State, next: Solution) {
-        let (_, new) = self.gradient(w, &next.values);
+        let (gradient, new) = self.gradient(w, &next.values);
         for r in 0..LANES {
             if state.done[r] || !(new[r] < state.loss[r]) {
                 continue;
@@ -85,6 +87,7 @@ impl Problem<'_> {
             for j in 0..self.dim {
                 state.solution.codes[j][r] = next.codes[j][r];
                 state.solution.values[j][r] = next.values[j][r];
+                state.gradient[j][r] = gradient[j][r];
             }
             for (to, from) in state.solution.levels.iter_mut().zip(&next.levels) {
                 to[r] = from[r];

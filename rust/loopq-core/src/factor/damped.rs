@@ -7,9 +7,9 @@ use rayon::prelude::*;
 use crate::factor::ldl::Ldl;
 use crate::factor::ordering::{by_conditional_energy, by_diagonal};
 use crate::factor::{Order, Symmetric};
-use crate::lanes::{add_product, columns_of, Lane, LANES};
+use crate::lanes::{add_products, columns_of, Lane, LANES};
 use crate::memory::{zeros, Buffer};
-use crate::simd::Real;
+use crate::simd::{Isa, Real};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
@@ -158,9 +158,8 @@ impl DampedFactor<f64> {
 /// `w C` for every lane, `C` row-major and square.
 fn product(w: &[Lane], cross: &[f64]) -> Vec<Lane> {
     let mut out = vec![[0.0; LANES]; w.len()];
-    for (lane, row) in w.iter().zip(cross.chunks_exact(w.len())) {
-        add_product(&mut out, row, lane);
-    }
+    let rows: Vec<&[f64]> = cross.chunks_exact(w.len()).collect();
+    add_products(Isa::best(), &mut out, &rows, w);
     out
 }
 

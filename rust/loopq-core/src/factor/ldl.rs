@@ -7,7 +7,7 @@ use crate::factor::panels::{Panels, PANEL_WIDTH};
 use crate::factor::Symmetric;
 use crate::lanes::{add_product, Lane, LANES};
 use crate::memory::Buffer;
-use crate::simd::{dot, Real};
+use crate::simd::{dot, Isa, Real};
 use crate::{dims, Error, Execution, Result};
 
 /// `A` and `p`; row and column `i` stand for column `order[i]` of `H`.
@@ -158,7 +158,7 @@ impl Ldl<f64> {
 
     /// Turns `x` into `x S^-1`, one row per lane.
     pub(super) fn solve(&self, x: &mut [Lane]) {
-        let dim = self.a.dim;
+        let (dim, isa) = (self.a.dim, Isa::best());
         for i in (0..dim).rev() {
             let mut sum = [0.0; LANES];
             for (from, piece) in self.a.right_of_diagonal(i) {
@@ -180,7 +180,7 @@ impl Ldl<f64> {
         for i in 0..dim {
             let by = x[i].map(|v| -v);
             for (from, piece) in self.a.right_of_diagonal(i) {
-                add_product(&mut x[from..], piece, &by);
+                add_product(isa, &mut x[from..], piece, &by);
             }
         }
     }

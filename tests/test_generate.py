@@ -20,6 +20,8 @@ _CAUSAL = {name: case for name, case in CASES.items() if case.system not in _SIL
 #: Classes that keep keys and values themselves.
 _CACHED = (
     "COCONUT",
+    "looped Llama",
+    "looped Qwen2, windows",
     "transformers GPT-2 COCONUT",
     "transformers GPT-NeoX Ponder",
     "transformers GPT-NeoX Ponder, scaled",

@@ -52,6 +52,7 @@ OURS: dict[str, dict[str, Any]] = {
     "GPTQ, llm-compressor's rules": dict(LLM_COMPRESSOR),
     "loopq fast": dict(PRESETS["fast"]),
     "loopq default": {},
+    "loopq best, inputs open": {**PRESETS["best"], "inputs": "open"},
     "loopq best": dict(PRESETS["best"]),
 }
 #: Prompts at other depths and of other text: these show a trend, the table is made at N.

@@ -27,9 +27,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from torch.nn import functional as F
 
-from loopq.systems.base import Batch, LoopedSystem
+from benches.zoo.train import text_loss
 from loopq.systems.load import load_model
 from loopq.systems.looped import LOOP
 
@@ -108,14 +107,6 @@ def _write_tokenizer(facts: dict[str, Any], folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def loss_of(system: LoopedSystem, rows: NDArray[np.int64], n_steps: int) -> torch.Tensor:
-    """Return the mean loss in nats of predicting each next token of (batch, seq + 1)."""
-    ids = torch.from_numpy(rows)
-    with system.differentiable():
-        logits = system.rollout(Batch(ids[:, :-1], tuple(range(len(ids)))), n_steps)
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
 def retrofit(work: Path, data: Path, seconds: float, threads: int) -> None:
     """Train the looped model for a time, and save it; the same command goes on where it was."""
     torch.set_num_threads(threads)
@@ -136,7 +127,7 @@ def retrofit(work: Path, data: Path, seconds: float, threads: int) -> None:
         starts = rng.integers(0, len(tokens) - SEQ_LEN - 1, size=BATCH)
         rows = np.stack([tokens[s : s + SEQ_LEN + 1] for s in starts]).astype(np.int64)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(system, rows, LOOPED_LAYERS[2])
+            loss = text_loss(system, rows, LOOPED_LAYERS[2], 0)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -145,7 +136,7 @@ def retrofit(work: Path, data: Path, seconds: float, threads: int) -> None:
         recent.append(float(loss.detach()))
         step += 1
         if step % 10 == 0:
-            rate = 10 * BATCH * SEQ_LEN * len(recent) / 10 / (time.monotonic() - begun)
+            rate = BATCH * SEQ_LEN * len(recent) / (time.monotonic() - begun)
             print(f"step {step}: {np.mean(recent[-10:]):.4f} nats a token, {rate:.0f} tokens/s", flush=True)
     temporary = state.with_suffix(".part")
     torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict(), "step": step}, temporary)
@@ -188,7 +179,7 @@ def measure(spec: str, text: Path, n_prompts: int, depths: list[int]) -> None:
     rows = ids[: n_prompts * (SEQ_LEN + 1)].reshape(-1, SEQ_LEN + 1)
     for depth in depths:
         with torch.no_grad():
-            loss = np.mean([float(loss_of(loaded.system, r[None], depth).detach()) for r in rows])
+            loss = np.mean([float(text_loss(loaded.system, r[None], depth, 0)) for r in rows])
         print(f"{spec}, {depth} times: perplexity {math.exp(loss):.2f} on {len(rows)} x {SEQ_LEN} tokens")
 
 
@@ -212,7 +203,7 @@ def main() -> None:
     elif args.what == "retrofit":
         retrofit(args.work, args.data, 60 * args.minutes, args.threads)
     else:
-        measure(args.spec, args.text, 16, [int(d) for d in args.depths.split(",")])
+        measure(args.spec, args.text, 8, [int(d) for d in args.depths.split(",")])
 
 
 if __name__ == "__main__":

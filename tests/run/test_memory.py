@@ -95,6 +95,14 @@ def test_what_cannot_be_divided_is_refused(tiny, tokens, inputs):
         estimate(run_of(tiny, tokens, config, memory=need - 1))
 
 
+def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
+    together, apart = (
+        run_bytes(run_of(tiny, tokens, QuantConfig.of(inputs="asymmetric", method="gptq", steps=steps)))
+        for steps in ("all", "1:")
+    )
+    assert apart > together
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
 def test_the_peak_is_within_what_was_said():
     done = whole(768)

@@ -94,3 +94,10 @@ def test_what_the_paper_rounds_is_calibrated_by_other_methods_than_the_papers():
     assert (head.config.method.name, head.input_group, head.steps) == ("gptq-cd", name, (0,))
     layer = loopq.quantize(system, tokens, group_size=16, preset="fast").layers[name]
     assert layer.report["method_done"] == "gptq-cd"
+
+
+def test_an_override_calibrates_what_the_method_of_the_run_rounds():
+    system = open_system(CASES["Nanbeige"])
+    tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
+    config = QuantConfig.of(Override("lm_head*", {"method": "gptq-cd"}), preset="paper", group_size=16)
+    assert loopq.quantize(system, tokens, config).layers["lm_head.weight"].report["method_done"] == "gptq-cd"

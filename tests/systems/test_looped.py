@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import loopq
+from loopq.engines.gguf import Shape
 from loopq.errors import ConfigError, SystemContractError
 from loopq.systems.base import Batch
 from loopq.systems.load import load_model
@@ -79,7 +81,8 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
         ("[1:3]", r"write looped:MODEL\[FIRST:LAST\]xTIMES"),
         ("[1:6]x2", r"with 5 layers: give FIRST, LAST and TIMES"),
         ("[3:3]x2", r"0 <= FIRST < LAST <= 5"),
-        ("[1:3]x0", r"TIMES >= 1"),
+        ("[1:3]x0", r"1 <= TIMES <= 65536"),
+        ("[1:3]x9999999", r"write looped:MODEL"),
     ],
 )
 def test_loops_that_the_model_cannot_have_are_refused(folder: Path, loop: str, said: str) -> None:
@@ -93,3 +96,16 @@ def test_other_shapes_of_models_are_refused(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(tmp_path)
     with pytest.raises(SystemContractError, match=r"only decoders with model\.layers"):
         load_model(f"looped:{tmp_path}[0:1]x2")
+
+
+@pytest.mark.parametrize("loop", [[1, 2], "abc", [3, 1, 2], [True, 3, 2], [1, 9, 2], [1, 3, 10**9], {"a": 1}])
+def test_a_damaged_loop_in_a_config_is_refused_by_every_reader(
+    folder: Path, tmp_path: Path, loop: object
+) -> None:
+    shutil.copytree(folder, tmp_path / "bad")
+    config = json.loads((folder / "config.json").read_text()) | {"looped_layers": loop}
+    (tmp_path / "bad" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"looped_layers .* of a model with 5 layers"):
+        load_model(tmp_path / "bad")
+    with pytest.raises(ConfigError, match=r"looped_layers .* of a model with 5 layers"):
+        assert Shape.of(config).order

@@ -19,6 +19,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.schema import checked, parse_json
 from loopq.errors import CheckpointError
 from loopq.lazy import require
+from loopq.systems.looped import LOOP, layer_order
 
 #: Classes whose layers are Llama's, and what llama.cpp calls them.
 ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
@@ -97,9 +98,8 @@ class Shape:
     @property
     def order(self) -> list[int]:
         """Numbers of the layers in the order of the file: a loop of `looped:` is written out, Nanbeige's is a key."""
-        every = list(range(int(self.config["num_hidden_layers"])))
-        first, last, times = self.config.get("looped_layers") or (0, 0, 0)
-        return every[:first] + every[first:last] * times + every[last:]
+        n = int(self.config["num_hidden_layers"])
+        return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
 
     def tensors(self, name: str) -> list[str]:
         """Return llama.cpp's names of a tensor: one for each layer of the file that has it.
@@ -117,8 +117,7 @@ class Shape:
             raise CheckpointError(
                 f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
             )
-        written_out = "looped_layers" in self.config
-        places = [k for k, i in enumerate(self.order) if str(i) == layer] if written_out else [layer]
+        places = [k for k, i in enumerate(self.order) if str(i) == layer] if LOOP in self.config else [layer]
         return [f"blk.{place}.{_MODULES[part]}.{last}" for place in places]
 
     def rows(self, name: str, n: int) -> NDArray[np.int64]:

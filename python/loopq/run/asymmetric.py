@@ -16,6 +16,7 @@ from loopq.quantizers.base import Problem
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
+from loopq.run.plan import steps_apart
 from loopq.run.solver import account, relative_error, save_layer, saved_layer
 from loopq.run.step_weights import WeightedHessian, needs_weight, relative, step_weights
 from loopq.settings import setting
@@ -118,9 +119,7 @@ class _Group:
         if input_group is None:
             return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
         current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
-        # Steps that count alike need no Hessians of their own.
-        apart = any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
-        paired = collect_pairs(run.job, [input_group], current, per_step=apart)[input_group]
+        paired = collect_pairs(run.job, [input_group], current, per_step=steps_apart(tasks))[input_group]
         return {t.name: self._solve(t, weights[t.name], paired) for t in tasks}
 
     def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:

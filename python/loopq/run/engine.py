@@ -69,7 +69,8 @@ class Run:
             n_steps=n_steps,
             include=config.include,
             exclude=config.exclude,
-            rounded=not config.layer.method.rounds_as_published,
+            # Only what a task asks for is summed: an override may calibrate what the run's method rounds.
+            rounded=True,
             seed=execution.seed,
         )
         seconds = time.monotonic() - began

@@ -11,6 +11,7 @@ from loopq.calibrate.collect import HessianSet
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import metric_cost
 from loopq.quantizers.task import Task
+from loopq.run.plan import steps_apart
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
@@ -67,7 +68,8 @@ def run_bytes(run: Run) -> int:
     inputs = run.config.inputs.name
     if inputs == "asymmetric":
         # Moments of pairs are twice as wide, for one input at a time.
-        need["inputs asymmetric"] = max((4 * pass_bytes(run, sums, [x]) for x in sums.steps), default=0)
+        paired = apart if steps_apart(run.tasks) else sums
+        need["inputs asymmetric"] = max((4 * pass_bytes(run, paired, [x]) for x in paired.steps), default=0)
     elif inputs != "open":
         need[f"inputs {inputs}"] = everything
     asked = run.config.allocate

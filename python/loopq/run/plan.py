@@ -66,6 +66,11 @@ def rounding_like(settings: LayerConfig) -> RTN:
     return RTN(scale_search=getattr(settings.method, "scale_search", RTN().scale_search))
 
 
+def steps_apart(tasks: Sequence[Task]) -> bool:
+    """Whether paired sums over the inputs of some layers need each step apart: one is left out, or weighted."""
+    return any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
+
+
 def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:
     """Steps that the Hessian of each input must keep: the union over its layers."""
     steps: dict[str, set[int]] = {}

@@ -277,7 +277,8 @@ def load_model(
             dtype=wanted,
         )
     if loop is not None:
-        config[LOOP] = model.config.looped_layers = loop
+        config[LOOP] = loop
+        setattr(model.config, LOOP, loop)
     model = _to_device(model, device).eval()
     check_values(model)
     adapter = choose_system(model, system)

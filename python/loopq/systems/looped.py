@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, cached, declare, is_embedding, logits_of, past, setting
+from loopq.systems.base import (
+    MAX_STEPS,
+    Batch,
+    SharedParameter,
+    cached,
+    declare,
+    is_embedding,
+    logits_of,
+    past,
+    setting,
+)
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
@@ -42,6 +52,34 @@ def parse_spec(spec: str) -> tuple[str, list[int] | None]:
     return found["model"], [int(found[name]) for name in ("first", "last", "times")]
 
 
+def layer_order(loop: Any, n_layers: int, times: int | None = None) -> list[int]:
+    """Return the numbers of the layers in the order in which they run.
+
+    Parameters
+    ----------
+    loop : Any
+        What a ``config.json`` gives as `looped_layers`.
+    n_layers : int
+        Layers that there are.
+    times : int, optional
+        Runs of the loop; those of `loop` when absent.
+
+    Raises
+    ------
+    ConfigError
+        It is no loop of such a model.
+    """
+    good = isinstance(loop, Sequence) and len(loop) == 3 and all(type(v) is int for v in loop)
+    if not good or not (0 <= loop[0] < loop[1] <= n_layers and 1 <= loop[2] <= MAX_STEPS):
+        raise ConfigError(
+            f"{LOOP} {loop!r} of a model with {n_layers} layers: give FIRST, LAST and TIMES with "
+            f"0 <= FIRST < LAST <= {n_layers} and 1 <= TIMES <= {MAX_STEPS}"
+        )
+    first, last, own = loop
+    every = list(range(n_layers))
+    return every[:first] + every[first:last] * (own if times is None else times) + every[last:]
+
+
 @SYSTEMS.register("looped")
 class Looped(StepwiseSystem):
     """Dense decoders with ``model.layers`` (Llama, Qwen, Mistral, SmolLM, ...), looped without training.
@@ -56,15 +94,9 @@ class Looped(StepwiseSystem):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        loop = getattr(model.config, LOOP)
-        n = len(self._inner.layers)
-        good = isinstance(loop, Sequence) and len(loop) == 3 and all(type(v) is int for v in loop)
-        if not good or not (0 <= loop[0] < loop[1] <= n and loop[2] >= 1):
-            raise ConfigError(
-                f"looped: {LOOP} {loop!r} of a model with {n} layers: give FIRST, LAST and TIMES with "
-                f"0 <= FIRST < LAST <= {n} and TIMES >= 1"
-            )
-        self._first, self._last, self._times = loop
+        self._loop = getattr(model.config, LOOP)
+        layer_order(self._loop, len(self._inner.layers))
+        self._first, self._last, self._times = self._loop
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -144,8 +176,7 @@ class Looped(StepwiseSystem):
             inner._modules.update(own)
 
     def _order(self, n: int) -> list[int]:
-        loop = list(range(self._first, self._last))
-        return [*range(self._first), *loop * n, *range(self._last, len(self._inner.layers))]
+        return layer_order(self._loop, len(self._inner.layers), n)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         with self._layers(self._order(n_steps)):

@@ -66,3 +66,33 @@ per_isa! {
     /// one load and store of `to` for eight rows.
     pub(crate) fn add_products(to: &mut [Lane], rows: &[&[f64]], by: &[Lane]) = several;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{add_product, add_products, Lane, LANES, ROWS};
+    use crate::simd::Isa;
+
+    #[test]
+    fn rows_added_together_have_the_bits_of_rows_added_one_by_one() {
+        let number = |i: usize| ((i * 2_654_435_761) % 1_000_003) as f64 / 997.0 - 501.0;
+        for n_rows in [0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS, 2 * ROWS + 3] {
+            for n in [0, 1, 7, 64, 65] {
+                let matrix: Vec<Vec<f64>> =
+                    (0..n_rows).map(|i| (0..n).map(|k| number(i * 131 + k)).collect()).collect();
+                let rows: Vec<&[f64]> = matrix.iter().map(Vec::as_slice).collect();
+                let by: Vec<Lane> =
+                    (0..n_rows).map(|i| std::array::from_fn(|r| number(i * LANES + r + 7))).collect();
+                let start: Vec<Lane> = (0..n).map(|k| [number(k); LANES]).collect();
+                let mut expected = start.clone();
+                for (row, by) in rows.iter().zip(&by) {
+                    add_product(Isa::PORTABLE, &mut expected, row, by);
+                }
+                for isa in Isa::available() {
+                    let mut found = start.clone();
+                    add_products(isa, &mut found, &rows, &by);
+                    assert_eq!(found, expected, "{} rows of {n}, {}", n_rows, isa.name());
+                }
+            }
+        }
+    }
+}

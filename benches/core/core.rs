@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::{criterion_group, criterion_main, BenchmarkId, Criterion, Throughput};
-use loopq_core::coordinate::{coordinate, Cost, Settings as Coordinate};
+use loopq_core::coordinate::{coordinate, Settings as Coordinate};
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{eigvalsh, DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
@@ -147,7 +147,7 @@ fn descent(c: &mut Criterion) {
         scale_type: ScaleType::F16,
         search: Search::Mse,
     };
-    let settings = Coordinate { grid, cost: Cost::Conditional, sweeps: 30, rounds: 8, refit: true };
+    let settings = Coordinate { grid, sweeps: 30, rounds: 4, refit: true };
     let cancel = Cancel::new();
     for threads in [1, 2] {
         let on = Execution { threads, cancel: &cancel };

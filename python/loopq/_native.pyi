@@ -393,7 +393,7 @@ def gptq(
 
 @final
 class GptqCdSettings:
-    """Settings of GPTQ with coordinate descent: a grid, how its scales are found, and the stages after the first sweep.
+    """Settings of GPTQ with coordinate descent: a grid, and what follows the first sweep.
 
     Parameters
     ----------
@@ -401,14 +401,12 @@ class GptqCdSettings:
         As in `rtn`.
     signed : bool
         Let scales of a symmetric grid be negative.
-    cost : {'conditional', 'diagonal', 'even', 'largest'}
-        Weights of the columns in the scale search; 'largest' searches nothing.
     sweeps : int
-        Most times round of one coordinate descent; 0 leaves it out.
+        Most times round of one coordinate descent on the codes; 0 leaves it out.
     rounds : int
-        Most rounds of descent, refit and new sweep.
+        Most starts: GPTQ, and GPTQ again with the scales found so far, each followed by the descents.
     refit : bool
-        Fit the scales to the codes in closed form.
+        Coordinate descent on the scales too.
 
     Raises
     ------
@@ -424,7 +422,6 @@ class GptqCdSettings:
         symmetric: bool,
         signed: bool,
         scale_dtype: _ScaleType,
-        cost: Literal["conditional", "diagonal", "even", "largest"],
         sweeps: int,
         rounds: int,
         refit: bool,
@@ -437,7 +434,7 @@ def gptq_cd(
     *,
     threads: int = 0,
 ) -> dict[str, Any]:
-    """Quantize a weight by GPTQ with coordinate descent: searched scales, ordered sweep, descent, refit, and again.
+    """Quantize a weight by GPTQ with searched scales, then coordinate descent on codes and scales, and again.
 
     Parameters
     ----------
@@ -453,9 +450,8 @@ def gptq_cd(
     Returns
     -------
     dict
-        ``codes``, ``scales``, ``zeros`` as in `rtn`; the damped proxy after the first sweep, descent and refit and
-        at the end, ``proxy_swept >= proxy_descended >= proxy_refitted >= proxy_settled``; ``n_moves`` and
-        ``n_rounds``.
+        ``codes``, ``scales``, ``zeros`` as in `rtn`; the damped proxy after the first sweep and at the end,
+        ``proxy_swept >= proxy_settled``; ``n_moves``, changes of codes; ``n_rounds``, starts of the row that took most.
 
     Raises
     ------

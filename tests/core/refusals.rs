@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use loopq_core::coordinate::{coordinate, coupled, Cost, Settings as Coordinate};
+use loopq_core::coordinate::{coordinate, coupled, Settings as Coordinate};
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::error::Kind;
 use loopq_core::factor::{DampedFactor, DampedHessian, Order, Symmetric};
@@ -174,7 +174,7 @@ fn interrupted_work() {
     let (w, input) = (weight(&[1.0, 2.0], 1), DampedHessian::new(h, &factor).unwrap());
     let gptq_options = Options { scales: Scales::Static, block_size: 1, isa: Isa::best() };
     refused(gptq(w, &factor, &grid(4), &gptq_options, &stopped), Kind::Interrupted, &[]);
-    let settings = Coordinate { grid: grid(4), cost: Cost::Conditional, sweeps: 1, rounds: 1, refit: true };
+    let settings = Coordinate { grid: grid(4), sweeps: 1, rounds: 1, refit: true };
     refused(coordinate(w, &input, &settings, &stopped), Kind::Interrupted, &[]);
     let two = weight(&[1.0, 2.0, 3.0, 4.0], 2);
     refused(coupled(two, &input, &[input], &settings, 1, &stopped), Kind::Interrupted, &[]);
@@ -286,7 +286,6 @@ fn weights_scales_and_settings_of_a_solve() {
     refused(solve(&[1.0], Scales::Static, 128), Kind::Config, &["columns of W: expected 2"]);
     refused(Scales::parse("x"), Kind::Config, &["'group', 'static'"]);
     refused(Search::parse("x"), Kind::Config, &["'max', 'half-range', 'mse'"]);
-    refused(Cost::parse("x"), Kind::Config, &["'largest', 'even'"]);
     refused(ScaleType::parse("x"), Kind::Config, &["'bfloat16'"]);
     for wrong in ["bfloat16:9", "bfloat16:0", "float16:12", "float32:25", "bfloat16:", "x:3", "bfloat16:-1"] {
         refused(ScaleType::parse(wrong), Kind::Config, &["'bfloat16:5'"]);

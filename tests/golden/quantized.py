@@ -138,8 +138,8 @@ EXACT = {
     "gptq-cd-4": {**CD, "bits": 4, "damping_kind": "mean"},
     "gptq-cd-asymmetric": {**CD, "symmetric": False},
     "gptq-cd-unsigned": {**CD, "signed_scales": False},
-    "gptq-cd-plain": {**CD, "descent": 0, "refit": False, "scale_cost": "largest", "order": "natural"},
-    "gptq-cd-even": {**CD, "scale_cost": "even", "order": "diagonal", "rounds": 1},
+    "gptq-cd-plain": {**CD, "descent": 0, "refit": False, "order": "natural"},
+    "gptq-cd-diagonal": {**CD, "order": "diagonal", "rounds": 1},
 }
 #: Products by NumPy or torch whose last bits depend on the processor: elsewhere nearly all codes agree.
 ROUNDED = {

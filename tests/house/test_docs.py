@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import re
+import runpy
 import shlex
 import textwrap
 from pathlib import Path
@@ -63,6 +64,11 @@ def folder(tmp_path, monkeypatch):
     """An empty working folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_the_page_of_settings_is_what_the_settings_declare():
+    made = runpy.run_path(str(ROOT / "docs" / "settings.py"))["page"]()
+    assert (ROOT / "docs" / "settings.md").read_text("utf-8") == made, "run python docs/settings.py"
 
 
 @pytest.mark.parametrize("example", _examples())

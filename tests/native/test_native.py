@@ -208,7 +208,7 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
 def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
     h, w = np.eye(8) + 1, np.ones((3, 8), np.float32)
     settings = _native.GptqCdSettings(
-        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", cost="conditional", sweeps=1,
+        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", sweeps=1,
         rounds=1, refit=False,
     )  # fmt: skip
     early, late = factor(h, 0.01), factor(h, 0.01)
@@ -348,7 +348,7 @@ def test_arrays_of_other_types_are_type_errors() -> None:
 def test_shapes_must_agree_without_rows_too() -> None:
     wide = factor(np.eye(129), 0.01)
     settings = _native.GptqCdSettings(
-        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", cost="even", sweeps=1, rounds=1,
+        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", sweeps=1, rounds=1,
         refit=False,
     )  # fmt: skip
     w = np.zeros((0, 1), np.float32)

@@ -22,7 +22,7 @@ from loopq import _native as native
 RECORD = Path(__file__).parents[1] / "golden" / "unchanged.json"
 ROWS, DIM = 37, 200
 GRID = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float32"}
-CD = {"signed": True, "cost": "conditional", "sweeps": 30, "rounds": 4, "refit": True}
+CD = {"signed": True, "sweeps": 30, "rounds": 4, "refit": True}
 
 Case = Callable[[], dict[str, Any]]
 
@@ -137,7 +137,6 @@ def gptq_cd_cases() -> Iterator[tuple[str, Case]]:
     """The solver with descent and refit, each option on its own; the same coupled; shifted targets."""
     changes: list[dict[str, Any]] = [{"bits": b} for b in (2, 3, 4, 8)]
     changes += [{"group_size": g} for g in (0, 24)] + [{"scale_dtype": s} for s in ("float16", "bfloat16:5")]
-    changes += [{"cost": c, "bits": 3} for c in ("diagonal", "even", "largest")]
     changes += [{"order": o, "bits": 3} for o in ("diagonal", "natural")]
     changes += [
         {"signed": False, "bits": 2},

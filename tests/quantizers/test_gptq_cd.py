@@ -24,7 +24,6 @@ def solved(weight, hessian, *, mu=None, order="conditional", threads=1, **settin
         "symmetric": True,
         "signed": False,
         "scale_dtype": "float16",
-        "cost": "conditional",
         "sweeps": 30,
         "rounds": 4,
         "refit": True,
@@ -48,26 +47,42 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     weight = rng.normal(size=(rows, d)).astype(np.float32)
     hessian = correlated(rng, d)
     grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
-    result, s, _ = solved(weight, hessian, rounds=1, refit=False, sweeps=0, **grid)
+    result, s, _ = solved(weight, hessian, rounds=0, **grid)
     order = twin.conditional_order(s)
     w = weight.astype(np.float64)
     fitted = {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_dtype": "float16"}
-    scales, zeros = twin.fit_scales(w, 1 / np.diag(np.linalg.inv(s)), signed=signed, **fitted)
+    scales, zeros = twin.fit_scales(w, twin.pivots(s, order), signed=signed, **fitted)
     np.testing.assert_array_equal(result["scales"], scales)
     codes, values = twin.sweep(w, s, order, scales, zeros, bits, group)
     np.testing.assert_array_equal(values_of(result, group, d), values)
     assert result["proxy_swept"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
 
     result, _, _ = solved(weight, hessian, rounds=1, refit=False, **grid)
-    codes, values = twin.descend(w, s, codes, scales, zeros, bits, group, 30)
+    _, values = twin.descend(w, s, codes, scales, zeros, bits, group, 30)
     np.testing.assert_array_equal(values_of(result, group, d), values)
-    assert result["proxy_descended"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
+    assert result["proxy_settled"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
 
-    result, _, _ = solved(weight, hessian, rounds=1, **grid)
-    scales = twin.refit(w, s, codes, scales, zeros, group, "float16", signed)
+    # Without descent on the codes the scales of GPTQ's codes: the core goes round them up to three times.
+    result, _, _ = solved(weight, hessian, rounds=1, sweeps=0, **grid)
     owner, _ = twin.groups(d, group)
-    values = twin.value(codes, scales[:, owner], zeros[:, owner])
-    assert result["proxy_refitted"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-6)
+    losses = [twin.loss(w, twin.value(codes, scales[:, owner], zeros[:, owner]), s)]
+    active = np.ones(rows, bool)
+    for _ in range(3):
+        found = twin.rescale(w, s, codes, scales, zeros, group, "float16", signed)
+        scales = np.where(active[:, None], found, scales)
+        losses.append(twin.loss(w, twin.value(codes, scales[:, owner], zeros[:, owner]), s))
+        active &= losses[-1] < losses[-2] * (1 - 1e-3)
+    np.testing.assert_array_equal(result["scales"], scales)
+    assert result["proxy_settled"] == pytest.approx(losses[-1].sum(), rel=1e-9)
+
+    # A second start is GPTQ from the scales of the first, and rows keep what is better.
+    first, _, _ = solved(weight, hessian, rounds=1, **grid)
+    again, _ = twin.sweep(w, s, order, first["scales"].astype(np.float64), zeros, bits, group)
+    again, values = twin.descend(w, s, again, first["scales"].astype(np.float64), zeros, bits, group, 30)
+    second, _, _ = solved(weight, hessian, rounds=2, **grid)
+    before = twin.loss(w, values_of(first, group, d).astype(np.float64), s)
+    after = twin.loss(w, values_of(second, group, d).astype(np.float64), s)
+    assert (after <= np.minimum(before, twin.loss(w, values, s)) * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize(("rows", "d", "bits", "group", "symmetric", "signed"), CASES)
@@ -78,13 +93,12 @@ def test_the_damped_proxy_falls_from_stage_to_stage(rows, d, bits, group, symmet
     losses = []
     for rounds in (1, 2, 8):
         result, s, _ = solved(weight, hessian, rounds=rounds, **grid)
-        stages = [result[f"proxy_{k}"] for k in ("swept", "descended", "refitted", "settled")]
-        assert stages == sorted(stages, reverse=True)
+        stages = [result["proxy_swept"], result["proxy_settled"]]
         error = values_of(result, group, d) - weight.astype(np.float64)
         assert stages[-1] == pytest.approx(np.einsum("ij,jk,ik->", error, s, error), rel=1e-9)
         losses.append(stages[-1])
     assert losses == sorted(losses, reverse=True)
-    assert losses[0] < stages[0], "the stages after the sweep gained nothing on a correlated Hessian"
+    assert losses[0] < stages[0], "the descents gained nothing on a correlated Hessian"
 
 
 def test_no_single_code_can_be_improved_after_descent():
@@ -194,15 +208,14 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
     assert (np.abs(layer.dequantize()[:, 7] - weight[:, 7])[inside] <= 0.5001 * step[inside]).all()
     for bad in (
         {"order": "random"},
-        {"scale_cost": "x"},
         {"rounds": -1},
         {"descent": -1},
         {"damping_kind": "x"},
     ):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             solve("gptq-cd", weight, hessian, **bad)
-    for bad in ({"bits": 5}, {"group_size": -5}, {"scale_dtype": "int8"}, {"cost": "x"}):
-        with pytest.raises(ConfigError, match="scale_cost" if "cost" in bad else next(iter(bad))):
+    for bad in ({"bits": 5}, {"group_size": -5}, {"scale_dtype": "int8"}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
             solved(weight, correlated(rng, 20), **bad)
     with pytest.raises(SolveError, match="all zeros"):
         native.DampedFactor(np.zeros((3, 3)), np.zeros(3))

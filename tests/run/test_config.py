@@ -85,7 +85,7 @@ def test_settings_of_version_1_mean_the_same():
     assert (config.rank_threshold, config.n_held_out, config.allocate, config.tune) == (None,) * 4
     common = {"bits": 3, "group_size": 16, "damping": 0.02, "damping_kind": "diagonal", "scale_bits": 10}
     run = {"method": "gptq-cd", "metric": "loop", "metric_draws": 2, "passes": 2, **common}
-    run |= {"metric_prompts": 1 << 31}
+    run |= {"metric_prompts": 1 << 31, "rounds": 8}
     weighed = {"steps": "1:", "step_weights": "alpha=1/4"}
     expected = {
         "adapter.weight": run | {"bits": 8, "steps": "first", "step_weights": "sum"},

@@ -87,6 +87,13 @@ def reversed_factor(s):
     return np.linalg.cholesky(s[::-1, ::-1])[::-1, ::-1]
 
 
+def pivots(s, order):
+    """What a unit error in each column costs once the later ones of the order have made up for it."""
+    out = np.empty(len(s))
+    out[order] = np.diag(reversed_factor(s[np.ix_(order, order)])) ** 2
+    return out
+
+
 def sweep(w, s, order, scales, zeros, bits, group_size):
     """One greedy pass: each column rounded in turn, its error spread over the columns still to come."""
     m, d = w.shape
@@ -136,25 +143,23 @@ def descend(w, s, codes, scales, zeros, bits, group_size, sweeps):
     return codes, value(codes, scales[:, owner], zeros[:, owner])
 
 
-def refit(w, s, codes, scales, zeros, group_size, scale_dtype, signed=False):
-    """Scales of least loss for fixed codes; a row keeps its old scales where rounding makes the new ones worse."""
-    m, d = w.shape
+def rescale(w, s, codes, scales, zeros, group_size, scale_dtype, signed=False):
+    """Change one scale at a time to its best value given the others, once round the groups."""
+    d = w.shape[1]
     owner, ranges = groups(d, group_size)
-    n = len(ranges)
+    scales = scales.copy()
     steps = (codes - zeros[:, owner]).astype(np.float64)
-    out = scales.copy()
-    for i in range(m):
-        b = np.zeros((n, d))
-        b[owner, np.arange(d)] = steps[i]
-        live = np.abs(b).sum(1) > 0
-        if not live.any():
-            continue
-        b = b[live]
-        m_ = b @ s @ b.T
-        rhs = b @ s @ w[i]
-        found = stored(np.linalg.solve(m_, rhs), scale_dtype)
-        fits = np.isfinite(found) & (found != 0) & (signed | (found > 0))
-        out[i, live] = np.where(fits, found, out[i, live])
-    before = loss(w, value(codes, scales[:, owner], zeros[:, owner]), s)
-    after = loss(w, value(codes, out[:, owner], zeros[:, owner]), s)
-    return np.where((after < before)[:, None], out, scales)
+    for k, r in enumerate(ranges):
+        error = value(codes, scales[:, owner], zeros[:, owner]) - w
+        b = np.zeros_like(steps)
+        b[:, r] = steps[:, r]
+        slope, curve = np.sum(b * (error @ s), axis=1), np.sum(b * (b @ s), axis=1)
+        live = curve > 0
+        best = stored(scales[:, k] - slope / np.where(live, curve, 1), scale_dtype)
+        fits = live & np.isfinite(best) & (best != 0) & (signed | (best > 0))
+        new = scales.copy()
+        new[:, k] = np.where(fits, best, scales[:, k])
+        after = loss(w, value(codes, new[:, owner], zeros[:, owner]), s)
+        better = after < loss(w, error + w, s)
+        scales[:, k] = np.where(better, new[:, k], scales[:, k])
+    return scales

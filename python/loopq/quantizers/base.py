@@ -111,6 +111,11 @@ class Method(Chosen):
         return None
 
     @property
+    def work(self) -> tuple[float, float]:
+        """Multiply-adds of a solve, in those of an accumulation: factors of in^3 (once per input) and of out in^2."""
+        return (1.0, 8.0) if self.needs_hessian else (0.0, 0.0)
+
+    @property
     def shift_damping(self) -> Damping:
         """Damping of the system that asymmetric calibration solves for its target: the method's, if it has one."""
         found: Damping = getattr(self, "damping", Damping())

@@ -37,7 +37,7 @@ class Metric(Settings):
 @QUANTIZERS.register("gptq-cd")
 @dataclass(frozen=True)
 class GPTQCD(Method):
-    """GPTQ with searched scales, ordered columns, coordinate descent on the codes and refitted scales.
+    """GPTQ with searched scales and ordered columns, then coordinate descent on codes and scales.
 
     Parameters
     ----------
@@ -48,27 +48,27 @@ class GPTQCD(Method):
     order : {"conditional", "diagonal", "natural"}
         Order of the sweep. conditional: by what an error costs when the columns that remain make up for it; diagonal:
         by diag H; natural: as the columns stand. No index is stored.
-    scale_cost : {"conditional", "diagonal", "even", "largest"}
-        How errors count in the search for scales. conditional: as they cost when the other columns make up for them;
-        diagonal: when none does; even: all alike; largest: no search, the scale of the largest magnitude.
     signed_scales : bool
         Scales of symmetric grids may be negative, which turns the grid's extra code to the other side; else scales of
         symmetric grids are positive.
     descent : int
-        Most sweeps of coordinate descent on the codes; 0 leaves it out.
+        Most sweeps of one coordinate descent on the codes; 0 leaves it out.
     refit : bool
-        Closed-form scales for the codes found, and a new sweep from them; else scales stay as they were searched.
+        Coordinate descent on the scales too; else they stay as they were searched.
     rounds : int
-        Most rounds of descent, refit and new sweep.
+        Most starts: GPTQ, and GPTQ again with the scales found so far, each followed by the descents. 0 leaves GPTQ
+        alone.
     passes : int
         With metric loop: most passes of solving each row again with all others fixed.
 
     Notes
     -----
-    Minimises tr(D S D^T) over codes and scales, S = H + diag(mu): static scales of least weighted error; columns in
-    the order of falling conditional energy 1 / [(S_F)^-1]_jj, F the columns that remain; one greedy sweep; coordinate
-    descent c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, until no code changes; scales s = (B S B^T)^-1 B S w for
-    the codes found; and again. What a stage gives is taken row by row, only where it lowers the damped loss.
+    Minimises tr(D S D^T) over codes and scales, S = H + diag(mu): static scales of least weighted error, an error in a
+    column weighted as it costs once the later columns have made up for it; columns in the order of falling conditional
+    energy 1 / [(S_F)^-1]_jj, F the columns that remain; GPTQ's sweep; coordinate descent on the codes,
+    c_j <- round((q_j - G_j / S_jj) / s_j), G = D S, and on the scales, s_g <- s_g - (b G_g) / (b S_gg b) with b the
+    code steps of group g, in turn; and GPTQ again from the scales found. The loss falls with every change, and a new
+    start is taken row by row, only where it ends lower.
 
     With metric loop the loss is tr(A D S D^T) with a matrix A between outputs and gradients of the end loss in both
     (`loopq.quantizers.loop_metric`): rows are solved one after the other too, each making up for those before.
@@ -79,17 +79,22 @@ class GPTQCD(Method):
     metric: Metric = block(Metric, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")
-    scale_cost: Literal["conditional", "diagonal", "even", "largest"] = setting("conditional")
     signed_scales: bool = setting(True, off="unsigned-scales")
     descent: int = setting(30, at_least=0)
     refit: bool = setting(True, off="no-refit")
-    rounds: int = setting(8, at_least=0)
+    rounds: int = setting(4, at_least=0)
     passes: int = setting(1, at_least=0)
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
         """Most prompts (None: a share), and label draws for each, with metric loop."""
         return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
+
+    @property
+    def work(self) -> tuple[float, float]:
+        """An inverse and its pivots beside the factor; each start of each pass is some GPTQs and descents."""
+        solves = 1 + self.passes if self.metric.kind == "loop" else 1
+        return 4.0, (8.0 + 25.0 * self.rounds) * solves
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
@@ -108,7 +113,6 @@ class GPTQCD(Method):
             symmetric=grid.symmetric,
             signed=self.signed_scales and grid.symmetric,
             scale_dtype=grid.core_scale_dtype,
-            cost=self.scale_cost,
             sweeps=self.descent,
             rounds=self.rounds,
             refit=self.refit,

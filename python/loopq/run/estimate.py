@@ -12,6 +12,7 @@ import numpy as np
 import loopq._native as native
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
 from loopq.run.memory import passes, resident_bytes, run_bytes
+from loopq.run.plan import solve_work
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
@@ -84,9 +85,7 @@ def estimate(run: Run) -> Estimate:
     metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
     dims = {p.name: p.in_features for p in run.job.selection.distinct_inputs}
     accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
-    factor = sum(10 * dims[g] ** 3 for g in sums.steps)
-    sweep = sum(4 * t.parameter.in_features**2 * t.parameter.out_features for t in run.tasks)
-    core = (accumulate + factor + sweep) / _core_rate(run.execution.threads)
+    core = (accumulate + solve_work(run.tasks)) / _core_rate(run.execution.threads)
     peak = resident_bytes() + weights + memory
     seconds = once * runs + metric_seconds + core
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(run))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
 from loopq.patterns import check_patterns
+from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
@@ -69,6 +70,18 @@ def rounding_like(settings: LayerConfig) -> RTN:
 def steps_apart(tasks: Sequence[Task]) -> bool:
     """Whether paired sums over the inputs of some layers need each step apart: one is left out, or weighted."""
     return any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
+
+
+def solve_work(tasks: Sequence[Task]) -> float:
+    """Multiply-adds of all solves, in those of a Hessian's accumulation; layers with one input share a factor."""
+    factors: dict[tuple[str | None, Method], float] = {}
+    rest = 0.0
+    for task in tasks:
+        per_factor, per_weight = task.config.method.work
+        width = task.parameter.in_features
+        factors[task.input_group, task.config.method] = per_factor * width**3
+        rest += per_weight * task.parameter.out_features * width**2
+    return sum(factors.values()) + rest
 
 
 def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:

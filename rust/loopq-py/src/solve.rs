@@ -1,6 +1,5 @@
 //! Solvers under a Hessian, and the loss that they lower.
 
-use loopq_core::coordinate::Cost;
 use loopq_core::factor::DampedHessian;
 use loopq_core::gptq::{Options, Report, Scales};
 use loopq_core::grid::{Grid, Search};
@@ -77,7 +76,7 @@ pub(crate) struct Settings {
 #[pymethods]
 impl Settings {
     #[new]
-    #[pyo3(signature = (*, bits, group_size, symmetric, signed, scale_dtype, cost, sweeps, rounds, refit))]
+    #[pyo3(signature = (*, bits, group_size, symmetric, signed, scale_dtype, sweeps, rounds, refit))]
     #[expect(clippy::too_many_arguments)] // keywords of a Python function
     fn new(
         py: Python<'_>,
@@ -86,21 +85,13 @@ impl Settings {
         symmetric: bool,
         signed: bool,
         scale_dtype: &str,
-        cost: &str,
         sweeps: usize,
         rounds: usize,
         refit: bool,
     ) -> PyResult<Self> {
         let read = || -> Result<loopq_core::coordinate::Settings, Error> {
-            let cost = Cost::parse(cost)?;
-            let grid = grid_of(bits, group_size, symmetric, scale_dtype, cost.search())?;
-            Ok(loopq_core::coordinate::Settings {
-                grid: Grid { signed, ..grid },
-                cost,
-                sweeps,
-                rounds,
-                refit,
-            })
+            let grid = grid_of(bits, group_size, symmetric, scale_dtype, Search::Mse)?;
+            Ok(loopq_core::coordinate::Settings { grid: Grid { signed, ..grid }, sweeps, rounds, refit })
         };
         Ok(Self { inner: read().map_err(|e| raise(py, &e))? })
     }
@@ -125,8 +116,6 @@ pub(crate) fn coordinate<'py>(
     })?;
     let dict = result(py, out, &settings.grid, weight.rows(), weight.dim())?;
     dict.set_item("proxy_swept", report.swept)?;
-    dict.set_item("proxy_descended", report.descended)?;
-    dict.set_item("proxy_refitted", report.refitted)?;
     dict.set_item("proxy_settled", report.settled)?;
     dict.set_item("n_moves", report.moves)?;
     dict.set_item("n_rounds", report.rounds)?;

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::coordinate::{Problem, Settings};
 use crate::factor::DampedHessian;
-use crate::grid::Quantized;
+use crate::grid::{Level, Quantized};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{extend, zeros};
 use crate::weight::Weight;
@@ -48,7 +48,7 @@ pub fn coupled(
     passes: usize,
     execution: &Execution<'_>,
 ) -> Result<(Quantized, CoupledReport)> {
-    let problem = Problem::new(w, input, settings, execution)?;
+    let problem = Problem::new(w, input, settings)?;
     let covered: usize = left.iter().map(|l| l.factor().dim()).sum();
     if covered != w.rows() {
         return Err(Error::shape("A", w.rows(), covered));
@@ -205,13 +205,25 @@ impl<'a> Block<'a> {
         let from = &self.target[first * dim..(first + n) * dim];
         let w: Vec<f32> = from.iter().zip(shift).map(|(g, s)| (g - s) as f32).collect();
         // A tile counts its rows from 0 and in the order of their solution.
-        let solved = self
+        let (part, _) = self
             .problem
-            .solve_tile(Weight::new("the target of the rows", &w, n, dim)?, 0, self.execution)
+            .solve(Weight::new("the target of the rows", &w, n, dim)?, self.execution)
             .map_err(|e| moved(e, |row| self.left.factor().order()[first + row]))?;
-        let mut part = Quantized::zeroed(n, dim, &self.problem.grid)?;
-        solved.solution.store(&mut part.codes, &mut part.scales, &mut part.zeros);
-        Ok((part, solved.solution.values))
+        let groups = self.problem.grid.n_groups(dim);
+        let values = (0..dim)
+            .map(|j| {
+                let g = self.problem.group_of(j);
+                std::array::from_fn(|i| {
+                    if i >= n {
+                        return 0.0;
+                    }
+                    let level =
+                        Level { scale: part.scales[i * groups + g], zero: part.zeros[i * groups + g] };
+                    f64::from(level.value(part.codes[i * dim + j]))
+                })
+            })
+            .collect();
+        Ok((part, values))
     }
 
     /// Puts row `i` of a tile where it belongs.

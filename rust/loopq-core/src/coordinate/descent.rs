@@ -1,88 +1,265 @@
-//! Coordinate descent: one code at a time is changed to the best one given all others, until none gains.
+//! Coordinate descent: one code, or one scale, at a time is changed to the best one given all others.
 //!
 //! For a code of column `j` the loss is a parabola in its value, lowest at `q_j - G_j / S_jj` with `G = (W^ - W) S`; the
-//! best code is the nearest to that. `G` is kept up to date with one row of `S` per change. As a layer-wise quantizer it
-//! is found in K. Behdin et al., *QuantEase* (2023, arXiv:2309.01885).
+//! best code is the nearest to that. As a layer-wise quantizer it is found in K. Behdin et al., *QuantEase* (2023,
+//! arXiv:2309.01885). For the scale of a group with code steps `b` it is lowest at `s - (b G_g) / (b S_gg b)`.
+//!
+//! `G` follows every change by one row of `S`. Inside a block of columns it does so at once; everywhere else the changes of
+//! a block are added together, for all tiles in turn while the block's rows of `S` are in the cache.
 
-use crate::coordinate::{Problem, Solution};
-use crate::lanes::{add_product, add_products, Lane, LANES};
+use std::ops::Range;
+
+use crate::coordinate::tile::Tile;
+use crate::coordinate::Problem;
+use crate::lanes::{Lane, LANES};
+use crate::simd::{add_rows, per_isa};
+use crate::{Execution, Result};
 
 /// Columns whose changes are held back from all other columns until they have all been made.
 const COLUMNS: usize = 64;
 
+/// Columns of the gradient that are brought up to date together: as many of a block's rows of `S` fit the second-level
+/// cache.
+const STRIP: usize = 2048;
+
+/// Changes of some columns of one tile.
+#[derive(Default)]
+struct Changes {
+    columns: Vec<usize>,
+    by: Vec<Lane>,
+}
+
 impl Problem<'_> {
-    /// `(W^ - W) S`, and the loss of every lane.
-    pub(crate) fn gradient(&self, w: &[Lane], values: &[Lane]) -> (Vec<Lane>, Lane) {
-        let errors: Vec<Lane> = values.iter().zip(w).map(|(a, b)| difference(a, b)).collect();
-        let gradient = self.image(0, &errors);
-        let mut loss = [0.0; LANES];
-        for (error, gradient) in errors.iter().zip(&gradient) {
-            for r in 0..LANES {
-                loss[r] += error[r] * gradient[r];
-            }
+    /// Sets gradient and loss of tiles whose values stand for `targets`.
+    pub(super) fn start(&self, tiles: &mut [Tile], targets: &[Vec<Lane>]) {
+        for block in self.blocks() {
+            let error = |(tile, target): (&Tile, &Vec<Lane>)| Changes {
+                columns: block.clone().collect(),
+                by: block.clone().map(|j| difference(&tile.values[j], &target[j])).collect(),
+            };
+            let changes: Vec<Changes> = tiles.iter().zip(targets).map(error).collect();
+            self.follow(tiles, &changes, 0..0);
         }
-        (gradient, loss)
+        for (tile, target) in tiles.iter_mut().zip(targets) {
+            let errors: Vec<Lane> = tile.values.iter().zip(target).map(|(a, b)| difference(a, b)).collect();
+            tile.loss = inner(&errors, &tile.gradient);
+        }
     }
 
-    /// Changes one code at a time to the best one given all others, at most `sweeps` times round, from a solution with
-    /// its gradient; returns the moves.
-    pub(crate) fn descend(&self, solution: &mut Solution, mut gradient: Vec<Lane>, sweeps: usize) -> u64 {
-        let mut moves = 0;
+    /// Changes one code at a time, at most `sweeps` times round; returns the moves.
+    pub(super) fn change_codes(
+        &self,
+        tiles: &mut [Tile],
+        sweeps: usize,
+        execution: &Execution<'_>,
+    ) -> Result<u64> {
+        let mut moves = vec![0; tiles.len()];
+        let mut moving = vec![true; tiles.len()];
         for _ in 0..sweeps {
-            let before = moves;
-            for first in (0..self.dim).step_by(COLUMNS) {
-                moves += self.descend_block(solution, &mut gradient, first);
+            let before = moves.clone();
+            for block in self.blocks() {
+                execution.check()?;
+                let visit = |(t, tile): (usize, &mut Tile)| {
+                    if moving[t] {
+                        self.visit(tile, block.clone(), &mut moves[t])
+                    } else {
+                        Changes::default()
+                    }
+                };
+                let changes: Vec<Changes> = tiles.iter_mut().enumerate().map(visit).collect();
+                self.follow(tiles, &changes, block);
             }
-            if moves == before {
+            for (t, moving) in moving.iter_mut().enumerate() {
+                *moving = moves[t] != before[t];
+            }
+            if !moving.contains(&true) {
                 break;
             }
         }
-        moves
+        Ok(moves.iter().sum())
     }
 
-    /// One round over the columns from `first` on: their own gradients follow every change at once, those of all others
-    /// follow the changes of the block together, in the same order and so to the same bits.
-    fn descend_block(&self, solution: &mut Solution, gradient: &mut [Lane], first: usize) -> u64 {
-        let end = self.dim.min(first + COLUMNS);
-        let (mut changed, mut deltas, mut moves) = (Vec::new(), Vec::new(), 0);
-        for j in first..end {
-            let (delta, moved) = self.best_move(solution, &gradient[j], j);
+    /// Changes the codes of a block, whose own gradient follows.
+    fn visit(&self, tile: &mut Tile, block: Range<usize>, moves: &mut u64) -> Changes {
+        let (mut changes, top) = (Changes::default(), f64::from(self.grid.top()));
+        for j in block.clone() {
+            let group = self.group_of(j);
+            let low = tile.zeros[group].map(|zero| -zero);
+            let column = Column {
+                energy: self.s[j * self.dim + j],
+                gradient: tile.gradient[j],
+                values: tile.values[j],
+                scale: tile.scales[group],
+                low,
+                high: low.map(|low| top + low),
+            };
+            let mut best = Best::default();
+            best_steps(self.isa, &column, &mut best);
+            let Best { step, change: mut by, gain } = best;
+            let mut moved = 0;
+            for r in 0..LANES {
+                // At a tie rounding error may call the same place better; only a real gain ends the search for sure.
+                if gain[r] < 0.0 && tile.active[r] {
+                    moved += 1;
+                    tile.loss[r] += gain[r];
+                    tile.steps[j][r] = step[r];
+                    tile.values[j][r] += by[r];
+                } else {
+                    by[r] = 0.0;
+                }
+            }
             if moved > 0 {
-                moves += moved;
-                let row = self.s_row(j);
-                add_product(self.isa, &mut gradient[first..end], &row[first..end], &delta);
-                changed.push(row);
-                deltas.push(delta);
+                *moves += moved;
+                let row = &self.s_row(j)[block.clone()];
+                add_rows(self.isa, &mut tile.gradient[block.clone()], &[row], &[by]);
+                changes.columns.push(j);
+                changes.by.push(by);
             }
         }
-        let before: Vec<&[f64]> = changed.iter().map(|row| &row[..first]).collect();
-        add_products(self.isa, &mut gradient[..first], &before, &deltas);
-        let after: Vec<&[f64]> = changed.iter().map(|row| &row[end..]).collect();
-        add_products(self.isa, &mut gradient[end..], &after, &deltas);
-        moves
+        changes
     }
 
-    fn best_move(&self, solution: &mut Solution, gradient: &Lane, j: usize) -> (Lane, u64) {
-        let level = &solution.levels[self.group_of(j)];
-        let energy = self.s[j * self.dim + j];
-        let (mut delta, mut moved) = ([0.0; LANES], 0);
+    /// Changes one scale at a time, once round. A group without a step, or whose best scale cannot be stored, keeps its
+    /// own.
+    pub(super) fn change_scales(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<()> {
+        let size = self.grid.group(self.dim);
+        for (g, first) in (0..self.dim).step_by(size).enumerate() {
+            execution.check()?;
+            let columns = first..self.dim.min(first + size);
+            let change = |tile: &mut Tile| self.change_scale(tile, g, columns.clone());
+            let changes: Vec<Changes> = tiles.iter_mut().map(change).collect();
+            self.follow(tiles, &changes, 0..0);
+        }
+        Ok(())
+    }
+
+    fn change_scale(&self, tile: &mut Tile, g: usize, columns: Range<usize>) -> Changes {
+        let rows: Vec<&[f64]> = columns.clone().map(|j| &self.s_row(j)[columns.clone()]).collect();
+        let image = |by: &[Lane]| {
+            let mut out = vec![[0.0; LANES]; by.len()];
+            add_rows(self.isa, &mut out, &rows, by);
+            out
+        };
+        let gradient = &tile.gradient[columns.clone()];
+        let steps = &tile.steps[columns.clone()];
+        let (slope, curve) = (inner(steps, gradient), inner(steps, &image(steps)));
+        let old = tile.scales[g];
+        let mut wanted = old;
         for r in 0..LANES {
-            let old = solution.values[j][r];
-            let code = level[r].code(old - gradient[r] / energy, self.grid.top());
-            if code == solution.codes[j][r] {
-                continue;
-            }
-            let step = f64::from(level[r].value(code)) - old;
-            // At a tie rounding error may call the same place better; only a real gain ends the search for sure.
-            if step * (2.0 * gradient[r] + step * energy) < 0.0 {
-                solution.codes[j][r] = code;
-                solution.values[j][r] = old + step;
-                delta[r] = step;
-                moved += 1;
+            let best = self.grid.scale_type.round(f64::from(old[r]) - slope[r] / curve[r]);
+            let fits = best.is_finite() && best != 0.0 && (self.grid.signed || best > 0.0);
+            if fits && tile.active[r] {
+                wanted[r] = best;
             }
         }
-        (delta, moved)
+        if wanted == old {
+            return Changes::default();
+        }
+        let new: Vec<Lane> = steps.iter().map(|steps| values_of(steps, &wanted)).collect();
+        let values = &mut tile.values[columns.clone()];
+        let mut by: Vec<Lane> = new.iter().zip(&*values).map(|(new, old)| difference(new, old)).collect();
+        let (first, second) = (inner(&by, gradient), inner(&by, &image(&by)));
+        let gain: Lane = std::array::from_fn(|r| 2.0 * first[r] + second[r]);
+        for r in (0..LANES).filter(|&r| gain[r] < 0.0) {
+            tile.scales[g][r] = wanted[r];
+            tile.loss[r] += gain[r];
+        }
+        for ((by, new), value) in by.iter_mut().zip(&new).zip(values) {
+            for r in 0..LANES {
+                (by[r], value[r]) = if gain[r] < 0.0 { (by[r], new[r]) } else { (0.0, value[r]) };
+            }
+        }
+        Changes { columns: columns.collect(), by }
     }
+
+    /// Brings the gradients up to date with `changes`, one set per tile, in all columns but those `done`.
+    fn follow(&self, tiles: &mut [Tile], changes: &[Changes], done: Range<usize>) {
+        for part in [0..done.start, done.end..self.dim] {
+            for from in part.clone().step_by(STRIP) {
+                let strip = from..part.end.min(from + STRIP);
+                for (tile, changes) in tiles.iter_mut().zip(changes) {
+                    let rows: Vec<&[f64]> =
+                        changes.columns.iter().map(|&j| &self.s_row(j)[strip.clone()]).collect();
+                    if !rows.is_empty() {
+                        add_rows(self.isa, &mut tile.gradient[strip.clone()], &rows, &changes.by);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The columns of each block.
+    fn blocks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let dim = self.dim;
+        (0..dim).step_by(COLUMNS).map(move |first| first..dim.min(first + COLUMNS))
+    }
+}
+
+/// One column of a tile.
+#[derive(Clone, Copy)]
+struct Column {
+    energy: f64,
+    gradient: Lane,
+    values: Lane,
+    scale: [f32; LANES],
+    /// Lowest and highest step: the ends of the grid less the zero point.
+    low: Lane,
+    high: Lane,
+}
+
+/// The best step of every row of a column, and the change of its value and of its loss.
+#[derive(Default)]
+struct Best {
+    step: Lane,
+    change: Lane,
+    gain: Lane,
+}
+
+per_isa! {
+    fn best_steps(c: &Column, best: &mut Best) = best_body;
+}
+
+#[inline(always)]
+fn best_body(c: &Column, best: &mut Best) {
+    let c = *c;
+    let wide = c.scale.map(f64::from);
+    let mut step = [0.0; LANES];
+    for r in 0..LANES {
+        step[r] = (c.values[r] - c.gradient[r] / c.energy) / wide[r];
+    }
+    for r in 0..LANES {
+        step[r] = step[r].round_ties_even();
+    }
+    for r in 0..LANES {
+        step[r] = if step[r] > c.low[r] { step[r] } else { c.low[r] };
+    }
+    for r in 0..LANES {
+        step[r] = if step[r] < c.high[r] { step[r] } else { c.high[r] };
+    }
+    let mut change = [0.0; LANES];
+    for r in 0..LANES {
+        change[r] = f64::from(step[r] as f32 * c.scale[r]) - c.values[r];
+    }
+    let mut gain = [0.0; LANES];
+    for r in 0..LANES {
+        gain[r] = change[r] * (2.0 * c.gradient[r] + change[r] * c.energy);
+    }
+    *best = Best { step, change, gain };
+}
+
+/// Values of the steps of one column.
+pub(super) fn values_of(steps: &Lane, scale: &[f32; LANES]) -> Lane {
+    std::array::from_fn(|r| f64::from(steps[r] as f32 * scale[r]))
+}
+
+fn inner(a: &[Lane], b: &[Lane]) -> Lane {
+    let mut out = [0.0; LANES];
+    for (a, b) in a.iter().zip(b) {
+        for r in 0..LANES {
+            out[r] += a[r] * b[r];
+        }
+    }
+    out
 }
 
 fn difference(a: &Lane, b: &Lane) -> Lane {

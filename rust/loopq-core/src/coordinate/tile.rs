@@ -1,97 +1,198 @@
-//! One tile of rows through all stages.
+//! Rows of a weight on their way through the stages, eight to a tile.
 
-use crate::coordinate::{Problem, Solution};
+use rayon::prelude::*;
+
+use crate::coordinate::descent::values_of;
+use crate::coordinate::Problem;
+use crate::gptq::{again, gptq, Options, Scales};
+use crate::grid::Quantized;
 use crate::lanes::{columns_of, Lane, LANES};
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
-/// Relative gain of a round below which a row is done.
-const SETTLED: f64 = 1e-6;
+/// Relative gain below which a row is done.
+const SETTLED: f64 = 1e-3;
 
-/// A tile's solution and how it was found.
-pub(super) struct Solved {
-    pub(super) solution: Solution,
-    pub(super) course: Course,
+/// Tiles that are taken through the columns together: reading `S` once for all of them keeps the solver out of main memory.
+const TILES: usize = 8;
+
+/// Most turns of a descent on codes and one on scales.
+const TURNS: usize = 3;
+
+/// Eight rows: where they stand, by column, and the gradient of their loss.
+pub(super) struct Tile {
+    /// Codes less zero points.
+    pub(super) steps: Vec<Lane>,
+    /// What they stand for.
+    pub(super) values: Vec<Lane>,
+    /// `(W^ - W) S`.
+    pub(super) gradient: Vec<Lane>,
+    /// By group.
+    pub(super) scales: Vec<[f32; LANES]>,
+    /// By group.
+    pub(super) zeros: Vec<Lane>,
+    pub(super) loss: Lane,
+    /// Rows that are not done.
+    pub(super) active: [bool; LANES],
 }
 
-/// The loss of each row after each stage, and what it took.
+/// How the loss of some rows fell.
 pub(super) struct Course {
-    pub(super) stages: [Lane; 4],
+    pub(super) swept: Vec<f64>,
+    pub(super) settled: Vec<f64>,
     pub(super) moves: u64,
     pub(super) rounds: usize,
 }
 
-/// A solution with its gradient and the loss of each row.
-struct State {
-    solution: Solution,
-    gradient: Vec<Lane>,
-    loss: Lane,
-    done: [bool; LANES],
+/// Codes (rows, dim), scales and zero points (rows, groups) of a batch.
+type Found<'a> = (&'a mut [u8], &'a mut [f32], &'a [u8]);
+
+impl Tile {
+    /// Rows from `first` on, of `rows`. Lanes without a row hold zeros and are done.
+    fn new(
+        problem: &Problem<'_>,
+        (codes, scale, zero): (&[u8], &[f32], &[u8]),
+        first: usize,
+        rows: usize,
+    ) -> Self {
+        let (dim, groups) = (problem.dim, problem.grid.n_groups(problem.dim));
+        let at = |g: usize, r: usize| (first + r) * groups + g;
+        let live = |r: usize| first + r < rows;
+        let scales: Vec<[f32; LANES]> = (0..groups)
+            .map(|g| std::array::from_fn(|r| if live(r) { scale[at(g, r)] } else { 1.0 }))
+            .collect();
+        let zeros: Vec<Lane> = (0..groups)
+            .map(|g| std::array::from_fn(|r| if live(r) { f64::from(zero[at(g, r)]) } else { 0.0 }))
+            .collect();
+        let step =
+            |j: usize, r: usize| f64::from(codes[(first + r) * dim + j]) - zeros[problem.group_of(j)][r];
+        let steps: Vec<Lane> =
+            (0..dim).map(|j| std::array::from_fn(|r| if live(r) { step(j, r) } else { 0.0 })).collect();
+        let values =
+            steps.iter().enumerate().map(|(j, s)| values_of(s, &scales[problem.group_of(j)])).collect();
+        let active = std::array::from_fn(live);
+        let (gradient, loss) = (vec![[0.0; LANES]; dim], [0.0; LANES]);
+        Self { steps, values, gradient, scales, zeros, loss, active }
+    }
+
+    /// Writes lane `r` as a row of codes and one of scales.
+    fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [f32]) {
+        for (j, to) in codes.iter_mut().enumerate() {
+            *to = (self.steps[j][r] + self.zeros[problem.group_of(j)][r]) as u8;
+        }
+        for (to, scales) in scales.iter_mut().zip(&self.scales) {
+            *to = scales[r];
+        }
+    }
 }
 
 impl Problem<'_> {
-    /// Solves the rows of a weight from `first` on.
-    pub(super) fn solve_tile(
-        &self,
-        w: Weight<'_>,
-        first: usize,
-        execution: &Execution<'_>,
-    ) -> Result<Solved> {
-        let lanes = columns_of(w, first);
-        let solution = self.sweep(&lanes, self.fit(&lanes, first)?);
-        let (gradient, loss) = self.gradient(&lanes, &solution.values);
-        let mut state = State { solution, gradient, loss, done: [false; LANES] };
-        let mut stages = [loss; 4];
-        let (mut moves, mut rounds) = (0, 0);
-        while rounds < self.settings.rounds && state.done.contains(&false) {
-            execution.check()?;
-            let before = state.loss;
-            let mut next = state.solution.clone();
-            moves += self.descend(&mut next, state.gradient.clone(), self.settings.sweeps);
-            self.take(&lanes, &mut state, next);
-            let descended = state.loss;
-            let mut refitted = state.loss;
-            if self.settings.refit {
-                let mut next = state.solution.clone();
-                next.levels = self.refit(&lanes, &state.solution);
-                next.values = self.values(&next.codes, &next.levels);
-                self.take(&lanes, &mut state, next);
-                refitted = state.loss;
-                // New scales can make a better start than the place where the old codes are stuck.
-                let mut next = self.sweep(&lanes, state.solution.levels.clone());
-                let gradient = self.gradient(&lanes, &next.values).0;
-                moves += self.descend(&mut next, gradient, self.settings.sweeps);
-                self.take(&lanes, &mut state, next);
-            }
-            if rounds == 0 {
-                (stages[1], stages[2]) = (descended, refitted);
-            }
-            for r in 0..LANES {
-                // Written so that a loss of zero, or of less by rounding error, is done.
-                state.done[r] |= !(state.loss[r] < before[r] * (1.0 - SETTLED));
-            }
-            rounds += 1;
-        }
-        stages[3] = state.loss;
-        Ok(Solved { solution: state.solution, course: Course { stages, moves, rounds } })
+    /// Quantizes the rows of a weight.
+    pub(super) fn solve(&self, w: Weight<'_>, execution: &Execution<'_>) -> Result<(Quantized, Vec<Course>)> {
+        let (mut out, _) = gptq(w, self.factor, &self.grid, &self.sweep(), execution)?;
+        let (dim, groups, pool) = (self.dim, self.grid.n_groups(self.dim), execution.pool()?);
+        // At least two batches per thread, so that none waits long for the last.
+        let tiles = (w.rows().div_ceil(LANES) / (2 * pool.current_num_threads())).clamp(1, TILES);
+        let rows = tiles * LANES;
+        let courses: Vec<Result<Course>> = pool.install(|| {
+            let levels = out.scales.par_chunks_mut(rows * groups).zip(out.zeros.par_chunks(rows * groups));
+            out.codes
+                .par_chunks_mut(rows * dim)
+                .zip(levels)
+                .with_max_len(1)
+                .enumerate()
+                .map(|(b, (codes, (scales, zeros)))| {
+                    let w = w.slice(b * rows, codes.len() / dim);
+                    self.settle(w, (codes, scales, zeros), execution)
+                })
+                .collect()
+        });
+        Ok((out, courses.into_iter().collect::<Result<_>>()?))
     }
 
-    /// Takes a row's new solution over where it is better and the row is not done.
-    fn take(&self, w: &[Lane], state: &mut State, next: Solution) {
-        let (gradient, new) = self.gradient(w, &next.values);
-        for r in 0..LANES {
-            if state.done[r] || !(new[r] < state.loss[r]) {
-                continue;
+    /// GPTQ as it is used here.
+    fn sweep(&self) -> Options {
+        Options { scales: Scales::Static, block_size: 128, isa: self.isa }
+    }
+
+    /// Lowers the loss of a batch of rows that GPTQ has found, in place. New scales can make a better start than the
+    /// place where the old codes are stuck: every round but the first begins with GPTQ again, for the rows that gained in
+    /// the one before.
+    fn settle(&self, w: Weight<'_>, found: Found<'_>, execution: &Execution<'_>) -> Result<Course> {
+        let (codes, scales, zeros) = found;
+        let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
+        let mut tiles = self.load(w, (codes, scales, zeros));
+        let swept = losses(&tiles, w.rows());
+        let (mut settled, mut moves, mut rounds) = (swept.clone(), 0, 0);
+        let mut live: Vec<usize> = (0..w.rows()).collect();
+        while rounds < self.settings.rounds && !live.is_empty() {
+            if rounds > 0 {
+                let values = gather(w.values(), dim, &live);
+                let (scales, zeros) = (gather(scales, groups, &live), gather(zeros, groups, &live));
+                let w = Weight::new("W", &values, live.len(), dim)?;
+                let next = again(w, self.factor, &self.grid, &self.sweep(), (&scales, &zeros), execution)?;
+                tiles = self.load(w, (&next.codes, &scales, &zeros));
             }
-            state.loss[r] = new[r];
-            for j in 0..self.dim {
-                state.solution.codes[j][r] = next.codes[j][r];
-                state.solution.values[j][r] = next.values[j][r];
-                state.gradient[j][r] = gradient[j][r];
+            moves += self.descend(&mut tiles, execution)?;
+            let mut at = 0;
+            live.retain(|&row| {
+                let (tile, r, best) = (&tiles[at / LANES], at % LANES, settled[row]);
+                at += 1;
+                if tile.loss[r] < best {
+                    settled[row] = tile.loss[r];
+                    let codes = &mut codes[row * dim..(row + 1) * dim];
+                    tile.store(self, r, codes, &mut scales[row * groups..(row + 1) * groups]);
+                }
+                is_gain(tile.loss[r], best)
+            });
+            rounds += 1;
+        }
+        Ok(Course { swept, settled, moves, rounds })
+    }
+
+    /// Tiles of rows with the codes, scales and zero points given.
+    fn load(&self, w: Weight<'_>, found: (&[u8], &[f32], &[u8])) -> Vec<Tile> {
+        let firsts = (0..w.rows()).step_by(LANES);
+        let mut tiles: Vec<Tile> =
+            firsts.clone().map(|first| Tile::new(self, found, first, w.rows())).collect();
+        let targets: Vec<Vec<Lane>> = firsts.map(|first| columns_of(w, first)).collect();
+        self.start(&mut tiles, &targets);
+        tiles
+    }
+
+    /// Descends on codes and on scales in turn, until neither gains.
+    fn descend(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<u64> {
+        let mut moves = 0;
+        for _ in 0..TURNS {
+            let before: Vec<Lane> = tiles.iter().map(|tile| tile.loss).collect();
+            moves += self.change_codes(tiles, self.settings.sweeps, execution)?;
+            if !self.settings.refit {
+                break;
             }
-            for (to, from) in state.solution.levels.iter_mut().zip(&next.levels) {
-                to[r] = from[r];
+            self.change_scales(tiles, execution)?;
+            for (tile, before) in tiles.iter_mut().zip(before) {
+                for r in 0..LANES {
+                    tile.active[r] &= is_gain(tile.loss[r], before[r]);
+                }
+            }
+            if !tiles.iter().any(|tile| tile.active.contains(&true)) {
+                break;
             }
         }
+        Ok(moves)
     }
+}
+
+fn losses(tiles: &[Tile], rows: usize) -> Vec<f64> {
+    (0..rows).map(|i| tiles[i / LANES].loss[i % LANES]).collect()
+}
+
+/// Some rows of a matrix.
+fn gather<T: Copy>(all: &[T], width: usize, rows: &[usize]) -> Vec<T> {
+    rows.iter().flat_map(|&row| &all[row * width..(row + 1) * width]).copied().collect()
+}
+
+/// Whether a loss is so much lower that going on is worth it; one of zero, or lower by rounding error, is not.
+fn is_gain(now: f64, before: f64) -> bool {
+    now < before * (1.0 - SETTLED)
 }

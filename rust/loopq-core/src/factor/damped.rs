@@ -7,9 +7,9 @@ use rayon::prelude::*;
 use crate::factor::ldl::Ldl;
 use crate::factor::ordering::{by_conditional_energy, by_diagonal};
 use crate::factor::{Order, Symmetric};
-use crate::lanes::{add_products, columns_of, Lane, LANES};
+use crate::lanes::{columns_of, Lane, LANES};
 use crate::memory::{zeros, Buffer};
-use crate::simd::{Isa, Real};
+use crate::simd::{add_rows, Isa, Real};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
@@ -26,7 +26,6 @@ pub struct DampedFactor<T> {
     /// Of the `H` that it was made of.
     fingerprint: u64,
     matrix: OnceLock<Buffer<f64>>,
-    energies: OnceLock<Vec<f64>>,
 }
 
 impl<T: Real> DampedFactor<T> {
@@ -35,20 +34,18 @@ impl<T: Real> DampedFactor<T> {
         let dim = h.dim();
         check(h, mu)?;
         let natural: Vec<usize> = (0..dim).collect();
-        let energies = OnceLock::new();
         let order = match rule {
             Order::Natural => natural,
             Order::Diagonal => by_diagonal(h, mu),
             Order::Conditional => {
                 let inverse = Ldl::<f64>::new(h, mu, &natural, execution)?.inverse(execution)?;
-                let _ = energies.set((0..dim).map(|j| 1.0 / inverse[j * dim + j]).collect());
-                by_conditional_energy(&inverse, dim, execution)?
+                by_conditional_energy(inverse, dim, execution)?
             }
         };
         let ldl = Ldl::new(h, mu, &order, execution)?;
         let n_dead_columns = (0..dim).filter(|&j| h.at(j, j) == 0.0).count();
         let (mu, fingerprint, matrix) = (mu.to_vec(), h.fingerprint(), OnceLock::new());
-        Ok(Self { ldl, rule, order, mu, n_dead_columns, fingerprint, matrix, energies })
+        Ok(Self { ldl, rule, order, mu, n_dead_columns, fingerprint, matrix })
     }
 
     /// Columns.
@@ -97,12 +94,6 @@ impl<T: Real> DampedFactor<T> {
     #[inline]
     pub(crate) fn entry(&self, i: usize, j: usize) -> T {
         self.ldl.a.at(i, j)
-    }
-
-    /// Row `i` of `A` to the right of its diagonal, in pieces, each with the place at which it begins.
-    #[inline]
-    pub(crate) fn later(&self, i: usize) -> impl Iterator<Item = (usize, &[T])> {
-        self.ldl.a.right_of_diagonal(i)
     }
 }
 
@@ -159,7 +150,7 @@ impl DampedFactor<f64> {
 fn product(w: &[Lane], cross: &[f64]) -> Vec<Lane> {
     let mut out = vec![[0.0; LANES]; w.len()];
     let rows: Vec<&[f64]> = cross.chunks_exact(w.len()).collect();
-    add_products(Isa::best(), &mut out, &rows, w);
+    add_rows(Isa::best(), &mut out, &rows, w);
     out
 }
 
@@ -210,23 +201,6 @@ impl<'a> DampedHessian<'a> {
             }
         }
         Ok(cell.get_or_init(|| s))
-    }
-
-    /// `1 / [S^-1]_jj`, what a unit error in each column costs when all others make up for it; found at the first call
-    /// for a factor.
-    pub(crate) fn energies(&self, execution: &Execution<'_>) -> Result<&'a [f64]> {
-        let cell = &self.factor.energies;
-        if let Some(found) = cell.get() {
-            return Ok(found);
-        }
-        self.check_same()?;
-        let diagonal = if self.factor.rule == Order::Natural {
-            self.factor.ldl.inverse_diagonal(execution)?
-        } else {
-            let natural: Vec<usize> = (0..self.h.dim()).collect();
-            Ldl::<f64>::new(self.h, &self.factor.mu, &natural, execution)?.inverse_diagonal(execution)?
-        };
-        Ok(cell.get_or_init(|| diagonal.into_iter().map(|v| 1.0 / v).collect()))
     }
 }
 

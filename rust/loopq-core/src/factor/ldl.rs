@@ -5,10 +5,9 @@ use rayon::prelude::*;
 use crate::factor::cholesky::{factor_in_place, Pivots, Stop};
 use crate::factor::panels::{Panels, PANEL_WIDTH};
 use crate::factor::Symmetric;
-use crate::lanes::{add_product, Lane, LANES};
-use crate::memory::Buffer;
-use crate::simd::{dot, Isa, Real};
-use crate::{dims, Error, Execution, Result};
+use crate::lanes::{Lane, LANES};
+use crate::simd::{add_rows, dot, Isa, Real};
+use crate::{Error, Execution, Result};
 
 /// `A` and `p`; row and column `i` stand for column `order[i]` of `H`.
 #[derive(Debug)]
@@ -87,60 +86,6 @@ impl<T: Real> Ldl<T> {
 }
 
 impl Ldl<f64> {
-    /// `A^-1`, row-major, zero below its diagonal.
-    fn unit_inverse(&self, execution: &Execution<'_>) -> Result<Buffer<f64>> {
-        let dim = self.a.dim;
-        let mut rows = Buffer::zeroed("the inverse of a factor", dims::product("S^-1", dim, dim)?)?;
-        execution.pool()?.install(|| {
-            rows.par_chunks_mut(dim).enumerate().try_for_each(|(i, b)| {
-                execution.check()?;
-                b[i] = 1.0;
-                for l in i..dim {
-                    let f = -b[l];
-                    for (from, piece) in self.a.right_of_diagonal(l) {
-                        for (to, entry) in b[from..].iter_mut().zip(piece) {
-                            *to += f * entry;
-                        }
-                    }
-                }
-                Ok(())
-            })
-        })?;
-        Ok(rows)
-    }
-
-    /// `S^-1 = sum_i b_i b_i^T / p_i`, `b_i` the rows of `A^-1`, row-major.
-    pub(super) fn inverse(&self, execution: &Execution<'_>) -> Result<Buffer<f64>> {
-        let dim = self.a.dim;
-        let rows = self.unit_inverse(execution)?;
-        let mut out = Buffer::zeroed("the inverse of a Hessian", dims::product("S^-1", dim, dim)?)?;
-        execution.pool()?.install(|| {
-            out.par_chunks_mut(dim).enumerate().try_for_each(|(j, p)| {
-                execution.check()?;
-                for i in 0..=j {
-                    let f = rows[i * dim + j] / self.pivots[i];
-                    for (to, b) in p[i..].iter_mut().zip(&rows[i * dim + i..(i + 1) * dim]) {
-                        *to += f * b;
-                    }
-                }
-                Ok(())
-            })
-        })?;
-        Ok(out)
-    }
-
-    /// The diagonal of `S^-1`, with the bits that [`Ldl::inverse`] has there.
-    pub(super) fn inverse_diagonal(&self, execution: &Execution<'_>) -> Result<Vec<f64>> {
-        let mut sums = vec![0.0; self.a.dim];
-        let rows = self.unit_inverse(execution)?;
-        for (i, (row, pivot)) in rows.chunks_exact(self.a.dim).zip(&self.pivots).enumerate() {
-            for (sum, b) in sums[i..].iter_mut().zip(&row[i..]) {
-                *sum += b / pivot * b;
-            }
-        }
-        Ok(sums)
-    }
-
     /// `S x`, as the factor has it; `x` by place.
     pub(super) fn times(&self, x: &[f64]) -> Vec<f64> {
         let mut turned = x.to_vec();
@@ -180,7 +125,7 @@ impl Ldl<f64> {
         for i in 0..dim {
             let by = x[i].map(|v| -v);
             for (from, piece) in self.a.right_of_diagonal(i) {
-                add_product(isa, &mut x[from..], piece, &by);
+                add_rows(isa, &mut x[from..from + piece.len()], &[piece], &[by]);
             }
         }
     }

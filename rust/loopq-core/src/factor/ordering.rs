@@ -8,9 +8,14 @@
 use rayon::prelude::*;
 
 use crate::factor::Symmetric;
-use crate::memory::Buffer;
-use crate::simd::dot;
-use crate::{dims, Error, Execution, Result};
+use crate::memory::{zeros, Buffer};
+use crate::simd::{axpy, Isa, Real, MR};
+use crate::{Error, Execution, Result};
+
+/// Pivots that are found before their rows are subtracted from all others.
+const BLOCK: usize = 64;
+
+const NR: usize = <f64 as Real>::NR;
 
 /// A rule for the order of columns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,45 +44,98 @@ impl Order {
 ///
 /// A Cholesky factorisation of `S^-1` with pivoting (Golub and Van Loan, *Matrix Computations*, section 4.2), but with
 /// the *smallest* remaining diagonal as the next pivot: after the columns of a set have been taken, what is left of the
-/// diagonal is that of `(S_F)^-1`, `F` the columns that remain.
+/// diagonal is that of `(S_F)^-1`, `F` the columns that remain. `inverse` is the lower triangle of `S^-1`, row-major, which
+/// becomes what is left of it, its columns exchanged as they are taken; a block of pivots is subtracted at once.
 pub(super) fn by_conditional_energy(
-    inverse: &[f64],
+    mut inverse: Buffer<f64>,
     dim: usize,
     execution: &Execution<'_>,
 ) -> Result<Vec<usize>> {
-    let mut left: Vec<usize> = (0..dim).collect();
+    let isa = Isa::best();
+    let mut order: Vec<usize> = (0..dim).collect();
     let mut diagonal: Vec<f64> = (0..dim).map(|j| inverse[j * dim + j]).collect();
-    // Row k holds what the pivots so far took from column k of the inverse.
-    let size = dims::product("the pivoted factor of an inverse", dim, dim)?;
-    let mut taken = Buffer::zeroed("the pivoted factor of an inverse", size)?;
-    let mut order = Vec::with_capacity(dim);
+    // Rows of the factor of this block, from the place of their pivot on.
+    let width = dim.next_multiple_of(NR) + NR;
+    let mut block = zeros("rows of the pivoted factor of an inverse", BLOCK * width)?;
     let pool = execution.pool()?;
-    for step in 0..dim {
+    for first in (0..dim).step_by(BLOCK) {
         execution.check()?;
-        let Some(at) = (0..left.len())
-            .min_by(|&a, &b| diagonal[left[a]].total_cmp(&diagonal[left[b]]).then(left[a].cmp(&left[b])))
-        else {
-            break;
-        };
-        let j = left.swap_remove(at);
-        order.push(j);
-        let root = diagonal[j].max(f64::MIN_POSITIVE).sqrt();
-        let own = taken[j * dim..j * dim + step].to_vec();
-        let next: Vec<f64> = pool.install(|| {
-            left.par_iter()
-                .with_min_len(64)
-                .map(|&k| {
-                    let sum: f64 = dot(&taken[k * dim..k * dim + step], &own);
-                    (inverse[j * dim + k] - sum) / root
-                })
-                .collect()
-        });
-        for (&k, value) in left.iter().zip(next) {
-            taken[k * dim + step] = value;
-            diagonal[k] -= value * value;
+        let n = BLOCK.min(dim - first);
+        block.fill(0.0);
+        for step in 0..n {
+            let place = first + step;
+            let least =
+                |&a: &usize, &b: &usize| diagonal[a].total_cmp(&diagonal[b]).then(order[a].cmp(&order[b]));
+            let pivot = (place..dim).min_by(least).unwrap_or(place);
+            exchange(&mut inverse, dim, place, pivot);
+            diagonal.swap(place, pivot);
+            order.swap(place, pivot);
+            let (before, own) = block.split_at_mut(step * width);
+            let row = &mut own[..dim];
+            for line in before.chunks_exact_mut(width) {
+                line.swap(place, pivot);
+            }
+            for k in place + 1..dim {
+                row[k] = inverse[k * dim + place];
+            }
+            for line in before.chunks_exact(width) {
+                axpy(isa, -line[place], &line[place + 1..dim], &mut row[place + 1..dim]);
+            }
+            let root = diagonal[place].max(f64::MIN_POSITIVE).sqrt();
+            for k in place + 1..dim {
+                row[k] /= root;
+                diagonal[k] -= row[k] * row[k];
+            }
         }
+        pool.install(|| subtract(isa, &mut inverse, dim, first + n, &block, (n, width)));
     }
     Ok(order)
+}
+
+/// Exchanges two places, `a <= b`, of a symmetric matrix of which the lower triangle is kept, as far as the columns from `a`
+/// on go.
+fn exchange(matrix: &mut [f64], dim: usize, a: usize, b: usize) {
+    if a == b {
+        return;
+    }
+    matrix.swap(a * dim + a, b * dim + b);
+    for k in a + 1..b {
+        matrix.swap(k * dim + a, b * dim + k);
+    }
+    for k in b + 1..dim {
+        matrix.swap(k * dim + a, k * dim + b);
+    }
+}
+
+/// Takes `sum_t block[t] block[t]^T` over `n` lines of `width` from the lower triangle from place `first` on.
+fn subtract(
+    isa: Isa,
+    matrix: &mut [f64],
+    dim: usize,
+    first: usize,
+    block: &[f64],
+    (n, width): (usize, usize),
+) {
+    let negative: Vec<f64> = block.iter().map(|v| -v).collect();
+    matrix[first * dim..].par_chunks_mut(MR * dim).with_min_len(8).enumerate().for_each(|(tile, rows)| {
+        let row = first + tile * MR;
+        for column in (first..(row + MR).min(dim)).step_by(NR) {
+            let (height, length) = (rows.len() / dim, NR.min(dim - column));
+            let (a, b) = (&negative[row..], &block[column..]);
+            if height == MR && length == NR {
+                f64::tile(isa, n, a, width, b, width, &mut rows[column..], dim);
+                continue;
+            }
+            let mut edge = [0.0; MR * NR];
+            for (to, from) in edge.chunks_exact_mut(NR).zip(rows.chunks_exact(dim)) {
+                to[..length].copy_from_slice(&from[column..column + length]);
+            }
+            f64::tile(isa, n, a, width, b, width, &mut edge, NR);
+            for (from, to) in edge.chunks_exact(NR).zip(rows.chunks_exact_mut(dim)) {
+                to[column..column + length].copy_from_slice(&from[..length]);
+            }
+        }
+    });
 }
 
 /// Columns by falling diagonal of `S = H + diag(mu)`, ties by falling diagonal of `H`, then by ascending index.

@@ -51,11 +51,17 @@ struct Vector<T> {
 
 impl<'a, T: Real> Batch<'a, T> {
     /// Rows `first..` of the weight, with their scales where these are known beforehand.
-    pub(super) fn new(problem: &'a Problem<'a, T>, w: Weight<'a>, first: usize) -> Result<Self> {
+    pub(super) fn new(
+        problem: &'a Problem<'a, T>,
+        w: Weight<'a>,
+        first: usize,
+        known: Option<(&[f32], &[u8])>,
+    ) -> Result<Self> {
         let (grid, isa) = (problem.grid, problem.options.isa);
-        let levels = match problem.options.scales {
-            Scales::Static => Levels::fitted(w, first, grid, problem.weights, isa)?,
-            Scales::Group => Levels::unset(w.rows(), grid.n_groups(w.dim())),
+        let levels = match (known, problem.options.scales) {
+            (Some((scales, zeros)), _) => Levels::load(w.rows(), scales, zeros),
+            (None, Scales::Static) => Levels::fitted(w, first, grid, problem.weights, isa)?,
+            (None, Scales::Group) => Levels::unset(w.rows(), grid.n_groups(w.dim())),
         };
         Ok(Self { problem, w, dim: w.dim(), first, vectors: Vec::new(), levels })
     }

@@ -95,10 +95,34 @@ pub fn gptq<T: Real>(
     options: &Options,
     execution: &Execution<'_>,
 ) -> Result<(Quantized, Report)> {
-    let (rows, dim) = (w.rows(), factor.dim());
+    let dim = factor.dim();
     grid.check()?;
     w.check_width(dim)?;
     options.check(factor.rule())?;
+    run(w, factor, grid, options, None, execution)
+}
+
+/// Quantizes `W` once more with the scales and zero points that it has.
+pub(crate) fn again<T: Real>(
+    w: Weight<'_>,
+    factor: &DampedFactor<T>,
+    grid: &Grid,
+    options: &Options,
+    levels: (&[f32], &[u8]),
+    execution: &Execution<'_>,
+) -> Result<Quantized> {
+    Ok(run(w, factor, grid, options, Some(levels), execution)?.0)
+}
+
+fn run<T: Real>(
+    w: Weight<'_>,
+    factor: &DampedFactor<T>,
+    grid: &Grid,
+    options: &Options,
+    levels: Option<(&[f32], &[u8])>,
+    execution: &Execution<'_>,
+) -> Result<(Quantized, Report)> {
+    let (rows, dim) = (w.rows(), w.dim());
     let n_groups = grid.n_groups(dim);
     let mut out = Quantized::zeroed(rows, dim, grid)?;
     let pool = execution.pool()?;
@@ -121,7 +145,10 @@ pub fn gptq<T: Real>(
             .enumerate()
             .map(|(b, (codes, (scales, zeros)))| {
                 let first = b * batch_rows;
-                let batch = Batch::new(&problem, w.slice(first, codes.len() / dim), first)?;
+                let n = codes.len() / dim;
+                let own = first * n_groups..(first + n) * n_groups;
+                let levels = levels.map(|(scales, zeros)| (&scales[own.clone()], &zeros[own]));
+                let batch = Batch::new(&problem, w.slice(first, n), first, levels)?;
                 let solved = batch.solve(codes, execution)?;
                 solved.store(scales, zeros);
                 Ok(solved.costs())

@@ -46,6 +46,18 @@ impl Levels {
         Ok(levels)
     }
 
+    /// Levels of `n` rows from (rows, groups) arrays.
+    pub(crate) fn load(n: usize, scales: &[f32], zeros: &[u8]) -> Self {
+        let n_groups = scales.len() / n.max(1);
+        let mut levels = Self::unset(n, n_groups);
+        for r in 0..n {
+            for g in 0..n_groups {
+                levels.set(g, r, Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] });
+            }
+        }
+        levels
+    }
+
     /// Lanes `from..from + len` of group `g`: scales and zero points.
     pub(crate) fn lanes(&self, g: usize, from: usize, len: usize) -> (&[f32], &[f32]) {
         let at = g * self.n + from;

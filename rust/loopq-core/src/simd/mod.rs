@@ -3,11 +3,13 @@
 //! A leaf: it uses nothing else of this crate.
 
 mod axpy;
+mod rows;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub(crate) use axpy::{axpy, dot};
+pub(crate) use rows::add_rows;
 pub(crate) use tile::prefetch;
 pub use tile::{tile_pairs, Real, MR};
 

@@ -143,6 +143,57 @@ pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, 
     }
 }
 
+macro_rules! rows {
+    ($name:ident, $features:literal, $columns:literal, $parts:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {
+        /// `to[k] += sum_i rows[i][k] * by[i]`; returns how many columns are done, whole blocks only.
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(to: &mut [[f64; 8]], rows: &[&[f64]], by: &[[f64; 8]]) -> usize {
+            const L: usize = 8 / $parts;
+            let done = to.len() / $columns * $columns;
+            assert!(rows.len() == by.len() && rows.iter().all(|row| row.len() >= done));
+            for k in (0..done).step_by($columns) {
+                // SAFETY: columns `k..k + $columns` lie below `done`, which `to` and every row reach; a lane holds
+                // `$parts` vectors of `L` numbers. Loads and stores are the unaligned ones.
+                unsafe {
+                    let p = to.as_mut_ptr().add(k).cast::<f64>();
+                    let mut acc = [[$load(p); $parts]; $columns];
+                    for (c, parts) in acc.iter_mut().enumerate() {
+                        for (v, entry) in parts.iter_mut().enumerate() {
+                            *entry = $load(p.add(8 * c + L * v));
+                        }
+                    }
+                    for (row, by) in rows.iter().zip(by) {
+                        let (row, by) = (row.as_ptr().add(k), by.as_ptr());
+                        for (c, parts) in acc.iter_mut().enumerate() {
+                            let x = $set(*row.add(c));
+                            for (v, entry) in parts.iter_mut().enumerate() {
+                                *entry = $fma(x, $load(by.add(L * v)), *entry);
+                            }
+                        }
+                    }
+                    for (c, parts) in acc.iter().enumerate() {
+                        for (v, &entry) in parts.iter().enumerate() {
+                            $store(p.add(8 * c + L * v), entry);
+                        }
+                    }
+                }
+            }
+            done
+        }
+    };
+}
+rows!(
+    rows_avx512,
+    "avx512f,avx512dq,avx512bw,avx512vl,fma",
+    16,
+    1,
+    _mm512_loadu_pd,
+    _mm512_storeu_pd,
+    _mm512_set1_pd,
+    _mm512_fmadd_pd
+);
+rows!(rows_avx2, "avx2,fma", 4, 2, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd);
+
 /// Asks for the cache lines of a slice.
 #[inline]
 pub(super) fn prefetch(values: &[i64]) {

@@ -6,6 +6,7 @@ writes a transformers folder, ``.cache/smollm2/dense``. Its weights were rounded
 ``python -m benches.zoo.smollm2 retrofit`` makes layers 8 to 19 run twice and trains all weights a little on articles of
 Wikipedia and textbooks (the data folder's), which mends what the second run broke and moves the weights off that grid:
 ``.cache/smollm2/looped``.
+``python -m benches.zoo.smollm2 compare`` quantizes that by several methods and prints their KL.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+import loopq
 from benches.zoo.train import text_loss
+from loopq.calibrate.data import windows
+from loopq.demo import VARIANTS
+from loopq.run.config import PRESETS
 from loopq.systems.load import load_model
 from loopq.systems.looped import LOOP
 
@@ -183,18 +188,53 @@ def measure(spec: str, text: Path, n_prompts: int, depths: list[int]) -> None:
         print(f"{spec}, {depth} times: perplexity {math.exp(loss):.2f} on {len(rows)} x {SEQ_LEN} tokens")
 
 
+def compare(spec: str, data: Path, grids: list[tuple[int, int]], threads: int) -> None:
+    """Print KL of rounding, of the paper's GPTQ, of the strongest other tool's algorithm and of loopq at equal bits.
+
+    Calibrated on 32 x 256 tokens of Wikipedia's articles, measured on 16 x 256 of WikiText-2's test text.
+    """
+    loaded = load_model(spec, dtype="float32")
+    with lzma.open(data / CORPORA[0], "rt") as lines:
+        articles = "\n\n".join(json.loads(next(lines))["text"] for _ in range(400))
+    calibration = windows(articles, loaded.encode, SEQ_LEN, 32, "Wikipedia sample")
+    test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]
+    evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
+    rows = {name: settings for name, settings in VARIANTS if settings != PRESETS["best"]}
+    rows["loopq, preset fast"] = dict(PRESETS["fast"])
+    print(
+        "| grid | weights | KL (95 % over prompts) | agreement | perplexity | CPU s |\n|---|---|---|---|---|---|"
+    )
+    for bits, group in grids:
+        for name, settings in rows.items():
+            began = time.process_time()
+            found = loopq.quantize(
+                loaded, calibration, bits=bits, group_size=group, threads=threads, **settings
+            )
+            seconds = time.process_time() - began
+            full, one = loopq.evaluate(loaded, {name: found}, evaluation)
+            interval = one.kl_interval()
+            spread = f" ({interval.low:.3f}-{interval.high:.3f})" if interval else ""
+            print(
+                f"| INT{bits} g{group} | {name} | {float(one.kl.mean()):.3f}{spread} "
+                f"| {float(one.agreement.mean()):.1%} | {one.summary()['perplexity']:.1f} | {seconds:.0f} |",
+                flush=True,
+            )
+    print(f"Perplexity in full precision: {full.summary()['perplexity']:.1f}")
+
+
 def main() -> None:
     """Fetch, train or measure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("fetch", "retrofit", "measure"))
+    parser.add_argument("what", choices=("fetch", "retrofit", "measure", "compare"))
     parser.add_argument("--work", type=Path, default=Path(".cache/smollm2"))
     data = Path(os.environ.get("LOOPQ_DATA", "../shared/data"))
     parser.add_argument("--data", type=Path, default=data, help="data folder (default: LOOPQ_DATA)")
     parser.add_argument("--minutes", type=float, default=60.0, help="of training (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--spec", help="of measure: what is loaded")
+    parser.add_argument("--spec", help="of measure and compare: what is loaded")
+    parser.add_argument("--grid", action="append", help="of compare: BITS:GROUP (default 4:64)")
     parser.add_argument("--text", type=Path, help="of measure")
     parser.add_argument("--depths", default="1,2,3")
     args = parser.parse_args()
@@ -202,6 +242,9 @@ def main() -> None:
         fetch(args.work / "dense")
     elif args.what == "retrofit":
         retrofit(args.work, args.data, 60 * args.minutes, args.threads)
+    elif args.what == "compare":
+        grids = [(int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ["4:64"])]
+        compare(args.spec or str(args.work / "looped"), args.data, grids, args.threads)
     else:
         measure(args.spec, args.text, 8, [int(d) for d in args.depths.split(",")])
 

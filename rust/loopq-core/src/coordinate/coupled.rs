@@ -175,7 +175,7 @@ impl<'a> Block<'a> {
                 })
             })
             .collect();
-        let image = self.problem.image(0, &change);
+        let image = self.problem.image(&change);
         let mut taken = 0;
         for i in 0..n {
             let own = self.entry(first + i, first + i);
@@ -261,7 +261,7 @@ impl<'a> Block<'a> {
             let errors: Vec<Lane> = (0..dim)
                 .map(|j| std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 }))
                 .collect();
-            let image = self.problem.image(0, &errors);
+            let image = self.problem.image(&errors);
             for i in 0..n {
                 total += self.pull(first + i).iter().zip(&image).map(|(p, lane)| p * lane[i]).sum::<f64>();
             }

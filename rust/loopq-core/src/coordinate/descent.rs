@@ -31,8 +31,14 @@ struct Changes {
 
 impl Problem<'_> {
     /// Sets gradient and loss of tiles whose values stand for `targets`.
-    pub(super) fn start(&self, tiles: &mut [Tile], targets: &[Vec<Lane>]) {
+    pub(super) fn start(
+        &self,
+        tiles: &mut [Tile],
+        targets: &[Vec<Lane>],
+        execution: &Execution<'_>,
+    ) -> Result<()> {
         for block in self.blocks() {
+            execution.check()?;
             let error = |(tile, target): (&Tile, &Vec<Lane>)| Changes {
                 columns: block.clone().collect(),
                 by: block.clone().map(|j| difference(&tile.values[j], &target[j])).collect(),
@@ -44,6 +50,7 @@ impl Problem<'_> {
             let errors: Vec<Lane> = tile.values.iter().zip(target).map(|(a, b)| difference(a, b)).collect();
             tile.loss = inner(&errors, &tile.gradient);
         }
+        Ok(())
     }
 
     /// Changes one code at a time, at most `sweeps` times round; returns the moves.
@@ -54,7 +61,7 @@ impl Problem<'_> {
         execution: &Execution<'_>,
     ) -> Result<u64> {
         let mut moves = vec![0; tiles.len()];
-        let mut moving = vec![true; tiles.len()];
+        let mut moving: Vec<bool> = tiles.iter().map(Tile::is_active).collect();
         for _ in 0..sweeps {
             let before = moves.clone();
             for block in self.blocks() {
@@ -134,6 +141,9 @@ impl Problem<'_> {
     }
 
     fn change_scale(&self, tile: &mut Tile, g: usize, columns: Range<usize>) -> Changes {
+        if !tile.is_active() {
+            return Changes::default();
+        }
         let rows: Vec<&[f64]> = columns.clone().map(|j| &self.s_row(j)[columns.clone()]).collect();
         let image = |by: &[Lane]| {
             let mut out = vec![[0.0; LANES]; by.len()];

@@ -8,7 +8,7 @@
 //!
 //! The loss falls with every change, and a new start is taken, row by row, only where it ends lower. GPTQ's sweep is, but for
 //! the ends of the grid, Babai's nearest plane in the lattice problem that rounding under `S` is (J. Chen et al., *The
-//! Geometry of LLM Quantization*, 2025, arXiv:2507.18553); the descents are what a lattice search calls refinement.
+//! Geometry of LLM Quantization*, 2025, arXiv:2507.18553).
 
 mod coupled;
 mod descent;
@@ -77,10 +77,10 @@ impl<'a> Problem<'a> {
         &self.s[j * self.dim..(j + 1) * self.dim]
     }
 
-    /// `by S` for every lane, where `by` has a number for each of the columns from `first` on.
-    fn image(&self, first: usize, by: &[Lane]) -> Vec<Lane> {
+    /// `by S` for every lane.
+    fn image(&self, by: &[Lane]) -> Vec<Lane> {
         let mut out = vec![[0.0; LANES]; self.dim];
-        let rows: Vec<&[f64]> = (first..first + by.len()).map(|j| self.s_row(j)).collect();
+        let rows: Vec<&[f64]> = (0..self.dim).map(|j| self.s_row(j)).collect();
         add_rows(self.isa, &mut out, &rows, by);
         out
     }

@@ -75,6 +75,10 @@ impl Tile {
         Self { steps, values, gradient, scales, zeros, loss, active }
     }
 
+    pub(super) fn is_active(&self) -> bool {
+        self.active.contains(&true)
+    }
+
     /// Writes lane `r` as a row of codes and one of scales.
     fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [f32]) {
         for (j, to) in codes.iter_mut().enumerate() {
@@ -121,7 +125,7 @@ impl Problem<'_> {
     fn settle(&self, w: Weight<'_>, found: Found<'_>, execution: &Execution<'_>) -> Result<Course> {
         let (codes, scales, zeros) = found;
         let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
-        let mut tiles = self.load(w, (codes, scales, zeros));
+        let mut tiles = self.load(w, (codes, scales, zeros), execution)?;
         let swept = losses(&tiles, w.rows());
         let (mut settled, mut moves, mut rounds) = (swept.clone(), 0, 0);
         let mut live: Vec<usize> = (0..w.rows()).collect();
@@ -131,7 +135,7 @@ impl Problem<'_> {
                 let (scales, zeros) = (gather(scales, groups, &live), gather(zeros, groups, &live));
                 let w = Weight::new("W", &values, live.len(), dim)?;
                 let next = again(w, self.factor, &self.grid, &self.sweep(), (&scales, &zeros), execution)?;
-                tiles = self.load(w, (&next.codes, &scales, &zeros));
+                tiles = self.load(w, (&next.codes, &scales, &zeros), execution)?;
             }
             moves += self.descend(&mut tiles, execution)?;
             let mut at = 0;
@@ -151,13 +155,18 @@ impl Problem<'_> {
     }
 
     /// Tiles of rows with the codes, scales and zero points given.
-    fn load(&self, w: Weight<'_>, found: (&[u8], &[f32], &[u8])) -> Vec<Tile> {
+    fn load(
+        &self,
+        w: Weight<'_>,
+        found: (&[u8], &[f32], &[u8]),
+        execution: &Execution<'_>,
+    ) -> Result<Vec<Tile>> {
         let firsts = (0..w.rows()).step_by(LANES);
         let mut tiles: Vec<Tile> =
             firsts.clone().map(|first| Tile::new(self, found, first, w.rows())).collect();
         let targets: Vec<Vec<Lane>> = firsts.map(|first| columns_of(w, first)).collect();
-        self.start(&mut tiles, &targets);
-        tiles
+        self.start(&mut tiles, &targets, execution)?;
+        Ok(tiles)
     }
 
     /// Descends on codes and on scales in turn, until neither gains.
@@ -175,7 +184,7 @@ impl Problem<'_> {
                     tile.active[r] &= is_gain(tile.loss[r], before[r]);
                 }
             }
-            if !tiles.iter().any(|tile| tile.active.contains(&true)) {
+            if !tiles.iter().any(Tile::is_active) {
                 break;
             }
         }

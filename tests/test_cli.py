@@ -93,6 +93,16 @@ def test_wrong_usage_is_one_line_that_names_the_option(args, command):
     assert "`loopq quantize --help` lists the options" in err
 
 
+def test_a_value_of_any_length_is_quoted_in_part(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "none", "x", "--n-tokens", "x" * 5000])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert "argument --n-tokens: 'xxx" in err
+    assert "xxx': give a whole number (`loopq run --help` lists the options)" in err
+    assert len(err.splitlines()[-1]) < 1000
+
+
 def test_wrong_usage_stops_the_program():
     with pytest.raises(SystemExit) as stop:
         main(["quantize", "m", "--out", "o", "--bits", "x"])

@@ -25,6 +25,9 @@ _FIRST = """first steps:
   loopq evaluate MODEL DIR                       measure what that did to it
 `loopq COMMAND --help` lists the options of a command"""
 
+#: Characters of either end of an error that are printed: a value may be of any length, and it is quoted.
+_LONG = 400
+
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Help that names choices as in a|b and keeps a command's name and its text on one line."""
@@ -81,7 +84,9 @@ class _Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where help is; exit with code 2."""
+        """Say what is wrong and where help is; exit with code 2. The middle of a very long message is left out."""
+        if len(message) > 2 * _LONG:
+            message = f"{message[:_LONG]} ... {message[-_LONG:]}"
         self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists the options)\n")
 
 

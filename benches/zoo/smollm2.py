@@ -223,7 +223,7 @@ def compare(spec: str, data: Path, grids: list[tuple[int, int]], threads: int) -
 
 
 def main() -> None:
-    """Fetch, train or measure."""
+    """Fetch, train, measure or compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

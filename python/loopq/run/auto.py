@@ -1,4 +1,4 @@
-"""Metric auto: the loop metric where its gradients cost at most a few times what the run takes without them."""
+"""Metric auto: the loop metric where its gradients cost at most a few times what a run of GPTQ does."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError, LoopqError
 from loopq.gradients.collect_metrics import draws, metric_cost
+from loopq.quantizers.gptq import GPTQ
 from loopq.quantizers.loop_metric import n_gradient_prompts
 from loopq.quantizers.task import Task
 from loopq.run.memory import passes
+from loopq.run.plan import hessian_work, solve_work
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
 
-#: Most that gradients may cost, in multiples of the run without them.
+#: Most that gradients may cost, in multiples of a run of GPTQ.
 AFFORDABLE = 6.0
 #: A double-precision product costs as much as this many in single precision.
 DOUBLE = 2.0
@@ -40,7 +42,7 @@ def choose_metric(run: Run) -> Run:
         return run.with_config(run.config.with_metric("inputs"))
     most = next(t.gradients[0] for t in loop.tasks if t.gradients)
     prompts = n_gradient_prompts(most, len(run.job.tokens.sequences))
-    cost = f"gradients on {prompts} prompts cost {ratio:.1f} times the rest of the run"
+    cost = f"gradients on {prompts} prompts cost {ratio:.1f} times a run of GPTQ"
     reason = cost if ratio > AFFORDABLE else why_not(loop)
     if reason:
         run.execution.progress.note(
@@ -54,22 +56,18 @@ def choose_metric(run: Run) -> Run:
 
 
 def cost_of_gradients(run: Run) -> float:
-    """Multiply-adds of the loop metrics over those of all else that a run does: rollouts, Hessians, solves."""
+    """Multiply-adds of the loop metrics, over those of a run of GPTQ: rollouts, Hessians, solves."""
     tokens, tasks = run.job.tokens, run.tasks
-    n_prompts = len(tokens.sequences)
     rollout = (
         sum(p.in_features * p.out_features * p.invocations for p in run.job.selection.parameters)
         * tokens.n_tokens
     )
-    dims = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
-    solve = sum(4.0 * t.parameter.in_features**2 * t.parameter.out_features for t in tasks if t.input_group)
-    steps = {t.input_group: len(t.steps) for t in tasks if t.input_group}
-    hessians = sum(tokens.n_tokens * steps[k] * d**2 / 2 + 10.0 * d**3 for k, d in dims.items())
-    runs = run.config.inputs.n_runs(len(passes(run, run.sums())), len(dims))
-    metric = metric_cost(tasks, n_prompts, run.execution.memory)
+    n_inputs = len({t.input_group for t in tasks if t.input_group})
+    runs = run.config.inputs.n_runs(len(passes(run, run.sums())), n_inputs)
+    metric = metric_cost(tasks, len(tokens.sequences), run.execution.memory)
     rollouts = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
-    gradients = rollout / n_prompts * rollouts + DOUBLE * metric.multiply_adds
-    return gradients / (rollout * runs + hessians + solve)
+    gradients = rollout / len(tokens.sequences) * rollouts + DOUBLE * metric.multiply_adds
+    return gradients / (rollout * runs + hessian_work(tasks, tokens.n_tokens) + solve_work(tasks, GPTQ()))
 
 
 def why_not(run: Run) -> str:

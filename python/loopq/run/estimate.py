@@ -12,7 +12,7 @@ import numpy as np
 import loopq._native as native
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
 from loopq.run.memory import passes, resident_bytes, run_bytes
-from loopq.run.plan import solve_work
+from loopq.run.plan import hessian_work, solve_work
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run
@@ -83,9 +83,8 @@ def estimate(run: Run) -> Estimate:
     runs = run.config.inputs.n_runs(len(passes(run, sums)), len(inputs))
     runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
     metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
-    dims = {p.name: p.in_features for p in run.job.selection.distinct_inputs}
-    accumulate = sum(tokens.n_tokens * len(s) * dims[g] ** 2 for g, s in sums.steps.items())
-    core = (accumulate + solve_work(run.tasks)) / _core_rate(run.execution.threads)
+    work = hessian_work(run.tasks, tokens.n_tokens) + solve_work(run.tasks)
+    core = work / _core_rate(run.execution.threads)
     peak = resident_bytes() + weights + memory
     seconds = once * runs + metric_seconds + core
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(run))

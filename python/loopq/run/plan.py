@@ -72,16 +72,27 @@ def steps_apart(tasks: Sequence[Task]) -> bool:
     return any(t.step_weights != "sum" or len(t.steps) < t.parameter.invocations for t in tasks)
 
 
-def solve_work(tasks: Sequence[Task]) -> float:
-    """Multiply-adds of all solves, in those of a Hessian's accumulation; layers with one input share a factor."""
+def solve_work(tasks: Sequence[Task], method: Method | None = None) -> float:
+    """Multiply-adds of all solves, in those of a Hessian's accumulation; layers with one input share a factor.
+
+    With `method`, as if all layers that have a Hessian were solved by it.
+    """
     factors: dict[tuple[str | None, Method], float] = {}
     rest = 0.0
     for task in tasks:
-        per_factor, per_weight = task.config.method.work
+        solver = method if method and task.input_group else task.config.method
+        per_factor, per_weight = solver.work
         width = task.parameter.in_features
-        factors[task.input_group, task.config.method] = per_factor * width**3
+        factors[task.input_group, solver] = per_factor * width**3
         rest += per_weight * task.parameter.out_features * width**2
     return sum(factors.values()) + rest
+
+
+def hessian_work(tasks: Sequence[Task], n_tokens: int) -> float:
+    """Multiply-adds of the Hessians over some tokens."""
+    widths = {task.input_group: task.parameter.in_features for task in tasks}
+    steps = steps_by_input(tasks).items()
+    return float(n_tokens * sum(len(steps) * widths[group] ** 2 for group, steps in steps))
 
 
 def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:

@@ -197,8 +197,6 @@ def _defaults(bench: Bench) -> dict[str, Any]:
     } | {f"alpha {a}": bench.layers(grid | {"step_weights": f"alpha={a}"}) for a in (0.05, 0.15, 0.25, 0.5)}
     free = {
         "balanced, diagonal": bench.layers(grid | SAFE),
-        "trace, tail": bench.layers(grid | {"step_weights": "trace", "damping_kind": "tail"}),
-        "loss": bench.layers(grid | {"step_weights": "loss"}),
         "sum, diagonal, loop metric": bench.layers(grid | LOOP),
     }
     found = bench.measure(fixed | free)

@@ -116,7 +116,7 @@ def _quantized(
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
-    if config.needs_held_out:
+    if config.tune is not None:
         tokens, held = split_held_out(tokens, config.n_held_out)
     run = Run.prepare(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files

@@ -9,7 +9,7 @@ from fractions import Fraction
 from loopq.errors import ConfigError
 from loopq.settings import Settings, setting
 
-STEP_WEIGHTS = ("sum", "trace", "balanced", "loss", "minimax", "validated")
+STEP_WEIGHTS = ("sum", "balanced")
 _RANGE = re.compile(r"([0-9]{0,9}):([0-9]{0,9})")
 _ALPHA = re.compile(r"alpha=([0-9]{1,18}(/[0-9]{1,18}|\.[0-9]{1,18})?|\.[0-9]{1,18})")
 
@@ -23,8 +23,8 @@ class Calibration(Settings):
     steps : str
         Steps whose Hessians are summed: all | first | 0:8 | 31 | 1:, or several joined by commas.
     step_weights : str
-        Weight of each step: sum | trace | balanced | loss | minimax | validated | alpha=A. "sum" weighs all rows alike,
-        "alpha=A" gives step 0 the weight A against the mean of the others, "validated" chooses by held-out prompts.
+        Weight of each step: sum | balanced | alpha=A. "sum" weighs all rows alike, "balanced" gives each step the same
+        share of the channels, "alpha=A" gives step 0 the weight A against the mean of the others.
     """
 
     steps: str = setting("all", common=True, metavar="STEPS")

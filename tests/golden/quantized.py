@@ -113,10 +113,7 @@ EXACT = {
         f"gptq-steps-{n}": {**G, "bits": 3, "steps": s}
         for n, s in (("first", "first"), ("skip-first", "1:"), ("last", "3"))
     },
-    **{
-        f"gptq-weights-{w}": {**G, "bits": 3, "step_weights": w}
-        for w in ("trace", "balanced", "loss", "minimax", "alpha=1/2")
-    },
+    **{f"gptq-weights-{w}": {**G, "bits": 3, "step_weights": w} for w in ("balanced", "alpha=1/2")},
     "gptq-equal-rows": {**G, "bits": 3, "inputs": "equal-rows"},
     "gptq-memory": {**G, "bits": 3, "memory": 250_000},
     "gptq-exclude": {**G, "bits": 3, "exclude": ("k.weight",)},
@@ -129,7 +126,7 @@ EXACT = {
             loopq.Override(
                 "fc.weight", {"method": "gptq-cd", "metric": "inputs", "damping_kind": "diagonal"}
             ),
-            loopq.Override("proj.weight", {"symmetric": False, "step_weights": "trace"}),
+            loopq.Override("proj.weight", {"symmetric": False, "step_weights": "balanced"}),
         ),
     },
     "awq": {**G, "method": "awq", "bits": 3},
@@ -149,8 +146,7 @@ ROUNDED = {
     "gptq-closed-loop": {**G, "bits": 3, "inputs": "closed-loop"},
     "gptq-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric"},
     "gptq-cd-asymmetric-inputs": {**CD, "inputs": "asymmetric", "alpha": 0.5, "sweeps": 2},
-    "weights-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric", "step_weights": "loss"},
-    "gptq-validated": {**G, "bits": 3, "step_weights": "validated"},
+    "weights-asymmetric-inputs": {**G, "bits": 3, "inputs": "asymmetric", "step_weights": "balanced"},
     "loop": LOOP,
     "loop-2": {**LOOP, "bits": 2},
     "loop-passes": {**LOOP, "passes": 2, "metric_draws": 2},

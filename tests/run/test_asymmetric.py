@@ -70,13 +70,11 @@ def test_settings_that_cannot_be(tiny, tokens):
     for bad in ({"inputs": "both"}, {"alpha": 1.5}, {"alpha": 2.0}, {"sweeps": 0}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
             asked(**({"inputs": "asymmetric"} | bad))
-    with pytest.raises(ConfigError, match="'validated' are chosen for a whole run"):
-        Asymmetric().solve(prepared(tiny, tokens, step_weights="validated"))
 
 
 def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
-    for spec in ("alpha=1/4", "trace", "balanced", "loss", "minimax"):
+    for spec in ("alpha=1/4", "balanced"):
         run = prepared(tiny, tokens, step_weights=spec)
         plain, found = open_loop(run), Asymmetric().solve(run)
         for task in run.tasks:

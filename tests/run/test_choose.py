@@ -12,12 +12,10 @@ import loopq
 import loopq.checkpoint.native
 from loopq.cli import main
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import compare
 from loopq.gradients.tuner import Tune
 from loopq.quantizers.config import Override
-from loopq.run.choose import VALIDATED, split_held_out
+from loopq.run.choose import split_held_out
 from loopq.run.config import QuantConfig
-from tests.support.runs import tensors_of
 
 FULL = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
 
@@ -37,26 +35,8 @@ def test_prompts_are_held_out_once(tokens):
 
 
 def test_prompts_are_not_held_out_for_nothing(tiny, tokens):
-    with pytest.raises(ConfigError, match="n_held_out goes with tune, or with step_weights validated"):
+    with pytest.raises(ConfigError, match="n_held_out goes with tune"):
         loopq.quantize(tiny, tokens, FULL, n_held_out=3)
-
-
-def test_validated_weights_are_the_best_on_what_was_held_out(tiny, tokens):
-    found = loopq.quantize(tiny, tokens, FULL, step_weights="validated", n_held_out=3, threads=1)
-    facts = found.settings["validation"]
-    kept, held = split_held_out(tokens, 3)
-    kl = {}
-    for spec in VALIDATED:
-        one = loopq.quantize(tiny, kept, FULL, step_weights=spec, threads=1)
-        kl[spec] = float(compare(tiny.system, {"q": tensors_of(one.layers)}, held)[1].kl.mean())
-        if spec == facts["chosen"]:
-            assert all(found.layers[n].same_as(x) for n, x in one.layers.items())
-    assert facts["kl"] == pytest.approx(kl)
-    assert facts["chosen"] == min(kl, key=kl.__getitem__)
-    config = QuantConfig.from_json(found.settings["quantization"])
-    assert config.layer.calibration.step_weights == facts["chosen"]
-    assert found.settings["calibration"]["n_prompts"] == 7
-    assert all(x.report["step_weights_asked"] == "validated" for x in found.layers.values())
 
 
 def test_tuning_starts_from_what_was_quantized(tiny, tokens):

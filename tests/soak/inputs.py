@@ -27,7 +27,7 @@ WORDS = [
     "none", "true", "maybe", "../x", "/", "/dev/null", "/dev/zero", "nowhere", ".", "\ud800", "a\nb", "x" * 5000,
     "0-1", "5-2", "first", "last", "all", "re:(", "re:(a+)+$", "[", "*", "*=>bits=8", "*=>bits=5", "*=>symmetric=maybe",
     "*=>x", "=>", "2,4", ",", "8G", "1B", "1M", "-1G", "cpu", "meta", "cuda:99", "cuda", "x:y:z", "hadamard:16",
-    "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan", "minimax",
+    "hadamard:-1", "hadamard:99999999999", "%s", "{}", "$(x)", "balanced", "alpha=2", "alpha=nan",
 ]  # fmt: skip
 #: What one command may take; beyond it something runs that should have been refused.
 SECONDS = 120

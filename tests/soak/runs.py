@@ -32,7 +32,7 @@ COMMANDS = {
     "quantize": f"quantize {{model}} --out {{out}} {PAPER}",
     "memory": f"quantize {{model}} --out {{out}} {PAPER} --memory {{memory}}",
     "format": f"quantize {{model}} --out {{out}} {PAPER} --format gptq",
-    "validated": f"quantize {{model}} --out {{out}} {PAPER} --step-weights validated",
+    "balanced": f"quantize {{model}} --out {{out}} {PAPER} --step-weights balanced",
     "best": f"quantize {{model}} --out {{out}} {TINY} --preset best",
     "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --sweeps 2",
     "loop metric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs open",

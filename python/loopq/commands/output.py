@@ -141,10 +141,6 @@ def extras(settings: dict[str, Any]) -> list[str]:
             f"bits: {a['bits_a_weight']:.3f} a weight, {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}; "
             f"score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
         )
-    if "validation" in settings:
-        v = settings["validation"]
-        tried = ", ".join(f"{name} {kl:.5f}" for name, kl in v["kl"].items())
-        lines.append(f"step weights: {v['chosen']}, by KL on {v['n_prompts']} prompts held back ({tried})")
     if "tuning" in settings:
         t = settings["tuning"]
         lines.append(

@@ -18,7 +18,7 @@ from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
 from loopq.run.plan import steps_apart
 from loopq.run.solver import account, relative_error, save_layer, saved_layer
-from loopq.run.step_weights import WeightedHessian, needs_weight, relative, step_weights
+from loopq.run.step_weights import WeightedHessian, relative, step_weights
 from loopq.settings import setting
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ class _Group:
 
     def _solve(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> QuantizedLayer:
         threads = self.run.execution.threads
-        key: Any = task.name if needs_weight(task) else (task.steps, task.step_weights)
+        key = (task.steps, task.step_weights)
         if key not in self.shared:
-            self.shared[key] = (*self._weighted(task, paired, weight), {})
+            self.shared[key] = (*_weighted(task, paired), {})
         moments, summed, cache = self.shared[key]
         problem = Problem(
             task.name,
@@ -171,18 +171,16 @@ class _Group:
             problem.target, moments.cross, self.settings.alpha, threads=problem.threads
         )
 
-    def _weighted(
-        self, task: Task, paired: PairedSums, weight: NDArray[np.float32]
-    ) -> tuple[Moments, WeightedHessian]:
-        """Weigh the steps by what the full-precision rollout shows, and add them."""
-        reference = paired.reference()
-        metric = self.run.metrics.get(task.metric_key)
-        found = step_weights(reference, task, lambda: weight, metric, self.run.execution.threads)
-        rows = {t: reference.n_rows(t) for t in task.steps}
-        if found is None:
-            moments = paired.of(task.steps)
-            return moments, WeightedHessian(moments.reference, rows, None)
-        chosen, scaled = relative(task.steps, found)
-        moments = paired.of(chosen, scaled)
-        total = float(sum(found))
-        return moments, WeightedHessian(moments.reference, rows, [float(w) / total for w in found])
+
+def _weighted(task: Task, paired: PairedSums) -> tuple[Moments, WeightedHessian]:
+    """Weigh the steps by what the full-precision rollout shows, and add them."""
+    reference = paired.reference()
+    found = step_weights(reference, task)
+    rows = {t: reference.n_rows(t) for t in task.steps}
+    if found is None:
+        moments = paired.of(task.steps)
+        return moments, WeightedHessian(moments.reference, rows, None)
+    chosen, scaled = relative(task.steps, found)
+    moments = paired.of(chosen, scaled)
+    total = float(sum(found))
+    return moments, WeightedHessian(moments.reference, rows, [float(w) / total for w in found])

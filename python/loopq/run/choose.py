@@ -1,4 +1,4 @@
-"""Runs that are made of several: step weights chosen by held-out prompts, bits by a byte budget, tuning at the end."""
+"""Runs that are made of several: bits by a byte budget, tuning at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
-from loopq.evaluate.compare import compare
 from loopq.gradients.tuner import tune
 from loopq.journal import fingerprint
 from loopq.run.allocate import allocate
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from loopq.run.config import QuantConfig
     from loopq.run.engine import Layers, Run
 
-#: What step weights "validated" choose from: the plain sum, all but step 0, and two that no loud step can decide.
-VALIDATED = ("sum", "alpha=0", "balanced", "loss")
 #: Share of the calibration prompts that is held out where something is chosen by them.
 HELD_OUT_SHARE = 0.25
 
@@ -56,15 +53,15 @@ def split_held_out(tokens: TokenSet, n_held_out: int | None) -> tuple[TokenSet, 
 
 
 def refuse_unused_held_out(config: QuantConfig) -> None:
-    """Refuse a number of held-out prompts where nothing is chosen by them.
+    """Refuse a number of held-out prompts where nothing is tuned.
 
     Raises
     ------
     ConfigError
         The message says what would use them.
     """
-    if config.n_held_out is not None and not config.needs_held_out:
-        raise ConfigError("n_held_out goes with tune, or with step_weights validated")
+    if config.n_held_out is not None and config.tune is None:
+        raise ConfigError("n_held_out goes with tune")
 
 
 def solve(run: Run, held: TokenSet | None) -> tuple[Run, Layers, dict[str, Any]]:
@@ -75,7 +72,7 @@ def solve(run: Run, held: TokenSet | None) -> tuple[Run, Layers, dict[str, Any]]
     run : Run
         Collection and settings.
     held : TokenSet or None
-        Prompts held out, where the settings need them (`QuantConfig.needs_held_out`).
+        Prompts held out, where the settings tune.
 
     Returns
     -------
@@ -91,34 +88,11 @@ def solve(run: Run, held: TokenSet | None) -> tuple[Run, Layers, dict[str, Any]]
     if asked.allocate is not None:
         config, facts["allocation"] = allocate(run, asked.allocate)
         run = run.with_config(config)
-    if run.config.layer.calibration.step_weights == "validated":
-        assert held is not None
-        run, layers, facts["validation"] = _validated(run, held)
-    else:
-        layers = run.config.inputs.solve(run)
+    layers = run.config.inputs.solve(run)
     if asked.tune is not None:
         assert held is not None
         layers, facts["tuning"] = _tuned(run, layers, held)
     return run, layers, facts
-
-
-def _validated(run: Run, held: TokenSet) -> tuple[Run, Layers, dict[str, Any]]:
-    """Quantize by every step weighting of `VALIDATED` and take the one of least KL on the prompts held out."""
-    tried: dict[str, tuple[float, Layers, Run]] = {}
-    for spec in VALIDATED:
-        other = run.with_config(run.config.changed(step_weights=spec))
-        layers = other.config.inputs.solve(other)
-        tried[spec] = (_kl(other, layers, held), layers, other)
-    chosen = min(tried, key=lambda spec: tried[spec][0])
-    facts = {"chosen": chosen, "kl": {k: v[0] for k, v in tried.items()}, "n_prompts": len(held.sequences)}
-    marked = {n: layer.with_report(step_weights_asked="validated") for n, layer in tried[chosen][1].items()}
-    return tried[chosen][2], marked, facts
-
-
-def _kl(run: Run, layers: Layers, tokens: TokenSet) -> float:
-    weights = {"quantized": {n: layer.in_model_orientation() for n, layer in layers.items()}}
-    n_steps, seed = run.job.selection.n_steps, run.execution.seed
-    return float(compare(run.job.system, weights, tokens, n_steps=n_steps, seeds=(seed,))[1].kl.mean())
 
 
 def refuse_short_scales(run: Run) -> None:

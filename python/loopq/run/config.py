@@ -49,7 +49,7 @@ class QuantConfig(Settings):
     rank_threshold : float, optional
         Threshold of the rank in the report, relative to the largest eigenvalue of H; none leaves the rank out.
     n_held_out : int, optional
-        Calibration prompts held out for tuning and for step weights "validated"; a quarter when absent.
+        Calibration prompts held out for tuning; a quarter when absent.
     allocate : Allocate, optional
         Bits and group size of each layer under a budget.
     tune : Tune, optional
@@ -69,11 +69,6 @@ class QuantConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_syntax("pattern", (*self.include, *self.exclude))
-
-    @property
-    def needs_held_out(self) -> bool:
-        """Whether something is chosen by calibration prompts that are held out."""
-        return self.tune is not None or self.layer.calibration.step_weights == "validated"
 
     @classmethod
     def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:

@@ -21,7 +21,7 @@ from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.plan import rounding_like
-from loopq.run.step_weights import WeightedHessian, needs_weight, step_weights, weighted
+from loopq.run.step_weights import WeightedHessian, step_weights, weighted
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,10 @@ class Solver:
         threads = self.execution.threads
         weight = self.weights.oriented(task.parameter)
         metric = self.metrics.get(task.metric_key)
-        if task.input_group and (shared.hessian is None or needs_weight(task)):
+        if task.input_group and shared.hessian is None:
             apart = task.step_weights != "sum"
             found = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
-            chosen = step_weights(found, task, lambda: weight, metric, threads)
-            shared.hessian, shared.cache = weighted(found, task, chosen), {}
+            shared.hessian = weighted(found, task, step_weights(found, task))
         summed = shared.hessian if task.input_group else None
         problem = Problem(
             name=task.name,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
+from loopq.calibrate.select import select
 from loopq.evaluate.compare import compare
 from loopq.gradients.scores import loop_fisher, measured
 from loopq.quantizers.base import Problem
@@ -102,8 +103,8 @@ def exposure(cache: Any, models: list[str], sizes: Sizes, data: Path | None, thr
         layers = bench.layers({"method": "rtn", "scale_search": "max", "bits": 4, "group_size": 128})
         candidates = {(n, "INT4"): x.in_model_orientation() for n, x in layers.items()}
         system, tokens = bench.model.loaded.system, bench.model.calibration.take(0, 48)
-        truth = [s.cost for s in measured(system, candidates, tokens)]
-        guess = [s.cost for s in loop_fisher(system, candidates, tokens, n_samples=8)]
+        truth = list(measured(system, candidates, tokens).values())
+        guess = list(loop_fisher(system, candidates, tokens, n_draws=8).values())
         return {
             "n_layers": len(candidates),
             "spearman": spearman(truth, guess),
@@ -133,8 +134,8 @@ def _mixed(bench: Bench) -> dict[str, Any]:
     system, tokens = bench.model.loaded.system, bench.model.calibration.take(0, 24)
     budget = sum(x.n_bytes for x in solved[UNIFORM].values())
     costs = {
-        "by ablation": {s.name: s.cost for s in measured(system, candidates, tokens)},
-        "by loop-Fisher": {s.name: s.cost for s in loop_fisher(system, candidates, tokens, n_samples=4)},
+        "by ablation": measured(system, candidates, tokens),
+        "by loop-Fisher": loop_fisher(system, candidates, tokens, n_draws=4),
     }
     rng = np.random.default_rng(0)
     names = list(solved[UNIFORM])
@@ -149,15 +150,22 @@ def _mixed(bench: Bench) -> dict[str, Any]:
     costs["by size"] = {k: e / size[k[0]] for k, e in error.items()}
     variants = {"uniform INT3 g64": solved[UNIFORM]}
     chosen: dict[str, Any] = {}
-    for variant, cost in costs.items():
+    inputs = select(system, tokens).input_groups
+    together: dict[str, tuple[str, ...]] = {}
+    for n in names:
+        together[inputs[n]] = (*together.get(inputs[n], ()), n)
+    apart: list[tuple[str, ...]] = [(n,) for n in names]
+    asked = [(variant, cost, apart) for variant, cost in costs.items()]
+    asked.append(("by ablation, one grid for an input", costs["by ablation"], list(together.values())))
+    for variant, cost, sets in asked:
         choices = [
-            Candidate(n, b, x.n_bytes, cost[n, f"{b}:{g}"], g)
+            Candidate(s, b, sum(v[n].n_bytes for n in s), sum(cost[n, f"{b}:{g}"] for n in s), g)
             for (b, g), v in solved.items()
-            for n, x in v.items()
+            for s in sets
         ]
-        found = choose_bits(choices, budget)
-        variants[variant] = {c.layer: solved[c.bits, c.group_size][c.layer] for c in found}
-        chosen[variant] = {c.layer: f"INT{c.bits} g{c.group_size}" for c in found}
+        found = [(n, c.bits, c.group_size) for c in choose_bits(choices, budget) for n in c.layers]
+        variants[variant] = {n: solved[b, g][n] for n, b, g in found}
+        chosen[variant] = {n: f"INT{b} g{g}" for n, b, g in found}
     kl = {k: float(m.kl.mean()) for k, m in bench.measure(variants).items()}
     base = kl["uniform INT3 g64"]
     return {
@@ -283,7 +291,7 @@ def _plain(threads: int, rows: int = 512, dim: int = 2048) -> Rows:
     x = rng.normal(size=(2 * dim, dim)) + 0.3 * rng.normal(size=(2 * dim, 1)) * rng.normal(size=(1, dim))
     hessian: NDArray[np.float64] = x.T @ x
     total = native.proxy(weight, np.zeros_like(weight), hessian, threads=threads)
-    variants = {
+    variants: dict[str, dict[str, Any]] = {
         "RTN": {"method": "rtn", "scale_search": "max"},
         "GPTQ, no order": {"method": "gptq", "scale_search": "max"},
         "GPTQ, static act-order": {

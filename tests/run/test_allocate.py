@@ -16,6 +16,7 @@ from loopq.quantizers.config import Override
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.run.allocate import Allocate, Candidate, choose_bits, parse_budget
 from loopq.run.config import QuantConfig
+from tests.golden.quantized import ExactLoop, ids
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import digest, tensors_of
 
@@ -25,7 +26,9 @@ FULL = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=No
 def made(rng, n_layers):
     sizes = rng.integers(1, 9, size=n_layers) * 64
     return [
-        Candidate(f"blocks.{i}.w.weight", b, int(sizes[i]) * b, float(rng.lognormal(sigma=2)) * 4.0**-b, 128)
+        Candidate(
+            (f"blocks.{i}.w.weight",), b, int(sizes[i]) * b, float(rng.lognormal(sigma=2)) * 4.0**-b, 128
+        )
         for i in range(n_layers)
         for b in (2, 3, 4)
     ]
@@ -35,12 +38,12 @@ def test_is_the_optimum_of_all_combinations():
     rng = np.random.default_rng(0)
     for trial in range(5):
         candidates = made(rng, 6)
-        of_layer = [[c for c in candidates if c.layer == f"blocks.{i}.w.weight"] for i in range(6)]
+        of_layer = [[c for c in candidates if c.layers == (f"blocks.{i}.w.weight",)] for i in range(6)]
         budget = int(sum(w[0].n_bytes for w in of_layer) * (1.1 + 0.2 * trial))
         possible = [p for p in itertools.product(*of_layer) if sum(c.n_bytes for c in p) <= budget]
         best = min(sum(c.cost for c in p) for p in possible)
         found = choose_bits(candidates, budget)
-        assert [c.layer for c in found] == [f"blocks.{i}.w.weight" for i in range(6)]
+        assert [c.layers for c in found] == [(f"blocks.{i}.w.weight",) for i in range(6)]
         assert sum(c.cost for c in found) == pytest.approx(best)
         assert sum(c.n_bytes for c in found) <= budget
 
@@ -120,6 +123,24 @@ def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens)
     variants = {"scored": tensors_of(found.layers), "other": tensors_of(other)}
     _, scored, reverse = compare(tiny.system, variants, tokens)
     assert scored.kl.mean() < reverse.kl.mean()
+
+
+@pytest.mark.parametrize("score", ["ablation", "fisher"])
+def test_layers_of_one_input_get_one_grid(score):
+    """Engines put q, k and v into one matrix; what an override fixes is fixed all the same."""
+    asked = Allocate(4.5, score, bits=(2, 3, 4, 8), group_sizes=(8, 24), n_prompts=2)
+    take = {"method": "gptq", "allocate": asked, "rank_threshold": None, "threads": 1}
+
+    def grids(**settings):
+        layers = loopq.quantize(ExactLoop(), ids(), **take, **settings).layers
+        return {name: (layer.bits, layer.group_size) for name, layer in layers.items()}
+
+    found = grids()
+    assert found["q.weight"] == found["k.weight"] == found["v.weight"]
+    assert len(set(found.values())) > 1
+    fixed = grids(overrides=(Override("v.weight", {"bits": 8}),))
+    assert fixed["q.weight"] == fixed["k.weight"]
+    assert fixed["v.weight"] == (8, fixed["q.weight"][1])
 
 
 def test_budget_in_bytes_and_settings_that_cannot_be(tiny, tokens):

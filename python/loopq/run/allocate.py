@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from loopq.settings import Settings, parse_text, setting
 from loopq.steps import Calibration
 
 if TYPE_CHECKING:
+    from loopq.checkpoint.layer import QuantizedLayer
+    from loopq.quantizers.task import Task
     from loopq.run.config import QuantConfig
     from loopq.run.engine import Run
 
@@ -76,23 +79,23 @@ class Allocate(Settings):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to quantize one layer.
+    """One way to quantize layers that are quantized alike.
 
     Parameters
     ----------
-    layer : str
-        Parameter name.
+    layers : tuple of str
+        Parameter names.
     bits : int
         Bits of a code.
     n_bytes : int
-        Bytes that the layer then takes.
+        Bytes that the layers then take.
     cost : float
-        What the model then loses, in the same unit for every layer.
+        What the model then loses, in the same unit for all candidates.
     group_size : int
         Input columns of a scale.
     """
 
-    layer: str
+    layers: tuple[str, ...]
     bits: int
     n_bytes: int
     cost: float
@@ -100,19 +103,19 @@ class Candidate:
 
 
 def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]:
-    """Choose one candidate for each layer so that the sum of costs is least and the bytes stay within the budget.
+    """Choose one candidate for all layers so that the sum of costs is least and the bytes stay within the budget.
 
     Parameters
     ----------
     candidates : sequence of Candidate
-        All candidates of all layers.
+        All candidates; no layer belongs to two different sets of layers.
     budget : int
         Bytes.
 
     Returns
     -------
     list of Candidate
-        The exact optimum, one for each layer.
+        The exact optimum, one for each set of layers.
 
     Raises
     ------
@@ -121,27 +124,27 @@ def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]
 
     Notes
     -----
-    Layer by layer the set of (bytes, cost) pairs that no other pair beats in both is kept; the best pair within the
+    Step by step the set of (bytes, cost) pairs that no other pair beats in both is kept; the best pair within the
     budget at the end is the optimum. Bytes of real layers have large common divisors, so that the sets stay small.
     """
-    layers: dict[str, list[Candidate]] = {}
+    sets: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate in candidates:
-        layers.setdefault(candidate.layer, []).append(candidate)
-    if not layers:
+        sets.setdefault(candidate.layers, []).append(candidate)
+    if not sets:
         raise ConfigError("nothing to allocate: no candidates")
-    least = sum(min(c.n_bytes for c in of_layer) for of_layer in layers.values())
+    least = sum(min(c.n_bytes for c in of_set) for of_set in sets.values())
     if least > budget:
         raise ConfigError(
             f"the budget is {budget} bytes; the smallest candidate of every layer takes {least}"
         )
     rest = least
     front: list[tuple[int, float, tuple[Candidate, ...]]] = [(0, 0.0, ())]
-    for of_layer in layers.values():
-        rest -= min(c.n_bytes for c in of_layer)
+    for of_set in sets.values():
+        rest -= min(c.n_bytes for c in of_set)
         grown = [
             (size + c.n_bytes, cost + c.cost, (*path, c))
             for size, cost, path in front
-            for c in of_layer
+            for c in of_set
             if size + c.n_bytes + rest <= budget
         ]
         grown.sort(key=lambda item: (item[0], item[1]))
@@ -154,7 +157,7 @@ def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]
 
 
 def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
-    """Choose bits and group size of every layer of a run.
+    """Choose bits and group size of every layer of a run, the same for layers that read the same input.
 
     Parameters
     ----------
@@ -169,39 +172,60 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
         The run's settings with an override for every layer.
     dict
         What was asked, what it came to and what it cost, for the report.
+
+    Notes
+    -----
+    Inference engines put q, k and v, or gate and up, into one matrix of one scheme; these are the layers of one input.
     """
     sums = run.all_steps("allocate")
     config = dataclasses.replace(run.config, allocate=None)
     plain = config.layer.changed(step_weights=Calibration().step_weights)
     if plain.method.gradients:
         plain = plain.changed(metric="inputs")
-    sizes: dict[tuple[str, str], tuple[int, int, int]] = {}
-    weights: dict[tuple[str, str], NDArray[np.float32]] = {}
+    # By layer, bits and group size; an override may have fixed either: then several candidates are one and the same.
+    found: dict[tuple[str, int, int], QuantizedLayer] = {}
     for bits in asked.bits:
         for group in asked.group_sizes:
             settings = dataclasses.replace(config, layer=plain.changed(bits=bits, group_size=group))
             # Scores compare layers, one at a time: each on the inputs of full precision.
             for name, layer in run.solve_from(sums, settings.changed(inputs="open")).items():
-                # An override may have fixed either; then several candidates are one and the same.
-                key = (name, f"INT{layer.bits} g{layer.group_size}")
-                sizes[key] = (layer.bits, layer.group_size, layer.n_bytes)
-                weights[key] = layer.in_model_orientation()
-    costs = _costs(run, weights, asked)
+                found[name, bits, group] = layer
+    costs = _costs(run, {_key(x): x.in_model_orientation() for x in found.values()}, asked)
+    candidates = []
+    for names in _alike(run.tasks):
+        for bits, group in itertools.product(asked.bits, asked.group_sizes):
+            layers = [found[name, bits, group] for name in names]
+            n_bytes, cost = sum(x.n_bytes for x in layers), sum(costs[_key(x)] for x in layers)
+            candidates.append(Candidate(names, bits, n_bytes, cost, group))
     n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in run.tasks)
-    candidates = [Candidate(key[0], b, n, costs[key], g) for key, (b, g, n) in sizes.items()]
-    found = choose_bits(candidates, asked.n_bytes(n_weights))
-    own = tuple(
-        Override(f"re:^{re.escape(c.layer)}$", {"bits": c.bits, "group_size": c.group_size}) for c in found
-    )
-    n_bytes = sum(c.n_bytes for c in found)
+    chosen = choose_bits(candidates, asked.n_bytes(n_weights))
+    grids = {
+        name: {"bits": layer.bits, "group_size": layer.group_size}
+        for c in chosen
+        for name, layer in ((name, found[name, c.bits, c.group_size]) for name in c.layers)
+    }
+    own = tuple(Override(f"re:^{re.escape(name)}$", grid) for name, grid in grids.items())
+    n_bytes = sum(c.n_bytes for c in chosen)
     return dataclasses.replace(config, overrides=(*config.overrides, *own)), {
         "asked": asked.to_json(),
         "budget_bytes": asked.n_bytes(n_weights),
         "n_bytes": n_bytes,
         "bits_a_weight": 8 * n_bytes / n_weights,
-        "predicted_cost": sum(c.cost for c in found),
-        "layers": {c.layer: {"bits": c.bits, "group_size": c.group_size} for c in found},
+        "predicted_cost": sum(c.cost for c in chosen),
+        "layers": grids,
     }
+
+
+def _key(layer: QuantizedLayer) -> tuple[str, str]:
+    return layer.name, f"INT{layer.bits} g{layer.group_size}"
+
+
+def _alike(tasks: Sequence[Task]) -> list[tuple[str, ...]]:
+    """Names of the layers that read one input, in the order of the tasks; layers without activations stand alone."""
+    sets: dict[str, list[str]] = {}
+    for task in tasks:
+        sets.setdefault(task.input_group or task.name, []).append(task.name)
+    return [tuple(names) for names in sets.values()]
 
 
 def _costs(

@@ -207,8 +207,10 @@ def tables(found: dict[str, Any]) -> str:
     for setting, c in found["feedback"].items():
         ratios = {lam: _span(r) for lam, r in zip(c["lambdas"][1:], c["ratio_to_none"], strict=True)}
         curves.append((setting, *(ratios[lam] for lam in (0.125, 0.25, 0.5, 1.0)), _span(c["cosine"])))
-    head = ("rounding", "0.125", "0.25", "0.5", "1", "cosine")
-    return f"{found['model']}\n{text}\n\nfinal error against that without feedback\n{render(head, curves)}\n"
+    columns = ("rounding", "0.125", "0.25", "0.5", "1", "cosine")
+    return (
+        f"{found['model']}\n{text}\n\nfinal error against that without feedback\n{render(columns, curves)}\n"
+    )
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 import loopq
-from loopq.api import calibration_tokens, weights_of
+from loopq.api import weights_of
 from loopq.calibrate.collect import Collection, collect_hessians
 from loopq.calibrate.data import windows
+from loopq.calibrate.prompts import Take, calibration_tokens
 from loopq.calibrate.select import select
 from loopq.checkpoint.files import float_to_raw
 from loopq.evaluate.compare import compare
@@ -47,7 +48,7 @@ def as_bfloat16(weights: dict[str, Any]) -> dict[str, Any]:
 def measure(model: str, n_calibration: int, n_evaluation: int, seeds: int) -> list[dict[str, Any]]:
     """Quantize with each kind of scale, from the same Hessians, and compare on held-out text."""
     loaded = load_model(model)
-    calibration = calibration_tokens(loaded, None, n_prompts=n_calibration)
+    calibration = calibration_tokens(loaded, None, Take(n_calibration))
     job = Collection(
         loaded.system, calibration, select(loaded.system, calibration), side_files=loaded.side_files
     )
@@ -66,7 +67,12 @@ def _compare(loaded: Any, dump: Path, n_evaluation: int, seeds: int) -> list[dic
         variants: dict[str, dict[str, Any]] = {}
         changed = {}
         for label, dtype, kept in kinds(bits):
-            settings = {"bits": bits, "group_size": group_size, "scale_dtype": dtype, "scale_bits": kept}
+            settings: dict[str, Any] = {
+                "bits": bits,
+                "group_size": group_size,
+                "scale_dtype": dtype,
+                "scale_bits": kept,
+            }
             weights = weights_of(loopq.solve(dump, **settings, rank_threshold=None))
             deployed = as_bfloat16(weights)
             variants[label], variants[f"{label} deployed"] = weights, deployed

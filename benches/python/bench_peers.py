@@ -83,7 +83,10 @@ def compare(m: int, dim: int, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         problem(folder, m, dim)
-        wanted = [("loopq-float32", sys.executable, []), ("loopq-float64", sys.executable, [])]
+        wanted: list[tuple[str, str, list[str]]] = [
+            ("loopq-float32", sys.executable, []),
+            ("loopq-float64", sys.executable, []),
+        ]
         if args.ist:
             wanted.append(("ist", args.torch_python, [args.ist]))
         wanted += [

@@ -84,7 +84,7 @@ def curves(threads: int) -> dict[str, list[tuple[int, float]]]:
     wide = bits[:4096].reshape(2048, 4096)
     made: dict[str, list[tuple[int, float]]] = {}
     made["Hessian, 2048 columns, over rows"] = [
-        (n, best(lambda n=n: hessian(2048, bits[:n], threads))) for n in (4096, 8192, 16384, 32768, 65536)
+        (n, best(partial(hessian, 2048, bits[:n], threads))) for n in (4096, 8192, 16384, 32768, 65536)
     ]
     points = []
     for dim in (1024, 2048, 4096, 5280):

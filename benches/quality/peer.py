@@ -234,7 +234,8 @@ def main() -> None:
             method = TOOLS[job["tool"]][variant]()
             subject = Subject(job)
             began = time.process_time()
-            np.savez(path.with_name(f"{number}.npz"), **method(subject, bits, group))
+            found: dict[str, Any] = method(subject, bits, group)
+            np.savez(path.with_name(f"{number}.npz"), **found)
             line["seconds"] = time.process_time() - began
         except Exception as error:  # noqa: BLE001
             # Whatever a tool refuses with belongs in the record, and the next result may go well.

@@ -15,7 +15,6 @@ import datetime
 import hashlib
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -281,7 +280,8 @@ def main() -> None:
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
     settings = {"version": loopq.__version__, **vars(sizes)}
     saved = Saved(args.cache, settings)
-    grids = [tuple(map(int, g.split(":"))) for g in args.grid] if args.grid else list(GRIDS)
+    asked_grids = ((int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ()))
+    grids = list(asked_grids) or list(GRIDS)
     chosen = args.tool or ["loopq", *TOOLS]
     absent = [t for t in chosen if t in TOOLS and not (python_of(t).parents[1] / "stamp").exists()]
     models = args.models or [
@@ -306,4 +306,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -187,7 +187,7 @@ def draw_curves(axes: Any, drawn: Mapping[str, Sequence[float]], models: Sequenc
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.set_xlim(0.85, 5.15 if any(v in drawn for v in NOT_EQUAL) else 4.65)
-    axes.xaxis.set_major_locator(FixedLocator(np.arange(2.5, 5.1, 0.5)))
+    axes.xaxis.set_major_locator(FixedLocator([2.5, 3.0, 3.5, 4.0, 4.5, 5.0]))
     place_names(axes, drawn, theme)
     axes.set_xlabel(f"bits a weight, with scales (INT2, 3, 4 in groups of {GROUP})")
     axes.set_ylabel("KL to full precision [nat per token]")

@@ -177,9 +177,11 @@ def measure(
                         "variant": variant.name,
                     }
                     found = cache.get(
-                        what, lambda v=variant, b=bits, g=group, d=draw, s=solutions: record_of(
-                            s(), v, b, g, range(args.n_seeds), d)
-                    )  # fmt: skip
+                        what,
+                        lambda v=variant, b=bits, g=group, d=draw, s=solutions: record_of(  # type: ignore[misc]
+                            s(), v, b, g, range(args.n_seeds), d
+                        ),
+                    )
                     if found is not None:
                         records.append(found)
     return records

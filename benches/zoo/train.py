@@ -178,7 +178,7 @@ class Run:
         if asked.exists() and not self.ended:
             fall = int(asked.read_text())
             self.ended = {"steps": self.step + fall, "fall": fall}
-            self.recipe = dataclasses.replace(self.recipe, **self.ended)
+            self.recipe = dataclasses.replace(self.recipe, steps=self.step + fall, fall=fall)
             asked.unlink()
 
     def n_bytes(self) -> int:

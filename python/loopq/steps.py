@@ -50,9 +50,7 @@ def parse_step_weights(spec: str) -> Fraction | str:
     """
     if spec in STEP_WEIGHTS:
         return spec
-    allowed = (
-        f"step_weights must be one of {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
-    )
+    allowed = f"step_weights must be {', '.join(STEP_WEIGHTS)} or alpha=A with A in [0, 1]; got {spec!r}"
     found = _ALPHA.fullmatch(spec)
     if not found:
         raise ConfigError(allowed)

@@ -97,7 +97,7 @@ def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, comman
         (["nowhere", "--allocate", "-1"], "--allocate must be above 0; got -1.0"),
         (["nowhere", "--allocate", "3", "--allocate-bits", "5"], "--allocate-bits must be of 2, 3, 4, 8; got 5"),
         (["nowhere", "--allocate", "3", "--allocate-group-sizes", "0"], "--allocate-group-sizes must be -1"),
-        (["nowhere", "--step-weights", "loud"], "--step-weights must be one of sum, trace,"),
+        (["nowhere", "--step-weights", "loud"], "--step-weights must be sum, balanced or alpha=A"),
         # Options that nothing would read.
         (["nowhere", "--preset", "best", "--act-order"], "--act-order goes with --method gptq; method gptq-cd"),
         (["nowhere", "--method", "rtn", "--precision", "float32"], "--precision goes with --method gptq; method rtn"),

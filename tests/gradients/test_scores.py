@@ -19,7 +19,7 @@ def test_fisher_scores_predict_small_single_layer_errors(tiny, tokens):
         noise = rng.normal(size=weight.shape) * 0.02 * np.abs(weight).mean() * rng.lognormal(sigma=1.5)
         candidates[p.name, "noise"] = (weight + noise).astype(np.float32)
     truth = measured(tiny.system, candidates, tokens)
-    guess = loop_fisher(tiny.system, candidates, tokens, n_samples=8)
+    guess = loop_fisher(tiny.system, candidates, tokens, n_draws=8)
     assert list(truth) == list(guess) == list(candidates)
     assert spearmanr(list(truth.values()), list(guess.values())).statistic >= 0.9
     ratio = np.array([guess[key] / truth[key] for key in truth])

@@ -180,6 +180,7 @@ class NanbeigeModel(LoopedStack):
 
     def __init__(self, config: NanbeigeConfig) -> None:
         super().__init__(config, config.n_kv_heads, config.head_dim, branch_norms=False)
+        self.config: NanbeigeConfig
 
     def forward(
         self,

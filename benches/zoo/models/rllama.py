@@ -18,7 +18,10 @@ class RLlamaConfig(HuginnConfig):
     """Settings of `SmallRLlama`: those of Huginn's class, and `n_kv_heads`, the key/value heads."""
 
     model_type: ClassVar[str] = "loopq-zoo-rllama"
-    multiples: ClassVar = (("n_embd", 2, "n_heads"), ("n_heads", 1, "n_kv_heads"))
+    multiples: ClassVar[tuple[tuple[str, int, str | None], ...]] = (
+        ("n_embd", 2, "n_heads"),
+        ("n_heads", 1, "n_kv_heads"),
+    )
 
     n_kv_heads: int = 2
     tie_embeddings: bool = False

@@ -69,7 +69,7 @@ def loop_fisher(
     tokens: TokenSet,
     *,
     n_steps: int | None = None,
-    n_samples: int = 1,
+    n_draws: int = 1,
     execution: Execution | None = None,
     journal: Journal | None = None,
 ) -> Costs:
@@ -85,7 +85,7 @@ def loop_fisher(
         Prompts.
     n_steps : int, optional
         Depth; the model's own when absent.
-    n_samples : int
+    n_draws : int
         Label draws for each prompt.
     execution : Execution, optional
         Its seed is that of initial states and labels; its progress is told of every prompt.
@@ -131,10 +131,10 @@ def loop_fisher(
         leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
         with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
             logp = unroll(system, batch, depth).float().log_softmax(-1)
-            for sample in range(n_samples):
+            for sample in range(n_draws):
                 labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
                 picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
-                last = sample + 1 == n_samples
+                last = sample + 1 == n_draws
                 grads = torch.autograd.grad(picked, [leaves[n] for n in layers], retain_graph=not last)
                 by_name = dict(zip(layers, grads, strict=True))
                 for key, error in errors.items():
@@ -143,7 +143,7 @@ def loop_fisher(
         journal.save("fisher", totals=list(totals.values()), positions=positions, done=number)
         progress.advance()
     progress.stop()
-    return {key: 0.5 * total / (n_samples * positions) for key, total in totals.items()}
+    return {key: 0.5 * total / (n_draws * positions) for key, total in totals.items()}
 
 
 def draw_labels(logp: NDArray[np.float32], seed: Sequence[int]) -> NDArray[np.int64]:

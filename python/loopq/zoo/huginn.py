@@ -44,7 +44,7 @@ class HuginnConfig(SmallConfig):
 
     model_type: ClassVar[str] = "loopq-zoo-huginn"
     least: ClassVar = {"n_prelude": 0, "n_coda": 0}
-    multiples: ClassVar = (("n_embd", 2, "n_heads"),)
+    multiples: ClassVar[tuple[tuple[str, int, str | None], ...]] = (("n_embd", 2, "n_heads"),)
 
     mean_recurrence: int = 8
     n_prelude: int = 0

@@ -1,4 +1,4 @@
-"""Importance for llama-quantize: sums of squares of a layer's inputs over the loop's steps."""
+"""Importance for llama-quantize: diagonals of the Hessian over the loop's steps, or of the loop metric."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps"), [((), "1"), (("--hessian",), "all"), (("--hessian", "--per-step"), "1")]
+    ("kind", "steps"),
+    [
+        ((), "1"),
+        (("--hessian",), "all"),
+        (("--hessian", "--per-step"), "1"),
+        (("--hessian", "--metric", "loop"), "all"),
+    ],
 )
-def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monkeypatch, kind, steps):
+def test_importance_is_the_diagonal_of_what_an_error_costs(tmp_path, monkeypatch, kind, steps):
     small = {
         "model_type": "loopq-zoo-nanbeige", "vocab_size": 256, "n_embd": 32, "intermediate_size": 48, "n_layers": 1,
         "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "block_size": 64, "num_loops": 2,
@@ -38,8 +44,15 @@ def test_importance_is_the_diagonal_of_the_hessian_over_the_steps(tmp_path, monk
     numbers = [1] if steps == "1" else [0, 1]
     hessians = Dump(tmp_path / "d").accumulator("model.layers.0.mlp.gate_proj.weight", numbers)
     expected = np.diagonal(hessians.matrix(numbers if hessians.per_step else None))
-    assert np.allclose(tensors["blk.0.ffn_up.weight.in_sum2"], expected, rtol=1e-6)
     assert tensors["blk.0.ffn_up.weight.counts"].item() == 3 * 16 * len(numbers)
+    if "--metric" in kind:
+        sums = Dump(tmp_path / "d").gradient_sums("model.layers.0.mlp.up_proj.weight", numbers)
+        plain, graded = np.diagonal(hessians.matrix(None)), np.diagonal(sums.right)
+        wanted = plain * np.median(graded / plain) + graded
+        expected = wanted * (plain.sum() / wanted.sum())
+        assert not np.allclose(expected, plain, rtol=1e-2)
+        assert "8 by the loop metric" in lines[0]
+    assert np.allclose(tensors["blk.0.ffn_up.weight.in_sum2"], expected, rtol=1e-6)
     # The head, which is called once, has the importance of that call.
     assert tensors["output.weight.counts"].item() == 3 * 16
     assert len(tensors) == 16

@@ -1,4 +1,4 @@
-"""Importance for llama.cpp's own quantizer: the diagonal of the Hessian over the loop's steps. docs/formats/gguf.md."""
+"""Importance for llama.cpp's own quantizer: the diagonal of what an error costs in the loop. docs/formats/gguf.md."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from loopq.checkpoint.files import check_new, replacing
 from loopq.engines.gguf import Shape
 from loopq.errors import DumpError
 from loopq.lazy import require
+from loopq.quantizers.loop_metric import LoopMetric
 from loopq.run.plan import steps_of
 
 
 def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> list[str]:
-    """Write the sums of squares of every layer's inputs over steps, as llama-quantize reads them.
+    """Write a weight for every input of every layer, as llama-quantize reads them.
 
     Parameters
     ----------
     source : path
-        Calibration dump (`loopq collect`) of a Llama-shaped loop.
+        Calibration dump (`loopq collect`) of a Llama-shaped loop; with its loop metric if that was collected.
     out : path
         New file.
     steps : str
@@ -35,11 +36,14 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
     ------
     CheckpointError
         llama.cpp has no such architecture.
+    DumpError
+        No layer was observed, or a loop metric is not over these steps.
 
     Notes
     -----
     ``in_sum2[j] = sum over steps t and rows r of X_t[r, j]^2 = diag(H)[j]`` and ``counts`` the rows: a weight that the
-    loop uses at every step is rounded by what all steps feed it.
+    loop uses at every step is rounded by what all steps feed it. Where the dump holds a layer's loop metric it is
+    ``diag(S)`` in the place of ``diag(H)``, `S` of `LoopMetric.combined`, brought to the same sum.
     """
     gguf = require("gguf")
     check_new(Path(out))
@@ -49,6 +53,7 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
     layers = [p for p in manifest.parameters if p.name in manifest.input_groups]
     if not layers:
         raise DumpError(f"{source}: no layer was observed")
+    measured = {m.parameter for m in manifest.metrics}
     with replacing(Path(out)) as temporary:
         writer = gguf.GGUFWriter(temporary, shape.architecture)
         writer.add_type("imatrix")
@@ -60,13 +65,20 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
             input_group = manifest.input_groups[parameter.name]
             chosen = list(steps_of(parameter, steps, manifest.n_steps))
             hessians = dump.accumulator(input_group, chosen)
-            sums = hessians.diagonal(chosen if hessians.per_step else None).astype(np.float32)
+            summed = chosen if hessians.per_step else None
+            sums = hessians.diagonal(summed)
+            if parameter.name in measured:
+                found = dump.gradient_sums(parameter.name, chosen)
+                metric = LoopMetric(found.left, found.right, 1)
+                ends = np.diagonal(metric.combined(np.asarray(hessians.matrix(summed), dtype=np.float64)))
+                sums = ends * (sums.sum() / ends.sum())
             rows = sum(hessians.n_rows(t) for t in chosen)
             for name in shape.tensors(parameter.name):
-                writer.add_tensor(f"{name}.in_sum2", sums[None])
+                writer.add_tensor(f"{name}.in_sum2", sums[None].astype(np.float32))
                 writer.add_tensor(f"{name}.counts", np.array([[rows]], np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    return [f"{out}: importance of {len(layers)} layers, steps {steps}"]
+    by = f"; {len(measured)} by the loop metric" if measured else ""
+    return [f"{out}: importance of {len(layers)} layers, steps {steps}{by}"]

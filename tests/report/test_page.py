@@ -144,9 +144,16 @@ def test_a_page_after_quantizing_says_what_was_done(diagnosis, no_figures):
     report = {
         "method_done": "gptq", "bits": 4, "group_size": 32, "steps": [0, 1, 2], "proxy": 1.0, "proxy_rtn": 4.0,
     }  # fmt: skip
-    text = page.render(diagnosis, quantized={"adapter.weight": report})
+    kept = {
+        "norm.weight": "no matrix",
+        "head.bias": "no matrix",
+        "embed.weight": "excluded <by> the settings",
+    }
+    text = page.render(diagnosis, quantized={"adapter.weight": report}, kept=kept)
     assert "GPTQ INT4 g32, calibrated on 3 steps, loss 0.25 times that of rounding" in text
     assert "not quantized" in text
+    assert "<td>no matrix</td><td>norm.weight, head.bias</td><td class=number>2</td>" in text
+    assert "<td>excluded &lt;by&gt; the settings</td><td>embed.weight</td>" in text
 
 
 def test_layers_are_grouped_by_block():

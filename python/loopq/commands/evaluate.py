@@ -16,6 +16,7 @@ from loopq.commands.options import (
     add_execution,
     add_source,
     add_text,
+    check_place,
     execution,
     group_of,
     load,
@@ -27,8 +28,10 @@ from loopq.commands.output import measurement_table
 from loopq.errors import ConfigError
 from loopq.evaluate.items import TASKS, find_task, read_items
 from loopq.evaluate.tasks import measure_tasks
+from loopq.generate import decode
 from loopq.progress import Line
 from loopq.report.card import check_card, write_card
+from loopq.report.evaluation import write_evaluation
 from loopq.report.tasks import task_table
 from loopq.systems.load import LoadedModel
 
@@ -74,6 +77,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="paired initial states of each prompt (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page: KL against bytes, prompts that changed most"
+    )
     parser.add_argument("--card", action="store_true", help="write a model card (README.md) into each DIR")
 
 
@@ -98,20 +104,32 @@ def run(args: argparse.Namespace) -> int:
             check_card(Path(folder))
     if args.tasks:
         return _run_tasks(args)
+    if args.html:
+        check_place(args.html)
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
     summaries, said = measure(args, loaded, args.checkpoints, tokens, args.n_seeds)
     cards = write_cards(args, loaded, args.checkpoints, summaries, said) if args.card else []
+    if args.html:
+        write_evaluation(
+            summaries, said, [decode(loaded, ids.tolist()) for ids in tokens.sequences], args.html
+        )
     if args.json:
         print(json.dumps(summaries, indent=1))
     else:
         print_measured(summaries, said, cards)
+        print(f"page: {args.html}\n" if args.html else "", end="")
     return 0
 
 
 def _refuse(args: argparse.Namespace) -> None:
     """Refuse options that nothing would read."""
-    of_prompts = {"--text": args.text, "--n-seeds": args.n_seeds != 1, "--card": args.card}
+    of_prompts = {
+        "--text": args.text,
+        "--n-seeds": args.n_seeds != 1,
+        "--card": args.card,
+        "--html": args.html,
+    }
     of_prompts |= {"--n-prompts": hasattr(args, "n_prompts"), "--seq-len": hasattr(args, "seq_len")}
     of_tasks = {"--task-data": args.task_data, "--limit": args.limit}
     idle = [option for option, value in (of_prompts if args.tasks else of_tasks).items() if value]
@@ -162,6 +180,7 @@ def measure(
     for summary, measurement in zip(summaries[1:], measured[1:], strict=True):
         interval = measurement.kl_interval()
         summary["kl_95"] = None if interval is None else [interval.low, interval.high]
+        summary["kl_by_prompt"] = measurement.kl.mean(axis=0).tolist()
     depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
     return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
 

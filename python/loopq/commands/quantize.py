@@ -35,6 +35,7 @@ from loopq.quantizers.config import LayerConfig
 from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import Exported, export, refuse_early
 from loopq.run.result import killed_late, work_folder
+from loopq.systems.base import LoopedSystem
 from loopq.systems.load import LoadedModel
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
@@ -152,8 +153,17 @@ def _page(
             progress=progress,
             **given(args, Execution),
         )
-    write_report(found, args.html, quantized={name: layer.report for name, layer in result.layers.items()})
+    reports = {name: layer.report for name, layer in result.layers.items()}
+    write_report(found, args.html, quantized=reports, kept=_kept(loaded.system, args.n_steps, result))
     print(f"page: {args.html}")
+
+
+def _kept(system: LoopedSystem, n_steps: int | None, result: Checkpoint) -> dict[str, str]:
+    """Why each parameter that was not quantized was left as it is."""
+    shared = system.shared_parameters(n_steps or system.n_steps)
+    reasons = {p.name: p.reason or "excluded by the settings" for p in shared} | system.left_out()
+    names = (name for name, _ in system.model.named_parameters() if name not in result.layers)
+    return {name: reasons.get(name, "no matrix that the loop multiplies by at every step") for name in names}
 
 
 COMMANDS.register("quantize")(

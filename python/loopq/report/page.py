@@ -25,6 +25,7 @@ def write_report(
     out: str | Path,
     *,
     quantized: Mapping[str, Mapping[str, Any]] | None = None,
+    kept: Mapping[str, str] | None = None,
     compared: Sequence[Mapping[str, Any]] | None = None,
 ) -> Path:
     """Write a diagnosis as an HTML page.
@@ -37,6 +38,8 @@ def write_report(
         HTML file.
     quantized : mapping of str to mapping, optional
         Report of each quantized layer by parameter name, shown as a column of the table.
+    kept : mapping of str to str, optional
+        Why each of the model's other parameters was left as it is.
     compared : sequence of mapping, optional
         Models of the plot of gap closed against rank gain (`figures.gain_scatter`).
 
@@ -52,7 +55,7 @@ def write_report(
     MissingExtraError
         matplotlib is not installed.
     """
-    text = render(diagnosis, quantized=quantized, compared=compared)
+    text = render(diagnosis, quantized=quantized, kept=kept, compared=compared)
     path = Path(out)
     with replacing(path) as temporary:
         temporary.write_text(text, "utf-8")
@@ -71,6 +74,7 @@ def render(
     diagnosis: Mapping[str, Any],
     *,
     quantized: Mapping[str, Mapping[str, Any]] | None = None,
+    kept: Mapping[str, str] | None = None,
     compared: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Return the page as text; parameters as in `write_report`."""
@@ -92,6 +96,7 @@ def render(
         *(figure_html(p) for p in pictures),
         "</div>",
         _layer_table(diagnosis, quantized),
+        _kept(kept),
         _injection(diagnosis),
         _perturbations(diagnosis),
         _overlaps(diagnosis),
@@ -206,6 +211,18 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
     )
 
 
+def _kept(kept: Mapping[str, str] | None) -> str:
+    """Parameters that were not quantized, those of one reason in one row."""
+    if not kept:
+        return ""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in kept.items():
+        by_reason.setdefault(reason, []).append(name)
+    rows = [[reason, ", ".join(names), str(len(names))] for reason, names in by_reason.items()]
+    caption = "Parameters that have the bytes that they had before."
+    return html_table("Left as they are", caption, ("reason", "parameters", "number"), rows, 2)
+
+
 def _cells(layer: Mapping[str, Any], ranks: Mapping[str, Any], logits: bool, short: str) -> list[Cell]:
     ablation = layer["ablation"] or {}
     value = ablation.get("changed") if logits else ablation.get("output_error_last")
@@ -250,12 +267,15 @@ def _done(report: Mapping[str, Any] | None) -> str:
     return text
 
 
-def _table(title: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], n_text: int) -> str:
-    """An unsorted table; the first `n_text` columns are text, the others numbers."""
+def html_table(
+    title: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], n_text: int
+) -> str:
+    """Return an unsorted table under a heading; the first `n_text` columns are text, the others numbers."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
+        scope = " scope=col" if tag == "th" else ""
         return "".join(
-            f"<{tag}{'' if i < n_text else ' class=number'}>{html.escape(text)}</{tag}>"
+            f"<{tag}{scope}{'' if i < n_text else ' class=number'}>{html.escape(text)}</{tag}>"
             for i, text in enumerate(row)
         )
 
@@ -296,7 +316,7 @@ def _injection(d: Mapping[str, Any]) -> str:
         "interval [%]",
         "KL [nat]",
     )
-    return _table("Where the error enters", caption, heads, rows, 3)
+    return html_table("Where the error enters", caption, heads, rows, 3)
 
 
 def _perturbations(d: Mapping[str, Any]) -> str:
@@ -318,7 +338,9 @@ def _perturbations(d: Mapping[str, Any]) -> str:
         "updates have the same norm at both places; the noise has the output error that rounding has there."
     )
     what = "agreement, last step [%]" if logits else "output error, last step [%]"
-    return _table("Other perturbations", caption, ("perturbation", "place", "norm", "draws", what), rows, 2)
+    return html_table(
+        "Other perturbations", caption, ("perturbation", "place", "norm", "draws", what), rows, 2
+    )
 
 
 def _overlaps(d: Mapping[str, Any]) -> str:
@@ -334,7 +356,7 @@ def _overlaps(d: Mapping[str, Any]) -> str:
         "spaces of that dimension. An overlap at chance means that one side is noise."
     )
     heads = ("between", "directions", "overlap [%]", "chance [%]")
-    return _table("Do steps share their directions?", caption, heads, rows, 1)
+    return html_table("Do steps share their directions?", caption, heads, rows, 1)
 
 
 def _unavailable(d: Mapping[str, Any]) -> str:

@@ -13,14 +13,14 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak fuzz audit test-gpu fmt fmt-check lint types docs bench check counts wheel clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak fuzz audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
 
 $(VENV)/base.stamp: pyproject.toml
 	@sh tools/toolchain.sh $(PYTHON)
-	@echo 'making $(VENV): torch, numpy, safetensors and maturin; a download of hundreds of MB, once'
+	@echo 'making $(VENV): torch, numpy, safetensors and maturin; a long download, once (a small torch: docs/platforms.md)'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade "pip>=25.1"
 	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5" "torch>=2.4" "threadpoolctl>=3.5"
@@ -145,9 +145,27 @@ types: setup ## Types, and the stub against the binary
 	$(BIN)/mypy
 	$(PY) -m mypy.stubtest loopq._native
 
-wheel: setup ## Wheel for manylinux_2_28 and sdist, into dist/
-	$(BIN)/maturin build --release --zig --compatibility manylinux_2_28 --out dist
+# Rust's name of each platform and the tag of its wheel. Microsoft's linker is not to be had elsewhere: Windows' wheel is
+# linked by zig as MinGW would, for the same CPython.
+WHEELS ?= x86_64-unknown-linux-gnu=manylinux_2_28 aarch64-unknown-linux-gnu=manylinux_2_28 \
+	x86_64-unknown-linux-musl=musllinux_1_2 aarch64-unknown-linux-musl=musllinux_1_2 \
+	aarch64-apple-darwin=pypi x86_64-apple-darwin=pypi x86_64-pc-windows-gnu=pypi
+
+wheels: setup ## Wheels of every platform, linked by zig, and the sdist, into dist/; WHEELS="TARGET=TAG ..." for some
+	rm -rf dist
+	@set -e; for pair in $(WHEELS); do \
+		rustup target add "$${pair%%=*}"; \
+		$(BIN)/maturin build --release --zig --target "$${pair%%=*}" --compatibility "$${pair#*=}" --out dist; done
 	$(BIN)/maturin sdist --out dist
+	$(PY) -m pip install -q abi3audit && $(BIN)/abi3audit --strict --summary dist/*.whl
+	@ls -l dist
+
+compat: setup ## Lowest and highest versions of what loopq requires, on every Python that is there: a record
+	$(BIN)/maturin build --release --compatibility linux --out .cache/compat/wheel
+	$(PY) -m benches.compat --wheel .cache/compat/wheel/*.whl
+
+sdist-vendored: setup ## The sdist with all crates in it, into dist/; its core is tested and its wheel built offline
+	sh tools/vendored.sh $(BIN)/maturin
 
 bench: setup ## Benchmarks: the core by criterion, and beside torch
 	cargo bench -p loopq-core

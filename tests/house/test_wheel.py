@@ -49,7 +49,7 @@ def built(tmp_path_factory):
 
 @pytest.mark.slow
 def test_wheel_for_old_systems(tmp_path):
-    """As `make wheel` builds it, with zig as linker: compiles everything again."""
+    """As `make wheels` builds it, with zig as linker: compiles everything again."""
     maturin("build", tmp_path, "--release", "--zig", "--compatibility", "manylinux_2_28")
     (wheel,) = tmp_path.glob("*.whl")
     assert "-cp311-abi3-manylinux_2_28_" in wheel.name or "-cp311-abi3-manylinux_2_17_" in wheel.name

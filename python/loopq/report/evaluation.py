@@ -1,4 +1,4 @@
-"""What `loopq evaluate` measured as one self-contained HTML page: KL by weights and against bytes, prompts by change."""
+"""What `loopq evaluate` measured, as a self-contained HTML page: KL by weights and bytes, prompts by change."""
 
 from __future__ import annotations
 

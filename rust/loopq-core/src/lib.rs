@@ -23,6 +23,10 @@
 //! * every refusal is an [`Error`] value that says what was wrong and what to do next, want of memory for anything large
 //!   included;
 //! * long work checks its [`Cancel`] many times a second.
+
+// Other processors run the portable loops: what only those of x86-64 reach is unused there.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_mut, unused_variables))]
+
 #[cfg(not(target_endian = "little"))]
 compile_error!("loopq reads little-endian dumps in place and runs on little-endian machines only");
 

@@ -10,7 +10,7 @@ from loopq.report.figures import all_figures
 
 def write() -> None:
     """Draw the loop with its exposed layer, and the ranks by step, as on the page of a diagnosis."""
-    found = loopq.diagnose("huginn_small", only=["ranks", "ablation"], n_prompts=16, seq_len=128)
+    found = loopq.diagnose("huginn_small", only=["ranks", "ablation"], n_prompts=8, seq_len=64)
     for picture in all_figures(found):
         if picture.name in ("loop", "ranks"):
             # On a dark page they keep the white ground that their colours were chosen for.

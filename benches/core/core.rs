@@ -42,7 +42,7 @@ fn tiles(c: &mut Criterion) {
             group.throughput(Throughput::Elements((4 * K * MR * f32::NR) as u64));
             let (a, b) = (vec![0x3f80_3f80_u32; K * 48], vec![0x3f80_3f80_u32; K * 48]);
             group.bench_function(BenchmarkId::new("bf16", isa.name()), |bench| {
-                bench.iter(|| tile_pairs(isa, K, black_box(&a), 48, black_box(&b), 48, &mut out, 48));
+                bench.iter(|| tile_pairs(isa, K, black_box(&a), black_box(&b), &mut out, false));
             });
         }
         group.throughput(Throughput::Elements((2 * K * MR * f64::NR) as u64));

@@ -9,7 +9,7 @@ use loopq_core::gptq::{gptq, Options, Scales};
 use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::pack::{dense, marlin, w4};
-use loopq_core::simd::{tile_pairs, Isa, Real, MR};
+use loopq_core::simd::{Isa, Real, MR};
 use loopq_core::{proxy, Cancel, Execution, Weight};
 use proptest::prelude::*;
 
@@ -191,34 +191,52 @@ fn tiles_refuse_operands_outside_their_slices() {
     }
 }
 
-#[test]
-fn pair_tiles_agree_with_exact_products() {
-    let Some(isa) = Isa::available().into_iter().find(|isa| isa.has_pairs()) else {
-        eprintln!("skipped: this machine has no bf16 products");
-        return;
-    };
-    let words: Vec<u32> =
-        noise(130 * 48, 5).iter().map(|v| v.to_bits() & 0xffff_0000 | v.to_bits() >> 16 & 0xbfff).collect();
-    for k in [1, 2, 63, 130] {
-        let mut got = vec![0.0; MR * 48];
-        tile_pairs(isa, k, &words[8..], 48, &words, 48, &mut got, 48);
-        for i in 0..MR {
-            for j in 0..48 {
-                let value = |w: u32, half: u32| f64::from(f32::from_bits((w >> (16 * half)) << 16));
-                let (mut exact, mut size) = (0.0, 0.0);
-                for p in 0..k {
-                    for half in 0..2 {
-                        let product = value(words[8 + p * 48 + i], half) * value(words[p * 48 + j], half);
-                        exact += product;
-                        size += product.abs();
-                    }
-                }
-                let error = (f64::from(got[i * 48 + j]) - exact).abs();
-                assert!(error <= 2.0 * k as f64 * 6e-8 * size, "k = {k}: {error}");
-            }
-            // `words[8..]` lets the last line's row operand start eight words in: still inside.
-        }
+/// `a b + c` and `a + b` rounded once, where whatever would be subnormal with an exponent without end counts as zero.
+fn flushed_fma(a: f32, b: f32, c: f32) -> f32 {
+    let normal = |v: f32| if v.is_subnormal() { 0.0 } else { v };
+    let (a, b, c) = (normal(a), normal(b), normal(c));
+    // Exact where it matters: near the smallest normal number both terms reach down to 2^-166 at most.
+    let wide = f64::from(a) * f64::from(b) + f64::from(c);
+    if wide.abs() < f64::from(f32::MIN_POSITIVE) * (1.0 - 0.5_f64.powi(25)) {
+        return 0.0;
     }
+    a.mul_add(b, c)
+}
+
+/// The sum of products of a block of bf16 rows, as `docs/formats/hessian.md` says it.
+fn sum_of_chains(x: &[f32], dim: usize, i: usize, j: usize) -> f32 {
+    let chain = |rows: &[f32]| rows.chunks_exact(dim).fold(0.0, |sum, row| flushed_fma(row[i], row[j], sum));
+    x.chunks(32 * dim).fold(0.0, |sum, group| {
+        let (one, other) = group.split_at((16 * dim).min(group.len()));
+        flushed_fma(1.0, sum, flushed_fma(1.0, chain(one), chain(other)))
+    })
+}
+
+/// Bits of bf16 numbers of a kind: near one; any size within the limit, with cancellations; products at the end of the
+/// normal range; zeros, subnormal numbers and the smallest normal ones beside the largest.
+fn brains(n: usize, kind: usize, seed: u64) -> Vec<u16> {
+    let chance = noise(3 * n, seed);
+    let value = |c: &[f32]| {
+        let pick = |v: f32, n: u16| (((0.5 * v + 0.5) * f32::from(n)) as u16).min(n - 1);
+        let exponent = match kind {
+            0 => 120 + pick(c[0], 8),
+            1 => 60 + pick(c[0], 90),
+            2 => 62 + pick(c[0], 4),
+            _ => [0, 1, 20, 63, 64, 107, 149][usize::from(pick(c[0], 7))],
+        };
+        let fraction = if c[1] < -0.5 { 0 } else { pick(c[1], 128) };
+        u16::from(c[2] < 0.0) << 15 | exponent << 7 | fraction
+    };
+    chance.chunks_exact(3).map(value).collect()
+}
+
+/// The exact state of one block.
+fn block_of(bits: &[u16], dim: usize, isa: Isa, threads: usize) -> Accumulator {
+    let mut sum = Accumulator::new(settings(dim, threads, isa)).unwrap();
+    let rows = Rows::from_bits16(bits, RowType::Bf16, bits.len() / dim, dim).unwrap();
+    sum.update(0, rows, &CANCEL).unwrap();
+    sum.finish(&CANCEL).unwrap();
+    sum
 }
 
 proptest! {
@@ -242,6 +260,25 @@ proptest! {
             }
             other.finish(&CANCEL).unwrap();
             prop_assert_eq!(other.state().unwrap(), reference.state().unwrap());
+        }
+    }
+
+    #[test]
+    fn bf16_sums_have_the_bits_of_the_definition_on_every_instruction_set(
+        dim in 1_usize..120, n in 1_usize..1100, kind in 0_usize..4, seed in 0_u64..99,
+    ) {
+        let bits = brains(n * dim, kind, seed);
+        let x: Vec<f32> = bits.iter().map(|&b| half::bf16::from_bits(b).to_f32()).collect();
+        let reference = block_of(&bits, dim, Isa::PORTABLE, 1);
+        let h = reference.matrix(Some(&[0])).unwrap();
+        for (i, j) in [(0, 0), (0, dim - 1), (dim / 2, dim - 1), (dim - 1, dim - 1)] {
+            let sum: f64 = x.chunks(512 * dim).map(|block| f64::from(sum_of_chains(block, dim, i, j))).sum();
+            let size: f64 = x.chunks(512 * dim).map(|block| f64::from(sum_of_chains(block, dim, i, j)).abs()).sum();
+            prop_assert!((h[i * dim + j] - sum).abs() <= 4e-16 * size + 2e-18, "{i}, {j}");
+        }
+        for isa in Isa::available() {
+            let other = block_of(&bits, dim, isa, 2);
+            prop_assert_eq!(other.state().unwrap(), reference.state().unwrap(), "{}", isa.name());
         }
     }
 

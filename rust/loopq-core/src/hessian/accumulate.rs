@@ -10,7 +10,8 @@ use rayon::prelude::*;
 
 use crate::dump::{MappedFile, RowType, Rows};
 use crate::hessian::matrix::ExactMatrix;
-use crate::hessian::rows::{check, PackedBlock};
+use crate::hessian::packed::{Layout, PackedBlock};
+use crate::hessian::rows::check;
 use crate::hessian::{limbs, BLOCK_ROWS, SUM_LIMIT};
 use crate::memory::{extend, Buffer};
 use crate::simd::Isa;
@@ -22,6 +23,8 @@ const WAITING_BYTES: usize = 256 << 20;
 const PASS_BYTES: usize = 192 << 20;
 /// Blocks that one pass is cut to at most.
 const PASS_BLOCKS: usize = 16;
+/// Words of a cache line.
+const CACHE_LINE: usize = 16;
 
 /// What an accumulator is made for.
 #[derive(Clone, Debug)]
@@ -299,26 +302,28 @@ impl Accumulator {
     /// Adds the products of rows, the last of whose blocks may be short.
     fn add_blocks(&mut self, at: usize, rows: Rows<'_>, execution: &Execution<'_>) -> Result<()> {
         let Settings { dim, per_step, isa, .. } = self.settings;
-        let pairs = isa.has_pairs() && rows.dtype() == RowType::Bf16;
-        let words = PackedBlock::n_words(dim, pairs);
+        let layout = Layout::of(rows.dtype(), isa);
+        let words = layout.n_words(dim);
         let pass = (PASS_BYTES / dims::product("a block of rows", words, 4)?).clamp(1, PASS_BLOCKS);
         let blocks = pass.min(rows.n_rows().div_ceil(BLOCK_ROWS));
         // Kept from pass to pass, but not between calls: a model has hundreds of accumulators.
-        let mut packed = Buffer::<u32>::zeroed("packed rows", dims::product("packed rows", blocks, words)?)?;
+        let room = dims::product("packed rows", blocks, words)? + CACHE_LINE;
+        let mut packed = Buffer::<u32>::zeroed("packed rows", room)?;
+        let start = packed.as_ptr().align_offset(4 * CACHE_LINE).min(CACHE_LINE);
         let matrix = &mut self.matrices[if per_step { at } else { 0 }];
         self.broken = true;
         let mut from = 0;
         while from < rows.n_rows() {
             let n = (pass * BLOCK_ROWS).min(rows.n_rows() - from);
             let blocks: Vec<PackedBlock<'_>> = execution.pool()?.install(|| {
-                packed
+                packed[start..]
                     .par_chunks_mut(words)
                     .take(n.div_ceil(BLOCK_ROWS))
                     .enumerate()
                     .map(|(b, scratch)| {
                         let start = b * BLOCK_ROWS;
                         let rows = rows.slice(from + start, BLOCK_ROWS.min(n - start));
-                        PackedBlock::pack(rows, pairs, isa, scratch)
+                        PackedBlock::pack(rows, layout, isa, scratch)
                     })
                     .collect()
             });

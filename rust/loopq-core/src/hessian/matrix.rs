@@ -1,8 +1,9 @@
 //! The exact upper triangle, stored in squares, and the pass that adds blocks of rows to it.
 //!
-//! The pass is a symmetric rank-k update, BLAS's `syrk`, laid out as in Goto and van de Geijn (see [`Real::tile`]'s file):
+//! The pass is a symmetric rank-k update, BLAS's `syrk`, laid out as in Goto and van de Geijn (see the file of
+//! [`Real::tile`](crate::simd::Real::tile)); on AMX as `tiles.rs` says, otherwise:
 //!
-//! 1. Rows are packed in panels of 48 columns, the width of the tile, once for all products (`rows.rs`).
+//! 1. Rows are packed in panels of 48 columns, the width of the tile, once for all products (`packed.rs`).
 //! 2. Only pairs of panels on and above the diagonal are multiplied: half of what `X^T X` takes by a general product.
 //! 3. A tile runs through all lines of a block in one go, so that a strip of 8 x 48 float32 sums never leaves the
 //!    registers before it is whole.
@@ -14,13 +15,11 @@
 use rayon::prelude::*;
 
 use crate::hessian::limbs;
-use crate::hessian::rows::{Lanes, PackedBlock};
-use crate::hessian::PANEL;
+use crate::hessian::packed::{Layout, PackedBlock};
+use crate::hessian::{tiles, PANEL, SQUARE};
 use crate::memory::Buffer;
-use crate::simd::{prefetch, tile_pairs, Isa, Real, MR};
+use crate::simd::{prefetch, Isa, MR};
 use crate::{dims, Error, Execution, Result};
-
-const TILE: usize = PANEL * PANEL;
 
 /// Panels per side of the largest square that one thread works on at a time.
 const SIDE: usize = 8;
@@ -42,18 +41,26 @@ struct Patch {
 
 impl Patch {
     fn n_limbs(&self) -> usize {
-        self.pairs.len() * TILE
+        self.pairs.len() * SQUARE
     }
 
-    /// Adds the products of all blocks, [`FUSED`] at a time: their float32 sums meet the limbs together, so that
-    /// these are read and written once for several blocks.
+    /// Adds the products of all blocks.
     fn add(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock<'_>], isa: Isa) {
-        let mut sums = [0.0_f32; FUSED * STRIP];
+        if blocks.first().is_some_and(|block| block.layout == Layout::Tiles) {
+            return tiles::add(&self.pairs, hi, lo, blocks, isa);
+        }
+        self.add_strips(hi, lo, blocks, isa);
+    }
+
+    /// Adds them strip by strip, [`FUSED`] blocks at a time: their float32 sums meet the limbs together, so that these are
+    /// read and written once for several blocks.
+    fn add_strips(&self, hi: &mut [i64], lo: &mut [i64], blocks: &[PackedBlock<'_>], isa: Isa) {
+        let mut sums = Sums([0.0; FUSED * STRIP]);
         for fused in blocks.chunks(FUSED) {
-            let sums = &mut sums[..fused.len() * STRIP];
+            let sums = &mut sums.0[..fused.len() * STRIP];
             for (t, &(pi, pj)) in self.pairs.iter().enumerate() {
                 for r in (0..PANEL).step_by(MR) {
-                    let at = t * TILE + r * PANEL;
+                    let at = t * SQUARE + r * PANEL;
                     let (hi, lo) = (&mut hi[at..at + STRIP], &mut lo[at..at + STRIP]);
                     prefetch(isa, hi);
                     prefetch(isa, lo);
@@ -67,6 +74,10 @@ impl Patch {
     }
 }
 
+/// Sums of strips, on whole cache lines.
+#[repr(C, align(64))]
+struct Sums([f32; FUSED * STRIP]);
+
 /// The exact sum of `x x^T` over rows.
 #[derive(Debug)]
 pub(crate) struct ExactMatrix {
@@ -79,7 +90,7 @@ pub(crate) struct ExactMatrix {
 impl ExactMatrix {
     pub(crate) fn zeros(dim: usize) -> Result<Self> {
         let panels = dim.div_ceil(PANEL);
-        let n_limbs = dims::product("the exact Hessian", dims::n_upper(panels)?, TILE)?;
+        let n_limbs = dims::product("the exact Hessian", dims::n_upper(panels)?, SQUARE)?;
         let limbs = || Buffer::zeroed("the exact sums of a Hessian", n_limbs);
         let (hi, lo) = (limbs()?, limbs()?);
         // Small matrices are cut finer, so that all threads have work.
@@ -94,6 +105,7 @@ impl ExactMatrix {
                         pairs.push((i, j));
                     }
                 }
+                pairs.sort_by_key(tiles::square);
                 let patch = Patch { pairs, start };
                 start += patch.n_limbs();
                 patches.push(patch);
@@ -129,7 +141,7 @@ impl ExactMatrix {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate() {
                 for i in pi * PANEL..self.dim.min((pi + 1) * PANEL) {
                     for j in (pj * PANEL).max(i)..self.dim.min((pj + 1) * PANEL) {
-                        let at = patch.start + t * TILE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
+                        let at = patch.start + t * SQUARE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
                         f(i, j, self.hi[at], self.lo[at]);
                     }
                 }
@@ -144,7 +156,7 @@ impl ExactMatrix {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate() {
                 for i in pi * PANEL..dim.min((pi + 1) * PANEL) {
                     for j in (pj * PANEL).max(i)..dim.min((pj + 1) * PANEL) {
-                        let at = patch.start + t * TILE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
+                        let at = patch.start + t * SQUARE + (i - pi * PANEL) * PANEL + (j - pj * PANEL);
                         f(i, j, &mut self.hi[at], &mut self.lo[at]);
                     }
                 }
@@ -166,7 +178,7 @@ impl ExactMatrix {
         for patch in &self.patches {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate().filter(|(_, (i, j))| i == j) {
                 for i in pi * PANEL..self.dim.min((pi + 1) * PANEL) {
-                    let at = patch.start + t * TILE + (i - pi * PANEL) * PANEL + (i - pj * PANEL);
+                    let at = patch.start + t * SQUARE + (i - pi * PANEL) * PANEL + (i - pj * PANEL);
                     diagonal[i] = limbs::to_f64(limbs::integer(self.hi[at], self.lo[at]));
                 }
             }
@@ -206,23 +218,4 @@ impl ExactMatrix {
 /// Index of `(i, j)`, `i <= j`, in a row-major packed upper triangle.
 pub(crate) fn upper_index(dim: usize, i: usize, j: usize) -> usize {
     i * dim - i * (i + 1) / 2 + j
-}
-
-impl PackedBlock<'_> {
-    /// Sets `sums` to the products of [`MR`] columns of panel `pi`, from its column `r` on, with panel `pj`. All lines
-    /// go through one tile: its sums stay in registers, and both panels stream from the second-level cache.
-    #[inline(always)]
-    fn strip(&self, isa: Isa, pi: usize, pj: usize, r: usize, sums: &mut [f32]) {
-        match &self.lanes {
-            Lanes::Single(lanes) => {
-                let (a, b) = (self.panel(lanes, pi), self.panel(lanes, pj));
-                sums.fill(0.0);
-                f32::tile(isa, self.depth, &a[r..], PANEL, b, PANEL, sums, PANEL);
-            }
-            Lanes::Pairs(lanes) => {
-                let (a, b) = (self.panel(lanes, pi), self.panel(lanes, pj));
-                tile_pairs(isa, self.depth, &a[r..], PANEL, b, PANEL, sums, PANEL);
-            }
-        }
-    }
 }

@@ -6,14 +6,17 @@
 //! cannot change a bit, and the sum over `t` of `H_t` is `H` exactly.
 
 mod accumulate;
+mod bf16;
 mod limbs;
 #[cfg(target_arch = "x86_64")]
 mod limbs_x86;
 mod matrix;
 mod merge;
+mod packed;
 mod read;
 mod rows;
 mod state;
+mod tiles;
 
 pub use accumulate::{Accumulator, Settings};
 pub use state::{MatrixState, State, SPEC_VERSION};
@@ -23,6 +26,9 @@ pub const BLOCK_ROWS: usize = 512;
 
 /// Columns of a packed panel, and side of the square in which entries are stored.
 const PANEL: usize = 48;
+
+/// Entries of such a square.
+const SQUARE: usize = PANEL * PANEL;
 
 /// Largest magnitude of a row entry: `BLOCK_ROWS` squares of it stay within the range of one block's sum.
 pub const ROW_LIMIT: f64 = 134_217_728.0;

@@ -1,8 +1,8 @@
-//! Checking rows and packing them in panels.
+//! Checking rows.
 
 use crate::dump::{RowType, Rows};
 use crate::error::name_of;
-use crate::hessian::{BLOCK_ROWS, PANEL, ROW_LIMIT};
+use crate::hessian::ROW_LIMIT;
 use crate::simd::{per_isa, Isa};
 use crate::{Error, Result};
 
@@ -56,124 +56,4 @@ fn locate(rows: Rows<'_>, step: usize, first_row: u64) -> Error {
         return Error::NonFiniteRow { step, row, column, value: name_of(magnitude) };
     }
     Error::RowTooLarge { step, row, column, magnitude: magnitude.abs(), limit: ROW_LIMIT }
-}
-
-/// The numbers of a packed block.
-#[derive(Clone, Copy)]
-pub(crate) enum Lanes<'a> {
-    /// One row per line, in single precision.
-    Single(&'a [f32]),
-    /// Two rows per line: the even row's bf16 bits in the low half of a word, the odd row's in the high half.
-    Pairs(&'a [u32]),
-}
-
-/// One block of rows (at most [`BLOCK_ROWS`]) as panels of [`PANEL`] columns: line `k` of panel `p` starts at
-/// `(p * depth + k) * PANEL`; columns past the last, and the row that an odd number lacks, are zero.
-#[derive(Clone, Copy)]
-pub(crate) struct PackedBlock<'a> {
-    /// Lines per panel.
-    pub(crate) depth: usize,
-    pub(crate) lanes: Lanes<'a>,
-}
-
-impl<'a> PackedBlock<'a> {
-    /// Words that [`PackedBlock::pack`] needs for a block of `dim` columns.
-    pub(crate) fn n_words(dim: usize, pairs: bool) -> usize {
-        dim.div_ceil(PANEL) * PANEL * if pairs { BLOCK_ROWS.div_ceil(2) } else { BLOCK_ROWS }
-    }
-
-    /// Packs rows into `scratch`, whatever it holds.
-    pub(crate) fn pack(rows: Rows<'_>, pairs: bool, isa: Isa, scratch: &'a mut [u32]) -> Self {
-        debug_assert!(rows.n_rows() <= BLOCK_ROWS);
-        let depth = if pairs { rows.n_rows().div_ceil(2) } else { rows.n_rows() };
-        let lanes = &mut scratch[..rows.dim().div_ceil(PANEL) * depth * PANEL];
-        if pairs {
-            pack_pairs(isa, rows, lanes);
-            return Self { depth, lanes: Lanes::Pairs(lanes) };
-        }
-        let lanes = bytemuck::cast_slice_mut(lanes);
-        pack_single(isa, rows, lanes);
-        Self { depth, lanes: Lanes::Single(lanes) }
-    }
-
-    pub(crate) fn panel<'b, T>(&self, lanes: &'b [T], p: usize) -> &'b [T] {
-        let size = self.depth * PANEL;
-        &lanes[p * size..(p + 1) * size]
-    }
-}
-
-/// Lines that are packed before the next panel's turn. A row holds a part of every panel; with one line at a time each of
-/// these would be written to once per row, more places than a cache has lines for.
-const LINES: usize = 8;
-
-per_isa! {
-    /// Packs rows one to a line, in single precision.
-    fn pack_single(rows: Rows<'_>, lanes: &mut [f32]) = single_body;
-}
-per_isa! {
-    /// Packs rows of bf16 two to a line.
-    fn pack_pairs(rows: Rows<'_>, lanes: &mut [u32]) = pairs_body;
-}
-
-#[inline(always)]
-fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
-    let (depth, size) = (rows.n_rows(), rows.dtype().size());
-    for first in (0..depth).step_by(LINES) {
-        let near = rows.slice(first, LINES.min(depth - first));
-        for p in 0..rows.dim().div_ceil(PANEL) {
-            let lines = &mut lanes[(p * depth + first) * PANEL..][..near.n_rows() * PANEL];
-            for (row, line) in near.bytes().chunks_exact(near.row_bytes()).zip(lines.chunks_exact_mut(PANEL))
-            {
-                let bytes = columns(row, p, size);
-                let (line, past) = line.split_at_mut(bytes.len() / size);
-                past.fill(0.0);
-                match rows.dtype() {
-                    RowType::F32 => {
-                        for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(4)) {
-                            *lane = f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                        }
-                    }
-                    RowType::Bf16 => {
-                        for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
-                            *lane = f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
-                        }
-                    }
-                    RowType::F16 => {
-                        for (lane, b) in line.iter_mut().zip(bytes.chunks_exact(2)) {
-                            *lane = half::f16::from_le_bytes([b[0], b[1]]).to_f32();
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
-    let depth = rows.n_rows().div_ceil(2);
-    let empty = vec![0_u8; rows.row_bytes()];
-    let size = rows.dtype().size();
-    for first in (0..depth).step_by(LINES) {
-        let near = rows.slice(2 * first, (2 * LINES).min(rows.n_rows() - 2 * first));
-        for p in 0..rows.dim().div_ceil(PANEL) {
-            let lines = &mut lanes[(p * depth + first) * PANEL..][..near.n_rows().div_ceil(2) * PANEL];
-            for (pair, line) in near.bytes().chunks(2 * near.row_bytes()).zip(lines.chunks_exact_mut(PANEL)) {
-                let (even, odd) = pair.split_at(near.row_bytes());
-                let (even, odd) =
-                    (columns(even, p, size), columns(if odd.is_empty() { &empty } else { odd }, p, size));
-                let (line, past) = line.split_at_mut(even.len() / size);
-                past.fill(0);
-                for ((lane, e), o) in line.iter_mut().zip(even.chunks_exact(2)).zip(odd.chunks_exact(2)) {
-                    *lane = u32::from_le_bytes([e[0], e[1], o[0], o[1]]);
-                }
-            }
-        }
-    }
-}
-
-/// What of a row lies in panel `p`.
-#[inline(always)]
-fn columns(row: &[u8], p: usize, size: usize) -> &[u8] {
-    &row[p * PANEL * size..row.len().min((p + 1) * PANEL * size)]
 }

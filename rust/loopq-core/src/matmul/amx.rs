@@ -15,25 +15,10 @@ use super::activations::{Order, TILE, TILE_BYTES};
 use super::layout::{unit_inputs, unit_lines, Block, LANES, LINE, PANEL};
 use super::tile::{codes_of, lines_of, value_of, Lanes, Panel, AHEAD};
 use super::GROUP;
+use crate::simd::amx::Tiles;
 
 /// Tiles of codes that the longest block fills for 16 outputs.
 const STEPS: usize = 4;
-
-/// All eight tiles with 16 rows of 64 bytes.
-#[repr(C, align(64))]
-struct Config([u8; 64]);
-
-const CONFIG: Config = {
-    let mut bytes = [0; 64];
-    bytes[0] = 1;
-    let mut tile = 0;
-    while tile < 8 {
-        bytes[16 + 2 * tile] = 64;
-        bytes[48 + tile] = 16;
-        tile += 1;
-    }
-    Config(bytes)
-};
 
 /// A block's codes as bytes, of each panel and half of it.
 #[repr(C, align(64))]
@@ -43,31 +28,6 @@ struct Codes([[u8; STEPS * TILE_BYTES]; 2 * GROUP]);
 #[repr(C, align(64))]
 struct Sums([[i32; TILE * LANES]; 6]);
 
-/// Whether this process may use the tiles: the processor has them, and Linux gives them on request.
-pub(super) fn permitted() -> bool {
-    // Bits of CPUID leaf 7: AMX-TILE and AMX-INT8.
-    let edx = std::arch::x86_64::__cpuid_count(7, 0).edx;
-    if edx & (1 << 24) == 0 || edx & (1 << 25) == 0 {
-        return false;
-    }
-    #[cfg(target_os = "linux")]
-    {
-        const ARCH_PRCTL: u64 = 158;
-        const REQUEST_PERMISSION: u64 = 0x1023;
-        const TILE_DATA: u64 = 18;
-        let status: i64;
-        // SAFETY: this system call takes two numbers, reads and writes no memory of ours, and changes only the set of
-        // registers that the kernel saves.
-        unsafe {
-            asm!("syscall", inlateout("rax") ARCH_PRCTL => status, in("rdi") REQUEST_PERMISSION, in("rsi") TILE_DATA,
-                 out("rcx") _, out("r11") _, options(nostack));
-        }
-        status == 0
-    }
-    #[cfg(not(target_os = "linux"))]
-    false
-}
-
 /// All tokens of up to `GROUP` panels, whose activations lie in tiles.
 ///
 /// What is stored is read again only after other work: a load that finds its data still on the way to the cache, in pieces, waits
@@ -75,7 +35,7 @@ pub(super) fn permitted() -> bool {
 /// while the next tile is.
 ///
 /// # Safety
-/// The instruction set of `V` must exist, and [`permitted`] must have said yes.
+/// The instruction set of `V` must exist, and AMX's `permitted` must have said yes.
 #[inline(always)]
 pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: usize>(mut p: Panel<'_>) {
     p.check();
@@ -90,7 +50,7 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
     // SAFETY: tiles are configured before they are used and given back at the end; pointers stay within the slices
     // that were compared above; codes are spread before they are read, and sums stored.
     unsafe {
-        asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, preserves_flags, readonly));
+        let _tiles = Tiles::configure();
         spread::<V, BITS>(&p, &blocks[0], codes[0].as_mut_ptr());
         let (mut turn, mut last) = (0, None);
         for (b, block) in blocks.iter().enumerate() {
@@ -124,7 +84,6 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
                 add_up::<V, L, false>(&mut p, from, b, tile, panel);
             }
         }
-        asm!("tilerelease", options(nostack, preserves_flags, nomem));
     }
 }
 

@@ -5,6 +5,8 @@ use std::sync::OnceLock;
 use super::activations::Order;
 use super::portable::Portable;
 use super::tile::{panel, Panel};
+#[cfg(target_arch = "x86_64")]
+use crate::simd::amx;
 
 /// An instruction set that panels can be multiplied with. Values come from [`Engine::available`] only, which asks the
 /// machine: holding one is the proof that its instructions exist here.
@@ -62,7 +64,7 @@ impl Engine {
             let wide = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
             if wide && has!("avx512vnni") && has!("fma") {
                 found.push(Self(Kind::Vnni));
-                if super::amx::permitted() {
+                if amx::permitted(amx::INT8) {
                     found.push(Self(Kind::Amx));
                 }
             }

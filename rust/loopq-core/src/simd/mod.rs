@@ -2,15 +2,19 @@
 //!
 //! A leaf: it uses nothing else of this crate.
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 mod axpy;
 mod rows;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use std::sync::OnceLock;
+
 pub(crate) use axpy::{axpy, dot};
 pub(crate) use rows::add_rows;
-pub(crate) use tile::prefetch;
+pub(crate) use tile::{prefetch, tile_chains, TileState};
 pub use tile::{tile_pairs, Real, MR};
 
 /// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:
@@ -41,6 +45,9 @@ impl Isa {
             }
             if narrow && wide && is_x86_feature_detected!("avx512bf16") {
                 found.push(Self(4));
+                if amx::permitted(amx::BF16) {
+                    found.push(Self(5));
+                }
             }
         }
         found
@@ -49,13 +56,31 @@ impl Isa {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        Self::available().last().copied().unwrap_or(Self::PORTABLE)
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| Self::available().last().copied().unwrap_or(Self::PORTABLE))
     }
 
     /// Whether products of bf16 pairs are one instruction.
     #[must_use]
     pub fn has_pairs(self) -> bool {
-        self.0 == 4
+        self.0 >= 4
+    }
+
+    /// Whether that instruction is faster than the multiply-adds that it stands for. On Intel's processors it takes nearly
+    /// twice as long as they do, on AMD's half as long (docs/performance.md).
+    pub(crate) fn has_fast_pairs(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        if self.has_pairs() {
+            let vendor = std::arch::x86_64::__cpuid(0);
+            return (vendor.ebx, vendor.edx, vendor.ecx) != (0x756e_6547, 0x4965_6e69, 0x6c65_746e);
+        }
+        false
+    }
+
+    /// Whether products of 16 x 16 bf16 numbers, 32 deep, are one instruction.
+    #[must_use]
+    pub fn has_tiles(self) -> bool {
+        self.0 == 5
     }
 
     /// Its name in reports.
@@ -65,11 +90,12 @@ impl Isa {
             2 => "avx2+fma",
             3 => "avx512",
             4 => "avx512+bf16",
+            5 => "avx512+amx",
             _ => "portable",
         }
     }
 
-    /// 1 portable, 2 AVX2, 3 AVX-512, 4 AVX-512 with bf16 products.
+    /// 1 portable, 2 AVX2, 3 AVX-512, 4 AVX-512 with bf16 products, 5 with AMX tiles of them.
     pub(crate) fn level(self) -> u8 {
         self.0
     }

@@ -12,7 +12,7 @@
 //! 3. And cutting `k` in pieces, which is how callers fit their operands into caches, changes nothing either.
 #![allow(unsafe_code)] // calls of functions whose instructions an `Isa` has shown to exist
 
-use super::Isa;
+use super::{per_isa, Isa};
 
 /// Rows of a tile.
 pub const MR: usize = 8;
@@ -122,30 +122,118 @@ fn chain<T: Real, const N: usize>(
     }
 }
 
-/// `c[i][j] = sum over pairs` of products of bf16 numbers, two to a word: the pair's two products enter as the machine's
-/// instruction orders and rounds them, onto a chain that starts at zero.
+/// Rows whose products make one chain of a sum of bf16 products.
+pub(crate) const CHAIN: usize = 16;
+
+/// Columns of a line of a tile of bf16 products.
+const LINE: usize = f32::NR;
+
+/// `c[i][j] = sum_k a[k][i] * b[k][j]` over bf16 numbers in float32, lines [`LINE`] apart, as `docs/formats/hessian.md`
+/// defines it: chains of [`CHAIN`] rows from zero, two of them added, and that added to the sum. No number is subnormal;
+/// `tiny` says whether a product or a sum could be, which then counts as zero.
+pub(crate) fn tile_chains(isa: Isa, k: usize, a: &[f32], b: &[f32], c: &mut [f32], tiny: bool) {
+    c.fill(0.0);
+    for first in (0..k).step_by(2 * CHAIN) {
+        let mut parts = [[0.0_f32; MR * LINE]; 2];
+        for (half, part) in parts.iter_mut().enumerate() {
+            let at = first + half * CHAIN;
+            let n = CHAIN.min(k.saturating_sub(at));
+            if n == 0 {
+                continue;
+            }
+            let (a, b) = (&a[at * LINE..], &b[at * LINE..]);
+            if tiny {
+                flushed(isa, n, a, b, part);
+            } else {
+                f32::tile(isa, n, a, LINE, b, LINE, part, LINE);
+            }
+        }
+        add_parts(isa, &parts[0], &parts[1], c);
+    }
+}
+
+per_isa! {
+    fn flushed(k: usize, a: &[f32], b: &[f32], c: &mut [f32]) = flushed_body;
+}
+per_isa! {
+    fn add_parts(first: &[f32], second: &[f32], c: &mut [f32]) = add_parts_body;
+}
+
+/// One chain, in which whatever would be subnormal after rounding counts as zero.
+#[inline(always)]
+fn flushed_body(k: usize, a: &[f32], b: &[f32], c: &mut [f32]) {
+    /// What rounds to the smallest normal number where the exponent has no end: half a unit below it. A sum in double
+    /// precision of a product of bf16 numbers and a float32 is exact near here.
+    const LEAST: f64 = f32::MIN_POSITIVE as f64 * (1.0 - 1.0 / (1 << 25) as f64);
+    for (i, line) in c.chunks_exact_mut(LINE).enumerate() {
+        for p in 0..k {
+            let x = a[p * LINE + i];
+            for (entry, &y) in line.iter_mut().zip(&b[p * LINE..][..LINE]) {
+                let wide = f64::from(x) * f64::from(y) + f64::from(*entry);
+                *entry = if wide.abs() < LEAST { 0.0 } else { x.mul_add(y, *entry) };
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn add_parts_body(first: &[f32], second: &[f32], c: &mut [f32]) {
+    let flush = |v: f32| if v.abs() < f32::MIN_POSITIVE { 0.0 } else { v };
+    for ((entry, x), y) in c.iter_mut().zip(first).zip(second) {
+        *entry = flush(*entry + flush(x + y));
+    }
+}
+
+/// The same sums over words that hold two bf16 numbers, the first in the high half, on the instruction that multiplies
+/// such pairs; `k` counts words, eight to a chain.
 ///
 /// # Panics
 /// On another instruction set; callers ask [`Isa::has_pairs`] first.
 #[inline]
-pub fn tile_pairs(
-    isa: Isa,
-    k: usize,
-    a: &[u32],
-    lda: usize,
-    b: &[u32],
-    ldb: usize,
-    c: &mut [f32],
-    ldc: usize,
-) {
+pub fn tile_pairs(isa: Isa, k: usize, a: &[u32], b: &[u32], c: &mut [f32], tiny: bool) {
     assert!(isa.has_pairs(), "tiles of bf16 pairs need avx512+bf16");
     #[cfg(target_arch = "x86_64")]
     // SAFETY: `has_pairs` is true only for a value that `Isa::available` made after asking the machine.
     unsafe {
-        super::x86::tile_bf16(k, a, lda, b, ldb, c, ldc);
+        if tiny {
+            super::x86::tile_bf16::<true>(k, a, b, c);
+        } else {
+            super::x86::tile_bf16::<false>(k, a, b, c);
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (k, a, lda, b, ldb, c, ldc);
+    let _ = (k, a, b, c, tiny);
+}
+
+/// The tile registers of this thread, ready for products of bf16 numbers where an instruction set has them.
+pub(crate) struct TileState(#[cfg(target_arch = "x86_64")] Option<super::amx::Tiles>);
+
+impl TileState {
+    /// Makes them ready; a thread has one such value at a time.
+    pub(crate) fn of(isa: Isa) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `has_tiles` is true only for a value that `Isa::available` made after asking for permission.
+        return Self(isa.has_tiles().then(|| unsafe { super::amx::Tiles::configure() }));
+        #[cfg(not(target_arch = "x86_64"))]
+        {
+            let _ = isa;
+            Self()
+        }
+    }
+
+    /// The sums of [`tile_chains`] over runs of tiles, each with 32 rows: 16 columns of each of `a` by 16 of each of `b`,
+    /// to 16 lines of `c` from a place of their own on, which are 48 apart.
+    ///
+    /// # Panics
+    /// On another instruction set; callers ask [`Isa::has_tiles`] first.
+    pub(crate) fn products(&self, a: [&[u32]; 2], b: [&[u32]; 2], c: &mut [f32], at: [[usize; 2]; 2]) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(tiles) = &self.0 {
+            return super::amx::products(tiles, a, b, c, at);
+        }
+        let _ = (a, b, c, at);
+        unreachable!("tiles of bf16 products need avx512+amx");
+    }
 }
 
 /// Asks for the cache lines of a slice, which will be needed soon.

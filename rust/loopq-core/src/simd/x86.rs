@@ -12,6 +12,7 @@
 #[allow(clippy::wildcard_imports)] // some forty intrinsics
 use std::arch::x86_64::*;
 
+use super::tile::CHAIN;
 use super::MR;
 
 /// Checks that strided operands lie inside their slices.
@@ -112,35 +113,70 @@ macro_rules! tile256 {
 tile256!(tile_f32_avx2, f32, 8, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
 tile256!(tile_f64_avx2, f64, 4, _mm256_loadu_pd, _mm256_storeu_pd, _mm256_set1_pd, _mm256_fmadd_pd);
 
-/// `c[i][j] = sum_k lo(a[k][i]) * lo(b[k][j]) + hi(a[k][i]) * hi(b[k][j])` over words that hold two bf16 numbers.
+/// `c = sum over words` of products of bf16 pairs, lines 48 apart, in the order of [`super::tile::tile_chains`].
+///
+/// The instruction rounds after each of its two products, the high one first, so that eight words are a chain of 16 rows;
+/// it takes subnormal numbers as zero, and `TINY` says whether a sum of chains could still be one.
 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma")]
-pub(super) fn tile_bf16(k: usize, a: &[u32], lda: usize, b: &[u32], ldb: usize, c: &mut [f32], ldc: usize) {
-    const L: usize = 16;
-    check(k, a, lda, b, ldb, c, ldc, 3 * L);
-    let (mut pa, mut pb, pc) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
-    // SAFETY: as in the 512-bit tile above. A vector of words and a vector of bf16 pairs are the same 512 bits, for
-    // which every pattern is valid.
-    unsafe {
-        let pair = |p: *const u32| std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast()));
-        let mut acc = [[_mm512_setzero_ps(); 3]; MR];
-        for _ in 0..k {
-            let columns = [pair(pb), pair(pb.add(L)), pair(pb.add(2 * L))];
+pub(super) fn tile_bf16<const TINY: bool>(k: usize, a: &[u32], b: &[u32], c: &mut [f32]) {
+    const WORDS: usize = CHAIN / 2;
+    check(k, a, 3 * 16, b, 3 * 16, c, 3 * 16, 3 * 16);
+    assert!(k.is_multiple_of(2 * WORDS));
+    c.fill(0.0);
+    for first in (0..k).step_by(2 * WORDS) {
+        // SAFETY: `check` has shown that line `k - 1` of `a` and `b` and row `MR - 1` of `c` end inside their slices, and
+        // two chains lie before line `k`. Loads and stores are the unaligned ones.
+        unsafe {
+            let (pa, pb) = (a.as_ptr().add(first * 48), b.as_ptr().add(first * 48));
+            let one = chain_bf16::<WORDS>(pa, pb);
+            let other = chain_bf16::<WORDS>(pa.add(WORDS * 48), pb.add(WORDS * 48));
+            for (i, (one, other)) in one.iter().zip(&other).enumerate() {
+                for v in 0..3 {
+                    let to = c.as_mut_ptr().add(i * 48 + v * 16);
+                    let both = flushed::<TINY>(_mm512_add_ps(one[v], other[v]));
+                    _mm512_storeu_ps(to, flushed::<TINY>(_mm512_add_ps(_mm512_loadu_ps(to), both)));
+                }
+            }
+        }
+    }
+}
+
+/// The sums of a few words from zero.
+///
+/// # Safety
+/// `a` points to the columns of `K` lines of 48 words, `b` to such lines.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+unsafe fn chain_bf16<const K: usize>(a: *const u32, b: *const u32) -> [[__m512; 3]; MR] {
+    let mut acc = [[_mm512_setzero_ps(); 3]; MR];
+    for k in 0..K {
+        // SAFETY: the caller's. A vector of words and a vector of bf16 pairs are the same 512 bits, for which every pattern
+        // is valid.
+        unsafe {
+            let (a, b) = (a.add(k * 48), b.add(k * 48));
+            let pair = |p: *const u32| std::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast()));
+            let columns = [pair(b), pair(b.add(16)), pair(b.add(32))];
             for (i, row) in acc.iter_mut().enumerate() {
-                let x =
-                    std::mem::transmute::<__m512i, __m512bh>(_mm512_set1_epi32((*pa.add(i)).cast_signed()));
+                let x = _mm512_set1_epi32((*a.add(i)).cast_signed());
+                let x = std::mem::transmute::<__m512i, __m512bh>(x);
                 row[0] = _mm512_dpbf16_ps(row[0], x, columns[0]);
                 row[1] = _mm512_dpbf16_ps(row[1], x, columns[1]);
                 row[2] = _mm512_dpbf16_ps(row[2], x, columns[2]);
             }
-            pa = pa.wrapping_add(lda);
-            pb = pb.wrapping_add(ldb);
-        }
-        for (i, row) in acc.iter().enumerate() {
-            for (v, &entry) in row.iter().enumerate() {
-                _mm512_storeu_ps(pc.add(i * ldc + v * L), entry);
-            }
         }
     }
+    acc
+}
+
+/// Zeros in place of subnormal numbers, if asked for.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn flushed<const YES: bool>(v: __m512) -> __m512 {
+    const SUBNORMAL: i32 = 0x20;
+    if YES {
+        return _mm512_maskz_mov_ps(!_mm512_fpclass_ps_mask::<SUBNORMAL>(v), v);
+    }
+    v
 }
 
 macro_rules! rows {

@@ -1,0 +1,134 @@
+//! Which instructions sum products of bf16 rows: the fastest of those that have been seen to round as the format says.
+//!
+//! All of them give the same bits by their manuals. What a processor really does is compared once with the sums of
+//! single-precision chains, on numbers that round, cancel, and fall below the normal range; instructions that differ are
+//! not used.
+
+use std::sync::OnceLock;
+
+use crate::dump::{RowType, Rows};
+use crate::hessian::packed::{Layout, PackedBlock, GROUP};
+use crate::hessian::{tiles, PANEL, SQUARE};
+use crate::simd::{Isa, TileState, MR};
+
+/// The layout for the best instructions of an instruction set.
+pub(super) fn layout(isa: Isa) -> Layout {
+    static TILES: OnceLock<bool> = OnceLock::new();
+    static PAIRS: OnceLock<bool> = OnceLock::new();
+    if isa.has_tiles() && *TILES.get_or_init(|| agrees(isa, Layout::Tiles)) {
+        Layout::Tiles
+    } else if isa.has_fast_pairs() && *PAIRS.get_or_init(|| agrees(isa, Layout::Pairs)) {
+        Layout::Pairs
+    } else {
+        Layout::Chains
+    }
+}
+
+/// Whether products by a layout's instructions are those of chains.
+fn agrees(isa: Isa, layout: Layout) -> bool {
+    let bits = sample();
+    let of = |layout: Layout| sums(&bits, isa, layout);
+    of(layout) == of(Layout::Chains)
+}
+
+/// All products of the sample's columns.
+fn sums(bits: &[u16], isa: Isa, layout: Layout) -> Option<Vec<f32>> {
+    let rows = Rows::from_bits16(bits, RowType::Bf16, bits.len() / PANEL, PANEL).ok()?;
+    let mut scratch = vec![0; layout.n_words(PANEL)];
+    let block = PackedBlock::pack(rows, layout, isa, &mut scratch);
+    let mut sums = vec![0.0; 2 * SQUARE];
+    if layout == Layout::Tiles {
+        tiles::multiply(&TileState::of(isa), &block, &[(0, 0)], |_| 0, &mut sums);
+    } else {
+        for (strip, sums) in sums[..SQUARE].chunks_exact_mut(MR * PANEL).enumerate() {
+            block.strip(isa, 0, 0, strip * MR, sums);
+        }
+    }
+    sums.truncate(SQUARE);
+    Some(sums)
+}
+
+/// Rows of a panel: a third of the columns near one, a third whose products are at the end of the normal range, a third of
+/// anything, with numbers that cancel, zeros and subnormal numbers.
+fn sample() -> Vec<u16> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut next = |n: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        ((state >> 20) % n) as u16
+    };
+    let value = |column: usize| {
+        let exponent = match column % 3 {
+            0 => 120 + next(8),
+            1 => [0, 60, 63, 64, 66][usize::from(next(5))] + next(3),
+            _ => 30 + next(120),
+        };
+        let fraction = if next(4) == 0 { 0 } else { next(128) };
+        next(2) << 15 | exponent << 7 | fraction
+    };
+    (0..3 * GROUP * PANEL).map(|i| i % PANEL).map(value).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::{agrees, layout, sums, Layout};
+    use crate::hessian::PANEL;
+    use crate::simd::Isa;
+
+    /// Sums of products of two columns whose rows are given, the rest of the panel zero.
+    fn product(rows: &[[u16; 2]], isa: Isa, layout: Layout) -> f32 {
+        let mut bits = vec![0; rows.len() * PANEL];
+        for (row, pair) in bits.chunks_exact_mut(PANEL).zip(rows) {
+            (row[3], row[40]) = (pair[0], pair[1]);
+        }
+        sums(&bits, isa, layout).unwrap()[3 * PANEL + 40]
+    }
+
+    /// `2^exponent`.
+    fn power(exponent: i32) -> u16 {
+        ((exponent + 127) as u16) << 7
+    }
+
+    #[test]
+    fn every_layout_meets_the_end_of_the_normal_range_as_defined() {
+        let negative = |bits: u16| bits | 0x8000;
+        let least = f32::MIN_POSITIVE;
+        // 2^-126 - 2^-150 has 24 bits and lies below the normal numbers: zero. 2^-126 - 2^-152 rounds to 2^-126.
+        let below = vec![[power(-63), power(-63)], [power(-75), negative(power(-75))]];
+        let above = vec![[power(-63), power(-63)], [power(-76), negative(power(-76))]];
+        // A product of 2^-127, kept until others come, would make 2^-126 of two; as zeros they make nothing.
+        let halves = vec![[power(-63), power(-64)]; 2];
+        // The same in two chains, whose sum 2^-127 is zero too: 2^-126 * 3/2 - 2^-126.
+        let mut apart = vec![[0, 0]; 17];
+        (apart[0], apart[16]) = ([power(-63), power(-63) | 0x40], [power(-63), negative(power(-63))]);
+        // A subnormal number counts as zero, whatever it is multiplied by.
+        let subnormal = vec![[0x7f, power(20)], [power(0), power(0)]];
+        let ends = [(below, 0.0), (above, least), (halves, 0.0), (apart, 0.0), (subnormal, 1.0)];
+        for isa in Isa::available() {
+            let pairs = isa.has_pairs().then_some(Layout::Pairs);
+            let tiles = isa.has_tiles().then_some(Layout::Tiles);
+            for layout in [Some(Layout::Chains), pairs, tiles].into_iter().flatten() {
+                for (n, (rows, expected)) in ends.iter().enumerate() {
+                    let got = product(rows, isa, layout);
+                    assert_eq!(got, *expected, "{} {layout:?} {n}", isa.name());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_instructions_agree_with_chains_and_are_used_where_they_are_fast() {
+        for isa in Isa::available() {
+            assert!(!isa.has_pairs() || agrees(isa, Layout::Pairs), "{}", isa.name());
+            assert!(!isa.has_tiles() || agrees(isa, Layout::Tiles), "{}", isa.name());
+            let expected = match isa {
+                isa if isa.has_tiles() => Layout::Tiles,
+                isa if isa.has_fast_pairs() => Layout::Pairs,
+                _ => Layout::Chains,
+            };
+            assert_eq!(layout(isa), expected, "{}", isa.name());
+        }
+    }
+}

@@ -7,10 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
-# While the program `loopq` imports, Ctrl-C ends it as it ends any other program: some modules take it for a failed
-# import, and the rest is a traceback. Where loopq is a library nothing is changed.
+from loopq.interrupts import end_at_once
+
+# While the program `loopq` imports, Ctrl-C ends it on the spot: some modules take it for a failed import, and the rest
+# is a traceback. Where loopq is a library nothing is changed.
 if sys.argv and (sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "loopq"):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, end_at_once)
 
 from loopq._native import __version__
 from loopq.api import diagnose, evaluate, load, quantize, solve

@@ -4,6 +4,10 @@ import os
 import sys
 
 from loopq.cli import main as run
+from loopq.interrupts import INTERRUPTED
+
+#: Seconds that Ctrl-C may take.
+PATIENCE = 0.7
 
 
 def main() -> int:
@@ -21,8 +25,12 @@ def main() -> int:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = (s or open(n, "w") for n, s in ((1, sys.stdout), (2, sys.stderr)))  # noqa: PTH123, SIM115
-    code = run()
-    if code == 130:
+    try:
+        code = run(patience=PATIENCE)
+    except KeyboardInterrupt:
+        # Between the end of a command and that of its handler.
+        code = INTERRUPTED
+    if code == INTERRUPTED:
         # Whoever interrupts waits: what modules do as they go takes longer than the rest.
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

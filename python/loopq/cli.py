@@ -9,7 +9,6 @@ import re
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
+from loopq.interrupts import INTERRUPTED, Interrupts
 from loopq.registry import did_you_mean
 
 _FIRST = """first steps:
@@ -169,8 +169,11 @@ def _usage(sub: argparse.ArgumentParser) -> str:
     return " ".join([*map(str, parts), *(["[options]"] if optional else [])]).replace("%", "%%")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
+def main(argv: Sequence[str] | None = None, patience: float | None = None) -> int:
+    """Run one command; return its exit code: 0 done, 1 an error, 2 wrong usage, 130 interrupted.
+
+    `patience` is how many seconds after Ctrl-C the process ends at the latest; None waits for what runs.
+    """
     # Threads of torch that spin while they wait take a busy machine's cores from those that work: rollouts of small
     # models took up to fifteen times as long. It is read when torch is loaded, and changes no result.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -178,37 +181,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     args = parse(argv)
-    interrupts = _Interrupts()
+    interrupts = Interrupts(patience, lambda: _left_behind(args))
     try:
         code = _run(args)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        code = 130
+    except BaseException as error:
+        # A library that was interrupted while it was imported may raise anything.
+        interrupts.any |= isinstance(error, KeyboardInterrupt)
+        if not interrupts.any:
+            raise
     finally:
         interrupts.end()
-    if interrupts.any or code == 130:
-        print(f"loopq: interrupted; {_left_behind(args)}", file=sys.stderr)
-        return 130
+    if interrupts.any:
+        print(_left_behind(args), file=sys.stderr)
+        return INTERRUPTED
     return code
-
-
-class _Interrupts:
-    """Ctrl-C, noted when it comes: libraries that are being imported turn it into errors of their own."""
-
-    def __init__(self) -> None:
-        self.any = False
-        # Only the main thread is told of signals; elsewhere whoever has it decides.
-        self._main = threading.current_thread() is threading.main_thread()
-        self._before = signal.signal(signal.SIGINT, self._note) if self._main else None
-
-    def _note(self, number: int, frame: object) -> None:
-        self.any = True
-        raise KeyboardInterrupt
-
-    def end(self) -> None:
-        """Put back what was there."""
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -257,9 +244,9 @@ def _run_file(path: Path) -> None:
 
 
 def _left_behind(args: argparse.Namespace) -> str:
-    """What an interrupted command has saved."""
+    """What an interrupted command says that it has saved."""
     command: Command = args.command
     place = command.keeps(args)
     if place is not None and place.exists():
-        return f"progress is saved in {place}: the same command resumes from there"
-    return "nothing is saved: the same command starts anew"
+        return f"loopq: interrupted; progress is saved in {place}: the same command resumes from there"
+    return "loopq: interrupted; nothing is saved: the same command starts anew"

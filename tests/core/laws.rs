@@ -259,7 +259,7 @@ proptest! {
                 from += m;
             }
             other.finish(&CANCEL).unwrap();
-            prop_assert_eq!(other.state().unwrap(), reference.state().unwrap());
+            prop_assert_eq!(other.state(&CANCEL).unwrap(), reference.state(&CANCEL).unwrap());
         }
     }
 
@@ -299,7 +299,7 @@ proptest! {
                 let mut a = Accumulator::new(settings(dim, 1, isa)).unwrap();
                 a.update(0, rows, &CANCEL).unwrap();
                 a.finish(&CANCEL).unwrap();
-                let h = a.matrix(Some(&[0])).unwrap();
+                let h = a.matrix(Some(&[0]), &CANCEL).unwrap();
                 for i in 0..dim {
                     for j in 0..dim {
                         let products = exact.chunks_exact(dim).map(|r| r[i] * r[j]);
@@ -323,15 +323,15 @@ proptest! {
             a
         };
         let (a, b, c) = (part(1, 5), part(2, 600), part(3, 40));
-        let again = |of: &Accumulator| Accumulator::from_state(&of.state().unwrap(), 1).unwrap();
+        let again = |of: &Accumulator| Accumulator::from_state(&of.state(&CANCEL).unwrap(), 1, &CANCEL).unwrap();
         let mut left = again(&a);
-        left.merge(&b).unwrap();
-        left.merge(&c).unwrap();
+        left.merge(&b, &CANCEL).unwrap();
+        left.merge(&c, &CANCEL).unwrap();
         let mut right = again(&c);
-        right.merge(&a).unwrap();
+        right.merge(&a, &CANCEL).unwrap();
         let mut last = again(&b);
-        last.merge(&right).unwrap();
-        prop_assert_eq!(left.state().unwrap(), last.state().unwrap());
+        last.merge(&right, &CANCEL).unwrap();
+        prop_assert_eq!(left.state(&CANCEL).unwrap(), last.state(&CANCEL).unwrap());
         prop_assert_eq!(left.n_rows(0).unwrap(), 645);
     }
 
@@ -432,9 +432,12 @@ fn sum_over_steps_is_the_sum() {
         a
     };
     let (split, whole) = (run(true), run(false));
-    assert_eq!(split.matrix(None).unwrap(), whole.matrix(None).unwrap());
-    assert_eq!(split.matrix(Some(&[3, 0])).unwrap(), whole.matrix(None).unwrap());
-    assert_eq!(split.weighted(Some(&[0]), &[1.0]).unwrap(), split.matrix(Some(&[0])).unwrap());
+    assert_eq!(split.matrix(None, &CANCEL).unwrap(), whole.matrix(None, &CANCEL).unwrap());
+    assert_eq!(split.matrix(Some(&[3, 0]), &CANCEL).unwrap(), whole.matrix(None, &CANCEL).unwrap());
+    assert_eq!(
+        split.weighted(Some(&[0]), &[1.0], &CANCEL).unwrap(),
+        split.matrix(Some(&[0]), &CANCEL).unwrap()
+    );
     assert!(
         (split.trace(None).unwrap() - split.trace(Some(0)).unwrap() - split.trace(Some(3)).unwrap()).abs()
             < 1e-9

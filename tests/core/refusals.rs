@@ -65,7 +65,7 @@ fn rows_that_are_not_finite_or_too_large() {
     refused(got, Kind::NonFinite, &["inf", "column 2"]);
     a.finish(&CANCEL).unwrap();
     assert_eq!(a.n_rows(5).unwrap(), 2);
-    assert!((a.matrix(Some(&[5])).unwrap()[0] - 17.0).abs() < f64::EPSILON);
+    assert!((a.matrix(Some(&[5]), &CANCEL).unwrap()[0] - 17.0).abs() < f64::EPSILON);
 }
 
 #[test]
@@ -142,15 +142,15 @@ fn order_of_calls_and_kinds_of_rows() {
     a.update(0, rows, &CANCEL).unwrap();
     let brain = Rows::from_bits16(&[1, 2], RowType::Bf16, 1, 2).unwrap();
     refused(a.update(0, brain, &CANCEL), Kind::Config, &["BF16", "F32"]);
-    refused(a.matrix(None), Kind::Config, &["finish()"]);
+    refused(a.matrix(None, &CANCEL), Kind::Config, &["finish()"]);
     a.finish(&CANCEL).unwrap();
     refused(a.update(0, rows, &CANCEL), Kind::Config, &["finished"]);
-    refused(a.matrix(Some(&[1])), Kind::Config, &["per_step=True"]);
-    refused(a.weighted(None, &[1.0, 1.0]), Kind::Config, &["per_step=True"]);
+    refused(a.matrix(Some(&[1]), &CANCEL), Kind::Config, &["per_step=True"]);
+    refused(a.weighted(None, &[1.0, 1.0], &CANCEL), Kind::Config, &["per_step=True"]);
     refused(Rows::from_f32(&[1.0], 2, 2), Kind::Config, &["16", "4"]);
     let mut other = accumulator(3, &[0, 1], false);
     other.finish(&CANCEL).unwrap();
-    refused(a.merge(&other), Kind::Config, &["dims differ (2 and 3)"]);
+    refused(a.merge(&other, &CANCEL), Kind::Config, &["dims differ (2 and 3)"]);
 }
 
 #[test]
@@ -184,11 +184,11 @@ fn interrupted_work() {
 fn saved_states() {
     let mut a = accumulator(2, &[0], true);
     a.finish(&CANCEL).unwrap();
-    let good = a.state().unwrap();
+    let good = a.state(&CANCEL).unwrap();
     let refuse = |change: &dyn Fn(&mut loopq_core::hessian::State), part: &str| {
         let mut state = good.clone();
         change(&mut state);
-        refused(Accumulator::from_state(&state, 1), Kind::Dump, &[part]);
+        refused(Accumulator::from_state(&state, 1, &CANCEL), Kind::Dump, &[part]);
     };
     refuse(&|s| s.spec_version = 9, "version 9");
     refuse(&|s| s.matrices.clear(), "0");
@@ -234,7 +234,7 @@ fn files() {
     a.update_file(0, &path, "x", &CANCEL).unwrap();
     std::fs::remove_file(&path).unwrap();
     a.finish(&CANCEL).unwrap();
-    let h = a.matrix(None).unwrap();
+    let h = a.matrix(None, &CANCEL).unwrap();
     assert_eq!(h, vec![10.0, 14.0, 14.0, 20.0]);
 }
 

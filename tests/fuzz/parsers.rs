@@ -91,8 +91,9 @@ pub fn state(data: &[u8]) {
         MatrixState { hi: part(0), lo: part(1) }
     });
     let state = State { spec_version, dim, steps, per_step, n_rows, matrices: matrices.collect() };
-    if let Ok(made) = Accumulator::from_state(&state, 1) {
-        assert_eq!(made.state().ok(), Some(state));
+    let cancel = Cancel::default();
+    if let Ok(made) = Accumulator::from_state(&state, 1, &cancel) {
+        assert_eq!(made.state(&cancel).ok(), Some(state));
     }
 }
 

@@ -394,10 +394,26 @@ def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
     assert issubclass(errors.OutOfMemoryError, MemoryError)
 
 
-@pytest.mark.parametrize("work", ["solve", "eigenvalues"])
+#: One scale for each row: nothing is cut into groups.
+CD = _native.GptqCdSettings(
+    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", sweeps=9, rounds=9, refit=True
+)
+
+
+@pytest.mark.parametrize("work", ["factor", "solve", "gptq_cd", "coupled", "eigenvalues", "proxy"])
 def test_ctrl_c_stops_within_a_second(work: str) -> None:
-    h, w = np.eye(3000) + 1.0, np.ones((12000, 3000), np.float32)
+    dim = 3000
+    h = np.eye(dim) + 1.0
+    w = np.random.default_rng(0).standard_normal((4 * dim, dim), np.float32)
     made = factor(h, 0.1)
+    calls = {
+        "factor": lambda: factor(h, 0.1, order="conditional", threads=1),
+        "solve": lambda: _native.gptq(w, made, bits=4, group_size=128, threads=1),
+        "gptq_cd": lambda: _native.gptq_cd(w, made, CD, threads=1),
+        "coupled": lambda: _native.coupled(w[:dim], made, [made], CD, threads=1),
+        "eigenvalues": lambda: _native.eigvalsh(h, threads=1),
+        "proxy": lambda: _native.proxy(w, None, h, threads=1),
+    }
     sent: list[float] = []
 
     def press() -> None:
@@ -412,10 +428,7 @@ def test_ctrl_c_stops_within_a_second(work: str) -> None:
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            if work == "solve":
-                _native.gptq(w, made, bits=4, group_size=128, threads=1)
-            else:
-                _native.eigvalsh(h, threads=1)
+            calls[work]()
     finally:
         signal.signal(signal.SIGINT, before)
     took = time.process_time() - sent[0]

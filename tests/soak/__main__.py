@@ -27,6 +27,7 @@ from . import bits, files, inputs, runs
 SIZES = {
     "kills": (1000, "kills, over every command"),
     "writers": (100, "pairs of runs with one output"),
+    "interrupts": (100, "Ctrl-C at a random moment of a program"),
     "disk": (90, "runs on a disk that is full"),
     "files": (10_000, "mutated files, paths that lead out, links and pipes"),
     "bits": (1, "one bit of every N-th byte of a checkpoint and of dumps"),
@@ -59,6 +60,7 @@ def _on_model(function: Callable[[Path, int, random.Random], runs.Counts]):
 CAMPAIGNS = {
     "kills": _on_runs(runs.kills),
     "writers": _on_runs(runs.writers),
+    "interrupts": _on_runs(runs.interrupts),
     "disk": _on_runs(runs.full_disk),
     "files": _mutated,
     "bits": bits.flips,

@@ -13,12 +13,15 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from loopq.interrupts import INTERRUPTED
 
 from ..support.runs import digest
 
@@ -94,6 +97,9 @@ class Bench:
             self.inputs[name] = base / name
             line = COMMANDS[command].format(**self.inputs, out=base / name)
             assert _finish(_start(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
+        began = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import loopq.run.engine, transformers"], check=True)
+        self.start_up = time.monotonic() - began
         self.wanted, self.seconds, self.n_events = {}, {}, {}
         for name in names:
             for _ in range(2):
@@ -243,6 +249,50 @@ def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
             if any(code not in (0, 1) for code in codes):
                 wrong = f"exit codes {codes}: {bench.said()[-300:]}"
         counts.outcomes["wrong" if wrong else "right"] += 1
+        if wrong:
+            counts.failures.append(f"{name}: {wrong}")
+        counts.tell()
+    return counts
+
+
+def interrupts(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
+    """Press Ctrl-C at a random moment of a program, imports included: code 130 in one line within a second.
+
+    The same command goes on afterwards.
+    """
+    counts = Counts()
+    slowest = 0.0
+    for number in range(n_runs):
+        if time.monotonic() > bench.until:
+            break
+        name = bench.names[number % len(bench.names)]
+        with place(bench.base) as folder:
+            argv = COMMANDS[name].format(**bench.inputs, out=folder / "out").split()
+            with (bench.base / "log").open("wb") as log:
+                program = subprocess.Popen(
+                    [sys.executable, "-m", "loopq", *argv], stdout=log, stderr=subprocess.STDOUT
+                )
+                time.sleep(rng.uniform(0, bench.start_up + bench.seconds[name]))
+                began = time.monotonic()
+                program.send_signal(signal.SIGINT)
+                code = program.wait()
+            took, text = time.monotonic() - began, bench.said()
+            wrong = ""
+            if "Traceback" in text and "loopq" in text:
+                wrong = f"a traceback: {text[-300:]}"
+            elif code == INTERRUPTED:
+                slowest = max(slowest, took)
+                if took > 1:
+                    wrong = f"took {took:.2f} s"
+                elif "interrupted" not in text.splitlines()[-1]:
+                    wrong = f"said nothing: {text[-300:]}"
+            # Python itself may not have come to loopq yet, or the program had ended.
+            elif code not in (0, -signal.SIGINT) and "loopq" in text:
+                wrong = f"exit code {code}: {text[-300:]}"
+            counts.outcomes[f"exit code {code}"] += 1
+            wrong = wrong or bench.settled(name, folder)
+        counts.outcomes["wrong" if wrong else "right"] += 1
+        counts.outcomes["slowest, ms"] = round(1000 * slowest)
         if wrong:
             counts.failures.append(f"{name}: {wrong}")
         counts.tell()

@@ -61,7 +61,7 @@ fn main() -> Result<()> {
     let grid = Grid { bits: 3, group_size: 32, symmetric: true, signed: false, scale_type, search };
     let options = Options { scales: Scales::Group, block_size: 128, isa };
 
-    let all = sums.matrix(None)?;
+    let all = sums.matrix(None, &cancel)?;
     // tr(D H D^T), the square error of the outputs on the inputs of all steps.
     let loss = |q: &Quantized| -> Result<f64> {
         let rounded = dequantize(&q.codes, &q.scales, Some(&q.zeros), OUTPUTS, DIM, 32)?;
@@ -69,7 +69,7 @@ fn main() -> Result<()> {
         proxy(w, Some(rounded), Symmetric::f64(&all, DIM)?, &execution)
     };
     let solve = |steps: Option<&[usize]>| -> Result<Quantized> {
-        let h = sums.matrix(steps)?;
+        let h = sums.matrix(steps, &cancel)?;
         let mean = (0..DIM).map(|i| h[i * DIM + i]).sum::<f64>() / DIM as f64;
         let damping = vec![0.01 * mean; DIM];
         let factor =

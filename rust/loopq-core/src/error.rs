@@ -266,14 +266,6 @@ pub enum Error {
         /// Offset added before packing.
         zero_offset: i64,
     },
-    /// The eigenvalue library gave up in a way that it has no error for, for want of memory say.
-    #[error("the eigenvalues of a {dim} x {dim} matrix could not be computed: {reason}")]
-    EigenvalueLibrary {
-        /// Number of columns.
-        dim: usize,
-        /// What it said last.
-        reason: String,
-    },
     /// An eigenvalue iteration that did not settle.
     #[error(
         "the eigenvalues of a {dim} x {dim} matrix did not converge; check the matrix for extreme scales"
@@ -325,8 +317,7 @@ impl Error {
             | Self::ZeroHessian
             | Self::NotPositive { .. }
             | Self::ScaleRange { .. }
-            | Self::NoConvergence { .. }
-            | Self::EigenvalueLibrary { .. } => Kind::Solve,
+            | Self::NoConvergence { .. } => Kind::Solve,
             Self::OutOfMemory { .. } => Kind::Memory,
             Self::Interrupted => Kind::Interrupted,
         }

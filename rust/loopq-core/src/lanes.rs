@@ -2,7 +2,9 @@
 //!
 //! A lane never looks at its neighbours: what becomes of a row does not depend on the rows that share its tile.
 
+use crate::memory::collected;
 use crate::weight::Weight;
+use crate::Result;
 
 /// Rows of a tile.
 pub(crate) const LANES: usize = 8;
@@ -11,12 +13,11 @@ pub(crate) const LANES: usize = 8;
 pub(crate) type Lane = [f64; LANES];
 
 /// Rows from `first` on, column by column. Lanes without a row hold zeros, which every grid meets exactly.
-pub(crate) fn columns_of(w: Weight<'_>, first: usize) -> Vec<Lane> {
+pub(crate) fn columns_of(w: Weight<'_>, first: usize) -> Result<Vec<Lane>> {
     let (values, dim) = (w.values(), w.dim());
     let live = LANES.min(w.rows() - first);
-    (0..dim)
-        .map(|j| {
-            std::array::from_fn(|r| if r < live { f64::from(values[(first + r) * dim + j]) } else { 0.0 })
-        })
-        .collect()
+    let lane = |j: usize| {
+        std::array::from_fn(|r| if r < live { f64::from(values[(first + r) * dim + j]) } else { 0.0 })
+    };
+    collected("rows that are solved together", (0..dim).map(lane))
 }

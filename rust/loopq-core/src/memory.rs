@@ -50,8 +50,14 @@ pub(crate) fn zeros<T: Pod>(what: &'static str, len: usize) -> Result<Vec<T>> {
 
 /// A vector of a copy of `values`.
 pub(crate) fn copied<T: Pod>(what: &'static str, values: &[T]) -> Result<Vec<T>> {
-    let mut made = Vec::new();
-    extend(what, &mut made, values)?;
+    collected(what, values.iter().copied())
+}
+
+/// A vector of what an iterator of known length gives: `collect`, with an error where there is no memory for it.
+pub(crate) fn collected<T>(what: &'static str, values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
+    let (mut made, bytes) = (Vec::new(), dims::product(what, values.len(), size_of::<T>())?);
+    made.try_reserve_exact(values.len()).map_err(|_| Error::OutOfMemory { what, bytes })?;
+    made.extend(values);
     Ok(made)
 }
 
@@ -86,7 +92,7 @@ impl<T: Pod> DerefMut for Buffer<T> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::{copied, zeros, Buffer};
+    use super::{collected, copied, zeros, Buffer};
     use crate::Error;
 
     #[test]
@@ -106,6 +112,7 @@ mod tests {
         assert_eq!(Buffer::<f64>::zeroed("a buffer", BYTES / 8).unwrap_err(), missing);
         assert_eq!(zeros::<u8>("a buffer", BYTES).unwrap_err(), missing);
         assert!(matches!(zeros::<f64>("a buffer", usize::MAX / 2), Err(Error::TooLarge { .. })));
+        assert_eq!(collected("a buffer", 0..BYTES / 8).unwrap_err(), missing);
         assert_eq!(copied("a buffer", &[1_u8, 2]).unwrap(), [1, 2]);
     }
 }

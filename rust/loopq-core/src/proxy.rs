@@ -50,7 +50,7 @@ pub fn proxy(
                 .map(|p| {
                     let (from, to) = (p * WIDTH, dim.min((p + 1) * WIDTH));
                     execution.check()?;
-                    Ok(columns(&gaps, h, from, to))
+                    columns(&gaps, h, from, to)
                 })
                 .collect()
         });
@@ -80,17 +80,17 @@ fn gaps(w: Weight<'_>, w_hat: Option<Weight<'_>>) -> Result<Vec<Vec<f64>>> {
 }
 
 /// The share of columns `from..to`.
-fn columns(gaps: &[Vec<f64>], h: Symmetric<'_>, from: usize, to: usize) -> f64 {
+fn columns(gaps: &[Vec<f64>], h: Symmetric<'_>, from: usize, to: usize) -> Result<f64> {
     let (nr, isa) = (f64::NR, Isa::best());
     // Twice the entries above the diagonal, once those on it.
-    let mut packed = vec![0.0; to * WIDTH];
+    let mut packed: Vec<f64> = zeros("columns of H", to * WIDTH)?;
     for (i, line) in packed.chunks_exact_mut(WIDTH).enumerate() {
         for j in from.max(i)..to {
             line[j - from] = if i == j { h.at(i, j) } else { 2.0 * h.at(i, j) };
         }
     }
     let mut sum = 0.0;
-    let mut products = vec![0.0; WIDTH * nr];
+    let mut products: Vec<f64> = zeros("columns of H", WIDTH * nr)?;
     for lines in gaps {
         products.fill(0.0);
         for start in (0..to).step_by(STRIDE) {
@@ -104,5 +104,5 @@ fn columns(gaps: &[Vec<f64>], h: Symmetric<'_>, from: usize, to: usize) -> f64 {
             sum += product * gap;
         }
     }
-    sum
+    Ok(sum)
 }

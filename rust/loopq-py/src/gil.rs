@@ -8,6 +8,8 @@ use loopq_core::{Cancel, Error};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
+use crate::reserve;
+
 /// How often signals are looked for.
 const TICK: Duration = Duration::from_millis(100);
 
@@ -34,6 +36,7 @@ pub(crate) fn allow_threads<T: Send>(
     py: Python<'_>,
     work: impl FnOnce(&Cancel) -> Result<T, Error> + Send,
 ) -> PyResult<T> {
+    reserve::fill().map_err(|e| raise(py, &e))?;
     let cancel = Cancel::new();
     let (outcome, raised) = py.detach(|| {
         std::thread::scope(|scope| {

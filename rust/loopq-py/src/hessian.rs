@@ -45,8 +45,8 @@ impl HessianAccumulator {
     #[new]
     #[pyo3(signature = (dim, steps, *, per_step, threads = 0))]
     fn new(py: Python<'_>, dim: usize, steps: Vec<usize>, per_step: bool, threads: usize) -> PyResult<Self> {
-        let made = Accumulator::new(Settings { dim, steps, per_step, threads, isa: Isa::best() });
-        Ok(Self::wrap(made.map_err(|e| raise(py, &e))?))
+        let settings = Settings { dim, steps, per_step, threads, isa: Isa::best() };
+        Ok(Self::wrap(allow_threads(py, |_| Accumulator::new(settings))?))
     }
 
     fn update(&self, py: Python<'_>, step: usize, rows: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -109,11 +109,11 @@ impl HessianAccumulator {
         weights: Option<Vec<f64>>,
     ) -> PyResult<Bound<'py, PyArray2<f64>>> {
         let steps = steps.as_deref();
-        let (dim, values) = allow_threads(py, |_| {
+        let (dim, values) = allow_threads(py, |cancel| {
             let inner = self.lock();
             let values = match &weights {
-                None => inner.matrix(steps)?,
-                Some(weights) => inner.weighted(steps, weights)?,
+                None => inner.matrix(steps, cancel)?,
+                Some(weights) => inner.weighted(steps, weights, cancel)?,
             };
             Ok((inner.settings().dim, values))
         })?;
@@ -143,19 +143,19 @@ impl HessianAccumulator {
         }
         // Both are locked in the order of their addresses, so that two merges in opposite directions cannot wait
         // for each other.
-        allow_threads(py, |_| {
+        allow_threads(py, |cancel| {
             if std::ptr::from_ref(self) < std::ptr::from_ref(theirs) {
                 let mut mine = self.lock();
-                mine.merge(&theirs.lock())
+                mine.merge(&theirs.lock(), cancel)
             } else {
                 let theirs = theirs.lock();
-                self.lock().merge(&theirs)
+                self.lock().merge(&theirs, cancel)
             }
         })
     }
 
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let state = allow_threads(py, |_| self.lock().state())?;
+        let state = allow_threads(py, |cancel| self.lock().state(cancel))?;
         let out = PyDict::new(py);
         out.set_item("spec_version", state.spec_version)?;
         out.set_item("dim", state.dim)?;
@@ -199,6 +199,6 @@ impl HessianAccumulator {
             n_rows: item("n_rows")?.extract()?,
             matrices: matrices.collect::<PyResult<_>>()?,
         };
-        Ok(Self::wrap(allow_threads(py, |_| Accumulator::from_state(&state, threads))?))
+        Ok(Self::wrap(allow_threads(py, |cancel| Accumulator::from_state(&state, threads, cancel))?))
     }
 }

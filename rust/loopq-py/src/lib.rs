@@ -9,6 +9,7 @@ mod hessian;
 mod kernels;
 mod matmul;
 mod packing;
+mod reserve;
 mod solve;
 
 use loopq_core::simd::Isa;

@@ -6,11 +6,11 @@
 
 use rayon::prelude::*;
 
-use crate::coordinate::{Problem, Settings};
+use crate::coordinate::{Problem, Settings, SCRATCH};
 use crate::factor::DampedHessian;
 use crate::grid::{Level, Quantized};
 use crate::lanes::{Lane, LANES};
-use crate::memory::{extend, zeros};
+use crate::memory::{collected, extend, zeros};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
@@ -110,7 +110,7 @@ impl<'a> Block<'a> {
         for first in (0..rows).step_by(LANES) {
             self.sweep(first, LANES.min(rows - first))?;
         }
-        let swept = self.loss();
+        let swept = self.loss()?;
         let mut replaced = 0;
         for _ in 0..passes {
             let before = replaced;
@@ -121,15 +121,16 @@ impl<'a> Block<'a> {
                 break;
             }
         }
-        let report = CoupledReport { swept, settled: self.loss(), replaced };
+        let report = CoupledReport { swept, settled: self.loss()?, replaced };
         Ok((self.out, report))
     }
 
     /// Solves the rows of a tile for the first time.
     fn sweep(&mut self, first: usize, n: usize) -> Result<()> {
         let (dim, factor) = (self.problem.dim, self.left.factor());
-        let mut shift = vec![0.0; n * dim];
+        let mut shift: Vec<f64> = zeros(SCRATCH, n * dim)?;
         for i in 0..n {
+            self.execution.check()?;
             let (done, shift) = shift.split_at_mut(i * dim);
             let shift = &mut shift[..dim];
             for k in 0..first {
@@ -155,8 +156,11 @@ impl<'a> Block<'a> {
     /// Solves the rows of a tile with all others fixed, and takes each over where the loss falls; returns how many.
     fn again(&mut self, first: usize, n: usize) -> Result<u64> {
         let dim = self.problem.dim;
-        let mut pull: Vec<f64> = (0..n).flat_map(|i| self.pull(first + i)).collect();
-        let mut shift = vec![0.0; n * dim];
+        let mut pull: Vec<f64> = zeros(SCRATCH, n * dim)?;
+        for (i, pull) in pull.chunks_exact_mut(dim).enumerate() {
+            self.pull(first + i, pull)?;
+        }
+        let mut shift = zeros(SCRATCH, n * dim)?;
         for i in 0..n {
             let own = self.entry(first + i, first + i);
             for j in 0..dim {
@@ -164,18 +168,17 @@ impl<'a> Block<'a> {
             }
         }
         let (part, values) = self.solve(first, n, &shift)?;
-        let change: Vec<Lane> = (0..dim)
-            .map(|j| {
-                std::array::from_fn(|i| {
-                    if i >= n {
-                        return 0.0;
-                    }
-                    let at = (first + i) * dim + j;
-                    values[j][i] - self.target[at] - self.error[at]
-                })
+        let lane = |j: usize| {
+            std::array::from_fn(|i| {
+                if i >= n {
+                    return 0.0;
+                }
+                let at = (first + i) * dim + j;
+                values[j][i] - self.target[at] - self.error[at]
             })
-            .collect();
-        let image = self.problem.image(&change);
+        };
+        let change: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
+        let image = self.problem.image(&change)?;
         let mut taken = 0;
         for i in 0..n {
             let own = self.entry(first + i, first + i);
@@ -203,26 +206,24 @@ impl<'a> Block<'a> {
     fn solve(&self, first: usize, n: usize, shift: &[f64]) -> Result<(Quantized, Vec<Lane>)> {
         let dim = self.problem.dim;
         let from = &self.target[first * dim..(first + n) * dim];
-        let w: Vec<f32> = from.iter().zip(shift).map(|(g, s)| (g - s) as f32).collect();
+        let w: Vec<f32> = collected(SCRATCH, from.iter().zip(shift).map(|(g, s)| (g - s) as f32))?;
         // A tile counts its rows from 0 and in the order of their solution.
         let (part, _) = self
             .problem
             .solve(Weight::new("the target of the rows", &w, n, dim)?, self.execution)
             .map_err(|e| moved(e, |row| self.left.factor().order()[first + row]))?;
         let groups = self.problem.grid.n_groups(dim);
-        let values = (0..dim)
-            .map(|j| {
-                let g = self.problem.group_of(j);
-                std::array::from_fn(|i| {
-                    if i >= n {
-                        return 0.0;
-                    }
-                    let level =
-                        Level { scale: part.scales[i * groups + g], zero: part.zeros[i * groups + g] };
-                    f64::from(level.value(part.codes[i * dim + j]))
-                })
+        let lane = |j: usize| {
+            let g = self.problem.group_of(j);
+            std::array::from_fn(|i| {
+                if i >= n {
+                    return 0.0;
+                }
+                let level = Level { scale: part.scales[i * groups + g], zero: part.zeros[i * groups + g] };
+                f64::from(level.value(part.codes[i * dim + j]))
             })
-            .collect();
+        };
+        let values = collected(SCRATCH, (0..dim).map(lane))?;
         Ok((part, values))
     }
 
@@ -242,31 +243,34 @@ impl<'a> Block<'a> {
         self.metric[order[i] * order.len() + order[k]]
     }
 
-    /// `(A D)` at one place.
-    fn pull(&self, row: usize) -> Vec<f64> {
-        let dim = self.problem.dim;
-        let mut out = vec![0.0; dim];
-        for k in 0..self.rows() {
-            axpy(&mut out, self.entry(row, k), &self.error[k * dim..(k + 1) * dim]);
+    /// Adds `(A D)` at one place to `out`. A wide block takes long enough to be stopped in between.
+    fn pull(&self, row: usize, out: &mut [f64]) -> Result<()> {
+        self.execution.check()?;
+        for (k, error) in self.error.chunks_exact(self.problem.dim).enumerate() {
+            axpy(out, self.entry(row, k), error);
         }
-        out
+        Ok(())
     }
 
     /// `tr(A D S D^T)`.
-    fn loss(&self) -> f64 {
+    fn loss(&self) -> Result<f64> {
         let dim = self.problem.dim;
         let mut total = 0.0;
+        let mut pull: Vec<f64> = zeros(SCRATCH, dim)?;
         for first in (0..self.rows()).step_by(LANES) {
             let n = LANES.min(self.rows() - first);
-            let errors: Vec<Lane> = (0..dim)
-                .map(|j| std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 }))
-                .collect();
-            let image = self.problem.image(&errors);
+            let lane = |j: usize| {
+                std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 })
+            };
+            let errors: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
+            let image = self.problem.image(&errors)?;
             for i in 0..n {
-                total += self.pull(first + i).iter().zip(&image).map(|(p, lane)| p * lane[i]).sum::<f64>();
+                pull.fill(0.0);
+                self.pull(first + i, &mut pull)?;
+                total += pull.iter().zip(&image).map(|(p, lane)| p * lane[i]).sum::<f64>();
             }
         }
-        total
+        Ok(total)
     }
 }
 

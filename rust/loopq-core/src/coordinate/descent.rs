@@ -10,8 +10,9 @@
 use std::ops::Range;
 
 use crate::coordinate::tile::Tile;
-use crate::coordinate::Problem;
+use crate::coordinate::{Problem, SCRATCH};
 use crate::lanes::{Lane, LANES};
+use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, per_isa};
 use crate::{Execution, Result};
 
@@ -44,10 +45,11 @@ impl Problem<'_> {
                 by: block.clone().map(|j| difference(&tile.values[j], &target[j])).collect(),
             };
             let changes: Vec<Changes> = tiles.iter().zip(targets).map(error).collect();
-            self.follow(tiles, &changes, 0..0);
+            self.follow(tiles, &changes, 0..0, execution)?;
         }
         for (tile, target) in tiles.iter_mut().zip(targets) {
-            let errors: Vec<Lane> = tile.values.iter().zip(target).map(|(a, b)| difference(a, b)).collect();
+            let errors = tile.values.iter().zip(target).map(|(a, b)| difference(a, b));
+            let errors: Vec<Lane> = collected(SCRATCH, errors)?;
             tile.loss = inner(&errors, &tile.gradient);
         }
         Ok(())
@@ -74,7 +76,7 @@ impl Problem<'_> {
                     }
                 };
                 let changes: Vec<Changes> = tiles.iter_mut().enumerate().map(visit).collect();
-                self.follow(tiles, &changes, block);
+                self.follow(tiles, &changes, block, execution)?;
             }
             for (t, moving) in moving.iter_mut().enumerate() {
                 *moving = moves[t] != before[t];
@@ -131,28 +133,30 @@ impl Problem<'_> {
     pub(super) fn change_scales(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<()> {
         let size = self.grid.group(self.dim);
         for (g, first) in (0..self.dim).step_by(size).enumerate() {
-            execution.check()?;
             let columns = first..self.dim.min(first + size);
-            let change = |tile: &mut Tile| self.change_scale(tile, g, columns.clone());
-            let changes: Vec<Changes> = tiles.iter_mut().map(change).collect();
-            self.follow(tiles, &changes, 0..0);
+            let change = |tile: &mut Tile| {
+                execution.check()?;
+                self.change_scale(tile, g, columns.clone())
+            };
+            let changes: Vec<Changes> = tiles.iter_mut().map(change).collect::<Result<_>>()?;
+            self.follow(tiles, &changes, 0..0, execution)?;
         }
         Ok(())
     }
 
-    fn change_scale(&self, tile: &mut Tile, g: usize, columns: Range<usize>) -> Changes {
+    fn change_scale(&self, tile: &mut Tile, g: usize, columns: Range<usize>) -> Result<Changes> {
         if !tile.is_active() {
-            return Changes::default();
+            return Ok(Changes::default());
         }
-        let rows: Vec<&[f64]> = columns.clone().map(|j| &self.s_row(j)[columns.clone()]).collect();
-        let image = |by: &[Lane]| {
-            let mut out = vec![[0.0; LANES]; by.len()];
+        let rows = collected(SCRATCH, columns.clone().map(|j| &self.s_row(j)[columns.clone()]))?;
+        let image = |by: &[Lane]| -> Result<Vec<Lane>> {
+            let mut out = zeros(SCRATCH, by.len())?;
             add_rows(self.isa, &mut out, &rows, by);
-            out
+            Ok(out)
         };
         let gradient = &tile.gradient[columns.clone()];
         let steps = &tile.steps[columns.clone()];
-        let (slope, curve) = (inner(steps, gradient), inner(steps, &image(steps)));
+        let (slope, curve) = (inner(steps, gradient), inner(steps, &image(steps)?));
         let old = tile.scales[g];
         let mut wanted = old;
         for r in 0..LANES {
@@ -163,12 +167,13 @@ impl Problem<'_> {
             }
         }
         if wanted == old {
-            return Changes::default();
+            return Ok(Changes::default());
         }
-        let new: Vec<Lane> = steps.iter().map(|steps| values_of(steps, &wanted)).collect();
+        let new: Vec<Lane> = collected(SCRATCH, steps.iter().map(|steps| values_of(steps, &wanted)))?;
         let values = &mut tile.values[columns.clone()];
-        let mut by: Vec<Lane> = new.iter().zip(&*values).map(|(new, old)| difference(new, old)).collect();
-        let (first, second) = (inner(&by, gradient), inner(&by, &image(&by)));
+        let by = new.iter().zip(&*values).map(|(new, old)| difference(new, old));
+        let mut by: Vec<Lane> = collected(SCRATCH, by)?;
+        let (first, second) = (inner(&by, gradient), inner(&by, &image(&by)?));
         let gain: Lane = std::array::from_fn(|r| 2.0 * first[r] + second[r]);
         for r in (0..LANES).filter(|&r| gain[r] < 0.0) {
             tile.scales[g][r] = wanted[r];
@@ -179,23 +184,31 @@ impl Problem<'_> {
                 (by[r], value[r]) = if gain[r] < 0.0 { (by[r], new[r]) } else { (0.0, value[r]) };
             }
         }
-        Changes { columns: columns.collect(), by }
+        Ok(Changes { columns: collected(SCRATCH, columns)?, by })
     }
 
     /// Brings the gradients up to date with `changes`, one set per tile, in all columns but those `done`.
-    fn follow(&self, tiles: &mut [Tile], changes: &[Changes], done: Range<usize>) {
+    fn follow(
+        &self,
+        tiles: &mut [Tile],
+        changes: &[Changes],
+        done: Range<usize>,
+        execution: &Execution<'_>,
+    ) -> Result<()> {
         for part in [0..done.start, done.end..self.dim] {
             for from in part.clone().step_by(STRIP) {
                 let strip = from..part.end.min(from + STRIP);
                 for (tile, changes) in tiles.iter_mut().zip(changes) {
-                    let rows: Vec<&[f64]> =
-                        changes.columns.iter().map(|&j| &self.s_row(j)[strip.clone()]).collect();
+                    execution.check()?;
+                    let rows = changes.columns.iter().map(|&j| &self.s_row(j)[strip.clone()]);
+                    let rows = collected(SCRATCH, rows)?;
                     if !rows.is_empty() {
                         add_rows(self.isa, &mut tile.gradient[strip.clone()], &rows, &changes.by);
                     }
                 }
             }
         }
+        Ok(())
     }
 
     /// The columns of each block.

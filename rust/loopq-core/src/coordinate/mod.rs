@@ -18,10 +18,14 @@ pub use coupled::{coupled, CoupledReport};
 
 use crate::factor::{DampedFactor, DampedHessian};
 use crate::grid::{Grid, Quantized};
-use crate::lanes::{Lane, LANES};
+use crate::lanes::Lane;
+use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, Isa};
 use crate::weight::Weight;
 use crate::{Execution, Result};
+
+/// What the memory of a few rows on their way is for.
+const SCRATCH: &str = "rows that are solved together";
 
 /// Settings of a solve.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -78,11 +82,11 @@ impl<'a> Problem<'a> {
     }
 
     /// `by S` for every lane.
-    fn image(&self, by: &[Lane]) -> Vec<Lane> {
-        let mut out = vec![[0.0; LANES]; self.dim];
-        let rows: Vec<&[f64]> = (0..self.dim).map(|j| self.s_row(j)).collect();
+    fn image(&self, by: &[Lane]) -> Result<Vec<Lane>> {
+        let mut out = zeros(SCRATCH, self.dim)?;
+        let rows = collected(SCRATCH, (0..self.dim).map(|j| self.s_row(j)))?;
         add_rows(self.isa, &mut out, &rows, by);
-        out
+        Ok(out)
     }
 }
 

@@ -1,12 +1,14 @@
 //! Rows of a weight on their way through the stages, eight to a tile.
 
+use bytemuck::Pod;
 use rayon::prelude::*;
 
 use crate::coordinate::descent::values_of;
-use crate::coordinate::Problem;
+use crate::coordinate::{Problem, SCRATCH};
 use crate::gptq::{again, gptq, Options, Scales};
 use crate::grid::Quantized;
 use crate::lanes::{columns_of, Lane, LANES};
+use crate::memory::{self, collected, copied};
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
@@ -54,25 +56,23 @@ impl Tile {
         (codes, scale, zero): (&[u8], &[f32], &[u8]),
         first: usize,
         rows: usize,
-    ) -> Self {
+    ) -> Result<Self> {
         let (dim, groups) = (problem.dim, problem.grid.n_groups(problem.dim));
         let at = |g: usize, r: usize| (first + r) * groups + g;
         let live = |r: usize| first + r < rows;
-        let scales: Vec<[f32; LANES]> = (0..groups)
-            .map(|g| std::array::from_fn(|r| if live(r) { scale[at(g, r)] } else { 1.0 }))
-            .collect();
-        let zeros: Vec<Lane> = (0..groups)
-            .map(|g| std::array::from_fn(|r| if live(r) { f64::from(zero[at(g, r)]) } else { 0.0 }))
-            .collect();
+        let scale = |g: usize| std::array::from_fn(|r| if live(r) { scale[at(g, r)] } else { 1.0 });
+        let scales: Vec<[f32; LANES]> = collected(SCRATCH, (0..groups).map(scale))?;
+        let zero = |g: usize| std::array::from_fn(|r| if live(r) { f64::from(zero[at(g, r)]) } else { 0.0 });
+        let zeros: Vec<Lane> = collected(SCRATCH, (0..groups).map(zero))?;
         let step =
             |j: usize, r: usize| f64::from(codes[(first + r) * dim + j]) - zeros[problem.group_of(j)][r];
-        let steps: Vec<Lane> =
-            (0..dim).map(|j| std::array::from_fn(|r| if live(r) { step(j, r) } else { 0.0 })).collect();
-        let values =
-            steps.iter().enumerate().map(|(j, s)| values_of(s, &scales[problem.group_of(j)])).collect();
+        let lane = |j: usize| std::array::from_fn(|r| if live(r) { step(j, r) } else { 0.0 });
+        let steps: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
+        let value = |(j, steps): (usize, &Lane)| values_of(steps, &scales[problem.group_of(j)]);
+        let values = collected(SCRATCH, steps.iter().enumerate().map(value))?;
         let active = std::array::from_fn(live);
-        let (gradient, loss) = (vec![[0.0; LANES]; dim], [0.0; LANES]);
-        Self { steps, values, gradient, scales, zeros, loss, active }
+        let (gradient, loss) = (memory::zeros(SCRATCH, dim)?, [0.0; LANES]);
+        Ok(Self { steps, values, gradient, scales, zeros, loss, active })
     }
 
     pub(super) fn is_active(&self) -> bool {
@@ -126,13 +126,13 @@ impl Problem<'_> {
         let (codes, scales, zeros) = found;
         let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
         let mut tiles = self.load(w, (codes, scales, zeros), execution)?;
-        let swept = losses(&tiles, w.rows());
-        let (mut settled, mut moves, mut rounds) = (swept.clone(), 0, 0);
-        let mut live: Vec<usize> = (0..w.rows()).collect();
+        let swept = losses(&tiles, w.rows())?;
+        let (mut settled, mut moves, mut rounds) = (copied(SCRATCH, &swept)?, 0, 0);
+        let mut live: Vec<usize> = collected(SCRATCH, 0..w.rows())?;
         while rounds < self.settings.rounds && !live.is_empty() {
             if rounds > 0 {
-                let values = gather(w.values(), dim, &live);
-                let (scales, zeros) = (gather(scales, groups, &live), gather(zeros, groups, &live));
+                let values = gather(w.values(), dim, &live)?;
+                let (scales, zeros) = (gather(scales, groups, &live)?, gather(zeros, groups, &live)?);
                 let w = Weight::new("W", &values, live.len(), dim)?;
                 let next = again(w, self.factor, &self.grid, &self.sweep(), (&scales, &zeros), execution)?;
                 tiles = self.load(w, (&next.codes, &scales, &zeros), execution)?;
@@ -162,9 +162,9 @@ impl Problem<'_> {
         execution: &Execution<'_>,
     ) -> Result<Vec<Tile>> {
         let firsts = (0..w.rows()).step_by(LANES);
-        let mut tiles: Vec<Tile> =
-            firsts.clone().map(|first| Tile::new(self, found, first, w.rows())).collect();
-        let targets: Vec<Vec<Lane>> = firsts.map(|first| columns_of(w, first)).collect();
+        let tiles = firsts.clone().map(|first| Tile::new(self, found, first, w.rows()));
+        let mut tiles: Vec<Tile> = tiles.collect::<Result<_>>()?;
+        let targets: Vec<Vec<Lane>> = firsts.map(|first| columns_of(w, first)).collect::<Result<_>>()?;
         self.start(&mut tiles, &targets, execution)?;
         Ok(tiles)
     }
@@ -192,13 +192,17 @@ impl Problem<'_> {
     }
 }
 
-fn losses(tiles: &[Tile], rows: usize) -> Vec<f64> {
-    (0..rows).map(|i| tiles[i / LANES].loss[i % LANES]).collect()
+fn losses(tiles: &[Tile], rows: usize) -> Result<Vec<f64>> {
+    collected(SCRATCH, (0..rows).map(|i| tiles[i / LANES].loss[i % LANES]))
 }
 
 /// Some rows of a matrix.
-fn gather<T: Copy>(all: &[T], width: usize, rows: &[usize]) -> Vec<T> {
-    rows.iter().flat_map(|&row| &all[row * width..(row + 1) * width]).copied().collect()
+fn gather<T: Pod>(all: &[T], width: usize, rows: &[usize]) -> Result<Vec<T>> {
+    let mut found = memory::zeros(SCRATCH, rows.len() * width)?;
+    for (to, &row) in found.chunks_exact_mut(width.max(1)).zip(rows) {
+        to.copy_from_slice(&all[row * width..(row + 1) * width]);
+    }
+    Ok(found)
 }
 
 /// Whether a loss is so much lower that going on is worth it; one of zero, or lower by rounding error, is not.

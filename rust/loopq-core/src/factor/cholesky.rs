@@ -16,7 +16,7 @@
 use rayon::prelude::*;
 
 use crate::factor::panels::{Panels, PANEL_WIDTH};
-use crate::memory::Buffer;
+use crate::memory::{zeros, Buffer};
 use crate::simd::{axpy, Isa, Real, MR};
 use crate::{Error, Execution, Result};
 
@@ -69,8 +69,10 @@ pub(super) fn factor_in_place<T: Real>(
         let nb = PANEL_WIDTH.min(dim - j0);
         let (left, right) = panels.panels.split_at_mut(p);
         let (above, block) = right[0].split_at_mut(j0 * PANEL_WIDTH);
-        let diagonal = DiagonalBlock::factor(block, nb, allowed, isa)
-            .map_err(|(column, value)| Stop::Pivot(j0 + column, value))?;
+        let diagonal = DiagonalBlock::factor(block, nb, allowed, isa).map_err(|stop| match stop {
+            Stop::Pivot(column, value) => Stop::Pivot(j0 + column, value),
+            refused @ Stop::Refused(_) => refused,
+        })?;
         diagonal.store(block, &mut pivots[j0..j0 + nb]);
         let (solved, negated) = diagonal.solve_above(above, &mut solved, &mut negated, isa, execution)?;
         subtract_product(left, solved, negated, nb, isa, execution)?;
@@ -91,8 +93,8 @@ struct DiagonalBlock<T> {
 
 impl<T: Real> DiagonalBlock<T> {
     /// Factors the block whose upper triangle lies in `block`; a failure names column and pivot.
-    fn factor(block: &[T], nb: usize, allowed: Pivots, isa: Isa) -> std::result::Result<Self, (usize, f64)> {
-        let mut l = vec![T::default(); PANEL_WIDTH * PANEL_WIDTH];
+    fn factor(block: &[T], nb: usize, allowed: Pivots, isa: Isa) -> std::result::Result<Self, Stop> {
+        let mut l: Vec<T> = zeros("a block of a factor", PANEL_WIDTH * PANEL_WIDTH)?;
         for k in 0..nb {
             for i in k..nb {
                 l[k * PANEL_WIDTH + i] = block[(nb - 1 - i) * PANEL_WIDTH + nb - 1 - k];
@@ -111,7 +113,7 @@ impl<T: Real> DiagonalBlock<T> {
             }
             // Written so that NaN fails too.
             if !(signs[k] * pivot > T::default() && pivot.wide().is_finite()) {
-                return Err((nb - 1 - k, pivot.wide()));
+                return Err(Stop::Pivot(nb - 1 - k, pivot.wide()));
             }
             pivots[k] = pivot.wide();
             let root = (signs[k] * pivot).root();
@@ -149,7 +151,7 @@ impl<T: Real> DiagonalBlock<T> {
         execution: &Execution<'_>,
     ) -> Result<(&'a [T], &'a [T])> {
         let depth = self.nb.next_multiple_of(MR);
-        let mut negative = vec![T::default(); PANEL_WIDTH * PANEL_WIDTH];
+        let mut negative: Vec<T> = zeros("a block of a factor", PANEL_WIDTH * PANEL_WIDTH)?;
         for k in 0..self.nb {
             for i in k + 1..self.nb {
                 negative[k * PANEL_WIDTH + i] = -self.signs[k] * self.l[k * PANEL_WIDTH + i];

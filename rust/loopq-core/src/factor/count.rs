@@ -10,12 +10,16 @@ use crate::factor::lanczos::{largest_eigenvalue, scattered};
 use crate::factor::ldl::Ldl;
 use crate::factor::ordering::by_diagonal;
 use crate::factor::{eigvalsh, Symmetric};
+use crate::memory::collected;
 use crate::simd::dot;
 use crate::{Error, Execution, Result};
 
 /// Largest error of a factorisation that is taken, relative to the largest eigenvalue. Of widths to 5280 it is 1e-15 to
 /// 1e-11: the more eigenvalues lie on both sides of the bound, the nearer to zero is the smallest of the pivots.
 const TOLERANCE: f64 = 1e-10;
+
+/// What the memory of a count is for.
+const SCRATCH: &str = "a count of eigenvalues";
 
 /// How many eigenvalues of a matrix are large.
 #[derive(Clone, Debug, PartialEq)]
@@ -42,11 +46,12 @@ pub fn count_above(h: Symmetric<'_>, fractions: &[f64], execution: &Execution<'_
 }
 
 fn count(h: Symmetric<'_>, bound: f64, largest: f64, execution: &Execution<'_>) -> Result<usize> {
-    let shift = vec![-bound; h.dim()];
+    let shift: Vec<f64> = collected(SCRATCH, (0..h.dim()).map(|_| -bound))?;
     // The last place is eliminated first: large diagonal entries come before those that the shift makes small. Another
     // order has other pivots.
-    let falling = by_diagonal(h, &shift);
-    for order in [falling.iter().rev().copied().collect(), (0..h.dim()).collect::<Vec<_>>()] {
+    let mut rising = by_diagonal(h, &shift)?;
+    rising.reverse();
+    for order in [rising, collected(SCRATCH, 0..h.dim())?] {
         if let Some(factor) = Ldl::signed(h, &shift, &order, execution)? {
             if error(h, bound, &factor, &order, execution)? <= TOLERANCE * largest {
                 return Ok(factor.pivots.iter().filter(|&&p| p > 0.0).count());
@@ -65,11 +70,11 @@ fn error(
     order: &[usize],
     execution: &Execution<'_>,
 ) -> Result<f64> {
-    let x = scattered(h.dim());
+    let x = scattered(h.dim())?;
     let product = h.times(&x, execution)?;
-    let by_place: Vec<f64> = order.iter().map(|&j| x[j]).collect();
-    let found = factor.times(&by_place);
+    let by_place: Vec<f64> = collected(SCRATCH, order.iter().map(|&j| x[j]))?;
+    let found = factor.times(&by_place)?;
     let off = order.iter().zip(&found).map(|(&j, value)| product[j] - bound * x[j] - value);
-    let off: Vec<f64> = off.collect();
+    let off: Vec<f64> = collected(SCRATCH, off)?;
     Ok((dot(&off, &off) / dot(&x, &x) * h.dim() as f64).sqrt())
 }

@@ -8,10 +8,13 @@ use crate::factor::ldl::Ldl;
 use crate::factor::ordering::{by_conditional_energy, by_diagonal};
 use crate::factor::{Order, Symmetric};
 use crate::lanes::{columns_of, Lane, LANES};
-use crate::memory::{zeros, Buffer};
+use crate::memory::{collected, copied, zeros, Buffer};
 use crate::simd::{add_rows, Isa, Real};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
+
+/// What the memory of asymmetric calibration is for.
+const SHIFT: &str = "the shifted weight";
 
 /// `S = H + diag(mu)` factored in an order, made once for all layers with the same input.
 ///
@@ -33,10 +36,10 @@ impl<T: Real> DampedFactor<T> {
     pub fn new(h: Symmetric<'_>, mu: &[f64], rule: Order, execution: &Execution<'_>) -> Result<Self> {
         let dim = h.dim();
         check(h, mu)?;
-        let natural: Vec<usize> = (0..dim).collect();
+        let natural = collected("an order of columns", 0..dim)?;
         let order = match rule {
             Order::Natural => natural,
-            Order::Diagonal => by_diagonal(h, mu),
+            Order::Diagonal => by_diagonal(h, mu)?,
             Order::Conditional => {
                 let inverse = Ldl::<f64>::new(h, mu, &natural, execution)?.inverse(execution)?;
                 by_conditional_energy(inverse, dim, execution)?
@@ -44,7 +47,8 @@ impl<T: Real> DampedFactor<T> {
         };
         let ldl = Ldl::new(h, mu, &order, execution)?;
         let n_dead_columns = (0..dim).filter(|&j| h.at(j, j) == 0.0).count();
-        let (mu, fingerprint, matrix) = (mu.to_vec(), h.fingerprint(), OnceLock::new());
+        let (mu, fingerprint, matrix) =
+            (copied("the damping of a Hessian", mu)?, h.fingerprint(), OnceLock::new());
         Ok(Self { ldl, rule, order, mu, n_dead_columns, fingerprint, matrix })
     }
 
@@ -117,12 +121,12 @@ impl DampedFactor<f64> {
         if !alpha.is_finite() {
             return Err(Error::setting("alpha", alpha, "a finite number"));
         }
-        let mut out = zeros("the shifted weight", dims::product("W", w.rows(), dim)?)?;
+        let mut out = zeros(SHIFT, dims::product("W", w.rows(), dim)?)?;
         execution.pool()?.install(|| {
             out.par_chunks_mut(dim * LANES).enumerate().try_for_each(|(tile, out)| {
                 execution.check()?;
-                let lanes = columns_of(w, tile * LANES);
-                let shift = self.divide(&product(&lanes, cross));
+                let lanes = columns_of(w, tile * LANES)?;
+                let shift = self.divide(&product(&lanes, cross)?)?;
                 for (r, row) in out.chunks_exact_mut(dim).enumerate() {
                     for (j, to) in row.iter_mut().enumerate() {
                         *to = (lanes[j][r] + alpha * shift[j][r]) as f32;
@@ -135,23 +139,23 @@ impl DampedFactor<f64> {
     }
 
     /// `b S^-1` for every lane, by column of `H`.
-    fn divide(&self, b: &[Lane]) -> Vec<Lane> {
-        let mut x: Vec<Lane> = self.order.iter().map(|&j| b[j]).collect();
+    fn divide(&self, b: &[Lane]) -> Result<Vec<Lane>> {
+        let mut x: Vec<Lane> = collected(SHIFT, self.order.iter().map(|&j| b[j]))?;
         self.ldl.solve(&mut x);
-        let mut out = vec![[0.0; LANES]; x.len()];
+        let mut out: Vec<Lane> = zeros(SHIFT, x.len())?;
         for (lane, &j) in x.iter().zip(&self.order) {
             out[j] = *lane;
         }
-        out
+        Ok(out)
     }
 }
 
 /// `w C` for every lane, `C` row-major and square.
-fn product(w: &[Lane], cross: &[f64]) -> Vec<Lane> {
-    let mut out = vec![[0.0; LANES]; w.len()];
-    let rows: Vec<&[f64]> = cross.chunks_exact(w.len()).collect();
+fn product(w: &[Lane], cross: &[f64]) -> Result<Vec<Lane>> {
+    let mut out = zeros(SHIFT, w.len())?;
+    let rows: Vec<&[f64]> = collected(SHIFT, cross.chunks_exact(w.len()))?;
     add_rows(Isa::best(), &mut out, &rows, w);
-    out
+    Ok(out)
 }
 
 /// A damped Hessian with the matrix that its factor was made of: what solvers need that change codes one by one.

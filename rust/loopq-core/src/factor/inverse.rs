@@ -30,7 +30,7 @@ impl Ldl<f64> {
             out.par_chunks_mut(W * dim).with_max_len(1).enumerate().try_for_each(|(p, rows)| {
                 for q in 0..=p {
                     execution.check()?;
-                    self.weighted(&columns[p], &columns[q], dim.min((q + 1) * W), rows, q * W);
+                    self.weighted(&columns[p], &columns[q], dim.min((q + 1) * W), rows, q * W)?;
                 }
                 Ok(())
             })
@@ -46,7 +46,7 @@ impl Ldl<f64> {
         for j in p * W..end {
             b[j * W + j % W] = 1.0;
         }
-        let mut packed = vec![0.0; end * ROWS];
+        let mut packed: Vec<f64> = zeros("rows of a factor", end * ROWS)?;
         for first in (0..end).step_by(ROWS).rev() {
             execution.check()?;
             let next = end.min(first + ROWS);
@@ -74,9 +74,9 @@ impl Ldl<f64> {
     }
 
     /// Writes `sum_k left[k] right[k]^T / p_k` over the first `n` lines to columns `from..` of `rows`.
-    fn weighted(&self, left: &[f64], right: &[f64], n: usize, rows: &mut [f64], from: usize) {
-        let isa = Isa::best();
-        let (mut sums, mut scaled) = (vec![0.0; W * W], vec![0.0; STRIDE * W]);
+    fn weighted(&self, left: &[f64], right: &[f64], n: usize, rows: &mut [f64], from: usize) -> Result<()> {
+        let (isa, what) = (Isa::best(), "a square of the inverse of a Hessian");
+        let (mut sums, mut scaled): (Vec<f64>, Vec<f64>) = (zeros(what, W * W)?, zeros(what, STRIDE * W)?);
         for start in (0..n).step_by(STRIDE) {
             let k = STRIDE.min(n - start);
             for ((to, line), pivot) in scaled
@@ -96,5 +96,6 @@ impl Ldl<f64> {
         for (row, sums) in rows.chunks_exact_mut(self.a.dim).zip(sums.chunks_exact(W)) {
             row[from..from + width].copy_from_slice(&sums[..width]);
         }
+        Ok(())
     }
 }

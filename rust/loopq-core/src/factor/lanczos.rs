@@ -5,6 +5,7 @@
 //! within `beta_k |s_k|` of an eigenvalue, `s` its eigenvector there, and in practice within the square of that.
 
 use crate::factor::Symmetric;
+use crate::memory::collected;
 use crate::simd::dot;
 use crate::{Execution, Result};
 
@@ -13,7 +14,7 @@ const TOLERANCE: f64 = 1e-10;
 
 /// The largest eigenvalue of a positive semi-definite matrix without NaN or infinity, 1 or more columns wide.
 pub(super) fn largest_eigenvalue(h: Symmetric<'_>, execution: &Execution<'_>) -> Result<f64> {
-    let mut basis = vec![unit(scattered(h.dim())).1];
+    let mut basis = vec![unit(scattered(h.dim())?).1];
     let (mut alphas, mut betas) = (Vec::new(), Vec::new());
     loop {
         let newest = &basis[basis.len() - 1];
@@ -35,13 +36,13 @@ pub(super) fn largest_eigenvalue(h: Symmetric<'_>, execution: &Execution<'_>) ->
 }
 
 /// Numbers without a pattern, the same every time: no eigenvector is nearly orthogonal to them but by bad luck.
-pub(super) fn scattered(n: usize) -> Vec<f64> {
+pub(super) fn scattered(n: usize) -> Result<Vec<f64>> {
     let mut state = 0_u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 11) as f64 / (1_u64 << 52) as f64 - 1.0
     };
-    (0..n).map(|_| next()).collect()
+    collected("a vector of random numbers", (0..n).map(|_| next()))
 }
 
 /// A vector's length, and the vector over it.

@@ -6,6 +6,7 @@ use crate::factor::cholesky::{factor_in_place, Pivots, Stop};
 use crate::factor::panels::{Panels, PANEL_WIDTH};
 use crate::factor::Symmetric;
 use crate::lanes::{Lane, LANES};
+use crate::memory::{collected, copied, zeros};
 use crate::simd::{add_rows, dot, Isa, Real};
 use crate::{Error, Execution, Result};
 
@@ -58,7 +59,7 @@ impl<T: Real> Ldl<T> {
     ) -> std::result::Result<Self, Stop> {
         let dim = h.dim();
         let pool = execution.pool()?;
-        let mut made = Self { a: Panels::zeros(dim)?, pivots: vec![0.0; dim] };
+        let mut made = Self { a: Panels::zeros(dim)?, pivots: zeros("pivots of a Hessian", dim)? };
         pool.install(|| {
             made.load(h, mu, order);
             factor_in_place(&mut made.a, &mut made.pivots, allowed, execution)
@@ -87,8 +88,9 @@ impl<T: Real> Ldl<T> {
 
 impl Ldl<f64> {
     /// `S x`, as the factor has it; `x` by place.
-    pub(super) fn times(&self, x: &[f64]) -> Vec<f64> {
-        let mut turned = x.to_vec();
+    pub(super) fn times(&self, x: &[f64]) -> Result<Vec<f64>> {
+        let what = "a product with a factor";
+        let mut turned = copied(what, x)?;
         for i in 0..self.a.dim {
             for (from, piece) in self.a.right_of_diagonal(i) {
                 for (to, entry) in turned[from..].iter_mut().zip(piece) {
@@ -98,7 +100,7 @@ impl Ldl<f64> {
         }
         turned.iter_mut().zip(&self.pivots).for_each(|(value, pivot)| *value *= pivot);
         let rest = |i: usize| self.a.right_of_diagonal(i).map(|(from, piece)| dot(piece, &turned[from..]));
-        (0..self.a.dim).map(|i| turned[i] + rest(i).sum::<f64>()).collect()
+        collected(what, (0..self.a.dim).map(|i| turned[i] + rest(i).sum::<f64>()))
     }
 
     /// Turns `x` into `x S^-1`, one row per lane.

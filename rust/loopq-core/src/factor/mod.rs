@@ -1,4 +1,4 @@
-//! Factorisations of `H`, and the only place that names an algebra crate.
+//! Factorisations of `H`.
 //!
 //! Every solver here needs, for a column that is rounded, how its error is best made up for in the columns still to
 //! come. That is one matrix, `A`, unit upper triangular, of `S = H + diag(mu) = A diag(p) A^T`: the factorisation that

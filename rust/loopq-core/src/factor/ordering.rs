@@ -8,7 +8,7 @@
 use rayon::prelude::*;
 
 use crate::factor::Symmetric;
-use crate::memory::{zeros, Buffer};
+use crate::memory::{collected, zeros, Buffer};
 use crate::simd::{axpy, Isa, Real, MR};
 use crate::{Error, Execution, Result};
 
@@ -52,11 +52,11 @@ pub(super) fn by_conditional_energy(
     execution: &Execution<'_>,
 ) -> Result<Vec<usize>> {
     let isa = Isa::best();
-    let mut order: Vec<usize> = (0..dim).collect();
-    let mut diagonal: Vec<f64> = (0..dim).map(|j| inverse[j * dim + j]).collect();
-    // Rows of the factor of this block, from the place of their pivot on.
-    let width = dim.next_multiple_of(NR) + NR;
-    let mut block = zeros("rows of the pivoted factor of an inverse", BLOCK * width)?;
+    let mut order: Vec<usize> = collected("an order of columns", 0..dim)?;
+    let mut diagonal: Vec<f64> = collected("a diagonal", (0..dim).map(|j| inverse[j * dim + j]))?;
+    // Rows of the factor of this block, from the place of their pivot on; and times -1, once for all products with them.
+    let (width, what) = (dim.next_multiple_of(NR) + NR, "rows of the pivoted factor of an inverse");
+    let (mut block, mut negative) = (zeros(what, BLOCK * width)?, zeros(what, BLOCK * width)?);
     let pool = execution.pool()?;
     for first in (0..dim).step_by(BLOCK) {
         execution.check()?;
@@ -87,7 +87,8 @@ pub(super) fn by_conditional_energy(
                 diagonal[k] -= row[k] * row[k];
             }
         }
-        pool.install(|| subtract(isa, &mut inverse, dim, first + n, &block, (n, width)));
+        negative.iter_mut().zip(&block).for_each(|(to, v)| *to = -v);
+        pool.install(|| subtract(isa, &mut inverse, dim, first + n, (&negative, &block), (n, width)));
     }
     Ok(order)
 }
@@ -107,16 +108,16 @@ fn exchange(matrix: &mut [f64], dim: usize, a: usize, b: usize) {
     }
 }
 
-/// Takes `sum_t block[t] block[t]^T` over `n` lines of `width` from the lower triangle from place `first` on.
+/// Takes `sum_t block[t] block[t]^T` over `n` lines of `width` from the lower triangle from place `first` on; `negative`
+/// is `-block`.
 fn subtract(
     isa: Isa,
     matrix: &mut [f64],
     dim: usize,
     first: usize,
-    block: &[f64],
+    (negative, block): (&[f64], &[f64]),
     (n, width): (usize, usize),
 ) {
-    let negative: Vec<f64> = block.iter().map(|v| -v).collect();
     matrix[first * dim..].par_chunks_mut(MR * dim).with_min_len(8).enumerate().for_each(|(tile, rows)| {
         let row = first + tile * MR;
         for column in (first..(row + MR).min(dim)).step_by(NR) {
@@ -139,12 +140,13 @@ fn subtract(
 }
 
 /// Columns by falling diagonal of `S = H + diag(mu)`, ties by falling diagonal of `H`, then by ascending index.
-pub(super) fn by_diagonal(h: Symmetric<'_>, mu: &[f64]) -> Vec<usize> {
+pub(super) fn by_diagonal(h: Symmetric<'_>, mu: &[f64]) -> Result<Vec<usize>> {
     let own = |j: usize| h.at(j, j);
-    let mut order: Vec<usize> = (0..h.dim()).collect();
-    order.sort_by(|&i, &j| {
+    let mut order: Vec<usize> = collected("an order of columns", 0..h.dim())?;
+    // Indices break every tie, so that a sort without scratch memory gives the same.
+    order.sort_unstable_by(|&i, &j| {
         let falling = (own(j) + mu[j]).total_cmp(&(own(i) + mu[i]));
         falling.then(own(j).total_cmp(&own(i))).then(i.cmp(&j))
     });
-    order
+    Ok(order)
 }

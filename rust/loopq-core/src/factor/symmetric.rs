@@ -3,12 +3,15 @@
 use rayon::prelude::*;
 
 use crate::error::name_of;
-use crate::memory::{copied, zeros};
+use crate::memory::{collected, copied, zeros};
 use crate::simd::dot;
 use crate::{dims, Error, Execution, Result};
 
 /// Parts that a product with a vector is cut into, whatever the number of threads: its sums depend on the parts.
 const PARTS: usize = 16;
+
+/// What the memory of a product with a vector is for.
+const PRODUCT: &str = "a product with a Hessian";
 
 /// `H` (dim, dim), row-major, in either precision; its upper triangle is what is read.
 #[derive(Clone, Copy, Debug)]
@@ -73,14 +76,14 @@ impl<'a> Symmetric<'a> {
         let parts: Vec<Vec<f64>> = execution.pool()?.install(|| {
             let part = |p: usize| {
                 execution.check()?;
-                Ok(match self.values {
+                match self.values {
                     Values::F32(values) => times_part(values, x, p),
                     Values::F64(values) => times_part(values, x, p),
-                })
+                }
             };
             (0..PARTS).into_par_iter().map(part).collect::<Result<_>>()
         })?;
-        Ok((0..self.dim).map(|j| parts.iter().map(|part| part[j]).sum()).collect())
+        collected(PRODUCT, (0..self.dim).map(|j| parts.iter().map(|part| part[j]).sum()))
     }
 
     /// A number that another matrix hardly has: what was made of a matrix knows it again.
@@ -106,17 +109,16 @@ impl<'a> Symmetric<'a> {
 }
 
 /// What every [`PARTS`]-th row of the upper triangle, from row `first` on, adds to the product with `x`.
-fn times_part<T: Copy + Into<f64>>(values: &[T], x: &[f64], first: usize) -> Vec<f64> {
+fn times_part<T: Copy + Into<f64>>(values: &[T], x: &[f64], first: usize) -> Result<Vec<f64>> {
     let dim = x.len();
-    let mut sums = vec![0.0; dim];
-    let mut row = Vec::with_capacity(dim);
+    let (mut sums, mut wide): (Vec<f64>, Vec<f64>) = (zeros(PRODUCT, dim)?, zeros(PRODUCT, dim)?);
     for i in (first..dim).step_by(PARTS) {
-        row.clear();
-        row.extend(values[i * dim + i..(i + 1) * dim].iter().map(|&value| value.into()));
-        sums[i] += dot(&row, &x[i..]);
+        let row = &mut wide[i..];
+        row.iter_mut().zip(&values[i * dim + i..]).for_each(|(to, &value)| *to = value.into());
+        sums[i] += dot(row, &x[i..]);
         for (to, entry) in sums[i + 1..].iter_mut().zip(&row[1..]) {
             *to += entry * x[i];
         }
     }
-    sums
+    Ok(sums)
 }

@@ -9,7 +9,7 @@ use crate::factor::{DampedFactor, PANEL_WIDTH};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
 use crate::grid::{fit, Grid, Levels};
-use crate::memory::zeros;
+use crate::memory::{copied, zeros};
 use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
 use crate::{Execution, Result};
@@ -59,9 +59,9 @@ impl<'a, T: Real> Batch<'a, T> {
     ) -> Result<Self> {
         let (grid, isa) = (problem.grid, problem.options.isa);
         let levels = match (known, problem.options.scales) {
-            (Some((scales, zeros)), _) => Levels::load(w.rows(), scales, zeros),
+            (Some((scales, zeros)), _) => Levels::load(w.rows(), scales, zeros)?,
             (None, Scales::Static) => Levels::fitted(w, first, grid, problem.weights, isa)?,
-            (None, Scales::Group) => Levels::unset(w.rows(), grid.n_groups(w.dim())),
+            (None, Scales::Group) => Levels::unset(w.rows(), grid.n_groups(w.dim()))?,
         };
         Ok(Self { problem, w, dim: w.dim(), first, vectors: Vec::new(), levels })
     }
@@ -112,7 +112,7 @@ impl<'a, T: Real> Batch<'a, T> {
             codes: zeros(what, self.dim * T::NR)?,
             damped: vec![0.0; T::NR],
             added: vec![0.0; T::NR],
-            done: vec![0; padded / MR],
+            done: zeros(what, padded / MR)?,
         })
     }
 
@@ -185,7 +185,7 @@ impl<'a, T: Real> Batch<'a, T> {
         self.update(from, from, to);
         for v in 0..self.vectors.len() {
             let lanes = T::NR.min(self.n() - v * T::NR);
-            let lines = self.vectors[v].group_start(from, to, self.problem);
+            let lines = self.vectors[v].group_start(from, to, self.problem)?;
             let fitted = fit(options.isa, grid, &lines, T::NR, &weights[from..to])
                 .map_err(|(lane, e)| e.located(self.first + v * T::NR + lane, from / group))?;
             for (lane, &level) in fitted.iter().take(lanes).enumerate() {
@@ -223,11 +223,11 @@ impl<T: Real> Vector<T> {
 
     /// Columns `from..to` as GPTQ sees them when it reaches `from`: the best real-valued continuation,
     /// `w + (E A) A_gg^-1` with `A_gg` the unit upper triangle inside the group.
-    fn group_start(&self, from: usize, to: usize, problem: &Problem<'_, T>) -> Vec<T> {
+    fn group_start(&self, from: usize, to: usize, problem: &Problem<'_, T>) -> Result<Vec<T>> {
         let (nr, n) = (T::NR, to - from);
-        let mut lines = self.values[from * nr..to * nr].to_vec();
+        let mut lines = copied("a group of columns", &self.values[from * nr..to * nr])?;
         if from == 0 {
-            return lines;
+            return Ok(lines);
         }
         let original = &self.original[from * nr..to * nr];
         for (shift, &w) in lines.iter_mut().zip(original) {
@@ -249,6 +249,6 @@ impl<T: Real> Vector<T> {
         for (shift, &w) in lines.iter_mut().zip(original) {
             *shift = T::of(f64::from(w)) + *shift;
         }
-        lines
+        Ok(lines)
     }
 }

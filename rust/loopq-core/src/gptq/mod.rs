@@ -19,6 +19,7 @@ use rayon::prelude::*;
 
 use crate::factor::{DampedFactor, Order};
 use crate::grid::{Grid, Quantized};
+use crate::memory::zeros;
 use crate::simd::{Isa, Real};
 use crate::weight::Weight;
 use crate::{Error, Execution, Result};
@@ -128,7 +129,7 @@ fn run<T: Real>(
     let pool = execution.pool()?;
     let batch_rows = vectors_per_task::<T>(rows, pool.current_num_threads()) * T::NR;
     // What an error in a column costs once the later columns have made up for it.
-    let mut weights = vec![0.0; dim];
+    let mut weights = zeros("weights of the scale search", dim)?;
     for (&column, &pivot) in factor.order().iter().zip(factor.pivots()) {
         weights[column] = pivot;
     }

@@ -1,9 +1,13 @@
 //! Scales and zero points of a batch of rows.
 
 use crate::grid::{fit, Grid, Level};
+use crate::memory::zeros;
 use crate::simd::Isa;
 use crate::weight::Weight;
 use crate::Result;
+
+/// What the memory of a batch is for.
+const SCRATCH: &str = "scales of some rows";
 
 /// Levels of a batch, group by group, one lane per row.
 pub(crate) struct Levels {
@@ -14,8 +18,8 @@ pub(crate) struct Levels {
 
 impl Levels {
     /// Levels of `n` rows that are still to be set.
-    pub(crate) fn unset(n: usize, n_groups: usize) -> Self {
-        Self { n, scale: vec![1.0; n * n_groups], zero: vec![0.0; n * n_groups] }
+    pub(crate) fn unset(n: usize, n_groups: usize) -> Result<Self> {
+        Ok(Self { n, scale: zeros(SCRATCH, n * n_groups)?, zero: zeros(SCRATCH, n * n_groups)? })
     }
 
     /// Levels from the original weights of rows `first..`, errors of columns weighted.
@@ -28,8 +32,8 @@ impl Levels {
     ) -> Result<Self> {
         let (n, dim) = (w.rows(), w.dim());
         let group = grid.group(dim);
-        let mut levels = Self::unset(n, grid.n_groups(dim));
-        let mut lines = vec![0.0_f32; n * group.min(dim)];
+        let mut levels = Self::unset(n, grid.n_groups(dim))?;
+        let mut lines: Vec<f32> = zeros(SCRATCH, n * group.min(dim))?;
         for (g, from) in (0..dim).step_by(group).enumerate() {
             let to = dim.min(from + group);
             for (r, row) in w.values().chunks_exact(dim).enumerate() {
@@ -47,15 +51,15 @@ impl Levels {
     }
 
     /// Levels of `n` rows from (rows, groups) arrays.
-    pub(crate) fn load(n: usize, scales: &[f32], zeros: &[u8]) -> Self {
+    pub(crate) fn load(n: usize, scales: &[f32], zeros: &[u8]) -> Result<Self> {
         let n_groups = scales.len() / n.max(1);
-        let mut levels = Self::unset(n, n_groups);
+        let mut levels = Self::unset(n, n_groups)?;
         for r in 0..n {
             for g in 0..n_groups {
                 levels.set(g, r, Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] });
             }
         }
-        levels
+        Ok(levels)
     }
 
     /// Lanes `from..from + len` of group `g`: scales and zero points.

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use crate::grid::{Grid, Level, Levels, Quantized};
+use crate::memory::collected;
 use crate::simd::{per_isa, Isa};
 use crate::weight::Weight;
 use crate::{Execution, Result};
@@ -15,7 +16,7 @@ pub fn rtn(w: Weight<'_>, grid: &Grid, execution: &Execution<'_>) -> Result<Quan
     grid.check()?;
     let (rows, dim) = (w.rows(), w.dim());
     let n_groups = grid.n_groups(dim);
-    let even = vec![1.0; dim];
+    let even: Vec<f64> = collected("weights of the scale search", (0..dim).map(|_| 1.0))?;
     let mut out = Quantized::zeroed(rows, dim, grid)?;
     execution.pool()?.install(|| {
         out.codes

@@ -84,7 +84,7 @@ pub struct Accumulator {
     dtype: Option<RowType>,
     finished: bool,
     /// Set while blocks are added: still set later if that was interrupted, and then the sums are not whole.
-    broken: bool,
+    pub(super) broken: bool,
 }
 
 impl Accumulator {

@@ -17,7 +17,7 @@ use rayon::prelude::*;
 use crate::hessian::limbs;
 use crate::hessian::packed::{Layout, PackedBlock};
 use crate::hessian::{tiles, PANEL, SQUARE};
-use crate::memory::Buffer;
+use crate::memory::{zeros, Buffer};
 use crate::simd::{prefetch, Isa, MR};
 use crate::{dims, Error, Execution, Result};
 
@@ -173,8 +173,8 @@ impl ExactMatrix {
     }
 
     /// The diagonal in double precision.
-    pub(crate) fn diagonal(&self) -> Vec<f64> {
-        let mut diagonal = vec![0.0; self.dim];
+    pub(crate) fn diagonal(&self) -> Result<Vec<f64>> {
+        let mut diagonal = zeros("a diagonal", self.dim)?;
         for patch in &self.patches {
             for (t, &(pi, pj)) in patch.pairs.iter().enumerate().filter(|(_, (i, j))| i == j) {
                 for i in pi * PANEL..self.dim.min((pi + 1) * PANEL) {
@@ -183,7 +183,7 @@ impl ExactMatrix {
                 }
             }
         }
-        diagonal
+        Ok(diagonal)
     }
 
     /// A bound on the magnitude of every entry, within the low limb's range of the largest one.

@@ -3,11 +3,12 @@
 use crate::hessian::accumulate::Accumulator;
 use crate::hessian::matrix::ExactMatrix;
 use crate::hessian::SUM_LIMIT;
-use crate::{Error, Result};
+use crate::{Cancel, Error, Result};
 
 impl Accumulator {
-    /// Adds another finished accumulator: any order, any grouping, the same bits.
-    pub fn merge(&mut self, other: &Self) -> Result<()> {
+    /// Adds another finished accumulator: any order, any grouping, the same bits. Where it was stopped half-way, this
+    /// one is not whole any more, and says so.
+    pub fn merge(&mut self, other: &Self, cancel: &Cancel) -> Result<()> {
         self.check_finished()?;
         other.check_finished()?;
         let (a, b) = (&self.settings, &other.settings);
@@ -29,9 +30,12 @@ impl Accumulator {
                 return Err(Error::SumTooLarge { step, rows, limit: SUM_LIMIT });
             }
         }
+        self.broken = true;
         for (mine, theirs) in self.matrices.iter_mut().zip(&other.matrices) {
+            cancel.check()?;
             mine.merge(theirs);
         }
+        self.broken = false;
         for (mine, theirs) in self.waiting.iter_mut().zip(&other.waiting) {
             mine.n_rows = mine.n_rows.saturating_add(theirs.n_rows);
             mine.bound += theirs.bound + theirs.bound_waiting;

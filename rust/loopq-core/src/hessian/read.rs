@@ -4,7 +4,7 @@ use crate::hessian::accumulate::Accumulator;
 use crate::hessian::limbs;
 use crate::hessian::matrix::ExactMatrix;
 use crate::memory::zeros;
-use crate::{dims, Error, Result};
+use crate::{dims, Cancel, Error, Result};
 
 impl Accumulator {
     /// Which matrices make up the sum over `steps`, ascending.
@@ -28,7 +28,7 @@ impl Accumulator {
     }
 
     /// The full symmetric sum over steps, row-major: the exact sum rounded once to double precision.
-    pub fn matrix(&self, steps: Option<&[usize]>) -> Result<Vec<f64>> {
+    pub fn matrix(&self, steps: Option<&[usize]>, cancel: &Cancel) -> Result<Vec<f64>> {
         let chosen = self.chosen(steps)?;
         let dim = self.settings.dim;
         let mut out = zeros("a Hessian", dims::product("a Hessian", dim, dim)?)?;
@@ -38,6 +38,7 @@ impl Accumulator {
         } else {
             let mut sum = ExactMatrix::zeros(dim)?;
             for &m in &chosen {
+                cancel.check()?;
                 sum.merge(&self.matrices[m]);
             }
             sum.for_each(|i, j, hi, lo| out[i * dim + j] = limbs::to_f64(limbs::integer(hi, lo)));
@@ -47,7 +48,7 @@ impl Accumulator {
     }
 
     /// `sum_t weights[t] * H_t` in double precision, each `H_t` rounded once, folded in ascending order of steps.
-    pub fn weighted(&self, steps: Option<&[usize]>, weights: &[f64]) -> Result<Vec<f64>> {
+    pub fn weighted(&self, steps: Option<&[usize]>, weights: &[f64], cancel: &Cancel) -> Result<Vec<f64>> {
         let chosen = self.chosen(steps)?;
         if !self.settings.per_step && self.settings.steps.len() > 1 {
             return Err(Error::OnlySummed {
@@ -65,6 +66,7 @@ impl Accumulator {
         let dim = self.settings.dim;
         let mut out = zeros("a Hessian", dims::product("a Hessian", dim, dim)?)?;
         for m in chosen {
+            cancel.check()?;
             let weight = order.iter().position(|&s| s == self.settings.steps[m]).map_or(0.0, |p| weights[p]);
             self.matrices[m].for_each(|i, j, hi, lo| {
                 let entry = &mut out[i * dim + j];
@@ -77,9 +79,9 @@ impl Accumulator {
 
     /// The diagonal of the sum over steps.
     pub fn diagonal(&self, steps: Option<&[usize]>) -> Result<Vec<f64>> {
-        let mut out = vec![0.0; self.settings.dim];
+        let mut out = zeros("a diagonal", self.settings.dim)?;
         for m in self.chosen(steps)? {
-            for (sum, entry) in out.iter_mut().zip(self.matrices[m].diagonal()) {
+            for (sum, entry) in out.iter_mut().zip(self.matrices[m].diagonal()?) {
                 *sum += entry;
             }
         }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::hessian::accumulate::{Accumulator, Settings};
 use crate::hessian::matrix::{upper_index, ExactMatrix};
 use crate::memory::zeros;
-use crate::{dims, Error, Result};
+use crate::{dims, Cancel, Error, Result};
 
 /// Version of the summation and of the state's layout (`docs/formats/hessian.md`).
 pub const SPEC_VERSION: i64 = 1;
@@ -38,11 +38,12 @@ pub struct State<'a> {
 
 impl Accumulator {
     /// The exact state.
-    pub fn state(&self) -> Result<State<'static>> {
+    pub fn state(&self, cancel: &Cancel) -> Result<State<'static>> {
         self.check_finished()?;
         let Settings { dim, steps, per_step, .. } = self.settings.clone();
         let n = dims::n_upper(dim)?;
         let matrices = self.matrices.iter().map(|m| {
+            cancel.check()?;
             let limbs = || zeros("the state of a Hessian", n);
             let (mut hi, mut lo) = (limbs()?, limbs()?);
             m.for_each(|i, j, h, l| {
@@ -57,7 +58,7 @@ impl Accumulator {
     }
 
     /// A finished accumulator with that state.
-    pub fn from_state(state: &State<'_>, threads: usize) -> Result<Self> {
+    pub fn from_state(state: &State<'_>, threads: usize, cancel: &Cancel) -> Result<Self> {
         if state.spec_version != SPEC_VERSION {
             let reason = format!("spec version {} where this loopq reads {SPEC_VERSION}", state.spec_version);
             return Err(Error::BadState(reason));
@@ -88,6 +89,7 @@ impl Accumulator {
         }
         let mut matrices = Vec::with_capacity(expected);
         for saved in &state.matrices {
+            cancel.check()?;
             let mut matrix = ExactMatrix::zeros(state.dim)?;
             matrix.load(&saved.hi, &saved.lo)?;
             matrices.push(matrix);

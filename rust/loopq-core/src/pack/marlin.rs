@@ -116,7 +116,7 @@ fn scale_place(n: usize, per_channel: bool) -> usize {
 pub fn pack_scales(scales: &[f32], n: usize, n_groups: usize) -> Result<Vec<f32>> {
     check(16, n)?;
     dims::check_matrix("scales", scales, n, n_groups)?;
-    let mut out = vec![0.0; scales.len()];
+    let mut out = zeros("scales", scales.len())?;
     for row in 0..n {
         for g in 0..n_groups {
             out[g * n + scale_place(row, n_groups == 1)] = scales[row * n_groups + g];
@@ -129,7 +129,7 @@ pub fn pack_scales(scales: &[f32], n: usize, n_groups: usize) -> Result<Vec<f32>
 pub fn unpack_scales(packed: &[f32], n: usize, n_groups: usize) -> Result<Vec<f32>> {
     check(16, n)?;
     dims::check_matrix("scales", packed, n_groups, n)?;
-    let mut out = vec![0.0; packed.len()];
+    let mut out = zeros("scales", packed.len())?;
     for row in 0..n {
         for g in 0..n_groups {
             out[row * n_groups + g] = packed[g * n + scale_place(row, n_groups == 1)];

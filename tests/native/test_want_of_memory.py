@@ -1,0 +1,104 @@
+"""Want of memory in the core: an error that says for what, never the end of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+#: Every long call, with less and less address space; the arguments are what is held already.
+CALLS = """
+import resource
+import numpy as np
+from loopq import _native as native
+from loopq.errors import ConfigError, OutOfMemoryError
+
+dim, threads = 320, 2
+rng = np.random.default_rng(0)
+x = rng.standard_normal((2 * dim, dim)).astype(np.float32)
+w = rng.standard_normal((dim, dim)).astype(np.float32)
+mu = np.full(dim, 1.0)
+
+def summed():
+    made = native.HessianAccumulator(dim, [0, 1], per_step=True, threads=threads)
+    made.update(0, x)
+    made.update(1, x)
+    made.finish()
+    return made
+
+sums = summed()
+h = sums.matrix()
+state = sums.state()
+cd = native.GptqCdSettings(
+    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", sweeps=2, rounds=2, refit=True
+)
+factor = native.DampedFactor(h, mu, order="conditional", threads=threads)
+left = native.DampedFactor(h, mu, threads=threads)
+codes = native.rtn(w, bits=4, group_size=32, threads=threads)["codes"]
+calls = {
+    "sums": summed,
+    "matrix": lambda: sums.matrix([0, 1]),
+    "weighted": lambda: sums.matrix(weights=[1.0, 2.0]),
+    "state": sums.state,
+    "from_state": lambda: native.HessianAccumulator.from_state(state, threads=threads),
+    "factor": lambda: native.DampedFactor(h, mu, order="conditional", threads=threads),
+    "diagonal order": lambda: native.DampedFactor(h, mu, order="diagonal", precision="float32", threads=threads),
+    "shift": lambda: factor.shift(w, h, 0.5, threads=threads),
+    "rtn": lambda: native.rtn(w, bits=4, group_size=32, scale_search="mse", threads=threads),
+    "gptq": lambda: native.gptq(w, left, bits=4, group_size=32, threads=threads),
+    "gptq_cd": lambda: native.gptq_cd(w, factor, cd, threads=threads),
+    "coupled": lambda: native.coupled(w, factor, [left], cd, passes=1, threads=threads),
+    "proxy": lambda: native.proxy(w, None, h, threads=threads),
+    "eigenvalues": lambda: native.eigvalsh(h, threads=threads),
+    "counts": lambda: native.count_above(h, [1e-3], threads=threads),
+    "dense": lambda: native.pack_dense(codes, 4, 8),
+    "marlin": lambda: native.marlin_pack(codes[:256].T, np.ones((dim, 1), np.float32)),
+}
+
+def space():
+    return 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmSize")).split()[1])
+
+for name, call in calls.items():
+    # Threads and what libraries keep are there before.
+    try:
+        call()
+    except Exception as error:
+        print(name, "REFUSED", type(error).__name__, error)
+        continue
+    outcomes = []
+    for extra in SIZES:
+        # What is left over from a call before is used again, and counts as nothing.
+        resource.setrlimit(resource.RLIMIT_AS, (space() + extra, resource.RLIM_INFINITY))
+        try:
+            call()
+            outcomes.append("done")
+        except OutOfMemoryError as error:
+            assert "no memory for" in str(error), error
+            outcomes.append("no memory")
+        except (MemoryError, ConfigError) as error:
+            # NumPy's own arrays; the stack of a thread.
+            outcomes.append(type(error).__name__)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    print(name, outcomes, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_AS")
+def test_no_call_ends_the_process():
+    sizes = [n << 15 for n in (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 160, 320, 480)]
+    program = f"SIZES = {sizes}\n{CALLS}"
+    # What is freed goes back to the system, so that it counts when it is asked for again.
+    small = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "0",
+        "MALLOC_ARENA_MAX": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=small, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert "REFUSED" not in done.stdout, done.stdout
+    assert done.stdout.count("no memory") > 20, done.stdout

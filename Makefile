@@ -13,7 +13,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak fuzz audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak fuzz sanitize audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -113,13 +113,21 @@ soak: setup ## Hours: kills, pairs of writers, full disks, hostile files, bit fl
 FUZZ_SECONDS ?= 600
 
 fuzz: ## The parsers of the core, by coverage: needs nightly Rust and cargo-fuzz
+	@cargo +nightly fuzz --version >/dev/null 2>&1 || \
+		{ echo "make fuzz needs nightly Rust and cargo-fuzz: rustup toolchain install nightly; cargo install --locked cargo-fuzz"; \
+		exit 1; }
 	for name in dense marlin rows state w4; do \
 		cargo +nightly fuzz run --fuzz-dir tests/fuzz $$name -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
 
+# Only the standard library that comes ready-made is not instrumented. No leaks are looked for: pools of threads stay.
+sanitize: ## The tests of the core under AddressSanitizer: needs nightly Rust
+	@cargo +nightly --version >/dev/null 2>&1 || \
+		{ echo "make sanitize needs nightly Rust: rustup toolchain install nightly"; exit 1; }
+	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0 cargo +nightly test --release -p loopq-core \
+		--target $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p') --target-dir target/sanitize --lib --tests
+
 audit: setup ## Known vulnerabilities of what loopq depends on; needs the network
-	$(PY) -m pip install -q pip-audit && $(BIN)/pip-audit --skip-editable --progress-spinner off
-	@if cargo audit --version >/dev/null 2>&1; then cargo audit; \
-	else echo "cargo-audit is not installed: cargo install --locked cargo-audit"; fi
+	@sh tools/audit.sh $(PY)
 
 interop: setup $(GPTQ)/stamp ## Load exports with the real libraries: compressed-tensors, GPTQModel, optimum
 	$(PY) -m pytest tests/interop

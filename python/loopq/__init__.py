@@ -5,13 +5,14 @@ Needs numpy and safetensors; everything that runs a model needs the extra "torch
 
 import signal
 import sys
-from pathlib import Path
-
-from loopq.interrupts import end_at_once
 
 # While the program `loopq` imports, Ctrl-C ends it on the spot: some modules take it for a failed import, and the rest
-# is a traceback. Where loopq is a library nothing is changed.
-if sys.argv and (sys.argv[0] == "-m" or Path(sys.argv[0]).stem == "loopq"):
+# is a traceback. Where loopq is a library nothing is changed. Nothing is imported before that which can be spared.
+if sys.argv and sys.argv[0].replace("\\", "/").rpartition("/")[2] in ("-m", "loopq", "loopq.exe"):
+    # Until there is a handler that says so.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from loopq.interrupts import end_at_once
+
     signal.signal(signal.SIGINT, end_at_once)
 
 from loopq._native import __version__

@@ -17,7 +17,7 @@ from loopq.systems.load import load_model
 
 from ..soak.files import FINE, campaign, dumps
 from ..support.checkpoints import reseal
-from ..support.runs import job_of
+from ..support.runs import digest, job_of
 
 
 def test_campaign():
@@ -141,19 +141,30 @@ def test_a_collection_killed_while_it_clears_up_is_taken_for_finished(job, tmp_p
         run(job, out)
 
 
-def test_what_a_killed_collection_was_writing_is_removed(job, tmp_path):
+def left_by_the_dead(file, text):
+    """What a process that was killed while it wrote a file has left of it."""
     dead = os.fork()
     if not dead:
         os._exit(0)
     os.waitpid(dead, 0)
+    with replacing(file) as temporary:
+        temporary.touch()
+        temporary.with_name(temporary.name.replace(f"-{os.getpid()}-", f"-{dead}-")).write_text(text)
+    file.unlink()
+
+
+def test_a_collection_killed_while_it_claimed_its_folder_is_started_again(job, tmp_path):
+    collect_rows(job, tmp_path / "other", shard_batches=1)
+    left_by_the_dead(tmp_path / "dump" / "collecting.json", "{")
+    collect_rows(job, tmp_path / "dump", shard_batches=1)
+    assert digest(tmp_path / "dump") == digest(tmp_path / "other")
+
+
+def test_what_a_killed_collection_was_writing_is_removed(job, tmp_path):
     out = tmp_path / "dump"
     collect_rows(job, tmp_path / "other", shard_batches=1)
     for folder in (out, out / "shards", out / "model"):
-        with replacing(folder / "00001.safetensors") as temporary:
-            temporary.touch()
-            left = temporary.with_name(temporary.name.replace(f"-{os.getpid()}-", f"-{dead}-"))
-            left.write_text("a whole shard")
-        (folder / "00001.safetensors").unlink()
+        left_by_the_dead(folder / "00001.safetensors", "a whole shard")
     shutil.copy(tmp_path / "other" / "manifest.json", tmp_path)
     with pytest.raises(DumpError, match="exists and is not empty"):
         collect_rows(job, out, shard_batches=1)

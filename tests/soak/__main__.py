@@ -1,6 +1,6 @@
 """The campaigns: `python -m tests.soak [NAME ...]`, or `make soak`. Each prints its counts; a failure ends with code 1.
 
-SOAK_MINUTES ends the campaigns of runs earlier, with the counts that there are.
+SOAK_MINUTES ends the campaigns of runs and of files earlier, with the counts that there are.
 Everything runs on a tiny model and on small made files, in memory where there is a file system in memory.
 """
 
@@ -38,15 +38,18 @@ SIZES = {
 
 def _on_runs(function: Callable[[runs.Bench, int, random.Random], runs.Counts]):
     def campaign(base: Path, size: int, rng: random.Random) -> runs.Counts:
-        until = time.monotonic() + 60 * float(os.environ.get("SOAK_MINUTES", "inf"))
-        return function(runs.Bench(base, list(runs.COMMANDS), until), size, rng)
+        return function(runs.Bench(base, list(runs.COMMANDS), _end()), size, rng)
 
     return campaign
 
 
+def _end() -> float:
+    return time.monotonic() + 60 * float(os.environ.get("SOAK_MINUTES", "inf"))
+
+
 def _mutated(base: Path, size: int, rng: random.Random) -> files.Counts:
     first = rng.randrange(10**9)
-    return files.campaign([files.checkpoints, files.dumps], range(first, first + size))
+    return files.campaign([files.checkpoints, files.dumps], range(first, first + size), _end())
 
 
 def _on_model(function: Callable[[Path, int, random.Random], runs.Counts]):

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -570,8 +571,8 @@ def outcome(case: Case, box: Path, original: str) -> str:
     return result
 
 
-def campaign(make: Sequence[Callable[[Path], list[Target]]], seeds: range) -> Counts:
-    """Run a case for every seed on the folders that are made.
+def campaign(make: Sequence[Callable[[Path], list[Target]]], seeds: range, until: float = math.inf) -> Counts:
+    """Run a case for every seed on the folders that are made, until a time of the monotonic clock.
 
     Nothing has to outlast a power cut here: no file is forced to the disk, and where there is a file system in memory,
     files lie there.
@@ -582,13 +583,15 @@ def campaign(make: Sequence[Callable[[Path], list[Target]]], seeds: range) -> Co
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with mock.patch("os.fsync"), tempfile.TemporaryDirectory(dir=memory) as name:
         base = Path(name)
-        return _campaign([target for one in make for target in one(base)], base, seeds)
+        return _campaign([target for one in make for target in one(base)], base, seeds, until)
 
 
-def _campaign(targets: list[Target], base: Path, seeds: range) -> Counts:
+def _campaign(targets: list[Target], base: Path, seeds: range, until: float) -> Counts:
     counts = Counts()
     original = {t.name: t.facts(t.folder, base / f"first-{t.name}") for t in targets}
     for seed in seeds:
+        if time.monotonic() > until:
+            break
         rng = random.Random(seed)
         box = base / f"box-{seed}"
         (box / "outside").mkdir(parents=True)
@@ -602,6 +605,8 @@ def _campaign(targets: list[Target], base: Path, seeds: range) -> Counts:
         if result not in FINE:
             counts.failures.append(f"seed {seed}, {target.name}, {case.family}: {result}")
         shutil.rmtree(box)
+        if (seed - seeds.start) % 500 == 499:
+            print(f"  {dict(counts.outcomes)} {counts.failures[-1:]}", file=sys.stderr, flush=True)
     return counts
 
 

@@ -482,6 +482,8 @@ def _begin(out: Path, key: str) -> bool:
     elif (out / MANIFEST).exists():
         raise DumpError(f"{out}: holds a finished dump; choose a new folder")
     else:
+        # A kill may have come while the claim itself was written.
+        remove_leftovers(out)
         check_new(out, DumpError)
     return (out / MANIFEST).exists()
 

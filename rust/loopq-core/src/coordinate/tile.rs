@@ -123,6 +123,7 @@ impl Problem<'_> {
     /// place where the old codes are stuck: every round but the first begins with GPTQ again, for the rows that gained in
     /// the one before.
     fn settle(&self, w: Weight<'_>, found: Found<'_>, execution: &Execution<'_>) -> Result<Course> {
+        execution.check()?;
         let (codes, scales, zeros) = found;
         let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
         let mut tiles = self.load(w, (codes, scales, zeros), execution)?;

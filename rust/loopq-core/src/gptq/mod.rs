@@ -145,6 +145,8 @@ fn run<T: Real>(
             .with_max_len(1)
             .enumerate()
             .map(|(b, (codes, (scales, zeros)))| {
+                // Before the search for scales too: batches that have not begun are many.
+                execution.check()?;
                 let first = b * batch_rows;
                 let n = codes.len() / dim;
                 let own = first * n_groups..(first + n) * n_groups;

@@ -14,8 +14,13 @@ log=$(mktemp)
 if ! "$python" -m pip install -q pip-audit >"$log" 2>&1; then
     not_asked "Python packages" "pip-audit cannot be installed ($(tail -n 1 "$log" | cut -c 1-200)); is there a network?"
 elif "$python" -m pip_audit --skip-editable --progress-spinner off >"$log" 2>&1; then
-    cat "$log"
-elif grep -q '^Name .* Version .* ID' "$log"; then
+    # An index of packages without advisories answers that it knows none of them.
+    if unknown=$(grep -c 'could not be audited' "$log"); then
+        not_asked "$unknown Python packages" "no advisories about them were found ($(grep -m 1 'could not be audited' "$log"))"
+    else
+        cat "$log"
+    fi
+elif grep -q '^Name  *Version  *ID' "$log"; then
     cat "$log"
     code=1
 else

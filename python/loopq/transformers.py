@@ -82,6 +82,9 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     requires_calibration = True
 
+    def _convert_model_for_quantization(self, model: nn.Module) -> None:
+        """Convert nothing: transformers 4 would import accelerate to look for experts in one tensor."""
+
     def _process_model_before_weight_loading(self, model: nn.Module, **given: Any) -> nn.Module:
         self._files = [Path(f) for f in given.get("checkpoint_files") or _files(model)]
         modules = dict(model.named_modules(remove_duplicate=False))

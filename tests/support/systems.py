@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -92,6 +93,7 @@ class HubWrapper(nn.Module):
 
 
 def _hrm_text() -> nn.Module:
+    pytest.importorskip("transformers", minversion="5.9")
     from transformers import HrmTextConfig, HrmTextForCausalLM
 
     config = HrmTextConfig(

@@ -43,7 +43,7 @@ def write_evaluation(
     """
     intro = (
         f"{measured_on['n_prompts']} prompts, {measured_on['n_tokens']:,} tokens of {measured_on['source']}, "
-        f"{measured_on['n_steps']} steps, {measured_on['n_seeds']} initial states of each, the same for all weights."
+        f"{measured_on['n_steps']} steps, initial states of each: {measured_on['n_seeds']}, the same for all weights."
     )
     quantized = summaries[1:]
     body = [_weights(summaries), _plot(quantized), *(_prompts(found, texts) for found in quantized)]

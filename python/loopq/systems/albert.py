@@ -116,9 +116,11 @@ class Albert(LoopedSystem):
         if not self.has_steps:
             raise self._no_steps()
         with self._whole():
-            after = self._bare.encoder.albert_layer_groups[0](state)
-        found: Tensor = after[0] if isinstance(after, tuple) else after
-        return found
+            # The group's own forward asks for a mask of heads in transformers 4.
+            for layer in self._bare.encoder.albert_layer_groups[0].albert_layers:
+                after = layer(state)
+                state = after[0] if isinstance(after, tuple) else after
+        return state
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """Return the state itself, or the logits of the head."""

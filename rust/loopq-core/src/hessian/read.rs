@@ -94,11 +94,16 @@ impl Accumulator {
     }
 }
 
-/// Copies the upper triangle onto the lower.
+/// Copies the upper triangle onto the lower, block by block: columns of a whole matrix would ask for a page each entry.
 fn mirror(matrix: &mut [f64], dim: usize) {
-    for i in 1..dim {
-        for j in 0..i {
-            matrix[i * dim + j] = matrix[j * dim + i];
+    const BLOCK: usize = 32;
+    for top in (0..dim).step_by(BLOCK) {
+        for left in (0..=top).step_by(BLOCK) {
+            for i in top..dim.min(top + BLOCK) {
+                for j in left..i.min(left + BLOCK) {
+                    matrix[i * dim + j] = matrix[j * dim + i];
+                }
+            }
         }
     }
 }

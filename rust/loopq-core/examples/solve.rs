@@ -32,7 +32,8 @@ fn noise(n: usize, seed: u64) -> Vec<f32> {
 fn inputs(step: usize) -> Vec<f32> {
     let directions = noise(RANK * DIM, 101 + step as u64);
     let mut x = vec![0.0; ROWS * DIM];
-    for (row, shares) in x.chunks_exact_mut(DIM).zip(noise(ROWS * RANK, 11 + step as u64).chunks_exact(RANK)) {
+    for (row, shares) in x.chunks_exact_mut(DIM).zip(noise(ROWS * RANK, 11 + step as u64).chunks_exact(RANK))
+    {
         for (share, direction) in shares.iter().zip(directions.chunks_exact(DIM)) {
             row.iter_mut().zip(direction).for_each(|(x, d)| *x += share * d);
         }

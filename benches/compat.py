@@ -53,8 +53,8 @@ def interpreters(given: Sequence[str]) -> dict[str, str]:
     commands = list(given)
     if not commands:
         for minor in MINORS:
-            found = sorted(pyenv.glob(f"3.{minor}.*/bin/python")) or [shutil.which(f"python3.{minor}")]
-            commands += [str(command) for command in found[-1:] if command]
+            found = [*sorted(pyenv.glob(f"3.{minor}.*/bin/python")), shutil.which(f"python3.{minor}")]
+            commands += [str(command) for command in found if command][:1]
     return {
         _run([command, "-c", "import platform; print(platform.python_version())"]).strip(): command
         for command in commands

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import loopq._native as native
@@ -72,6 +73,7 @@ def tiny_llama(dtype="float32", **changes):
 
 def tiny_hrm():
     """transformers' HRM-Text with random weights."""
+    pytest.importorskip("transformers", minversion="5.9")
     from transformers import HrmTextConfig, HrmTextForCausalLM
 
     settings = {

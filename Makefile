@@ -142,11 +142,11 @@ fmt: setup ## Format everything
 
 fmt-check: setup
 	cargo fmt --check
-	$(BIN)/ruff format --check python tests benches tools
+	$(BIN)/ruff format --check python tests benches tools docs
 
 lint: setup ## Lints, import direction
 	cargo clippy --release --workspace --all-targets -- -D warnings
-	$(BIN)/ruff check python tests benches tools
+	$(BIN)/ruff check python tests benches tools docs
 	$(BIN)/lint-imports
 
 types: setup ## Types, and the stub against the binary

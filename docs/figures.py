@@ -1,4 +1,4 @@
-"""Figures of `docs/why.md`: `python docs/figures.py` diagnoses the embedded model and writes them into `docs/_static`."""
+"""Figures of `docs/why.md`: `python docs/figures.py` diagnoses the embedded model, writes them to `docs/_static`."""
 
 from __future__ import annotations
 

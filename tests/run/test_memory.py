@@ -104,18 +104,20 @@ def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
-def test_the_peak_is_within_what_was_said():
-    done = whole(768)
+@pytest.mark.parametrize("settings", [{}, {"method": "gptq-cd", "metric": "inputs"}, {"rotation": "hadamard"}])
+def test_the_peak_is_what_was_said(settings):
+    done = whole(1024, **settings)
     assert done.returncode == 0, done.stderr
     said, found = map(json.loads, done.stdout.splitlines())
-    assert said["before"] < found["peak"] < 1.15 * (said["before"] + said["extra"])
+    taken = found["peak"] - said["before"]
+    assert 0.6 * said["extra"] < taken < 1.15 * said["extra"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
-def test_a_run_at_its_estimate_ends_well_and_far_below_it_with_one_line():
+def test_a_run_at_its_estimate_ends_well_and_at_half_of_it_with_one_line():
     enough = whole(1024, share=1.0)
     assert enough.returncode == 0, enough.stderr
-    short = whole(1024, share=0.2)
+    short = whole(1024, share=0.5)
     assert short.returncode == 1
     assert short.stderr.count("\n") == 1, short.stderr
     # The stack of a thread is memory too.

@@ -116,6 +116,14 @@ class Method(Chosen):
         return (1.0, 8.0) if self.needs_hessian else (0.0, 0.0)
 
     @property
+    def memory(self) -> tuple[int, int]:
+        """What a solve holds at its peak: matrices of in x in in double precision, copies of the weight in single.
+
+        H and its factor; the weight, codes, and dequantized ones for the report.
+        """
+        return (2, 3) if self.needs_hessian else (0, 3)
+
+    @property
     def shift_damping(self) -> Damping:
         """Damping of the system that asymmetric calibration solves for its target: the method's, if it has one."""
         found: Damping = getattr(self, "damping", Damping())

@@ -96,6 +96,11 @@ class GPTQCD(Method):
         solves = 1 + self.passes if self.metric.kind == "loop" else 1
         return 4.0, (8.0 + 25.0 * self.rounds) * solves
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The damped H besides; with metric loop the combined one, targets and errors in double precision."""
+        return (4, 7) if self.metric.kind == "loop" else (3, 3)
+
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         problem.observed  # noqa: B018  # refuses a layer without activations

@@ -16,20 +16,20 @@ from loopq.run.plan import steps_apart
 if TYPE_CHECKING:
     from loopq.run.engine import Run
 
-# Matrices of in_features x in_features in double precision that a solve holds at its peak: H, a copy of it that is
-# damped, its factor, the panels of the factorization, and one for the rank or the loss. Measured, as are the others.
-SOLVE, ROTATION, METRIC = 5, 2, 2
-# Copies of a weight: itself, what is solved, codes, dequantized ones for the report.
-COPIES = 6
+# Matrices of in_features x in_features in double precision that a rotated solve holds besides: H before, the rotation,
+# their products. Measured, as is what methods say (`Method.memory`).
+ROTATION = 4
+# Moments of pairs are of both rollouts and between them.
+PAIRED = 3.5
 
 
 def solve_bytes(task: Task) -> int:
     """Bytes that the solve of one layer takes on top of its Hessian's sums."""
     p, config = task.parameter, task.config
-    if task.input_group is None:
-        return 4 * COPIES * p.in_features * p.out_features
-    squares = SOLVE + ROTATION * (config.rotation.kind != "none") + METRIC * bool(task.gradients)
-    return 8 * squares * p.in_features**2 + 4 * COPIES * p.in_features * p.out_features
+    squares, copies = config.method.memory
+    squares += ROTATION * (config.rotation.kind != "none")
+    observed = task.input_group is not None
+    return 8 * squares * observed * p.in_features**2 + 4 * copies * p.in_features * p.out_features
 
 
 def pass_bytes(run: Run, sums: HessianSet, input_groups: Sequence[str]) -> int:
@@ -67,9 +67,9 @@ def run_bytes(run: Run) -> int:
     everything = pass_bytes(run, apart, list(apart.steps))
     inputs = run.config.inputs.name
     if inputs == "asymmetric":
-        # Moments of pairs are twice as wide, for one input at a time.
+        # One input at a time.
         paired = apart if steps_apart(run.tasks) else sums
-        need["inputs asymmetric"] = max((4 * pass_bytes(run, paired, [x]) for x in paired.steps), default=0)
+        need["inputs asymmetric"] = max((int(PAIRED * pass_bytes(run, paired, [x])) for x in paired.steps), default=0)
     elif inputs != "open":
         need[f"inputs {inputs}"] = everything
     asked = run.config.allocate

@@ -9,6 +9,8 @@ comma := ,
 # What the tests of tools/ptx rest on; they run again where one of these is newer than their last pass.
 PTX_STAMP := .cache/ptx.stamp
 PTX_SOURCES := $(shell find tools/ptx kernels python/loopq/kernels tests/support/kernels -type f ! -name '*.pyc')
+# Tests of one file share what they set up.
+WORKERS ?= -n 2 --dist loadfile
 RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -name '*.cu*') Cargo.toml Cargo.lock
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
@@ -57,12 +59,12 @@ else
 endif
 
 test-py: setup $(GPTQ)/stamp ## Tests of the Python package
-	$(PY) -m pytest -m "not slow and not gpu"
+	$(PY) -m pytest -m "not slow and not gpu" $(WORKERS)
 
 test-ptx: $(PTX_STAMP) ## The kernels' PTX, interpreted: runs where a kernel or the interpreter changed
 
 $(PTX_STAMP): $(PTX_SOURCES) | setup
-	$(PY) -m pytest -m "not slow" tools/ptx
+	$(PY) -m pytest -m "not slow" tools/ptx $(WORKERS)
 	@mkdir -p $(@D) && touch $@
 
 test-slow: setup ## Tests that take minutes

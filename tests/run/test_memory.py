@@ -104,7 +104,9 @@ def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
-@pytest.mark.parametrize("settings", [{}, {"method": "gptq-cd", "metric": "inputs"}, {"rotation": "hadamard"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"method": "gptq-cd", "metric": "inputs"}, {"rotation": "hadamard"}]
+)
 def test_the_peak_is_what_was_said(settings):
     done = whole(1024, **settings)
     assert done.returncode == 0, done.stderr

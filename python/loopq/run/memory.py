@@ -69,7 +69,9 @@ def run_bytes(run: Run) -> int:
     if inputs == "asymmetric":
         # One input at a time.
         paired = apart if steps_apart(run.tasks) else sums
-        need["inputs asymmetric"] = max((int(PAIRED * pass_bytes(run, paired, [x])) for x in paired.steps), default=0)
+        need["inputs asymmetric"] = max(
+            (int(PAIRED * pass_bytes(run, paired, [x])) for x in paired.steps), default=0
+        )
     elif inputs != "open":
         need[f"inputs {inputs}"] = everything
     asked = run.config.allocate

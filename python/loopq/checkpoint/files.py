@@ -393,6 +393,14 @@ def write_json(path: Path, data: Any) -> None:
         temporary.write_bytes(json_bytes(data))
 
 
+def write_text(path: str | Path, text: str) -> Path:
+    """Write text in UTF-8, whole or not at all; return the path."""
+    path = Path(path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, "utf-8")
+    return path
+
+
 def read_json(path: Path, error: type[LoopqError] = CheckpointError, *, finite: bool = True) -> Any:
     """Read JSON with the limits of `parse_json`; anything wrong is an error of the class given that names the file."""
     return parse_json(read_bytes(path, MAX_SIZE, error), path, error, finite=finite)

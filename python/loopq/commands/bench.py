@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import replacing
+from loopq.checkpoint.files import write_text
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import whole
 from loopq.errors import ConfigError, KernelError, MissingExtraError
@@ -91,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
     found = (_kernel if args.what == "kernel" else _rollout)(args, backend)
     if args.json:
         record = {"what": args.what, **_machine(backend), **found}
-        with replacing(Path(args.json)) as scratch:
-            scratch.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write_text(args.json, json.dumps(record, indent=1) + "\n")
         print(f"data: {args.json}")
     if not found["exact"]:
         print("loopq: the results above are WRONG on this device; their times mean nothing", file=sys.stderr)

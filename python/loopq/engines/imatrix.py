@@ -11,7 +11,7 @@ from loopq.checkpoint.files import check_new, replacing
 from loopq.engines.gguf import Shape
 from loopq.errors import DumpError
 from loopq.lazy import require
-from loopq.quantizers.loop_metric import LoopMetric
+from loopq.run.dumped import loop_metric
 from loopq.run.plan import steps_of
 
 
@@ -68,10 +68,10 @@ def write_imatrix(source: str | Path, out: str | Path, steps: str = "all") -> li
             summed = chosen if hessians.per_step else None
             sums = hessians.diagonal(summed)
             if parameter.name in measured:
-                found = dump.gradient_sums(parameter.name, chosen)
-                metric = LoopMetric(found.left, found.right, 1)
+                metric = loop_metric(dump, parameter.name, chosen)
                 ends = np.diagonal(metric.combined(np.asarray(hessians.matrix(summed), dtype=np.float64)))
-                sums = ends * (sums.sum() / ends.sum())
+                # Inputs that are always zero have no weight by either.
+                sums = ends * (sums.sum() / (ends.sum() or 1.0))
             rows = sum(hessians.n_rows(t) for t in chosen)
             for name in shape.tensors(parameter.name):
                 writer.add_tensor(f"{name}.in_sum2", sums[None].astype(np.float32))

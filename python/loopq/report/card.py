@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.checkpoint.convert import inspect_any
-from loopq.checkpoint.files import replacing
+from loopq.checkpoint.files import write_text
 from loopq.checkpoint.hf_folder import CARD
 from loopq.errors import ConfigError
 from loopq.table import size
@@ -66,9 +66,7 @@ def write_card(
     lines = [*_front(found, name, _licence(base)), f"# {name}, {_TITLE}", ""]
     lines += [*_what(found), "", *_table(measured), "", _measured_on(text), "", *_made(found, name), ""]
     path = folder / CARD
-    with replacing(path) as temporary:
-        temporary.write_text("\n".join(lines), "utf-8")
-    return path
+    return write_text(path, "\n".join(lines))
 
 
 def check_card(folder: Path) -> None:

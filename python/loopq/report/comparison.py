@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import replacing
+from loopq.checkpoint.files import write_text
 from loopq.report.style import short_names
 from loopq.table import size
 
@@ -46,10 +46,7 @@ def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
         last=f"{first['variants'][-1]['name']}, INT{first['bits']} g{first['group_size']}",
         layers=_layers(result["layers"]),
     )
-    path = Path(out)
-    with replacing(path) as temporary:
-        temporary.write_text(text, "utf-8")
-    return path
+    return write_text(out, text)
 
 
 def _grid(grid: Mapping[str, Any]) -> str:

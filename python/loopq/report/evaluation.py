@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import replacing
+from loopq.checkpoint.files import write_text
 from loopq.report.page import html_table, page_html
 from loopq.table import size
 
@@ -47,10 +47,7 @@ def write_evaluation(
     )
     quantized = summaries[1:]
     body = [_weights(summaries), _plot(quantized), *(_prompts(found, texts) for found in quantized)]
-    path = Path(out)
-    with replacing(path) as temporary:
-        temporary.write_text(page_html("How far from full precision", intro, "\n".join(body)), "utf-8")
-    return path
+    return write_text(out, page_html("How far from full precision", intro, "\n".join(body)))
 
 
 def _weights(summaries: Sequence[Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import replacing, write_json
+from loopq.checkpoint.files import write_json, write_text
 from loopq.errors import ConfigError
 from loopq.report.figures import VARIANT_NAMES, all_figures, gain_scatter
 from loopq.report.style import Picture, short_names
@@ -56,10 +56,7 @@ def write_report(
         matplotlib is not installed.
     """
     text = render(diagnosis, quantized=quantized, kept=kept, compared=compared)
-    path = Path(out)
-    with replacing(path) as temporary:
-        temporary.write_text(text, "utf-8")
-    return path
+    return write_text(out, text)
 
 
 def write_data(diagnosis: Mapping[str, Any], out: str | Path) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import loopq
-from loopq.checkpoint.files import replacing, write_json
+from loopq.checkpoint.files import write_json, write_text
 from loopq.diagnose.survey import clean
 from loopq.errors import ConfigError, LoopqError, MissingExtraError
 from loopq.journal import Journal, fingerprint
@@ -131,12 +131,10 @@ def write(made: Sequence[Made], out: Path, figures: bool = True) -> Path:
     write_json(path.with_suffix(".json"), {"made": head, "tables": {m.name: m.to_json() for m in made}})
     title = made[0].entry.title if len(made) == 1 else "The paper's tables and figures"
     intro = f"loopq {loopq.__version__}, {today}, {platform.machine()}. Plain data: {path.name}.json."
-    with replacing(path.with_suffix(".md")) as temporary:
-        parts = [f"# {title}", intro, *(_markdown(m) for m in made)]
-        temporary.write_text("\n\n".join(parts) + "\n", "utf-8")
+    parts = [f"# {title}", intro, *(_markdown(m) for m in made)]
+    write_text(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
     if figures:
-        with replacing(path.with_suffix(".html")) as temporary:
-            temporary.write_text(page_html(title, intro, "\n".join(map(_section, made))), "utf-8")
+        write_text(path.with_suffix(".html"), page_html(title, intro, "\n".join(map(_section, made))))
     return path.with_suffix(".html" if figures else ".md")
 
 

@@ -21,7 +21,6 @@ from loopq.settings import Settings, parse_text, setting
 from loopq.steps import Calibration
 
 if TYPE_CHECKING:
-    from loopq.checkpoint.layer import QuantizedLayer
     from loopq.quantizers.task import Task
     from loopq.run.config import QuantConfig
     from loopq.run.engine import Run
@@ -183,27 +182,29 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
     if plain.method.gradients:
         plain = plain.changed(metric="inputs")
     # By layer, bits and group size; an override may have fixed either: then several candidates are one and the same.
-    found: dict[tuple[str, int, int], QuantizedLayer] = {}
+    sizes: dict[tuple[str, int, int], tuple[int, int, int]] = {}
+    weights: dict[tuple[str, str], NDArray[np.float32]] = {}
     for bits in asked.bits:
         for group in asked.group_sizes:
             settings = dataclasses.replace(config, layer=plain.changed(bits=bits, group_size=group))
             # Scores compare layers, one at a time: each on the inputs of full precision.
             for name, layer in run.solve_from(sums, settings.changed(inputs="open")).items():
-                found[name, bits, group] = layer
-    costs = _costs(run, {_key(x): x.in_model_orientation() for x in found.values()}, asked)
+                sizes[name, bits, group] = layer.bits, layer.group_size, layer.n_bytes
+                weights[_key(name, layer.bits, layer.group_size)] = layer.in_model_orientation()
+    costs = _costs(run, weights, asked)
     candidates = []
     for names in _alike(run.tasks):
         for bits, group in itertools.product(asked.bits, asked.group_sizes):
-            layers = [found[name, bits, group] for name in names]
-            n_bytes, cost = sum(x.n_bytes for x in layers), sum(costs[_key(x)] for x in layers)
+            found = [(name, *sizes[name, bits, group]) for name in names]
+            n_bytes, cost = sum(n for *_, n in found), sum(costs[_key(n, b, g)] for n, b, g, _ in found)
             candidates.append(Candidate(names, bits, n_bytes, cost, group))
     n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in run.tasks)
     chosen = choose_bits(candidates, asked.n_bytes(n_weights))
-    grids = {
-        name: {"bits": layer.bits, "group_size": layer.group_size}
-        for c in chosen
-        for name, layer in ((name, found[name, c.bits, c.group_size]) for name in c.layers)
-    }
+    grids = {}
+    for c in chosen:
+        for name in c.layers:
+            own_bits, own_group, _ = sizes[name, c.bits, c.group_size]
+            grids[name] = {"bits": own_bits, "group_size": own_group}
     own = tuple(Override(f"re:^{re.escape(name)}$", grid) for name, grid in grids.items())
     n_bytes = sum(c.n_bytes for c in chosen)
     return dataclasses.replace(config, overrides=(*config.overrides, *own)), {
@@ -216,8 +217,8 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
     }
 
 
-def _key(layer: QuantizedLayer) -> tuple[str, str]:
-    return layer.name, f"INT{layer.bits} g{layer.group_size}"
+def _key(name: str, bits: int, group_size: int) -> tuple[str, str]:
+    return name, f"INT{bits} g{group_size}"
 
 
 def _alike(tasks: Sequence[Task]) -> list[tuple[str, ...]]:

@@ -65,6 +65,18 @@ def settings_of(dump: Dump, config: QuantConfig) -> QuantConfig:
     return config.with_metric("loop", metric_prompts=first.n_prompts, metric_draws=first.n_draws)
 
 
+def loop_metric(dump: Dump, name: str, steps: Sequence[int]) -> LoopMetric:
+    """Read the loop metric of a layer.
+
+    Raises
+    ------
+    DumpError
+        The dump holds none for the layer, or over other steps.
+    """
+    sums, first = dump.gradient_sums(name, steps), dump.manifest.metrics[0]
+    return LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
+
+
 def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric]:
     """Read the loop metric of every layer that asks for one.
 
@@ -79,7 +91,7 @@ def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric]
     for task in tasks:
         if task.gradients is None:
             continue
-        sums = dump.gradient_sums(task.name, task.steps)
+        metric = loop_metric(dump, task.name, task.steps)
         first, most = dump.manifest.metrics[0], task.gradients[0]
         asked = (n_gradient_prompts(most, int(dump.manifest.calibration["n_prompts"])), task.gradients[1])
         if asked != (first.n_prompts, first.n_draws):
@@ -88,5 +100,5 @@ def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric]
                 f"dump's is over {first.n_prompts} and {first.n_draws}: give --metric-prompts {first.n_prompts} "
                 f"--metric-draws {first.n_draws}, or collect again"
             )
-        found[task.metric_key] = LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
+        found[task.metric_key] = metric
     return found

@@ -59,7 +59,7 @@ def quantize(
     ----------
     model : str, Path, LoadedModel, LoopedSystem or torch module
         Embedded model, folder or hub id; a model that is loaded already; or any torch module that is called with
-        token ids, whose loop is then discovered by one run.
+        token ids: one of a published class gets its adapter, the loop of another is discovered by one run.
     calibration : TokenSet, token ids, path, or None
         Calibration prompts (`loopq.calibrate.prompts.calibration_tokens`).
     config : QuantConfig, optional

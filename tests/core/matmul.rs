@@ -165,7 +165,7 @@ fn grids() -> impl Strategy<Value = Grid> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(120))]
+    #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
     fn every_instruction_set_has_the_bits_of_the_plain_twin(grid in grids(), tokens in prop_oneof![1_usize..10, Just(17), Just(35)], seed: u32) {

@@ -245,6 +245,13 @@ CASES: dict[str, Case] = {
         n_shared=22,
         variant=True,
     ),
+    "IQuest": Case(
+        "iquest",
+        small("iquest", n_heads=4, loop_num=2, loop_window_size=4),
+        (2, 1, 3),
+        n_shared=14,
+        steps=False,
+    ),
     "LoopFormer": Case("loopformer", small("loopformer"), (8, 3), n_shared=10),
     "LoopFormer, hub": Case("loopformer", HubWrapper, (8,), n_shared=10, variant=True),
     "Parcae": Case("parcae", small("parcae", n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1), n_shared=13),

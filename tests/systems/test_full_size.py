@@ -90,6 +90,14 @@ def _nanbeige() -> nn.Module:
     return _llama(3072, 6144, 1024, 10752, 22, 166144, False, **config)
 
 
+def _iquest() -> nn.Module:
+    model = _llama(5120, 5120, 1024, 27648, 80, 76800, False, loop_num=2)
+    model.model.gate_projections = nn.ModuleList(
+        skeleton({"weight!": (40, 128), "bias!": (40,)}) for _ in range(80)
+    )
+    return model
+
+
 def _loopformer() -> nn.Module:
     shapes: Shapes = {"gpt.transformer.wte": (50304, 2048), "gpt.lm_head": (50304, 2048)}
     for name in ("time_embedder", "dt_embedder"):
@@ -180,6 +188,30 @@ FULL_SIZE: dict[str, tuple[Any, str, int, dict[str, int], int, set[int]]] = {
         {"gptq": 25},
         2048 * 4096 + 6 * (3072 * 2048 + 2048 * 2048 + 16384 * 2048 + 2048 * 8192),
         {4096, 2048, 8192},
+    ),
+    "Recurrent-TinyLlama": (
+        lambda: _raven(2048, 2560, 5632, 8, 2),
+        "rllama",
+        32,
+        {"gptq": 33},
+        2048 * 4096 + 8 * (2560 * 2048 + 2048 * 2048 + 11264 * 2048 + 2048 * 5632),
+        {4096, 2048, 5632},
+    ),
+    "Recurrent-OLMo-2": (
+        lambda: _raven(2048, 6144, 8192, 6, 2),
+        "rllama",
+        32,
+        {"gptq": 25},
+        2048 * 4096 + 6 * (6144 * 2048 + 2048 * 2048 + 16384 * 2048 + 2048 * 8192),
+        {4096, 2048, 8192},
+    ),
+    "IQuest-Coder-V1-40B-Loop": (
+        _iquest,
+        "iquest",
+        2,
+        {"gptq": 560},
+        80 * (2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120),
+        {5120, 27648},
     ),
     "Ouro-1.4B": (lambda: _ouro(24), "ouro", 4, {"gptq": 168}, 1_233_125_376, {2048, 5632}),
     "Ouro-2.6B": (lambda: _ouro(48), "ouro", 4, {"gptq": 336}, 2_466_250_752, {2048, 5632}),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from benches.zoo.models.coconut import CoconutConfig, SmallCoconut
 from benches.zoo.models.control import ControlConfig, SmallControl
+from benches.zoo.models.iquest import IQuestConfig, SmallIQuest
 from benches.zoo.models.llama_loops import NanbeigeConfig, OuroConfig, SmallNanbeige, SmallOuro
 from benches.zoo.models.loopformer import LoopFormerConfig, SmallLoopFormer
 from benches.zoo.models.mamba import MambaConfig, SmallMamba
@@ -26,6 +27,7 @@ CLASSES: dict[str, tuple[type[SmallConfig], type[nn.Module]]] = {
         (CoconutConfig, SmallCoconut),
         (ControlConfig, SmallControl),
         (HuginnConfig, SmallHuginn),
+        (IQuestConfig, SmallIQuest),
         (LoopFormerConfig, SmallLoopFormer),
         (MambaConfig, SmallMamba),
         (NanbeigeConfig, SmallNanbeige),

@@ -144,18 +144,23 @@ RULES = (
 RUNS: Mapping[str, Mapping[str, str]] = {
     "transformers": {
         **dict.fromkeys(
-            ("huginn", "rllama", "ouro", "nanbeige", "ponder"), "code of the checkpoint, on 4.57.6"
+            ("huginn", "rllama", "ouro", "nanbeige", "ponder", "iquest"), "code of the checkpoint, on 4.57.6"
         ),
         **dict.fromkeys(("hrm_text", "zamba", "mamba", "albert"), "its own class"),
         "generic": "where the model is one of transformers'",
     },
     "vllm": {
         "nanbeige": "transformers backend (vLLM #56071)",
+        "iquest": "its own class (vLLM #31575)",
         "zamba": "Zamba2, its own class",
         "mamba": "its own class",
         "generic": "where vLLM has the class",
     },
-    "sglang": {"nanbeige": "its own class (SGLang #32151)", "generic": "where SGLang has the class"},
+    "sglang": {
+        "nanbeige": "its own class (SGLang #32151)",
+        "iquest": "its own class; its gates are loaded since SGLang #38193",
+        "generic": "where SGLang has the class",
+    },
     "gptqmodel": {
         "hrm_text": "layers in numbered blocks, by transformers' class",
         "ouro": "its own definition of the class, not tried",

@@ -506,6 +506,13 @@ def declare(
     return tuple(declared)
 
 
+def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:
+    """Return the adapters, of those named or of all, that fit a model by its structure."""
+    from loopq.systems import SYSTEMS
+
+    return [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
+
+
 def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedSystem:
     """Return the adapter that fits the model.
 
@@ -514,9 +521,7 @@ def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedS
     SystemContractError
         None fits, or more than one does.
     """
-    from loopq.systems import SYSTEMS
-
-    fitting = [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
+    fitting = fitting_systems(model, names)
     if len(fitting) == 1:
         return fitting[0](model)
     kind = type(model).__name__

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
-from loopq.systems.base import LoopedSystem
+from loopq.systems.base import LoopedSystem, find_system, fitting_systems
 from loopq.systems.generic import Generic
 from loopq.systems.load import LoadedModel, check_values, describe, encode_bytes
 
@@ -23,13 +23,19 @@ def wrap(
     Parameters
     ----------
     model : nn.Module or LoopedSystem
-        A module's loop is discovered by one run (`loopq.systems.generic.Generic`). It is put in eval mode.
+        A module of a published class gets the adapter of that class; the loop of any other is discovered by one
+        run (`loopq.systems.generic.Generic`). It is put in eval mode.
     encode : callable
         Text to token ids; bytes when absent.
     depth : str, optional
-        Argument of the module's forward that sets the number of steps.
+        Argument of the module's forward that sets the number of steps: takes discovery for any class.
     """
-    system = model if isinstance(model, LoopedSystem) else Generic(model, depth=depth)
+    if isinstance(model, LoopedSystem):
+        system = model
+    elif depth is None and fitting_systems(model):
+        system = find_system(model)
+    else:
+        system = Generic(model, depth=depth)
     check_values(system.model)
     # Dropout would calibrate on noise of its own.
     notes = ("the model was in train mode: it is in eval mode now",) if system.model.training else ()

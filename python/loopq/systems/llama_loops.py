@@ -1,4 +1,4 @@
-"""What Ouro and Nanbeige have in common: a stack of Llama-style layers, looped with a norm between loops."""
+"""Looped stacks of Llama-style layers: what Ouro and Nanbeige, with a norm between loops, have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loopq.systems.base import SharedParameter, declare
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -21,17 +21,20 @@ _LINEARS = (
 )
 
 
+def llama_linears(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Names and roles of the seven linears of every layer of `model.layers`, as `declare` takes them."""
+    n_layers = len(model.get_submodule("model.layers")._modules)
+    return [
+        (f"model.layers.{i}.{suffix}", {"role": role}) for i in range(n_layers) for suffix, role in _LINEARS
+    ]
+
+
 class LlamaLoops(StepwiseSystem):
     """Base of the adapters for models whose state is the hidden state and whose step is the whole stack."""
 
     def layers(self, n_steps: int, *others: tuple[str, dict[str, Any]]) -> tuple[SharedParameter, ...]:
         """Seven linears of every layer, then `others`."""
-        modules: list[tuple[str, dict[str, Any]]] = [
-            (f"model.layers.{i}.{suffix}", {"role": role})
-            for i in range(len(self.model.model.layers))
-            for suffix, role in _LINEARS
-        ]
-        return declare(self.model, [*modules, *others], n_steps)
+        return declare(self.model, [*llama_linears(self.model), *others], n_steps)
 
     def _embed(self, ids: Tensor) -> Tensor:
         embedding: Tensor = self.model.model.embed_tokens(ids)

@@ -47,11 +47,17 @@ class Raven(StepwiseSystem):
         return declare(self.model, modules, n_steps)
 
     def check_depth(self, n_steps: int) -> int:
-        """Refuse a model that draws noise inside the loop, and a depth below 1."""
+        """Refuse a model that draws noise inside the loop or begins without noise, and a depth below 1."""
         if getattr(self.model.config, "test_time_noise", 0):
             raise SystemContractError(
                 f"{self.name}: config.test_time_noise = {self.model.config.test_time_noise} draws from the "
                 "global generator at every step; set it to 0"
+            )
+        mode = getattr(self.model.config, "initial_state_mode", "random")
+        if mode != "random":
+            raise SystemContractError(
+                f"{self.name}: config.initial_state_mode = {mode!r} begins from the prelude's output; only a random "
+                "initial state, as in the published models, is supported"
             )
         return super().check_depth(n_steps)
 

@@ -1,4 +1,4 @@
-"""R-Llama: a Llama made recurrent; Huginn's skeleton around plain pre-norm blocks."""
+"""R-Llama and its like: a pre-trained model made recurrent; Huginn's skeleton around the blocks of that model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
 
 @SYSTEMS.register("rllama")
 class RLlama(Raven):
-    """R-Llama-1.4B (`raven` remote code for Llama).
+    """R-Llama-1.4B, Recurrent-TinyLlama and Recurrent-OLMo-2 (`raven` remote code for Llama and OLMo).
 
-    Blocks are pre-norm with a pure identity path, the noise state is small beside the embedding (standard
-    deviation sqrt(2/(5 d))), and the raw state goes to the coda. The adapter is feedback-exposed.
+    Blocks have a pure identity path (norms before the branches, or behind them in OLMo), the noise state is small
+    beside the embedding (standard deviation sqrt(2/(5 d))), and the raw state goes to the coda. The adapter is
+    feedback-exposed.
     """
 
     name = "rllama"
-    summary = "small noise state; s = core(adapter([s, e])) with pre-norm residual blocks"
-    checkpoints = (("R-Llama-1.4B", 25),)
+    summary = "small noise state; s = core(adapter([s, e])) with residual blocks of Llama or OLMo"
+    checkpoints = (("R-Llama-1.4B", 25), ("Recurrent-TinyLlama", 33), ("Recurrent-OLMo-2", 25))
     code = "checkpoint"
 
     @classmethod

@@ -100,6 +100,9 @@ pub(super) struct Rows {
     pub(super) minus_sums: Vec<i32>,
     n_blocks: usize,
     steps: usize,
+    /// One token's values, and its limbs where they are put into tiles from there.
+    values: Vec<f32>,
+    row: Vec<i8>,
 }
 
 impl Rows {
@@ -123,24 +126,24 @@ impl Rows {
             minus_sums: zeros(WHAT, dims::product(WHAT, rows, n_blocks)?)?,
             n_blocks,
             steps: layout.steps,
+            values: zeros(WHAT, layout.grid.inputs)?,
+            row: zeros(WHAT, if order == Order::Tiles { limbs * layout.row } else { 0 })?,
         })
     }
 
     /// Quantizes some tokens of `x`, no more than there is room for.
     pub(super) fn fill(&mut self, layout: &Layout, x: Inputs<'_>, tokens: std::ops::Range<usize>, isa: Isa) {
         let (limbs, stride) = (self.limbs, self.stride);
-        let mut values = vec![0.0; layout.grid.inputs];
-        let mut row = vec![0; if self.order == Order::Tiles { limbs * stride } else { 0 }];
         let scales = self.scales.chunks_exact_mut(self.n_blocks);
         let sums = self.minus_sums.chunks_exact_mut(self.n_blocks * limbs);
         for (i, (token, (scales, sums))) in tokens.zip(scales.zip(sums)).enumerate() {
-            x.read(token, &mut values);
+            x.read(token, &mut self.values);
             if self.order == Order::Rows {
                 let bytes = &mut self.bytes[self.begin + i * limbs * stride..][..limbs * stride];
-                quantize(isa, layout, &values, limbs, bytes, scales, sums);
+                quantize(isa, layout, &self.values, limbs, bytes, scales, sums);
             } else {
-                quantize(isa, layout, &values, limbs, &mut row, scales, sums);
-                to_tiles(layout, &row, limbs, i, &mut self.bytes[self.begin..]);
+                quantize(isa, layout, &self.values, limbs, &mut self.row, scales, sums);
+                to_tiles(layout, &self.row, limbs, i, &mut self.bytes[self.begin..]);
             }
         }
     }

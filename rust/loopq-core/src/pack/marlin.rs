@@ -75,7 +75,7 @@ fn pack_body(codes: &[u8], k: usize, out: &mut [u32]) {
 /// The inverse of [`pack`].
 pub fn unpack(packed: &[u32], k: usize, n: usize) -> Result<Vec<u8>> {
     check(k, n)?;
-    dims::check_matrix("packed codes", packed, k / TILE_K, 2 * n)?;
+    dims::check_matrix("packed codes", packed, k / TILE_K, dims::product("packed codes", 2, n)?)?;
     let mut out = zeros("codes", dims::product("codes", k, n)?)?;
     unpack_marlin(Isa::best(), packed, k, &mut out);
     Ok(out)

@@ -300,6 +300,7 @@ fn codes_and_shapes_of_a_packing() {
     refused(to_biased(&[0, -9], 2, 4, 8), Kind::Config, &["code -9", "column 1"]);
     refused(marlin::pack(&[0; 24], 24, 1), Kind::Config, &["multiple of 16"]);
     refused(marlin::pack(&[0; 16], 16, 1), Kind::Config, &["multiple of 64"]);
+    refused(marlin::unpack(&[], 1 << 63, 1 << 63), Kind::Config, &["packed codes"]);
     refused(w4::pack(&[0; 24], 1, 24, &alone()), Kind::Config, &["outputs (N) = 1", "multiple of 16"]);
     refused(w4::pack(&[0; 16], 16, 1, &alone()), Kind::Config, &["inputs (K) = 1", "multiple of 32"]);
     refused(w4::pack(&[0; 16 * 32 - 1], 16, 32, &alone()), Kind::Config, &["codes", "511 values"]);

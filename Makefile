@@ -125,7 +125,7 @@ fuzz: ## The parsers of the core, by coverage: needs nightly Rust and cargo-fuzz
 sanitize: ## The tests of the core under AddressSanitizer: needs nightly Rust
 	@cargo +nightly --version >/dev/null 2>&1 || \
 		{ echo "make sanitize needs nightly Rust: rustup toolchain install nightly"; exit 1; }
-	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0 cargo +nightly test --release -p loopq-core \
+	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 cargo +nightly test --release -p loopq-core \
 		--target $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p') --target-dir target/sanitize --lib --tests
 
 audit: setup ## Known vulnerabilities of what loopq depends on; needs the network

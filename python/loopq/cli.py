@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import re
@@ -207,24 +208,29 @@ def _run(args: argparse.Namespace) -> int:
         return code
     except LoopqError as error:
         wrong = isinstance(error, ConfigError)
-        print(f"loopq: error: {_as_options(args, str(error)) if wrong else error}", file=sys.stderr)
+        _say(_as_options(args, str(error)) if wrong else str(error))
         return 2 if wrong else 1
     except (MemoryError, RuntimeError) as error:
         # torch says it by a RuntimeError.
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
         reason = next(iter(str(error).splitlines()), "")
-        print(
-            f"loopq: error: out of memory{': ' * bool(reason)}{reason}; take fewer prompts at once (--batch-size), "
-            "shorter ones (--seq-len), or set a limit to keep to (--memory)",
-            file=sys.stderr,
+        _say(
+            f"out of memory{': ' * bool(reason)}{reason}; take fewer prompts at once (--batch-size), "
+            "shorter ones (--seq-len), or set a limit to keep to (--memory)"
         )
         return 1
     except OSError as error:
         # Files that loopq reads and writes have messages of their own; this is for what is left.
         place = f"{error.filename}: " if error.filename else ""
-        print(f"loopq: error: {place}{error.strerror or error}", file=sys.stderr)
+        _say(f"{place}{error.strerror or error}")
         return 1
+
+
+def _say(message: str) -> None:
+    """Say what is wrong, in one line; the disk that the line goes to may be full too."""
+    with contextlib.suppress(OSError):
+        print(f"loopq: error: {message}", file=sys.stderr, flush=True)
 
 
 def _as_options(args: argparse.Namespace, message: str) -> str:

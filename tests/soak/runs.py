@@ -164,15 +164,21 @@ def place(base: Path) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+#: Where the output of a process comes from and where it goes: through a pipe, which no limit of a file's size stops.
+_OUTPUTS: dict[int, tuple[int, Path]] = {}
+
+
 def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: None) -> int:
+    read, write = os.pipe()
     process = os.fork()
     if process:
+        os.close(write)
+        _OUTPUTS[process] = read, log
         return process
     code = 70
     try:
-        with log.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        for number in (1, 2):
+            os.dup2(write, number)
         import loopq.calibrate.collect
         import loopq.gradients.collect_metrics
         from loopq.cli import main
@@ -197,6 +203,9 @@ def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: No
 
 
 def _finish(process: int) -> int:
+    read, log = _OUTPUTS.pop(process)
+    with os.fdopen(read, "rb") as output:
+        log.write_bytes(output.read())
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 

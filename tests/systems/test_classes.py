@@ -134,3 +134,15 @@ def test_old_names_of_parcaes_value_embeddings_are_read(tmp_path: Path) -> None:
     save_file(old, path)
     report = load_model(tmp_path).report
     assert report.missing == report.unexpected == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("intermediate_size", "is not that of these weights"), ("block_size", "GiB of memory, and")],
+)
+def test_a_config_that_asks_for_more_than_there_is_takes_no_memory(tmp_path, key, wrong):
+    save_model(small("huginn")(), tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {key: 1 << 40}))
+    with pytest.raises(CheckpointError, match=wrong):
+        load_model(tmp_path / "model")

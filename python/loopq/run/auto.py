@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError, LoopqError
+from loopq.execution import available_bytes
 from loopq.gradients.collect_metrics import draws, metric_cost
 from loopq.quantizers.gptq import GPTQ
 from loopq.quantizers.loop_metric import n_gradient_prompts
@@ -98,12 +98,3 @@ def _tried(run: Run, tasks: Sequence[Task]) -> str:
         return f"a backward pass fails: {str(error).splitlines()[0]}"
     missing = sorted(set(names) - set(found))
     return f"no gradient reaches {missing[0]}" if missing else ""
-
-
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

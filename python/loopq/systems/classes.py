@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, ConfigError
+from loopq.execution import available_bytes
+from loopq.lazy import require
 from loopq.systems import SYSTEMS
 from loopq.systems.base import model_code
 from loopq.systems.hf import check_weight_files
@@ -104,18 +107,14 @@ def load_registered(
     CheckpointError
         There are no weights, they cannot be read, they are pickles that are not allowed, or a shape does not fit.
     """
-    with model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
-        model = found.build(dict(config))
     tensors = _read_tensors(folder, allow_pickle)
     if found.rename is not None:
         tensors = found.rename(tensors)
+    _check_size(folder, config, found, tensors)
+    with model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
+        model = found.build(dict(config))
     own = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        if name in own and own[name].shape != tensor.shape:
-            raise CheckpointError(
-                f"{folder}: {name} has shape {list(tensor.shape)}, with config.json it is {list(own[name].shape)}; "
-                "config.json is not that of these weights"
-            )
+    _check_shapes(folder, own, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     # A tied parameter is stored under one of its names.
     filled = {id(own[name]) for name in tensors if name in own}
@@ -123,8 +122,37 @@ def load_registered(
     return model, {"missing": tuple(sorted(missing)), "unexpected": tuple(sorted(unexpected))}
 
 
-def _read_tensors(folder: Path, allow_pickle: bool) -> Tensors:
+def _check_size(folder: Path, config: Mapping[str, Any], found: ModelClass, tensors: Tensors) -> None:
+    """Refuse a ``config.json`` of another size than the weights, or than memory, before anything is made."""
     import torch
+
+    skeleton = None
+    # A constructor that computes with what it makes cannot be tried without memory.
+    with contextlib.suppress(Exception), torch.device("meta"):
+        skeleton = found.build(dict(config))
+    if skeleton is None:
+        return
+    _check_shapes(folder, skeleton.state_dict(), tensors)
+    needed = sum(x.numel() * x.element_size() for x in (*skeleton.parameters(), *skeleton.buffers()))
+    free = available_bytes()
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"{folder}: with config.json the model takes {needed / 2**30:.3g} GiB of memory, "
+            f"and {free / 2**30:.3g} are free"
+        )
+
+
+def _check_shapes(folder: Path, own: Mapping[str, Any], tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(tensor.shape)}, with config.json it is {list(own[name].shape)}; "
+                "config.json is not that of these weights"
+            )
+
+
+def _read_tensors(folder: Path, allow_pickle: bool) -> Tensors:
+    torch = require("torch")
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,0 +1,222 @@
+"""A model of full size, from checkpoint to INT4 checkpoint: `python -m benches.full_size MODEL --code FOLDER`.
+
+The weights are random, written to disk in the class that the model is published with: FOLDER holds that code (a
+checkout or the .py files of the repository); HRM-Text-1B and Llama-1B-looped are classes of transformers and need
+none. Then the commands of a user run, each as a process of its own: `quantize`, `export`, `evaluate`, and `collect`
+and `solve` where asked for. For each: wall time, peak memory apart from files that are mapped (what the system cannot
+take back), peak with them, bytes read; for `quantize` beside what it announced. The weights of a model are mapped, so
+that a machine with less memory than the model reads them again in each loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benches.python.record import write
+
+_RAVEN = {
+    "config": "raven_config_minimal.RavenConfig",
+    "dtype": "bfloat16",
+    "tie_embeddings": False,
+    "qk_bias": False,
+}
+_OURO = {
+    "config": "configuration_ouro.OuroConfig", "model": "modeling_ouro.OuroForCausalLM", "hidden_size": 2048,
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
+    "vocab_size": 49152, "total_ut_steps": 4, "early_exit_threshold": 1.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "rope_scaling": None, "rope_theta": 1e6, "max_position_embeddings": 4096, "attention_dropout": 0.0,
+}  # fmt: skip
+#: Settings that a configuration class takes as an attribute only.
+LATER = {"num_key_value_heads"}
+#: Settings of each model; "config" and "model" name classes of its code, without them transformers has the class.
+MODELS: dict[str, dict[str, Any]] = {
+    "Huginn-3.5B": {
+        "config": "raven_config_minimal.RavenConfig", "model": "raven_modeling_minimal.RavenForCausalLM",
+        "n_embd": 5280, "n_heads": 55, "intermediate_size": 17920, "vocab_size": 65536, "mean_recurrence": 32,
+    },
+    "R-Llama-1.4B": {
+        **_RAVEN, "model": "raven_modeling_minimal_llama.RavenForCausalLM", "n_embd": 2048, "n_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "mean_recurrence": 32,
+        "n_layers_in_prelude": 4, "n_layers_in_recurrent_block": 6, "n_layers_in_coda": 4, "rope_scaling": None,
+        "rope_theta": 5e5, "max_position_embeddings": 4096,
+    },
+    "Ouro-1.4B": {**_OURO, "num_hidden_layers": 24},
+    "Ouro-2.6B": {**_OURO, "num_hidden_layers": 48},
+    "HRM-Text-1B": {"model_type": "hrm_text"},
+    "Llama-1B-looped": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "looped_layers": [4, 12, 2],
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+#: Numbers of a file.
+_SHARD = 1 << 30
+#: What `loopq quantize` announces.
+_SAID = re.compile(r"about ([0-9.]+) (KiB|MiB|GiB) at most.* and ([0-9.]+) (s|min|h)")
+_UNITS = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def make(name: str, code: Path | None, folder: Path) -> None:
+    """Write the model's folder: its code, configuration, and random weights in bfloat16, file by file."""
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    config = _config(dict(MODELS[name]), code, folder)
+    with torch.device("meta"):
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_config(config, trust_remote_code=True, dtype=torch.bfloat16)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    shards: list[dict[str, torch.Size]] = [{}]
+    for parameter, value in model.named_parameters():
+        if sum(s.numel() for s in shards[-1].values()) + value.numel() > _SHARD:
+            shards.append({})
+        shards[-1][parameter] = value.shape
+    generator = torch.Generator().manual_seed(0)
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = f"model-{number:05d}.safetensors"
+        save_file({n: _drawn(s, generator) for n, s in shard.items()}, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    text = json.dumps({"metadata": {}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _config(settings: dict[str, Any], code: Path | None, folder: Path) -> Any:
+    import transformers
+
+    own = {part: settings.pop(part) for part in ("config", "model") if part in settings}
+    if not own:
+        return transformers.AutoConfig.for_model(**settings)
+    files = {value.split(".")[0] + ".py" for value in own.values()}
+    if code is None or not all((code / file).is_file() for file in files):
+        raise SystemExit(f"--code names no folder with {', '.join(sorted(files))}")
+    for file in files:
+        shutil.copy(code / file, folder)
+    load = transformers.dynamic_module_utils.get_class_from_dynamic_module
+    config = load(own["config"], str(folder))(**{k: v for k, v in settings.items() if k not in LATER})
+    for key in LATER & set(settings):
+        setattr(config, key, settings[key])
+    config.auto_map = {"AutoConfig": own["config"], "AutoModelForCausalLM": own["model"]}
+    return config
+
+
+def _drawn(shape: Any, generator: Any) -> Any:
+    """Normal numbers whose products keep the size of what they multiply; ones for norms."""
+    import torch
+
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    """Run a command of loopq; give its seconds, peaks in GiB, GiB read from disk, and what it announced."""
+    print("$ loopq", *command, flush=True)
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loopq", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    peaks = {"RssAnon": 0, "VmHWM": 0}
+    read = 0
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            for key in peaks:
+                found = re.search(rf"{key}:\s+(\d+)", status)
+                peaks[key] = max(peaks[key], int(found[1]) if found else 0)
+            read = int(Path(f"/proc/{process.pid}/io").read_text().split("read_bytes: ")[1].split()[0])
+        time.sleep(0.2)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    print(output, flush=True)
+    if process.returncode:
+        raise SystemExit(f"loopq {' '.join(command)}: exit code {process.returncode}")
+    said = _SAID.search(output)
+    return {
+        "command": command[0],
+        "seconds": round(time.monotonic() - began, 1),
+        "peak_gib": round(peaks["RssAnon"] / 2**20, 2),
+        "peak_with_mapped_files_gib": round(peaks["VmHWM"] / 2**20, 2),
+        "read_gib": round(read / 2**30, 2),
+        **(
+            {"said_gib": float(said[1]) * _UNITS[said[2]], "said_seconds": float(said[3]) * _UNITS[said[4]]}
+            if said
+            else {}
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--code", type=Path, help="folder of the published code")
+    parser.add_argument("--work", type=Path, required=True, help="room for the model and its results")
+    parser.add_argument("--n-prompts", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--n-steps", type=int, help="the model's own when absent")
+    parser.add_argument("--memory", help="of `quantize` and `solve`")
+    parser.add_argument("--preset", default="fast")
+    parser.add_argument("--dump", action="store_true", help="also collect and solve")
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args()
+
+    model, made = args.work / args.model, args.work / "made"
+    if not (model / "model.safetensors.index.json").is_file():
+        shutil.rmtree(model, ignore_errors=True)
+        make(args.model, args.code, model)
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    prompts = np.random.default_rng(0).integers(0, min(vocabulary, 30_000), (args.n_prompts, args.seq_len))
+    np.save(made / "prompts.npy", prompts)
+    on_model = [str(model), *(["--trust-remote-code"] if args.code else [])]
+    on_model += ["--n-steps", str(args.n_steps)] if args.n_steps else []
+    text, limit = (
+        ["--calibration", str(made / "prompts.npy")],
+        ["--memory", args.memory] if args.memory else [],
+    )
+    commands = [["quantize", *on_model, *text, *limit, "--out", str(made / "Q"), "--preset", args.preset]]
+    if args.dump:
+        commands += [
+            ["collect", *on_model, *text, "--out", str(made / "D"), "--hessian"],
+            ["solve", str(made / "D"), *limit, "--out", str(made / "S"), "--preset", args.preset],
+        ]
+    commands += [
+        ["export", str(made / "Q"), "--format", "compressed-tensors", "--out", str(made / "CT")],
+        [
+            "evaluate",
+            *on_model,
+            str(made / "Q"),
+            "--evaluation",
+            str(made / "prompts.npy"),
+            "--n-prompts",
+            "2",
+        ],
+    ]
+    results = [run(command) for command in commands]
+    settings = {
+        k: str(v) if isinstance(v, Path) else v
+        for k, v in vars(args).items()
+        if k not in ("work", "record", "code")
+    }
+    write(args.record, results, **settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -210,6 +210,14 @@ def test_ignore_lists_every_dense_matrix_by_exact_name(tmp_path):
     assert config == read_json(tmp_path / "gptq" / "quantize_config.json")
 
 
+def test_what_an_engine_keeps_inside_the_entries_of_a_list_is_ignored_too(tmp_path):
+    gate = checkpoint().dense["early_exit_gate.weight"]
+    whole = checkpoint(layer(8, 32), dense={f"model.gates.{i}.weight": gate for i in range(2)})
+    write_as(tmp_path / "ct", whole, "compressed-tensors")
+    config = read_json(tmp_path / "ct" / "config.json")["quantization_config"]
+    assert config["ignore"][-2:] == ["model.gates.1", r"re:model\.gates\.[0-9]+\..*"]
+
+
 def test_layers_of_different_grids(tmp_path):
     made = [layer(64, 64, 4, 32, name="x.a.weight"), layer(64, 64, 8, 16, name="x.b.weight"),
             layer(64, 64, 4, 32, name="x.c.weight"), layer(64, 64, 3, -1, name="x.d.weight")]  # fmt: skip

@@ -70,6 +70,14 @@ def test_a_layer_outside_numbered_blocks_is_refused_for_gptqmodel():
         check_engine("gptqmodel", "gptq", {"adapter.weight": layer}, None)
 
 
+def test_a_rule_of_one_system_is_no_rule_of_another():
+    plain = layers(mlp__down_proj={})
+    check_engine("vllm", "gptq", plain, "nanbeige")
+    check_engine("vllm", "compressed-tensors", plain, "iquest")
+    with pytest.raises(CheckpointError, match="GPTQ of IQuest-Coder-Loop"):
+        check_engine("vllm", "gptq", plain, "iquest")
+
+
 def test_what_no_rule_speaks_of_is_taken():
     plain = layers(self_attn__q_proj={}, self_attn__k_proj={}, self_attn__v_proj={}, mlp__down_proj={})
     for engine, formats in READS.items():

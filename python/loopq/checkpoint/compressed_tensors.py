@@ -5,6 +5,7 @@ Spec: docs/formats/compressed-tensors.md. The tensors are those of the native ch
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -98,7 +99,7 @@ class CompressedTensors(Format):
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": config_groups,
-            "ignore": list(export.dense),
+            "ignore": [*export.dense, *_inside(export.dense)],
             "kv_cache_scheme": None,
         }
 
@@ -129,6 +130,15 @@ class CompressedTensors(Format):
         return QuantizedLayer.from_tensors(
             checked(LayerSettings, settings, where), _packed_zeros(module, reader, found.num_bits), {}
         )
+
+
+def _inside(dense: Sequence[str]) -> list[str]:
+    """Patterns for what engines put inside the entries of a list that hold a matrix themselves.
+
+    vLLM keeps IQuest's gates, `gate_projections.0`, in a linear `gate_projections.0.gate_proj` of its own.
+    """
+    lists = dict.fromkeys(name.rpartition(".")[0] for name in dense if name.rpartition(".")[2].isdigit())
+    return [rf"re:{re.escape(name)}\.[0-9]+\..*" for name in lists]
 
 
 def _group(targets: list[str], bits: int, symmetric: bool, group_size: int) -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Rule:
         Version, and how it is known: "run", "config read by its own classes" or "source read".
     broken : callable
         Takes the layers as the format stores them; gives the names of those that break the rule.
+    systems : tuple of str
+        Systems that it is about; all of them when empty.
     """
 
     engines: tuple[str, ...]
@@ -52,6 +54,7 @@ class Rule:
     instead: str
     known: str
     broken: Callable[[Layers], Iterable[str]]
+    systems: tuple[str, ...] = ()
 
 
 def _where(test: Callable[[QuantizedLayer], bool]) -> Callable[[Layers], Iterable[str]]:
@@ -93,6 +96,11 @@ RULES = (
     Rule(
         ("vllm",), ("gptq",), "GPTQ of 2 or 3 bits", "--format compressed-tensors, or 4 or 8 bits",
         "vLLM 0.32: config read by its own classes, 3 bits refused (2 not tried)", _where(lambda x: x.bits < 4),
+    ),
+    Rule(
+        ("vllm",), ("gptq",), "GPTQ of IQuest-Coder-Loop: its class does not name what it fuses",
+        "--format compressed-tensors", "vLLM 0.32 on a CPU: run (KeyError 'layers.0.mlp.gate_up_proj.qweight')",
+        _where(lambda x: True), ("iquest",),
     ),
     Rule(
         ("vllm", "sglang"), ("compressed-tensors", "gptq"),
@@ -151,7 +159,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     },
     "vllm": {
         "nanbeige": "transformers backend (vLLM #56071)",
-        "iquest": "its own class (vLLM #31575)",
+        "iquest": "its own class (vLLM #31575): run on 0.32",
         "zamba": "Zamba2, its own class",
         "mamba": "its own class",
         "generic": "where vLLM has the class",
@@ -221,7 +229,9 @@ def check_engine(
     if format_name in FORMATS.names():
         layers = {n: s.layer for n, s in prepare_all(FORMATS.get(format_name), layers, ragged).items()}
     for rule in RULES:
-        names = list(rule.broken(layers)) if engine in rule.engines and format_name in rule.formats else []
+        if engine not in rule.engines or format_name not in rule.formats:
+            continue
+        names = list(rule.broken(layers)) if not rule.systems or system in rule.systems else []
         if names:
             raise CheckpointError(
                 f"{engine} does not take {rule.what} (layer {names[0]}, {len(names)} in all; {rule.known}). Instead: "

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
-from loopq.checkpoint.files import own_folder, remove_leftovers, remove_own
+from loopq.checkpoint.files import json_bytes, own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
@@ -26,7 +26,7 @@ from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
-from loopq.run.result import checkpoint_of, killed_late, solve_dump, work_folder
+from loopq.run.result import DumpRun, checkpoint_of, killed_late, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -192,9 +192,77 @@ def solve(
     """
     config, execution, _ = _options(config, options)
     with _output(out, execution) as (execution, finish):
-        checkpoint = solve_dump(Path(dump), config, execution)
+        checkpoint = DumpRun.open(Path(dump), config, execution).checkpoint()
         finish(checkpoint)
     return checkpoint
+
+
+def solve_together(
+    dump: str | Path,
+    config: QuantConfig | None = None,
+    *,
+    out: str | Path,
+    shard: tuple[int, int] | None = None,
+    **options: Any,
+) -> Checkpoint | None:
+    """Take part in a `solve` that any number of processes share, on any machines that see the same folders.
+
+    Each claims layers that nobody has claimed; one that is killed loses those that it was solving, which others take
+    over. Whoever finds all layers solved writes the checkpoint: the bytes of `solve`.
+
+    Parameters
+    ----------
+    dump : path
+        Dump of rows or of Hessians.
+    config : QuantConfig, optional
+        Settings, the same for all processes.
+    out : path
+        Folder for the checkpoint.
+    shard : (int, int), optional
+        K of N, from 1: solve the K-th of N parts of the layers and wait for no others, as in a job array.
+    **options
+        Settings by their flat names, as of `quantize`.
+
+    Returns
+    -------
+    Checkpoint or None
+        What `out` holds; None where layers of other shards are missing, or another process is writing it.
+
+    Raises
+    ------
+    DumpError
+        As of `solve`.
+    CheckpointError
+        `out` holds something else.
+    """
+    config, execution, _ = _options(config, options)
+    out = Path(out)
+    work = work_folder(out)
+    run = DumpRun.open(Path(dump), config, dataclasses.replace(execution, work=work))
+
+    def written() -> bool:
+        return out.is_dir() and any(out.iterdir())
+
+    try:
+        if not written():
+            own_folder(work)
+            with run.solver.journal.claims() as claims:
+                if run.solver.share(run.tasks, claims, shard, written):
+                    with _output(out, execution) as (_, finish):
+                        finish(run.checkpoint())
+    except LoopqError:
+        # Others who end the work take its folder away.
+        if not written():
+            raise
+    if not written():
+        return None
+    found = read_any(out)
+    if json_bytes({name: found.settings.get(name) for name in run.settings}) != json_bytes(run.settings):
+        raise CheckpointError(
+            f"{out}: holds a checkpoint of other settings or another dump; choose a new folder"
+        )
+    remove_own(work)
+    return found
 
 
 def load(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.checkpoint.lock import Claims
@@ -81,6 +81,15 @@ class Journal:
         """Whether there is a file of a piece; `find` says whether it is whole."""
         path = self._path(name)
         return path is not None and path.is_file()
+
+    def names(self, start: str) -> list[str]:
+        """Names of the pieces that begin so."""
+        if self.folder is None:
+            return []
+        return [
+            unquote(p.stem)
+            for p in (self.folder / self.key[:16]).glob(f"{quote(start, safe='')}*.safetensors")
+        ]
 
     def claims(self) -> Claims:
         """Claims on pieces of this work, for processes that divide it; there must be a folder.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
@@ -36,12 +38,13 @@ from loopq.checkpoint.files import (
     write_json,
     write_tensors,
 )
+from loopq.checkpoint.lock import Claims
 from loopq.checkpoint.model_files import model_tensors, raw, to_torch, write_files
 from loopq.checkpoint.schema import Count, Sha256, checked
-from loopq.errors import CalibrationError, ConfigError, DumpError
-from loopq.execution import SNAPSHOT_SECONDS, Execution
+from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
+from loopq.execution import POLL, SNAPSHOT_SECONDS, Execution
 from loopq.journal import Journal, fingerprint
-from loopq.progress import Progress
+from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.table import size
 
@@ -92,7 +95,13 @@ class Collection:
     @property
     def n_batches(self) -> int:
         """Batches of one run over the calibration set."""
-        return len(self.tokens.plan(self.execution.batch_size))
+        return len(self.batch_tokens)
+
+    @property
+    def batch_tokens(self) -> list[int]:
+        """Tokens of each batch."""
+        plan = self.tokens.plan(self.execution.batch_size)
+        return [sum(self.tokens.sequences[prompt].size for prompt in batch) for batch in plan]
 
 
 def _digest(tensor: RawTensor) -> str:
@@ -128,11 +137,12 @@ def run_rollouts(
     sink: Callable[[str, int, Tensor], None],
     *,
     only: Sequence[str] | None = None,
-    skip: int = 0,
+    wanted: Callable[[int], bool] = lambda number: True,
+    first: int = 0,
     label: str = "collect",
     progress: Progress | None = None,
 ) -> Generator[int, None, None]:
-    """Run every batch and hand the rows of each input group to a sink; yield each batch's number when done.
+    """Run batches and hand the rows of each input group to a sink; yield each batch's number when done.
 
     Parameters
     ----------
@@ -142,23 +152,24 @@ def run_rollouts(
         Called with input group, step and rows, Tensor (n_rows, in_features), in the order of the calls.
     only : sequence of str, optional
         Input groups to observe; all when absent.
-    skip : int
-        Batches that are done already.
+    wanted : callable
+        Asked of each batch when its turn comes.
+    first : int
+        Batch to begin with; those before it come last.
     label : str
         Name of the stage.
     progress : Progress, optional
         Told of every prompt; the job's own when absent.
     """
     progress = progress or job.execution.progress
-    wanted = set(only) if only is not None else None
-    parameters = [
-        p for p in job.selection.observed if wanted is None or job.selection.input_groups[p.name] in wanted
-    ]
+    chosen = set(job.selection.input_groups.values() if only is None else only)
+    parameters = [p for p in job.selection.observed if job.selection.input_groups[p.name] in chosen]
     batches = list(job.tokens.batches(job.execution.batch_size, job.execution.seed))
     progress.start(label, sum(len(b.prompts) for b in batches), "prompts")
     with Observer(job.system, parameters, _GroupFilter(job.selection, sink)) as observer:
-        for number, batch in enumerate(batches):
-            if number >= skip:
+        for number in (*range(first, len(batches)), *range(first)):
+            batch = batches[number]
+            if wanted(number):
                 with observer.rollout(batch):
                     job.system.rollout(batch, job.selection.n_steps)
                 yield number
@@ -262,16 +273,55 @@ class HessianSet:
             Name of the stage.
         """
         parts = _Parts(self, input_groups, work)
-        done = parts.resume()
-        if done:
-            self.job.execution.progress.note(f"resumed after batch {done}")
-        saved = time.monotonic()
-        for number in run_rollouts(self.job, parts.add, only=input_groups, skip=done, label=label):
-            last = number + 1 == self.job.n_batches
-            if work and (last or time.monotonic() - saved >= SNAPSHOT_SECONDS):
-                parts.save(number + 1)
-                saved = time.monotonic()
+        if parts.covered():
+            done = f"{len(parts.covered())} of {self.job.n_batches} batches"
+            self.job.execution.progress.note(f"resumed: {done} are there")
+        if len(parts.covered()) < self.job.n_batches:
+            self._run(parts, input_groups, label, self.job.execution.progress)
         self.accumulators.update(parts.finish())
+
+    def share_pass(
+        self, input_groups: Sequence[str], work: Path, share: tuple[int, int], ended: Callable[[], bool]
+    ) -> None:
+        """Run what no other process has claimed of a pass, until all its batches are saved in `work`.
+
+        Parameters
+        ----------
+        input_groups, work
+            As of `run_pass`, which adds up what is there afterwards.
+        share : (int, int)
+            Number of this process, from 0, and of all: neighbours begin at other batches.
+        ended : callable
+            Whether others have ended the whole work and taken `work` away.
+        """
+        first = self.job.n_batches * share[0] // share[1]
+        with Journal(work, "").claims() as claims:
+            parts = _Parts(self, input_groups, work, claims, ended)
+            progress = self.job.execution.progress
+            while len(parts.covered()) < self.job.n_batches and not ended():
+                self._run(parts, input_groups, "collect", progress, first)
+                time.sleep(POLL)
+                # What is looked for from now on is whether others are gone.
+                progress = Silent()
+
+    def _run(
+        self, parts: _Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
+    ) -> None:
+        """Run the batches that a pass wants, and save them now and then."""
+        saved = time.monotonic()
+        for _ in run_rollouts(
+            self.job,
+            parts.add,
+            only=input_groups,
+            wanted=parts.begin,
+            first=first,
+            label=label,
+            progress=progress,
+        ):
+            if time.monotonic() - saved >= SNAPSHOT_SECONDS:
+                parts.save()
+                saved = time.monotonic()
+        parts.save()
 
     def empty(self, input_group: str) -> native.HessianAccumulator:
         """Return a new accumulator for an input group."""
@@ -300,42 +350,126 @@ class _Claim:
     key: str
 
 
+@dataclass
+class _Range:
+    """Consecutive batches: the first, the one after the last; rows before them and of them, by input and step."""
+
+    first: int
+    end: int
+    before: Rows
+    rows: Rows
+
+
 class _Parts:
     """The accumulators of one pass, saved part by part so that a kill loses little.
 
-    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole blocks
-    only, and the rows of the block that is still open are saved beside it. Parts are integer sums: added up at the
-    end they are the bits of a run without a stop.
+    A block of rows is cut at every 512th row of its step, counted over all batches, wherever calls and parts begin and
+    end. So a part sums up the whole blocks of its batches; rows at either end of a range of batches, whose block has
+    rows elsewhere, are saved beside them. Added up at the end they are the bits of a run without a stop, whichever
+    batches each part has and whichever process wrote it.
+
+    With claims, only batches that no other process has claimed are begun. Should one be in two parts all the same,
+    because its owner overslept, one of the parts does not count.
     """
 
-    def __init__(self, owner: HessianSet, input_groups: Sequence[str], work: Path | None) -> None:
+    def __init__(
+        self,
+        owner: HessianSet,
+        input_groups: Sequence[str],
+        work: Path | None,
+        claims: Claims | None = None,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._owner = owner
         self._input_groups = list(input_groups)
-        self._chosen = {input_group: set(owner.steps[input_group]) for input_group in input_groups}
-        key = owner.job.fingerprint(self._input_groups, owner.steps, owner.per_step) if work else ""
+        self._claims, self._ended = claims, ended
+        key = owner.job.fingerprint("ranges", self._input_groups, owner.steps, owner.per_step) if work else ""
         self._journal = Journal(work, key)
-        self._n_parts = 0
-        self._accs = {input_group: owner.empty(input_group) for input_group in input_groups}
-        self._open: dict[tuple[str, int], Tensor] = {}
+        #: Tokens before each batch, and of all.
+        self._tokens = [0, *itertools.accumulate(owner.job.batch_tokens)]
+        self._known: dict[str, list[_Range]] = {}
+        self._counted: list[str] = []
         self._device: dict[str, DeviceSums] = {}
-        self._rows: dict[str, dict[int, int]] = {
-            input_group: dict.fromkeys(owner.steps[input_group], 0) for input_group in input_groups
+        self._open: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ranges: list[_Range] = []
+        self._accs = {input_group: self._owner.empty(input_group) for input_group in self._input_groups}
+        #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
+        self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
+
+    def covered(self) -> set[int]:
+        """Batches that are saved, by this or another process."""
+        for name in set(self._journal.names("part-")) - set(self._known):
+            if (piece := self._journal.find(name)) is not None:
+                self._known[name] = [
+                    checked(_Range, r, name, CalibrationError) for r in piece.facts["ranges"]
+                ]
+        found: set[int] = set()
+        self._counted = []
+        for name in sorted(self._known, key=lambda n: (-len(_batches(self._known[n])), n)):
+            batches = _batches(self._known[name])
+            if not found & batches:
+                found |= batches
+                self._counted.append(name)
+        return found
+
+    def begin(self, number: int) -> bool:
+        """Whether a batch is to be run, and by this process; its rows come next."""
+        if number in self.covered() or self._ended():
+            return False
+        if self._claims is not None:
+            if not self._claims.take(str(number)):
+                return False
+            # It may have been saved between the two looks.
+            if number in self.covered():
+                self._claims.release(str(number))
+                return False
+        if self._ranges and self._ranges[-1].end == number:
+            self._ranges[-1].end += 1
+        else:
+            self._close()
+            self._ranges.append(_Range(number, number + 1, self._before(number), self._nothing()))
+        return True
+
+    def _before(self, number: int) -> Rows:
+        """Rows before a batch: counted where all those batches are known, else one for each token."""
+        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
+        known = [r for r in ranges if r.first < number]
+        counted = _batches(known) == set(range(number))
+        return {
+            k: {t: sum(r.rows[k][t] for r in known) if counted else self._tokens[number] for t in steps}
+            for k, steps in self._nothing().items()
         }
 
     def add(self, input_group: str, step: int, rows: Tensor) -> None:
         """Take the rows of one invocation."""
         import torch
 
-        if step not in self._chosen[input_group]:
+        if step not in self._ranges[-1].rows[input_group]:
             return
-        self._rows[input_group][step] += rows.shape[0]
-        waiting = self._open.pop((input_group, step), None)
-        rows = rows if waiting is None else torch.cat([waiting, rows])
-        whole = rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
+        last = self._ranges[-1]
+        tokens = self._tokens[last.end] - self._tokens[last.end - 1]
+        if self._claims is not None and rows.shape[0] != tokens:
+            raise CalibrationError(
+                f"layer {input_group}, step {step}, batch {last.end - 1}: {rows.shape[0]} rows of {tokens} tokens; "
+                "several processes can only divide what has one row for each token: collect with one"
+            )
+        first = last.before[input_group][step] + last.rows[input_group][step]
+        last.rows[input_group][step] += rows.shape[0]
+        if (input_group, step) in self._open:
+            first, waiting = self._open.pop((input_group, step))
+            rows = torch.cat([waiting, rows])
+        head = -first % native.BLOCK_ROWS
+        if 0 < head <= rows.shape[0]:
+            self._edges.setdefault((input_group, step), {})[first] = rows[:head].clone()
+            first, rows, head = first + head, rows[head:], 0
+        whole = 0 if head else rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
         if whole:
             self._take(input_group, step, rows[:whole])
         if whole < rows.shape[0]:
-            self._open[input_group, step] = rows[whole:].clone()
+            self._open[input_group, step] = (first + whole, rows[whole:].clone())
 
     def _take(self, input_group: str, step: int, rows: Tensor) -> None:
         if rows.device.type == "cpu":
@@ -346,63 +480,119 @@ class _Parts:
             self._device[input_group] = DeviceSums(dim, per_step=self._owner.per_step)
         self._device[input_group].add(step, rows)
 
-    def save(self, batches: int) -> None:
-        """Save what was added since the last part: each sum, then the rows of the open blocks, which make it count."""
-        for i, input_group in enumerate(self._input_groups):
-            if input_group in self._device:
-                self._device[input_group].move(self._accs[input_group])
-            self._accs[input_group].finish()
-            arrays, state = accumulator_parts(self._accs[input_group])
-            self._journal.save(f"part-{self._n_parts}-{i}", arrays, state=state)
-            self._accs[input_group] = self._owner.empty(input_group)
-        waiting = {f"{input_group}/{step}": raw(rows) for (input_group, step), rows in self._open.items()}
-        self._journal.save(f"part-{self._n_parts}", waiting, batches=batches, rows=self._rows)
-        self._n_parts += 1
+    def _close(self) -> None:
+        """End a range: rows that wait for those after them are at its edge."""
+        for key, (first, rows) in self._open.items():
+            self._edges.setdefault(key, {})[first] = rows
+        self._open.clear()
 
-    def resume(self) -> int:
-        """Take over parts of the same work, if there are any; return the batches that are done."""
-        batches = 0
-        while (part := self._journal.find(f"part-{self._n_parts}")) is not None:
-            self._n_parts += 1
-            batches = int(part.facts["batches"])
-            self._rows = {k: {int(t): n for t, n in v.items()} for k, v in part.facts["rows"].items()}
-            self._open.clear()
-            for name, tensor in part.tensors.items():
-                input_group, _, step = name.rpartition("/")
-                self._open[input_group, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
-        return batches
+    def save(self) -> None:
+        """Save what was added since the last part: sums and edges of each input, then its batches: now it counts."""
+        if self._journal.folder is None or not self._ranges:
+            return
+        self._close()
+        name = f"part-{secrets.token_hex(8)}"
+        claimed = [str(number) for number in _batches(self._ranges)]
+        # What was taken over meanwhile is done by others.
+        if self._claims is None or all(map(self._claims.holds, claimed)):
+            for i, input_group in enumerate(self._input_groups):
+                arrays, state = accumulator_parts(self._finished(input_group))
+                edges = {
+                    f"edge/{step}/{first}": raw(rows)
+                    for (k, step), found in self._edges.items()
+                    if k == input_group
+                    for first, rows in found.items()
+                }
+                self._journal.save(f"sums-{name}-{i}", arrays | edges, state=state)
+            self._journal.save(name, ranges=[vars(r) for r in self._ranges])
+        self._clear()
+        if self._claims is not None:
+            for number in claimed:
+                self._claims.release(number)
+
+    def _finished(self, input_group: str) -> native.HessianAccumulator:
+        if input_group in self._device:
+            self._device[input_group].move(self._accs[input_group])
+        self._accs[input_group].finish()
+        return self._accs[input_group]
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
-        """Close the open blocks and add the parts up.
+        """Put the edges together and add the parts up.
 
         Raises
         ------
         CalibrationError
             The sums hold other rows than the rollouts gave.
         """
-        for (input_group, step), rows in self._open.items():
-            self._take(input_group, step, rows)
-        for input_group, sums in self._device.items():
-            sums.move(self._accs[input_group])
+        import torch
+
+        self._close()
+        self.covered()
+        rows = self._count_rows()
         for i, input_group in enumerate(self._input_groups):
-            self._accs[input_group].finish()
-            for number in range(self._n_parts):
-                part = self._journal.find(f"part-{number}-{i}")
-                if part is None:
-                    raise CalibrationError(
-                        f"{self._journal.folder}: part {number} was removed or altered; start anew"
-                    )
-                where = str(self._journal.folder)
-                self._accs[input_group].merge(accumulator_from(part.tensors, part.facts["state"], where))
-        for input_group, steps in self._rows.items():
-            for step, n_rows in steps.items():
-                if self._accs[input_group].n_rows(step) != n_rows:
-                    raise CalibrationError(
-                        f"layer {input_group}, step {step}: {self._accs[input_group].n_rows(step)} rows were summed, "
-                        f"the rollouts gave {n_rows}: the saved sums are of another run; remove "
-                        f"{self._journal.folder} and start anew"
+            total = self._saved_sums(i, input_group)
+            for step in rows[input_group]:
+                edges = self._edges.pop((input_group, step), {})
+                if edges:
+                    self._take(input_group, step, torch.cat([edges[first] for first in sorted(edges)]))
+            acc = self._finished(input_group)
+            if total is not None:
+                acc.merge(total)
+            for step, n_rows in rows[input_group].items():
+                if acc.n_rows(step) != n_rows:
+                    self._refuse(
+                        input_group, step, f"{acc.n_rows(step)} rows were summed, the rollouts gave {n_rows}"
                     )
         return self._accs
+
+    def _saved_sums(self, number: int, input_group: str) -> native.HessianAccumulator | None:
+        """Add up the sums of one input in all parts; the edges go to those in memory."""
+        total = None
+        for name in self._counted:
+            part = self._journal.find(f"sums-{name}-{number}")
+            if part is None:
+                raise CalibrationError(
+                    f"{self._journal.folder}: {name} was removed or altered; remove the folder and start anew"
+                )
+            arrays = dict(part.tensors)
+            for key in [k for k in arrays if k.startswith("edge/")]:
+                _, step, first = key.split("/")
+                rows = to_torch(arrays.pop(key)).to(self._owner.job.system.device)
+                self._edges.setdefault((input_group, int(step)), {})[int(first)] = rows
+            found = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
+            if total is None:
+                total = found
+            else:
+                total.merge(found)
+        return total
+
+    def _count_rows(self) -> Rows:
+        """Rows of all batches by input and step; each range must begin where those before it end."""
+        rows = self._nothing()
+        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
+        for r in sorted(ranges, key=lambda r: r.first):
+            for input_group, steps in rows.items():
+                for step, n_rows in steps.items():
+                    before = r.before[input_group][step]
+                    if before != n_rows:
+                        self._refuse(
+                            input_group, step, f"{n_rows} rows before batch {r.first}, which counts {before}"
+                        )
+                    steps[step] += r.rows[input_group][step]
+        return rows
+
+    def _nothing(self) -> Rows:
+        return {k: dict.fromkeys(self._owner.steps[k], 0) for k in self._input_groups}
+
+    def _refuse(self, input_group: str, step: int, what: str) -> NoReturn:
+        raise CalibrationError(
+            f"layer {input_group}, step {step}: {what}: the saved sums are of another run; remove "
+            f"{self._journal.folder} and start anew"
+        )
+
+
+def _batches(ranges: Sequence[_Range]) -> set[int]:
+    return {number for r in ranges for number in range(r.first, r.end)}
 
 
 def collect_rows(
@@ -453,7 +643,7 @@ def collect_rows(
     def sink(input_group: str, step: int, rows: Tensor) -> None:
         buffer.setdefault(f"{input_group}/{step}", []).append(rows.detach().clone())
 
-    for number in run_rollouts(job, sink, skip=done * shard_batches):
+    for number in run_rollouts(job, sink, wanted=lambda number: number >= done * shard_batches):
         if (number + 1) % shard_batches == 0 or number + 1 == job.n_batches:
             index = number // shard_batches
             _write_shard(out, index, (index * shard_batches, number + 1), buffer, ROW_TYPES[kind])
@@ -610,12 +800,15 @@ def collect_hessians(
     sums = HessianSet(job, wanted, per_step=per_step)
     counts = (gradients.n_prompts, gradients.n_draws) if gradients else ()
     key = job.fingerprint(wanted, per_step, *counts)
-    if _begin(out, key):
+    ranks = job.execution.ranks
+    first = ranks is None or ranks.rank == 0
+    late = first and _begin(out, key)
+    if first:
+        write_json(out / _CLAIM, {"key": key})
+    if ranks is not None:
+        ranks.meet(key)
+    if late:
         return _finish(out)
-    write_json(out / _CLAIM, {"key": key})
-    files: list[DumpFile] = []
-    metrics: list[MetricFile] = []
-    rows: Rows = {}
     passes = sums.passes()
     held = max(
         (sum(sums.n_bytes(input_group) for input_group in input_groups) for input_groups in passes), default=0
@@ -623,10 +816,37 @@ def collect_hessians(
     job.execution.progress.note(
         f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
     )
+    if ranks is None:
+        return _sum_up(sums, passes, out, gradients)
+    try:
+        (out / "work").mkdir(exist_ok=True)
+        with Journal(out / "work", "").claims() as claims:
+            for number, input_groups in enumerate(passes):
+                work = out / "work" / str(number)
+                sums.share_pass(input_groups, work, (ranks.rank, ranks.world), (out / MANIFEST).exists)
+            while not (out / MANIFEST).exists():
+                if claims.take(""):
+                    return _sum_up(sums, passes, out, gradients)
+                time.sleep(POLL)
+    except LoopqError:
+        # Who puts the dump together takes the folder of work away.
+        if not (out / MANIFEST).exists():
+            raise
+    return Manifest.read(out)
+
+
+def _sum_up(
+    sums: HessianSet, passes: Sequence[Sequence[str]], out: Path, gradients: Gradients | None
+) -> Manifest:
+    """Collect what is not collected yet, pass by pass, and write the dump."""
+    files: list[DumpFile] = []
+    metrics: list[MetricFile] = []
+    rows: Rows = {}
     for number, input_groups in enumerate(passes):
         work = out / "work" / str(number)
         sums.run_pass(input_groups, work=work)
         if gradients:
+            counts = (gradients.n_prompts, gradients.n_draws)
             for name, found in gradients.collect(sums, input_groups, work / "metric").items():
                 file = f"metrics/{len(metrics):03d}.safetensors"
                 digest = write_gradient_sums(out / file, found)
@@ -634,7 +854,7 @@ def collect_hessians(
         for input_group in input_groups:
             file = f"hessians/{len(files):03d}.safetensors"
             digest = write_accumulator(out / file, sums.accumulators[input_group])
-            files.append(DumpFile(file, digest, (out / file).stat().st_size, input_group, per_step))
+            files.append(DumpFile(file, digest, (out / file).stat().st_size, input_group, sums.per_step))
             rows[input_group] = sums.rows(input_group)
             sums.drop(input_group)
-    return _write_manifest(job, out, "hessian", "", rows, files, metrics)
+    return _write_manifest(sums.job, out, "hessian", "", rows, files, metrics)

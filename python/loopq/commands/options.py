@@ -375,4 +375,7 @@ def load_any(args: argparse.Namespace, *, quantized: bool = False) -> LoadedMode
 def loading(args: argparse.Namespace) -> dict[str, Any]:
     """Read what `add_loading` added, as options of `load_model`."""
     names = ("system", "trust_remote_code", "allow_pickle", "dtype", "device", "revision")
-    return {name: getattr(args, name) for name in names}
+    found = {name: getattr(args, name) for name in names}
+    if args.device == "cuda" and "LOCAL_RANK" in os.environ:
+        found["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+    return found

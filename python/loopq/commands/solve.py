@@ -9,6 +9,7 @@ import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_quantizer, execution, group_of, quant_config
 from loopq.commands.output import print_checkpoint
+from loopq.execution import Ranks
 from loopq.progress import Line
 from loopq.run.result import work_folder
 
@@ -44,9 +45,11 @@ def _shard(text: str) -> tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
     config = quant_config(args)
+    # Processes that torchrun started are workers.
+    worker = args.worker or args.shard is not None or Ranks.of_environment() is not None
     with Line() as progress:
         how = {"threads": execution(args).threads, "progress": progress}
-        if args.worker or args.shard:
+        if worker:
             result = loopq.solve_together(args.dump, config, out=args.out, shard=args.shard, **how)
         else:
             result = loopq.solve(args.dump, config, out=args.out, **how)
@@ -58,5 +61,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 COMMANDS.register("solve")(
-    Command("quantize from a dump; needs no torch", add, run, 32, keeps=lambda args: work_folder(args.out))
+    Command(
+        "quantize from a dump; needs no torch",
+        add,
+        run,
+        32,
+        keeps=lambda args: work_folder(args.out),
+        together=True,
+    )
 )

@@ -17,16 +17,13 @@ from loopq.checkpoint.lock import Claims
 from loopq.checkpoint.schema import checked
 from loopq.checkpoint.weights import ModelWeights
 from loopq.errors import CheckpointError
-from loopq.execution import Execution
+from loopq.execution import POLL, Execution
 from loopq.journal import Journal
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.plan import rounding_like, solve_work
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
-
-#: Seconds between two looks at what other processes have done.
-POLL = 1.0
 
 
 @dataclass(frozen=True)

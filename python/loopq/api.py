@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
 from loopq.checkpoint.files import json_bytes, own_folder, remove_leftovers, remove_own
@@ -24,6 +25,7 @@ from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
+from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
 from loopq.run.result import DumpRun, checkpoint_of, killed_late, work_folder
@@ -99,20 +101,43 @@ def quantize(
     """
     config, execution, take = _options(config, options)
     refuse_unused_held_out(config)
+    if execution.ranks is not None:
+        if out is None or write is not None:
+            raise ConfigError(
+                "several processes write a checkpoint of loopq's own format: `export` it afterwards"
+            )
+        refuse_rollouts(config, "several processes together", "start one, or take preset fast")
+        killed_late(Path(out))
+        run, _ = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        return _quantize_together(run, Path(out))
     with _output(out, execution, write) as (execution, finish):
-        checkpoint = _quantized(open_model(model), calibration, take, config, n_steps, execution)
+        run, held = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        run, layers, facts = solve_run(run, held)
+        checkpoint = checkpoint_of(run, layers, facts)
         finish(checkpoint)
     return checkpoint
 
 
-def _quantized(
+def _quantize_together(run: Run, out: Path) -> Checkpoint:
+    """Collect a dump as one of several ranks, and solve it as one of as many workers."""
+    dump = own_folder(work_folder(out)) / f"dump-{run.key()[:16]}"
+    collect_dump(run, dump)
+    found = solve_together(
+        dump, run.config, out=out, threads=run.execution.threads, progress=run.execution.progress
+    )
+    assert found is not None
+    return found
+
+
+def _prepared(
     loaded: LoadedModel,
     calibration: Prompts,
     take: Take,
     config: QuantConfig,
     n_steps: int | None,
     execution: Execution,
-) -> Checkpoint:
+) -> tuple[Run, TokenSet | None]:
+    """Plan a run and say what it takes; the second result is what is held out for tuning."""
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
@@ -124,8 +149,7 @@ def _quantized(
     refuse_short_scales(run)
     run = choose_metric(run)
     execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
-    run, layers, facts = solve_run(run, held)
-    return checkpoint_of(run, layers, facts)
+    return run, held
 
 
 @contextlib.contextmanager

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +15,7 @@ from loopq.calibrate.dump import Dump
 from loopq.checkpoint import native as store
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from tests.support.kills import Kill, Killer
-from tests.support.runs import SETTINGS, digest, job_of
+from tests.support.runs import SETTINGS, digest, in_ranks, job_of
 
 
 def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
@@ -118,25 +114,10 @@ def test_processes_divide_only_what_has_one_row_for_each_token(loaded, ragged, t
 
 
 def collected(saved_model, out, world):
-    """Start the processes of a collection as torchrun does; return what each said, by exit code."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(world):
-        own = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        argv = f"collect {saved_model} --out {out} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1"
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "loopq", *argv.split()],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, **{k: str(v) for k, v in own.items()}},
-            )
-        )
-    said = [process.communicate(timeout=300)[0] for process in started]
-    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]
+    return in_ranks(
+        f"collect {saved_model} --out {out} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1",
+        world,
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3])

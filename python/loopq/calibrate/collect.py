@@ -685,6 +685,11 @@ def _finish(out: Path) -> Manifest:
     return Manifest.read(out)
 
 
+def collected(out: Path) -> bool:
+    """Whether there is a dump, with nothing left to clear up behind it."""
+    return (out / MANIFEST).exists() and not (out / _CLAIM).exists()
+
+
 def _finished_shards(out: Path) -> int:
     count = 0
     while (out / "shards" / f"{count:05d}.json").is_file():
@@ -832,6 +837,8 @@ def collect_hessians(
         # Who puts the dump together takes the folder of work away.
         if not (out / MANIFEST).exists():
             raise
+    # One that was slow has made it anew.
+    shutil.rmtree(out / "work", ignore_errors=True)
     return Manifest.read(out)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -15,13 +14,13 @@ from loopq.commands.options import (
     add_text,
     execution,
     load,
+    ranks_of_environment,
     take,
     whole,
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
 from loopq.execution import Ranks
-from loopq.progress import Line, Silent
 from loopq.run.config import PRESETS
 
 
@@ -94,12 +93,10 @@ def run(args: argparse.Namespace) -> int:
     from loopq.run.dumped import MetricOfDump
     from loopq.steps import parse_steps
 
-    ranks = Ranks.of_environment()
+    ranks, shown = ranks_of_environment()
     _check(args, ranks)
     loaded = load(args)
-    # One of several speaks for all.
-    quiet = ranks is not None and ranks.rank > 0
-    with contextlib.nullcontext(Silent()) if quiet else Line() as progress:
+    with shown as progress:
         how = dataclasses.replace(
             execution(args, progress=progress),
             ranks=ranks and dataclasses.replace(ranks, timeout=float(args.rank_timeout)),
@@ -129,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
             manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)
-    if not quiet:
+    if ranks is None or ranks.rank == 0:
         print_dump(manifest)
         print(f"written to {out}")
     return 0

@@ -12,12 +12,11 @@ from loopq.calibrate.select import treat
 from loopq.checkpoint.files import check_new, is_own
 from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.weights import ModelWeights
-from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.journal import Journal, fingerprint
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
-from loopq.run.dumped import metrics_of, settings_of
+from loopq.run.dumped import metrics_of, refuse_rollouts, settings_of
 from loopq.run.plan import plan
 from loopq.run.solver import Solver
 
@@ -81,12 +80,7 @@ class DumpRun:
     @classmethod
     def open(cls, folder: Path, config: QuantConfig, execution: Execution) -> DumpRun:
         """Open a dump and plan what is done with it."""
-        if config.inputs.name != "open":
-            raise ConfigError(
-                f"inputs {config.inputs.name!r} run the model between layers, which a dump cannot: use `quantize`"
-            )
-        if config.allocate is not None or config.tune is not None:
-            raise ConfigError("allocate and tune run the model, which a dump cannot: use `quantize`")
+        refuse_rollouts(config, "a dump", "use `quantize`")
         dump = Dump(folder, threads=execution.threads)
         manifest = dump.manifest
         # What a dump was told to leave out it did not observe; include cannot bring it back.

@@ -79,12 +79,14 @@ class Bench:
     `until` is the time of the monotonic clock at which a campaign ends, however much is left.
     """
 
-    def __init__(self, base: Path, names: list[str], until: float = math.inf) -> None:
+    def __init__(
+        self, base: Path, names: list[str], until: float = math.inf, commands: dict[str, str] = COMMANDS
+    ) -> None:
         from benches.zoo.store import save_model
 
         from ..conftest import tiny_model
 
-        self.base, self.names, self.until = base, names, until
+        self.base, self.names, self.until, self.commands = base, names, until, commands
         self.inputs: dict[str, object] = {"model": base / "model", "memory": 250_000}
         save_model(tiny_model(), base / "model")
         made = {
@@ -122,7 +124,7 @@ class Bench:
 
     def start(self, name: str, out: Path, before: Callable[[], object] = lambda: None) -> int:
         """Start a command in a process of its own; return its number."""
-        return _start(COMMANDS[name].format(**self.inputs, out=out).split(), self.base / "log", before)
+        return _start(self.commands[name].format(**self.inputs, out=out).split(), self.base / "log", before)
 
     def said(self) -> str:
         """What the last process said."""

@@ -203,7 +203,8 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
 def _run(args: argparse.Namespace) -> int:
     """Run the command; an error is one line."""
     try:
-        if not args.command.together and (ranks := Ranks.of_environment()) is not None:
+        ranks = Ranks.of_environment()
+        if ranks is not None and not args.command.together:
             raise ConfigError(
                 f"{ranks.world} processes were started (WORLD_SIZE), and this command is for one: start one, or divide "
                 "`loopq collect --hessian` and `loopq solve` (docs/howto/gpus.md)"

@@ -81,47 +81,7 @@ class Ranks:
         LoopqError
             One did not come in time, or has other work; the message says which.
         """
-        distributed = require("torch.distributed", "torch")
-        host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
-        # torchrun keeps a store of its own, with what an earlier attempt left in it.
-        own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        place = f"loopq/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.world}"
-        missing = list(range(self.world))
-        until = time.monotonic() + self.timeout
-        try:
-            store = distributed.TCPStore(
-                host,
-                port,
-                None,
-                own and self.rank == 0,
-                timedelta(seconds=self.timeout),
-                wait_for_workers=False,
-            )
-            store.set(f"{place}/{self.rank}", work)
-            while missing and time.monotonic() < until:
-                missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
-                time.sleep(0.05)
-            others = [
-                r
-                for r in range(self.world)
-                if r not in missing and store.get(f"{place}/{r}").decode() != work
-            ]
-            # Who has the store stays until nobody asks it any more.
-            store.add(f"{place}/through", 1)
-            here, until = self.world - len(missing), time.monotonic() + PATIENCE
-            while (
-                own
-                and self.rank == 0
-                and store.add(f"{place}/through", 0) < here
-                and time.monotonic() < until
-            ):
-                time.sleep(0.05)
-        except RuntimeError as cause:
-            # What torch says when nobody answers.
-            raise LoopqError(
-                f"rank {self.rank} of {self.world}: rank 0 at {host}:{port} did not come within {self.timeout:.0f} s, "
-                "or is gone; what is saved stays: start all again, in any number"
-            ) from cause
+        missing, others = self._ask(work)
         if missing:
             raise LoopqError(
                 f"rank {', '.join(map(str, missing))} of {self.world} did not come within {self.timeout:.0f} s; what "
@@ -132,6 +92,35 @@ class Ranks:
                 f"rank {', '.join(map(str, others))} of {self.world} has other work than rank {self.rank}: the model, "
                 "the prompts and the options must be the same everywhere"
             )
+
+    def _ask(self, work: str) -> tuple[list[int], list[int]]:
+        """Ranks that are missing, and those with other work."""
+        distributed, limit = require("torch.distributed", "torch"), timedelta(seconds=self.timeout)
+        host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+        # torchrun keeps a store of its own, with what an earlier attempt left in it.
+        own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        place = f"loopq/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.world}"
+        missing, until = list(range(self.world)), time.monotonic() + self.timeout
+        try:
+            store = distributed.TCPStore(host, port, None, own, limit, wait_for_workers=False)
+            store.set(f"{place}/{self.rank}", work)
+            while missing and time.monotonic() < until:
+                missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
+                time.sleep(0.05)
+            there = [rank for rank in range(self.world) if rank not in missing]
+            others = [rank for rank in there if store.get(f"{place}/{rank}").decode() != work]
+            # Who has the store stays until nobody asks it any more.
+            store.add(f"{place}/through", 1)
+            until = time.monotonic() + PATIENCE
+            while own and store.add(f"{place}/through", 0) < len(there) and time.monotonic() < until:
+                time.sleep(0.05)
+        except RuntimeError as cause:
+            # What torch says when nobody answers.
+            raise LoopqError(
+                f"rank {self.rank} of {self.world}: rank 0 at {host}:{port} did not come within {self.timeout:.0f} s, "
+                "or is gone; what is saved stays: start all again, in any number"
+            ) from cause
+        return missing, others
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.dump import (
     MANIFEST,
     DumpFile,
@@ -21,13 +18,12 @@ from loopq.calibrate.dump import (
     Manifest,
     MetricFile,
     Rows,
-    accumulator_from,
-    accumulator_parts,
     rows_to_raw,
     write_accumulator,
     write_gradient_sums,
 )
 from loopq.calibrate.hooks import InputKey, Observer, input_key
+from loopq.calibrate.parts import Parts
 from loopq.calibrate.select import Selection
 from loopq.checkpoint.files import (
     RawTensor,
@@ -38,11 +34,10 @@ from loopq.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.lock import Claims
-from loopq.checkpoint.model_files import model_tensors, raw, to_torch, write_files
+from loopq.checkpoint.model_files import model_tensors, write_files
 from loopq.checkpoint.schema import Count, Sha256, checked
 from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
-from loopq.execution import POLL, SNAPSHOT_SECONDS, Execution
+from loopq.execution import POLL, SNAPSHOT_SECONDS, Execution, Ranks
 from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
@@ -177,17 +172,6 @@ def run_rollouts(
     progress.stop()
 
 
-def to_native(rows: Tensor) -> Any:
-    import torch
-
-    host = rows.detach().to("cpu").contiguous()
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view("uint16")
-    if host.dtype not in (torch.float32, torch.float16):
-        host = host.float()
-    return host.numpy()
-
-
 class HessianSet:
     """Hessian accumulators of every input group, in memory.
 
@@ -272,7 +256,7 @@ class HessianSet:
         label : str
             Name of the stage.
         """
-        parts = _Parts(self, input_groups, work)
+        parts = Parts(self, input_groups, work)
         if parts.covered():
             done = f"{len(parts.covered())} of {self.job.n_batches} batches"
             self.job.execution.progress.note(f"resumed: {done} are there")
@@ -296,7 +280,7 @@ class HessianSet:
         """
         first = self.job.n_batches * share[0] // share[1]
         with Journal(work, "").claims() as claims:
-            parts = _Parts(self, input_groups, work, claims, ended)
+            parts = Parts(self, input_groups, work, claims, ended)
             progress = self.job.execution.progress
             while len(parts.covered()) < self.job.n_batches and not ended():
                 self._run(parts, input_groups, "collect", progress, first)
@@ -305,7 +289,7 @@ class HessianSet:
                 progress = Silent()
 
     def _run(
-        self, parts: _Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
+        self, parts: Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
     ) -> None:
         """Run the batches that a pass wants, and save them now and then."""
         saved = time.monotonic()
@@ -348,251 +332,6 @@ class _ShardJournal:
 @dataclass(frozen=True)
 class _Claim:
     key: str
-
-
-@dataclass
-class _Range:
-    """Consecutive batches: the first, the one after the last; rows before them and of them, by input and step."""
-
-    first: int
-    end: int
-    before: Rows
-    rows: Rows
-
-
-class _Parts:
-    """The accumulators of one pass, saved part by part so that a kill loses little.
-
-    A block of rows is cut at every 512th row of its step, counted over all batches, wherever calls and parts begin and
-    end. So a part sums up the whole blocks of its batches; rows at either end of a range of batches, whose block has
-    rows elsewhere, are saved beside them. Added up at the end they are the bits of a run without a stop, whichever
-    batches each part has and whichever process wrote it.
-
-    With claims, only batches that no other process has claimed are begun. Should one be in two parts all the same,
-    because its owner overslept, one of the parts does not count.
-    """
-
-    def __init__(
-        self,
-        owner: HessianSet,
-        input_groups: Sequence[str],
-        work: Path | None,
-        claims: Claims | None = None,
-        ended: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._owner = owner
-        self._input_groups = list(input_groups)
-        self._claims, self._ended = claims, ended
-        key = owner.job.fingerprint("ranges", self._input_groups, owner.steps, owner.per_step) if work else ""
-        self._journal = Journal(work, key)
-        #: Tokens before each batch, and of all.
-        self._tokens = [0, *itertools.accumulate(owner.job.batch_tokens)]
-        self._known: dict[str, list[_Range]] = {}
-        self._counted: list[str] = []
-        self._device: dict[str, DeviceSums] = {}
-        self._open: dict[tuple[str, int], tuple[int, Tensor]] = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        self._ranges: list[_Range] = []
-        self._accs = {input_group: self._owner.empty(input_group) for input_group in self._input_groups}
-        #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
-        self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
-
-    def covered(self) -> set[int]:
-        """Batches that are saved, by this or another process."""
-        for name in set(self._journal.names("part-")) - set(self._known):
-            if (piece := self._journal.find(name)) is not None:
-                self._known[name] = [
-                    checked(_Range, r, name, CalibrationError) for r in piece.facts["ranges"]
-                ]
-        found: set[int] = set()
-        self._counted = []
-        for name in sorted(self._known, key=lambda n: (-len(_batches(self._known[n])), n)):
-            batches = _batches(self._known[name])
-            if not found & batches:
-                found |= batches
-                self._counted.append(name)
-        return found
-
-    def begin(self, number: int) -> bool:
-        """Whether a batch is to be run, and by this process; its rows come next."""
-        if number in self.covered() or self._ended():
-            return False
-        if self._claims is not None:
-            if not self._claims.take(str(number)):
-                return False
-            # It may have been saved between the two looks.
-            if number in self.covered():
-                self._claims.release(str(number))
-                return False
-        if self._ranges and self._ranges[-1].end == number:
-            self._ranges[-1].end += 1
-        else:
-            self._close()
-            self._ranges.append(_Range(number, number + 1, self._before(number), self._nothing()))
-        return True
-
-    def _before(self, number: int) -> Rows:
-        """Rows before a batch: counted where all those batches are known, else one for each token."""
-        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
-        known = [r for r in ranges if r.first < number]
-        counted = _batches(known) == set(range(number))
-        return {
-            k: {t: sum(r.rows[k][t] for r in known) if counted else self._tokens[number] for t in steps}
-            for k, steps in self._nothing().items()
-        }
-
-    def add(self, input_group: str, step: int, rows: Tensor) -> None:
-        """Take the rows of one invocation."""
-        import torch
-
-        if step not in self._ranges[-1].rows[input_group]:
-            return
-        last = self._ranges[-1]
-        tokens = self._tokens[last.end] - self._tokens[last.end - 1]
-        if self._claims is not None and rows.shape[0] != tokens:
-            raise CalibrationError(
-                f"layer {input_group}, step {step}, batch {last.end - 1}: {rows.shape[0]} rows of {tokens} tokens; "
-                "several processes can only divide what has one row for each token: collect with one"
-            )
-        first = last.before[input_group][step] + last.rows[input_group][step]
-        last.rows[input_group][step] += rows.shape[0]
-        if (input_group, step) in self._open:
-            first, waiting = self._open.pop((input_group, step))
-            rows = torch.cat([waiting, rows])
-        head = -first % native.BLOCK_ROWS
-        if 0 < head <= rows.shape[0]:
-            self._edges.setdefault((input_group, step), {})[first] = rows[:head].clone()
-            first, rows, head = first + head, rows[head:], 0
-        whole = 0 if head else rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
-        if whole:
-            self._take(input_group, step, rows[:whole])
-        if whole < rows.shape[0]:
-            self._open[input_group, step] = (first + whole, rows[whole:].clone())
-
-    def _take(self, input_group: str, step: int, rows: Tensor) -> None:
-        if rows.device.type == "cpu":
-            self._accs[input_group].update(step, to_native(rows))
-            return
-        if input_group not in self._device:
-            dim = rows.shape[1]
-            self._device[input_group] = DeviceSums(dim, per_step=self._owner.per_step)
-        self._device[input_group].add(step, rows)
-
-    def _close(self) -> None:
-        """End a range: rows that wait for those after them are at its edge."""
-        for key, (first, rows) in self._open.items():
-            self._edges.setdefault(key, {})[first] = rows
-        self._open.clear()
-
-    def save(self) -> None:
-        """Save what was added since the last part: sums and edges of each input, then its batches: now it counts."""
-        if self._journal.folder is None or not self._ranges:
-            return
-        self._close()
-        name = f"part-{secrets.token_hex(8)}"
-        claimed = [str(number) for number in _batches(self._ranges)]
-        # What was taken over meanwhile is done by others.
-        if self._claims is None or all(map(self._claims.holds, claimed)):
-            for i, input_group in enumerate(self._input_groups):
-                arrays, state = accumulator_parts(self._finished(input_group))
-                edges = {
-                    f"edge/{step}/{first}": raw(rows)
-                    for (k, step), found in self._edges.items()
-                    if k == input_group
-                    for first, rows in found.items()
-                }
-                self._journal.save(f"sums-{name}-{i}", arrays | edges, state=state)
-            self._journal.save(name, ranges=[vars(r) for r in self._ranges])
-        self._clear()
-        if self._claims is not None:
-            for number in claimed:
-                self._claims.release(number)
-
-    def _finished(self, input_group: str) -> native.HessianAccumulator:
-        if input_group in self._device:
-            self._device[input_group].move(self._accs[input_group])
-        self._accs[input_group].finish()
-        return self._accs[input_group]
-
-    def finish(self) -> dict[str, native.HessianAccumulator]:
-        """Put the edges together and add the parts up.
-
-        Raises
-        ------
-        CalibrationError
-            The sums hold other rows than the rollouts gave.
-        """
-        import torch
-
-        self._close()
-        self.covered()
-        rows = self._count_rows()
-        for i, input_group in enumerate(self._input_groups):
-            total = self._saved_sums(i, input_group)
-            for step in rows[input_group]:
-                edges = self._edges.pop((input_group, step), {})
-                if edges:
-                    self._take(input_group, step, torch.cat([edges[first] for first in sorted(edges)]))
-            acc = self._finished(input_group)
-            if total is not None:
-                acc.merge(total)
-            for step, n_rows in rows[input_group].items():
-                if acc.n_rows(step) != n_rows:
-                    self._refuse(
-                        input_group, step, f"{acc.n_rows(step)} rows were summed, the rollouts gave {n_rows}"
-                    )
-        return self._accs
-
-    def _saved_sums(self, number: int, input_group: str) -> native.HessianAccumulator | None:
-        """Add up the sums of one input in all parts; the edges go to those in memory."""
-        total = None
-        for name in self._counted:
-            part = self._journal.find(f"sums-{name}-{number}")
-            if part is None:
-                raise CalibrationError(
-                    f"{self._journal.folder}: {name} was removed or altered; remove the folder and start anew"
-                )
-            arrays = dict(part.tensors)
-            for key in [k for k in arrays if k.startswith("edge/")]:
-                _, step, first = key.split("/")
-                rows = to_torch(arrays.pop(key)).to(self._owner.job.system.device)
-                self._edges.setdefault((input_group, int(step)), {})[int(first)] = rows
-            found = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
-            if total is None:
-                total = found
-            else:
-                total.merge(found)
-        return total
-
-    def _count_rows(self) -> Rows:
-        """Rows of all batches by input and step; each range must begin where those before it end."""
-        rows = self._nothing()
-        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
-        for r in sorted(ranges, key=lambda r: r.first):
-            for input_group, steps in rows.items():
-                for step, n_rows in steps.items():
-                    before = r.before[input_group][step]
-                    if before != n_rows:
-                        self._refuse(
-                            input_group, step, f"{n_rows} rows before batch {r.first}, which counts {before}"
-                        )
-                    steps[step] += r.rows[input_group][step]
-        return rows
-
-    def _nothing(self) -> Rows:
-        return {k: dict.fromkeys(self._owner.steps[k], 0) for k in self._input_groups}
-
-    def _refuse(self, input_group: str, step: int, what: str) -> NoReturn:
-        raise CalibrationError(
-            f"layer {input_group}, step {step}: {what}: the saved sums are of another run; remove "
-            f"{self._journal.folder} and start anew"
-        )
-
-
-def _batches(ranges: Sequence[_Range]) -> set[int]:
-    return {number for r in ranges for number in range(r.first, r.end)}
 
 
 def collect_rows(
@@ -823,6 +562,13 @@ def collect_hessians(
     )
     if ranks is None:
         return _sum_up(sums, passes, out, gradients)
+    return _as_rank(ranks, sums, passes, out, gradients)
+
+
+def _as_rank(
+    ranks: Ranks, sums: HessianSet, passes: Sequence[Sequence[str]], out: Path, gradients: Gradients | None
+) -> Manifest:
+    """Take part in a collection until there is a dump, whoever puts it together."""
     try:
         (out / "work").mkdir(exist_ok=True)
         with Journal(out / "work", "").claims() as claims:
@@ -833,10 +579,10 @@ def collect_hessians(
                 if claims.take(""):
                     return _sum_up(sums, passes, out, gradients)
                 time.sleep(POLL)
-    except LoopqError:
+    except LoopqError as error:
         # Who puts the dump together takes the folder of work away.
         if not (out / MANIFEST).exists():
-            raise
+            raise type(error)(f"rank {ranks.rank} of {ranks.world}: {error}") from error
     # One that was slow has made it anew.
     shutil.rmtree(out / "work", ignore_errors=True)
     return Manifest.read(out)

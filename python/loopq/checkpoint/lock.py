@@ -163,10 +163,15 @@ class Claims:
         number = self._held[name]
         return self._path(name, number).exists() and not self._path(name, number + 1).exists()
 
-    def release(self, name: str) -> None:
-        """Give a piece of work back, done or not."""
-        with contextlib.suppress(OSError):
-            self._path(name, self._held.pop(name)).unlink()
+    def release(self, name: str, *, done: bool = False) -> None:
+        """Give a piece of work back.
+
+        The claim on one that is done stays, without a heartbeat: others may see late that it is.
+        """
+        path = self._path(name, self._held.pop(name))
+        if not done:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _path(self, name: str, number: int) -> Path:
         return self._folder / f"{quote(name, safe='')}.claim.{number}"

@@ -111,12 +111,14 @@ class Solver:
         name = group[0].name
         if all(self.journal.has(t.name) for t in group) or not claims.take(name):
             return False
+        ours = True
         for layer, new in self._each(group):
-            if not claims.holds(name):
+            ours = claims.holds(name)
+            if not ours:
                 break
             if new:
                 save_layer(self.journal, layer)
-        claims.release(name)
+        claims.release(name, done=ours)
         return True
 
     def _each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:

@@ -254,12 +254,16 @@ def solve_together(
 
     Raises
     ------
+    ConfigError
+        A shard that is not there.
     DumpError
         As of `solve`.
     CheckpointError
         `out` holds something else.
     """
     config, execution, _ = _options(config, options)
+    if shard is not None and not 1 <= shard[0] <= shard[1]:
+        raise ConfigError(f"shard must be K of N, K from 1 to N; got {shard[0]} of {shard[1]}")
     out = Path(out)
     work = work_folder(out)
     run = DumpRun.open(Path(dump), config, dataclasses.replace(execution, work=work))

@@ -168,7 +168,9 @@ def test_shards_wait_for_nobody_and_the_last_one_writes(dump, tmp_path):
     loopq.solve(dump, out=tmp_path / "other", **SETTINGS)
     assert digest(tmp_path / "other") == digest(out)
     assert not (tmp_path / ".other.work").exists()
-    assert "give K/N with K from 1 to N" in worker(dump, out, "--shard", "3/2").communicate()[0]
+    with pytest.raises(ConfigError, match="shard must be K of N, K from 1 to N; got 3 of 2"):
+        loopq.solve_together(dump, out=out, shard=(3, 2), **SETTINGS)
+    assert "'2': give K/N, as in 3/20" in worker(dump, out, "--shard", "2").communicate()[0]
 
 
 def test_a_worker_waits_until_the_heart_of_another_machine_stands_still(dump, tmp_path, monkeypatch):

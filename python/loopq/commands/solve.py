@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("dump", metavar="DUMP", help="dump of `loopq collect` or `loopq merge`")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
-    several = group_of(parser, "several processes or machines")
+    several = group_of(parser, "several processes or machines").add_mutually_exclusive_group()
     several.add_argument(
         "--worker",
         action="store_true",
@@ -37,8 +37,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _shard(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r}: give K/N with K from 1 to N, as in 3/20")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: give K/N, as in 3/20")
     return int(found[1]), int(found[2])
 
 

@@ -16,7 +16,7 @@ if sys.argv and sys.argv[0].replace("\\", "/").rpartition("/")[2] in ("-m", "loo
     signal.signal(signal.SIGINT, end_at_once)
 
 from loopq._native import __version__
-from loopq.api import diagnose, evaluate, load, quantize, solve
+from loopq.api import diagnose, evaluate, load, quantize, solve, solve_together
 from loopq.errors import LoopqError
 from loopq.execution import Execution
 from loopq.quantizers.config import LayerConfig, Override
@@ -36,4 +36,5 @@ __all__ = [
     "load",
     "quantize",
     "solve",
+    "solve_together",
 ]

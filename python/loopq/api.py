@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
-from loopq.checkpoint.files import own_folder, remove_leftovers, remove_own
+from loopq.checkpoint.files import json_bytes, own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
 from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import QuantConfig, flat_names
+from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
-from loopq.run.result import checkpoint_of, killed_late, solve_dump, work_folder
+from loopq.run.result import DumpRun, checkpoint_of, killed_late, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -99,20 +101,43 @@ def quantize(
     """
     config, execution, take = _options(config, options)
     refuse_unused_held_out(config)
+    if execution.ranks is not None:
+        if out is None or write is not None:
+            raise ConfigError(
+                "several processes write a checkpoint of loopq's own format: `export` it afterwards"
+            )
+        refuse_rollouts(config, "several processes together", "start one, or take preset fast")
+        killed_late(Path(out))
+        run, _ = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        return _quantize_together(run, Path(out))
     with _output(out, execution, write) as (execution, finish):
-        checkpoint = _quantized(open_model(model), calibration, take, config, n_steps, execution)
+        run, held = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        run, layers, facts = solve_run(run, held)
+        checkpoint = checkpoint_of(run, layers, facts)
         finish(checkpoint)
     return checkpoint
 
 
-def _quantized(
+def _quantize_together(run: Run, out: Path) -> Checkpoint:
+    """Collect a dump as one of several ranks, and solve it as one of as many workers."""
+    dump = own_folder(work_folder(out)) / f"dump-{run.key()[:16]}"
+    collect_dump(run, dump)
+    found = solve_together(
+        dump, run.config, out=out, threads=run.execution.threads, progress=run.execution.progress
+    )
+    assert found is not None
+    return found
+
+
+def _prepared(
     loaded: LoadedModel,
     calibration: Prompts,
     take: Take,
     config: QuantConfig,
     n_steps: int | None,
     execution: Execution,
-) -> Checkpoint:
+) -> tuple[Run, TokenSet | None]:
+    """Plan a run and say what it takes; the second result is what is held out for tuning."""
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take), None
@@ -124,8 +149,7 @@ def _quantized(
     refuse_short_scales(run)
     run = choose_metric(run)
     execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
-    run, layers, facts = solve_run(run, held)
-    return checkpoint_of(run, layers, facts)
+    return run, held
 
 
 @contextlib.contextmanager
@@ -192,9 +216,81 @@ def solve(
     """
     config, execution, _ = _options(config, options)
     with _output(out, execution) as (execution, finish):
-        checkpoint = solve_dump(Path(dump), config, execution)
+        checkpoint = DumpRun.open(Path(dump), config, execution).checkpoint()
         finish(checkpoint)
     return checkpoint
+
+
+def solve_together(
+    dump: str | Path,
+    config: QuantConfig | None = None,
+    *,
+    out: str | Path,
+    shard: tuple[int, int] | None = None,
+    **options: Any,
+) -> Checkpoint | None:
+    """Take part in a `solve` that any number of processes share, on any machines that see the same folders.
+
+    Each claims layers that nobody has claimed; one that is killed loses those that it was solving, which others take
+    over. Whoever finds all layers solved writes the checkpoint: the bytes of `solve`.
+
+    Parameters
+    ----------
+    dump : path
+        Dump of rows or of Hessians.
+    config : QuantConfig, optional
+        Settings, the same for all processes.
+    out : path
+        Folder for the checkpoint.
+    shard : (int, int), optional
+        K of N, from 1: solve the K-th of N parts of the layers and wait for no others, as in a job array.
+    **options
+        Settings by their flat names, as of `quantize`.
+
+    Returns
+    -------
+    Checkpoint or None
+        What `out` holds; None where layers of other shards are missing, or another process is writing it.
+
+    Raises
+    ------
+    ConfigError
+        A shard that is not there.
+    DumpError
+        As of `solve`.
+    CheckpointError
+        `out` holds something else.
+    """
+    config, execution, _ = _options(config, options)
+    if shard is not None and not 1 <= shard[0] <= shard[1]:
+        raise ConfigError(f"shard must be K of N, K from 1 to N; got {shard[0]} of {shard[1]}")
+    out = Path(out)
+    work = work_folder(out)
+    run = DumpRun.open(Path(dump), config, dataclasses.replace(execution, work=work))
+
+    def written() -> bool:
+        return out.is_dir() and any(out.iterdir())
+
+    try:
+        if not written():
+            own_folder(work)
+            with run.solver.journal.claims() as claims:
+                if run.solver.share(run.tasks, claims, shard, written):
+                    with _output(out, execution) as (_, finish):
+                        finish(run.checkpoint())
+    except LoopqError:
+        # Others who end the work take its folder away.
+        if not written():
+            raise
+    if not written():
+        return None
+    found = read_any(out)
+    if json_bytes({name: found.settings.get(name) for name in run.settings}) != json_bytes(run.settings):
+        raise CheckpointError(
+            f"{out}: holds a checkpoint of other settings or another dump; choose a new folder"
+        )
+    remove_own(work)
+    return found
 
 
 def load(

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
+from loopq.execution import Ranks
 from loopq.interrupts import INTERRUPTED, Interrupts
 from loopq.registry import did_you_mean
 
@@ -202,6 +203,12 @@ def main(argv: Sequence[str] | None = None, patience: float | None = None) -> in
 def _run(args: argparse.Namespace) -> int:
     """Run the command; an error is one line."""
     try:
+        ranks = Ranks.of_environment()
+        if ranks is not None and not args.command.together:
+            raise ConfigError(
+                f"{ranks.world} processes were started (WORLD_SIZE), and this command is for one: start one, or divide "
+                "`loopq collect --hessian` and `loopq solve` (docs/howto/gpus.md)"
+            )
         for file in args.register:
             _run_file(Path(file))
         code: int = args.run(args)

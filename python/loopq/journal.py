@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.checkpoint.lock import Claims
 from loopq.errors import LoopqError
 
 _NOTHING: Mapping[str, RawTensor] = {}
@@ -75,6 +76,38 @@ class Journal:
         if metadata.get("key") != self.key or metadata.get("sha256") != _digest(tensors, text):
             return None
         return Piece(tensors, dict(json.loads(text)))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of a piece; `find` says whether it is whole."""
+        path = self._path(name)
+        return path is not None and path.is_file()
+
+    def names(self, start: str) -> list[str]:
+        """Names of the pieces that begin so."""
+        if self.folder is None:
+            return []
+        return [
+            unquote(p.stem)
+            for p in (self.folder / self.key[:16]).glob(f"{quote(start, safe='')}*.safetensors")
+        ]
+
+    def claims(self) -> Claims:
+        """Claims on pieces of this work, for processes that divide it; there must be a folder.
+
+        Raises
+        ------
+        LoopqError
+            The folder cannot be written, or is gone.
+        """
+        assert self.folder is not None
+        place = self.folder / self.key[:16]
+        try:
+            # Not their parents: a folder of work that is gone was ended by others, and must not come back.
+            for folder in (self.folder, place):
+                folder.mkdir(exist_ok=True)
+        except OSError as cause:
+            raise LoopqError(f"{place}: cannot be written ({cause.strerror})") from cause
+        return Claims(place)
 
     def _path(self, name: str) -> Path | None:
         if self.folder is None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+
 import numpy as np
 import pytest
 
 import loopq
-from loopq.calibrate.collect import HessianSet, collect_rows
+from loopq.calibrate.collect import Collection, HessianSet, collect_rows
+from loopq.calibrate.data import from_ids
 from loopq.calibrate.dump import Dump
 from loopq.checkpoint import native as store
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from tests.support.kills import Kill, Killer
-from tests.support.runs import SETTINGS, digest, job_of
+from tests.support.runs import SETTINGS, digest, in_ranks, job_of
 
 
 def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
@@ -44,12 +48,104 @@ def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tm
 
     whole = collect()
     np.testing.assert_array_equal(collect(), whole)
-    (part,) = (tmp_path / "work").glob("*/part-1-0.safetensors")
+    part = next((tmp_path / "work").glob("*/sums-part-*-0.safetensors"))
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
     part.write_bytes(data)
-    with pytest.raises(CalibrationError, match="part 1 was removed or altered; start anew"):
+    with pytest.raises(CalibrationError, match="was removed or altered; remove the folder and start anew"):
         collect()
+
+
+@pytest.fixture
+def ragged(loaded, tokens):
+    """Prompts of several lengths: some 2,400 rows for each step, no batch of whole blocks."""
+    lengths = [7, 24, 19, 24, 24, 3, 11, 24, 24, 24]
+    sequences = [s[:n] for _ in range(12) for s, n in zip(tokens.sequences, lengths, strict=True)]
+    return from_ids(sequences)
+
+
+def sums_of(job, work=None, steps=(0, 1, 2)):
+    sums = HessianSet(job, {p.name: steps for p in job.selection.distinct_inputs[:2]}, per_step=True)
+    sums.run_pass(list(sums.steps), work=work)
+    return {
+        k: (acc.n_rows(1), [acc.matrix([t]).tobytes() for t in steps]) for k, acc in sums.accumulators.items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp_path, monkeypatch, seed):
+    """Ranks of several world sizes are killed after some prompts each; one process adds up what is there in the end."""
+    monkeypatch.setattr("loopq.calibrate.collect.POLL", 0.0)
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", [0.0, 0.0, 0.02][seed])
+    work = tmp_path / "work"
+    for world in (4, 3, 2, 5):
+        for rank in rng.permutation(world):
+            job = job_of(loaded, ragged, batch_size=3, progress=Killer(int(rng.integers(1, 60))))
+            sums = HessianSet(
+                job, {p.name: (0, 1, 2) for p in job.selection.distinct_inputs[:2]}, per_step=True
+            )
+            # The last one of each world is not killed where all is done.
+            with contextlib.suppress(Kill):
+                sums.share_pass(list(sums.steps), work, (int(rank), world), lambda: False)
+    assert len(list(work.glob("*/part-*"))) > 1
+    found = sums_of(job_of(loaded, ragged, batch_size=3), work)
+    assert found == sums_of(job_of(loaded, ragged, batch_size=3))
+
+
+def test_a_batch_that_two_parts_hold_counts_once(loaded, ragged, tmp_path):
+    job = job_of(loaded, ragged, batch_size=3)
+    whole = sums_of(job, tmp_path)
+    (part,) = tmp_path.glob("*/part-*.safetensors")
+    for file in list(part.parent.glob("*.safetensors")):
+        shutil.copy(file, file.with_name(file.name.replace("part-", "part-0")))
+    assert sums_of(job, tmp_path) == whole
+
+
+def test_processes_divide_only_what_has_one_row_for_each_token(loaded, ragged, tmp_path, monkeypatch):
+    job = job_of(loaded, ragged, batch_size=3)
+    right = job.batch_tokens
+    monkeypatch.setattr(Collection, "batch_tokens", [n + 1 for n in right])
+    sums = HessianSet(job, {p.name: (0, 1, 2) for p in job.selection.distinct_inputs})
+    with pytest.raises(
+        CalibrationError, match=r"step 0, batch 42: 7 rows of 8 tokens; several processes can only"
+    ):
+        sums.share_pass(list(sums.steps), tmp_path / "work", (1, 2), lambda: False)
+
+
+def collected(saved_model, out, world):
+    return in_ranks(
+        f"collect {saved_model} --out {out} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1",
+        world,
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, world):
+    (one,), found = (
+        collected(saved_model, tmp_path / name, n) for name, n in (("one", 1), ("several", world))
+    )
+    assert [code for code, _ in (one, *found)] == [0] * (world + 1), found
+    # One speaks for all.
+    assert [f"written to {tmp_path / 'several'}" in text for _, text in found] == [True] + [False] * (
+        world - 1
+    )
+    assert digest(tmp_path / "several") == digest(tmp_path / "one")
+
+
+def test_what_several_processes_cannot_divide_is_refused(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    export = ("export", tmp_path, "--out", tmp_path / "out", "--format", "gptq")
+    code, _, text = command(*export)
+    assert code == 2
+    assert "RANK= are set: start the processes with torchrun, or unset both" in text
+    monkeypatch.setenv("RANK", "1")
+    code, _, text = command(*export)
+    assert code == 2
+    assert "2 processes were started (WORLD_SIZE), and this command is for one" in text
+    code, _, text = command("collect", "huginn_small", "--out", tmp_path / "out")
+    assert code == 2
+    assert "2 processes can divide sums, not rows: add --hessian" in text
 
 
 def test_a_killed_collection_of_rows_is_resumed(loaded, tokens, tmp_path):

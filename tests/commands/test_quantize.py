@@ -8,6 +8,8 @@ import resource
 
 import pytest
 
+from tests.support.runs import digest, in_ranks
+
 from .conftest import TINY
 
 
@@ -223,3 +225,28 @@ def test_settings_cannot_be_taken_from_a_model(saved_model, tmp_path, command):
     code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", "--like", saved_model)
     assert code == 1
     assert "a model that is not quantized" in err
+
+
+@pytest.mark.parametrize("asked", ["--steps 1: --layer *adapter*=>steps=first", "--method gptq-cd"])
+def test_several_processes_write_what_one_writes(saved_model, tmp_path, asked):
+    found = {}
+    for name, world in (("one", 1), ("two", 2)):
+        command = f"quantize {saved_model} --out {tmp_path / name} --group-size 16 --threads 1 {asked} {' '.join(TINY)}"
+        found[name] = in_ranks(command, world)
+        assert [code for code, _ in found[name]] == [0] * world, found[name]
+    assert "read back and compared" in found["two"][0][1]
+    assert digest(tmp_path / "two") == digest(tmp_path / "one")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_what_several_processes_cannot_divide_is_refused(saved_model, tmp_path, command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    asked = ("quantize", saved_model, "--out", tmp_path / "q", "--group-size", 16, *TINY)
+    code, _, text = command(*asked, "--preset", "best")
+    assert code == 2
+    assert "which several processes together cannot: start one, or take preset fast" in text
+    code, _, text = command(*asked, "--format", "gptq")
+    assert code == 2
+    assert "`export` it afterwards" in text
+    assert list(tmp_path.iterdir()) == []

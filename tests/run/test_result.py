@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 import loopq
 from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.checkpoint import lock
 from loopq.checkpoint import native as store
-from loopq.errors import ConfigError, DumpError
+from loopq.errors import CheckpointError, ConfigError, DumpError
+from loopq.run import solver
 from loopq.steps import parse_steps
 from tests.support.runs import SETTINGS, digest, job_of
 
@@ -107,3 +110,86 @@ def test_solving_needs_no_torch(dump, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "transformer.adapter.weight" in done.stdout
     assert (tmp_path / "bare" / "loopq.json").is_file()
+
+
+def worker(dump, out, *more):
+    argv = [sys.executable, "-m", "loopq", "solve", dump, "--out", out, "--bits", "3", "--group-size", "20"]
+    return subprocess.Popen(
+        [*map(str, argv), "--method", "gptq", "--scale-search", "max", *(more or ["--worker"])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finished(process):
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 5])
+def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_workers):
+    loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
+    (tmp_path / "shared").mkdir()
+    out = tmp_path / "shared" / "out"
+    for said in map(finished, [worker(dump, out) for _ in range(n_workers)]):
+        assert f"written to {out}" in said
+    assert digest(out) == digest(tmp_path / "alone")
+    # One that comes late finds it; so does one whose command was for other settings, and is told.
+    loopq.solve_together(dump, out=out, **SETTINGS)
+    with pytest.raises(CheckpointError, match="holds a checkpoint of other settings"):
+        loopq.solve_together(dump, out=out, **SETTINGS | {"bits": 4})
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_what_a_killed_worker_had_claimed_is_solved_by_another(dump, tmp_path):
+    loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
+    out = tmp_path / "out"
+    first = worker(dump, out)
+    while not any((tmp_path / ".out.work").glob("layers/*/*.claim.0")):
+        assert first.poll() is None
+        time.sleep(0.001)
+    first.kill()
+    first.communicate()
+    finished(worker(dump, out))
+    assert digest(out) == digest(tmp_path / "alone")
+    assert not (tmp_path / ".out.work").exists()
+
+
+def test_shards_wait_for_nobody_and_the_last_one_writes(dump, tmp_path):
+    loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
+    out = tmp_path / "out"
+    assert "the one that ends last writes" in finished(worker(dump, out, "--shard", "2/2"))
+    assert loopq.solve_together(dump, out=out, shard=(1, 2), **SETTINGS) is not None
+    assert digest(out) == digest(tmp_path / "alone")
+    # A shard that is missing is solved by the command without shards.
+    assert loopq.solve_together(dump, out=tmp_path / "other", shard=(1, 3), **SETTINGS) is None
+    loopq.solve(dump, out=tmp_path / "other", **SETTINGS)
+    assert digest(tmp_path / "other") == digest(out)
+    assert not (tmp_path / ".other.work").exists()
+    with pytest.raises(ConfigError, match="shard must be K of N, K from 1 to N; got 3 of 2"):
+        loopq.solve_together(dump, out=out, shard=(3, 2), **SETTINGS)
+    assert "'2': give K/N, as in 3/20" in worker(dump, out, "--shard", "2").communicate()[0]
+
+
+def test_a_worker_waits_until_the_heart_of_another_machine_stands_still(dump, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE", 0.1)
+    monkeypatch.setattr(solver, "POLL", 0.02)
+    loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
+    out = tmp_path / "out"
+    assert loopq.solve_together(dump, out=out, shard=(2, 2), **SETTINGS) is None
+    (work,) = (tmp_path / ".out.work" / "layers").iterdir()
+    (work / ".claim.0").write_text('{"host": "elsewhere", "pid": 1}')
+    loopq.solve_together(dump, out=out, **SETTINGS)
+    assert digest(out) == digest(tmp_path / "alone")
+
+
+def test_a_worker_that_overslept_saves_nothing(dump, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock.Claims, "holds", lambda self, name: False)
+    monkeypatch.setattr(solver, "POLL", 0.0)
+    left = iter([False, False, True])
+    run = solver.Solver.share
+    monkeypatch.setattr(solver.Solver, "share", lambda self, *a: run(self, *a[:3], lambda: next(left)))
+    assert loopq.solve_together(dump, out=tmp_path / "out", **SETTINGS) is None
+    assert not list((tmp_path / ".out.work").rglob("*.safetensors"))

@@ -22,12 +22,14 @@ import torch
 from benches.zoo.store import save_model
 
 from ..conftest import tiny_model
-from . import bits, files, inputs, runs
+from . import bits, files, inputs, runs, together
 
 SIZES = {
     "kills": (1000, "kills, over every command"),
     "writers": (100, "pairs of runs with one output"),
     "interrupts": (100, "Ctrl-C at a random moment of a program"),
+    "ranks": (20, "kills of ranks that collect together"),
+    "workers": (20, "kills of workers that solve together"),
     "disk": (90, "runs on a disk that is full"),
     "files": (10_000, "mutated files, paths that lead out, links and pipes"),
     "bits": (1, "one bit of every N-th byte of a checkpoint and of dumps"),
@@ -36,9 +38,11 @@ SIZES = {
 }
 
 
-def _on_runs(function: Callable[[runs.Bench, int, random.Random], runs.Counts]):
+def _on_runs(function: Callable[[runs.Bench, int, random.Random], runs.Counts], name: str = ""):
+    commands = {name: together.COMMANDS[name]} if name else runs.COMMANDS
+
     def campaign(base: Path, size: int, rng: random.Random) -> runs.Counts:
-        return function(runs.Bench(base, list(runs.COMMANDS), _end()), size, rng)
+        return function(runs.Bench(base, list(commands), _end(), commands), size, rng)
 
     return campaign
 
@@ -64,6 +68,8 @@ CAMPAIGNS = {
     "kills": _on_runs(runs.kills),
     "writers": _on_runs(runs.writers),
     "interrupts": _on_runs(runs.interrupts),
+    "ranks": _on_runs(together.ranks, "ranks"),
+    "workers": _on_runs(together.workers, "workers"),
     "disk": _on_runs(runs.full_disk),
     "files": _mutated,
     "bits": bits.flips,

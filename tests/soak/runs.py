@@ -52,7 +52,7 @@ COMMANDS = {
     "export": "export {checkpoint} --out {out} --format compressed-tensors",
 }
 _AT_END: list[Callable[[], object]] = []
-_THERE = re.compile("exists and is not empty|holds a finished dump")
+THERE = re.compile("exists and is not empty|holds a finished dump")
 
 
 @dataclasses.dataclass
@@ -79,12 +79,14 @@ class Bench:
     `until` is the time of the monotonic clock at which a campaign ends, however much is left.
     """
 
-    def __init__(self, base: Path, names: list[str], until: float = math.inf) -> None:
+    def __init__(
+        self, base: Path, names: list[str], until: float = math.inf, commands: dict[str, str] = COMMANDS
+    ) -> None:
         from benches.zoo.store import save_model
 
         from ..conftest import tiny_model
 
-        self.base, self.names, self.until = base, names, until
+        self.base, self.names, self.until, self.commands = base, names, until, commands
         self.inputs: dict[str, object] = {"model": base / "model", "memory": 250_000}
         save_model(tiny_model(), base / "model")
         made = {
@@ -96,7 +98,7 @@ class Bench:
         for name, command in made.items():
             self.inputs[name] = base / name
             line = COMMANDS[command].format(**self.inputs, out=base / name)
-            assert _finish(_start(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
+            assert finish(_start(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
         began = time.monotonic()
         subprocess.run([sys.executable, "-c", "import loopq.run.engine, transformers"], check=True)
         self.start_up = time.monotonic() - began
@@ -104,7 +106,7 @@ class Bench:
         for name in names:
             for _ in range(2):
                 began = time.monotonic()
-                code = _finish(self.start(name, base / "first", self._observe))
+                code = finish(self.start(name, base / "first", self._observe))
                 assert code == 0, f"{name}: {self.said()}"
                 self.seconds[name] = time.monotonic() - began
                 self.wanted[name] = digest(base / "first")
@@ -122,7 +124,7 @@ class Bench:
 
     def start(self, name: str, out: Path, before: Callable[[], object] = lambda: None) -> int:
         """Start a command in a process of its own; return its number."""
-        return _start(COMMANDS[name].format(**self.inputs, out=out).split(), self.base / "log", before)
+        return _start(self.commands[name].format(**self.inputs, out=out).split(), self.base / "log", before)
 
     def said(self) -> str:
         """What the last process said."""
@@ -130,8 +132,8 @@ class Bench:
 
     def settled(self, name: str, place: Path) -> str:
         """Run a command to its end; say what is wrong with what is there then, or nothing."""
-        code = _finish(self.start(name, place / "out"))
-        if code != 0 and not (code == 1 and _THERE.search(self.said())):
+        code = finish(self.start(name, place / "out"))
+        if code != 0 and not (code == 1 and THERE.search(self.said())):
             return f"the rerun ends with {code}: {self.said()[-300:]}"
         left = sorted(p.name for p in place.iterdir() if p.name not in ("out", ".out.lock"))
         if left:
@@ -202,7 +204,8 @@ def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: No
         os._exit(code)
 
 
-def _finish(process: int) -> int:
+def finish(process: int) -> int:
+    """Wait for the end of a process and keep what it said; return its exit code."""
     read, log = _OUTPUTS.pop(process)
     with os.fdopen(read, "rb") as output:
         log.write_bytes(output.read())
@@ -228,7 +231,7 @@ def kills(bench: Bench, n_kills: int, rng: random.Random) -> Counts:
                     time.sleep(rng.uniform(0, 1.05) * bench.seconds[name])
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
-                if _finish(process) != -signal.SIGKILL:
+                if finish(process) != -signal.SIGKILL:
                     counts.outcomes["ended before the kill"] += 1
                     break
                 done += 1
@@ -252,7 +255,7 @@ def writers(bench: Bench, n_pairs: int, rng: random.Random) -> Counts:
         with place(bench.base) as folder:
             first = bench.start(name, folder / "out")
             time.sleep(rng.uniform(0, bench.seconds[name]))
-            codes = [_finish(bench.start(name, folder / "out")), _finish(first)]
+            codes = [finish(bench.start(name, folder / "out")), finish(first)]
             counts.outcomes[f"exit codes {sorted(codes)}"] += 1
             wrong = bench.settled(name, folder)
             if any(code not in (0, 1) for code in codes):
@@ -322,7 +325,7 @@ def full_disk(bench: Bench, n_runs: int, rng: random.Random) -> Counts:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
         with place(bench.base) as folder:
-            code, text = _finish(bench.start(name, folder / "out", small)), bench.said()
+            code, text = finish(bench.start(name, folder / "out", small)), bench.said()
             wrong = ""
             if code not in (0, 1) or "Traceback" in text:
                 wrong = f"limit {limit}: exit code {code}: {text[-300:]}"

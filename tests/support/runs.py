@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import socket
+import subprocess
+import sys
 
 from loopq.calibrate.collect import Collection
 from loopq.calibrate.select import select
@@ -45,3 +49,24 @@ def damaged(folder, change, copy):
     shutil.copytree(folder, copy)
     change(copy)
     return copy
+
+
+def in_ranks(command, world):
+    """Run a command line in several processes as torchrun does; return exit code and output of each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(world):
+        own = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "loopq", *command.split()],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **{key: str(value) for key, value in own.items()}},
+            )
+        )
+    said = [process.communicate(timeout=300)[0] for process in started]
+    return [(process.returncode, text) for process, text in zip(started, said, strict=True)]

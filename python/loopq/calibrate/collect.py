@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import loopq._native as native
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.dump import (
     MANIFEST,
     DumpFile,
@@ -19,13 +18,12 @@ from loopq.calibrate.dump import (
     Manifest,
     MetricFile,
     Rows,
-    accumulator_from,
-    accumulator_parts,
     rows_to_raw,
     write_accumulator,
     write_gradient_sums,
 )
 from loopq.calibrate.hooks import InputKey, Observer, input_key
+from loopq.calibrate.parts import Parts
 from loopq.calibrate.select import Selection
 from loopq.checkpoint.files import (
     RawTensor,
@@ -36,12 +34,12 @@ from loopq.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.model_files import model_tensors, raw, to_torch, write_files
+from loopq.checkpoint.model_files import model_tensors, write_files
 from loopq.checkpoint.schema import Count, Sha256, checked
-from loopq.errors import CalibrationError, ConfigError, DumpError
-from loopq.execution import SNAPSHOT_SECONDS, Execution
+from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
+from loopq.execution import POLL, SNAPSHOT_SECONDS, Execution, Ranks
 from loopq.journal import Journal, fingerprint
-from loopq.progress import Progress
+from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.table import size
 
@@ -92,7 +90,13 @@ class Collection:
     @property
     def n_batches(self) -> int:
         """Batches of one run over the calibration set."""
-        return len(self.tokens.plan(self.execution.batch_size))
+        return len(self.batch_tokens)
+
+    @property
+    def batch_tokens(self) -> list[int]:
+        """Tokens of each batch."""
+        plan = self.tokens.plan(self.execution.batch_size)
+        return [sum(self.tokens.sequences[prompt].size for prompt in batch) for batch in plan]
 
 
 def _digest(tensor: RawTensor) -> str:
@@ -128,11 +132,12 @@ def run_rollouts(
     sink: Callable[[str, int, Tensor], None],
     *,
     only: Sequence[str] | None = None,
-    skip: int = 0,
+    wanted: Callable[[int], bool] = lambda number: True,
+    first: int = 0,
     label: str = "collect",
     progress: Progress | None = None,
 ) -> Generator[int, None, None]:
-    """Run every batch and hand the rows of each input group to a sink; yield each batch's number when done.
+    """Run batches and hand the rows of each input group to a sink; yield each batch's number when done.
 
     Parameters
     ----------
@@ -142,39 +147,29 @@ def run_rollouts(
         Called with input group, step and rows, Tensor (n_rows, in_features), in the order of the calls.
     only : sequence of str, optional
         Input groups to observe; all when absent.
-    skip : int
-        Batches that are done already.
+    wanted : callable
+        Asked of each batch when its turn comes.
+    first : int
+        Batch to begin with; those before it come last.
     label : str
         Name of the stage.
     progress : Progress, optional
         Told of every prompt; the job's own when absent.
     """
     progress = progress or job.execution.progress
-    wanted = set(only) if only is not None else None
-    parameters = [
-        p for p in job.selection.observed if wanted is None or job.selection.input_groups[p.name] in wanted
-    ]
+    chosen = set(job.selection.input_groups.values() if only is None else only)
+    parameters = [p for p in job.selection.observed if job.selection.input_groups[p.name] in chosen]
     batches = list(job.tokens.batches(job.execution.batch_size, job.execution.seed))
     progress.start(label, sum(len(b.prompts) for b in batches), "prompts")
     with Observer(job.system, parameters, _GroupFilter(job.selection, sink)) as observer:
-        for number, batch in enumerate(batches):
-            if number >= skip:
+        for number in (*range(first, len(batches)), *range(first)):
+            batch = batches[number]
+            if wanted(number):
                 with observer.rollout(batch):
                     job.system.rollout(batch, job.selection.n_steps)
                 yield number
             progress.advance(len(batch.prompts))
     progress.stop()
-
-
-def to_native(rows: Tensor) -> Any:
-    import torch
-
-    host = rows.detach().to("cpu").contiguous()
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view("uint16")
-    if host.dtype not in (torch.float32, torch.float16):
-        host = host.float()
-    return host.numpy()
 
 
 class HessianSet:
@@ -261,17 +256,56 @@ class HessianSet:
         label : str
             Name of the stage.
         """
-        parts = _Parts(self, input_groups, work)
-        done = parts.resume()
-        if done:
-            self.job.execution.progress.note(f"resumed after batch {done}")
-        saved = time.monotonic()
-        for number in run_rollouts(self.job, parts.add, only=input_groups, skip=done, label=label):
-            last = number + 1 == self.job.n_batches
-            if work and (last or time.monotonic() - saved >= SNAPSHOT_SECONDS):
-                parts.save(number + 1)
-                saved = time.monotonic()
+        parts = Parts(self, input_groups, work)
+        if parts.covered():
+            done = f"{len(parts.covered())} of {self.job.n_batches} batches"
+            self.job.execution.progress.note(f"resumed: {done} are there")
+        if len(parts.covered()) < self.job.n_batches:
+            self._run(parts, input_groups, label, self.job.execution.progress)
         self.accumulators.update(parts.finish())
+
+    def share_pass(
+        self, input_groups: Sequence[str], work: Path, share: tuple[int, int], ended: Callable[[], bool]
+    ) -> None:
+        """Run what no other process has claimed of a pass, until all its batches are saved in `work`.
+
+        Parameters
+        ----------
+        input_groups, work
+            As of `run_pass`, which adds up what is there afterwards.
+        share : (int, int)
+            Number of this process, from 0, and of all: neighbours begin at other batches.
+        ended : callable
+            Whether others have ended the whole work and taken `work` away.
+        """
+        first = self.job.n_batches * share[0] // share[1]
+        with Journal(work, "").claims() as claims:
+            parts = Parts(self, input_groups, work, claims, ended)
+            progress = self.job.execution.progress
+            while len(parts.covered()) < self.job.n_batches and not ended():
+                self._run(parts, input_groups, "collect", progress, first)
+                time.sleep(POLL)
+                # What is looked for from now on is whether others are gone.
+                progress = Silent()
+
+    def _run(
+        self, parts: Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
+    ) -> None:
+        """Run the batches that a pass wants, and save them now and then."""
+        saved = time.monotonic()
+        for _ in run_rollouts(
+            self.job,
+            parts.add,
+            only=input_groups,
+            wanted=parts.begin,
+            first=first,
+            label=label,
+            progress=progress,
+        ):
+            if time.monotonic() - saved >= SNAPSHOT_SECONDS:
+                parts.save()
+                saved = time.monotonic()
+        parts.save()
 
     def empty(self, input_group: str) -> native.HessianAccumulator:
         """Return a new accumulator for an input group."""
@@ -298,111 +332,6 @@ class _ShardJournal:
 @dataclass(frozen=True)
 class _Claim:
     key: str
-
-
-class _Parts:
-    """The accumulators of one pass, saved part by part so that a kill loses little.
-
-    A block of rows is cut from row 0 of its step on, wherever calls and parts end. So a part is given whole blocks
-    only, and the rows of the block that is still open are saved beside it. Parts are integer sums: added up at the
-    end they are the bits of a run without a stop.
-    """
-
-    def __init__(self, owner: HessianSet, input_groups: Sequence[str], work: Path | None) -> None:
-        self._owner = owner
-        self._input_groups = list(input_groups)
-        self._chosen = {input_group: set(owner.steps[input_group]) for input_group in input_groups}
-        key = owner.job.fingerprint(self._input_groups, owner.steps, owner.per_step) if work else ""
-        self._journal = Journal(work, key)
-        self._n_parts = 0
-        self._accs = {input_group: owner.empty(input_group) for input_group in input_groups}
-        self._open: dict[tuple[str, int], Tensor] = {}
-        self._device: dict[str, DeviceSums] = {}
-        self._rows: dict[str, dict[int, int]] = {
-            input_group: dict.fromkeys(owner.steps[input_group], 0) for input_group in input_groups
-        }
-
-    def add(self, input_group: str, step: int, rows: Tensor) -> None:
-        """Take the rows of one invocation."""
-        import torch
-
-        if step not in self._chosen[input_group]:
-            return
-        self._rows[input_group][step] += rows.shape[0]
-        waiting = self._open.pop((input_group, step), None)
-        rows = rows if waiting is None else torch.cat([waiting, rows])
-        whole = rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
-        if whole:
-            self._take(input_group, step, rows[:whole])
-        if whole < rows.shape[0]:
-            self._open[input_group, step] = rows[whole:].clone()
-
-    def _take(self, input_group: str, step: int, rows: Tensor) -> None:
-        if rows.device.type == "cpu":
-            self._accs[input_group].update(step, to_native(rows))
-            return
-        if input_group not in self._device:
-            dim = rows.shape[1]
-            self._device[input_group] = DeviceSums(dim, per_step=self._owner.per_step)
-        self._device[input_group].add(step, rows)
-
-    def save(self, batches: int) -> None:
-        """Save what was added since the last part: each sum, then the rows of the open blocks, which make it count."""
-        for i, input_group in enumerate(self._input_groups):
-            if input_group in self._device:
-                self._device[input_group].move(self._accs[input_group])
-            self._accs[input_group].finish()
-            arrays, state = accumulator_parts(self._accs[input_group])
-            self._journal.save(f"part-{self._n_parts}-{i}", arrays, state=state)
-            self._accs[input_group] = self._owner.empty(input_group)
-        waiting = {f"{input_group}/{step}": raw(rows) for (input_group, step), rows in self._open.items()}
-        self._journal.save(f"part-{self._n_parts}", waiting, batches=batches, rows=self._rows)
-        self._n_parts += 1
-
-    def resume(self) -> int:
-        """Take over parts of the same work, if there are any; return the batches that are done."""
-        batches = 0
-        while (part := self._journal.find(f"part-{self._n_parts}")) is not None:
-            self._n_parts += 1
-            batches = int(part.facts["batches"])
-            self._rows = {k: {int(t): n for t, n in v.items()} for k, v in part.facts["rows"].items()}
-            self._open.clear()
-            for name, tensor in part.tensors.items():
-                input_group, _, step = name.rpartition("/")
-                self._open[input_group, int(step)] = to_torch(tensor).to(self._owner.job.system.device)
-        return batches
-
-    def finish(self) -> dict[str, native.HessianAccumulator]:
-        """Close the open blocks and add the parts up.
-
-        Raises
-        ------
-        CalibrationError
-            The sums hold other rows than the rollouts gave.
-        """
-        for (input_group, step), rows in self._open.items():
-            self._take(input_group, step, rows)
-        for input_group, sums in self._device.items():
-            sums.move(self._accs[input_group])
-        for i, input_group in enumerate(self._input_groups):
-            self._accs[input_group].finish()
-            for number in range(self._n_parts):
-                part = self._journal.find(f"part-{number}-{i}")
-                if part is None:
-                    raise CalibrationError(
-                        f"{self._journal.folder}: part {number} was removed or altered; start anew"
-                    )
-                where = str(self._journal.folder)
-                self._accs[input_group].merge(accumulator_from(part.tensors, part.facts["state"], where))
-        for input_group, steps in self._rows.items():
-            for step, n_rows in steps.items():
-                if self._accs[input_group].n_rows(step) != n_rows:
-                    raise CalibrationError(
-                        f"layer {input_group}, step {step}: {self._accs[input_group].n_rows(step)} rows were summed, "
-                        f"the rollouts gave {n_rows}: the saved sums are of another run; remove "
-                        f"{self._journal.folder} and start anew"
-                    )
-        return self._accs
 
 
 def collect_rows(
@@ -453,7 +382,7 @@ def collect_rows(
     def sink(input_group: str, step: int, rows: Tensor) -> None:
         buffer.setdefault(f"{input_group}/{step}", []).append(rows.detach().clone())
 
-    for number in run_rollouts(job, sink, skip=done * shard_batches):
+    for number in run_rollouts(job, sink, wanted=lambda number: number >= done * shard_batches):
         if (number + 1) % shard_batches == 0 or number + 1 == job.n_batches:
             index = number // shard_batches
             _write_shard(out, index, (index * shard_batches, number + 1), buffer, ROW_TYPES[kind])
@@ -493,6 +422,11 @@ def _finish(out: Path) -> Manifest:
     shutil.rmtree(out / "work", ignore_errors=True)
     (out / _CLAIM).unlink(missing_ok=True)
     return Manifest.read(out)
+
+
+def collected(out: Path) -> bool:
+    """Whether there is a dump, with nothing left to clear up behind it."""
+    return (out / MANIFEST).exists() and not (out / _CLAIM).exists()
 
 
 def _finished_shards(out: Path) -> int:
@@ -610,12 +544,15 @@ def collect_hessians(
     sums = HessianSet(job, wanted, per_step=per_step)
     counts = (gradients.n_prompts, gradients.n_draws) if gradients else ()
     key = job.fingerprint(wanted, per_step, *counts)
-    if _begin(out, key):
+    ranks = job.execution.ranks
+    first = ranks is None or ranks.rank == 0
+    late = first and _begin(out, key)
+    if first:
+        write_json(out / _CLAIM, {"key": key})
+    if ranks is not None:
+        ranks.meet(key)
+    if late:
         return _finish(out)
-    write_json(out / _CLAIM, {"key": key})
-    files: list[DumpFile] = []
-    metrics: list[MetricFile] = []
-    rows: Rows = {}
     passes = sums.passes()
     held = max(
         (sum(sums.n_bytes(input_group) for input_group in input_groups) for input_groups in passes), default=0
@@ -623,10 +560,46 @@ def collect_hessians(
     job.execution.progress.note(
         f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
     )
+    if ranks is None:
+        return _sum_up(sums, passes, out, gradients)
+    return _as_rank(ranks, sums, passes, out, gradients)
+
+
+def _as_rank(
+    ranks: Ranks, sums: HessianSet, passes: Sequence[Sequence[str]], out: Path, gradients: Gradients | None
+) -> Manifest:
+    """Take part in a collection until there is a dump, whoever puts it together."""
+    try:
+        (out / "work").mkdir(exist_ok=True)
+        with Journal(out / "work", "").claims() as claims:
+            for number, input_groups in enumerate(passes):
+                work = out / "work" / str(number)
+                sums.share_pass(input_groups, work, (ranks.rank, ranks.world), (out / MANIFEST).exists)
+            while not (out / MANIFEST).exists():
+                if claims.take(""):
+                    return _sum_up(sums, passes, out, gradients)
+                time.sleep(POLL)
+    except LoopqError as error:
+        # Who puts the dump together takes the folder of work away.
+        if not (out / MANIFEST).exists():
+            raise type(error)(f"rank {ranks.rank} of {ranks.world}: {error}") from error
+    # One that was slow has made it anew.
+    shutil.rmtree(out / "work", ignore_errors=True)
+    return Manifest.read(out)
+
+
+def _sum_up(
+    sums: HessianSet, passes: Sequence[Sequence[str]], out: Path, gradients: Gradients | None
+) -> Manifest:
+    """Collect what is not collected yet, pass by pass, and write the dump."""
+    files: list[DumpFile] = []
+    metrics: list[MetricFile] = []
+    rows: Rows = {}
     for number, input_groups in enumerate(passes):
         work = out / "work" / str(number)
         sums.run_pass(input_groups, work=work)
         if gradients:
+            counts = (gradients.n_prompts, gradients.n_draws)
             for name, found in gradients.collect(sums, input_groups, work / "metric").items():
                 file = f"metrics/{len(metrics):03d}.safetensors"
                 digest = write_gradient_sums(out / file, found)
@@ -634,7 +607,7 @@ def collect_hessians(
         for input_group in input_groups:
             file = f"hessians/{len(files):03d}.safetensors"
             digest = write_accumulator(out / file, sums.accumulators[input_group])
-            files.append(DumpFile(file, digest, (out / file).stat().st_size, input_group, per_step))
+            files.append(DumpFile(file, digest, (out / file).stat().st_size, input_group, sums.per_step))
             rows[input_group] = sums.rows(input_group)
             sums.drop(input_group)
-    return _write_manifest(job, out, "hessian", "", rows, files, metrics)
+    return _write_manifest(sums.job, out, "hessian", "", rows, files, metrics)

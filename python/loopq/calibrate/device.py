@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import loopq._native as native
 
@@ -61,3 +61,15 @@ class DeviceSums:
             acc.add_products(sorted(self._rows[key].items()), total.cpu().numpy())
         self._sums.clear()
         self._rows.clear()
+
+
+def to_native(rows: Tensor) -> Any:
+    """Copy rows to an array that the core reads; bfloat16 as its bits."""
+    import torch
+
+    host = rows.detach().to("cpu").contiguous()
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view("uint16")
+    if host.dtype not in (torch.float32, torch.float16):
+        host = host.float()
+    return host.numpy()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import loopq._native as native
-from loopq.calibrate.collect import Collection, run_rollouts, to_native
+from loopq.calibrate.collect import Collection, run_rollouts
+from loopq.calibrate.device import to_native
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.calibrate.collect import Collection, run_rollouts, to_native
+from loopq.calibrate.collect import Collection, run_rollouts
+from loopq.calibrate.device import to_native
 from loopq.errors import CalibrationError
 from loopq.progress import Silent
 from loopq.systems.base import SharedParameter

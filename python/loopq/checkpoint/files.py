@@ -220,14 +220,15 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove what killed processes of this machine were writing in a folder, for files and folders of this name."""
     for path in folder.glob(f".{glob.escape(name) if name != '*' else name}.*{_HOST}-*"):
         writer = re.fullmatch(rf".*\.{_HOST}-([0-9]{{1,9}})-[0-9a-f]{{8}}\.(tmp|partial)", path.name)
-        if writer is None or _runs(int(writer[1])):
+        if writer is None or runs(int(writer[1])):
             continue
         if writer[2] == "tmp":
             path.unlink(missing_ok=True)
         _clear(path)
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
+    """Whether a process of this machine runs."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -246,7 +247,8 @@ def own_folder(folder: Path, error: type[LoopqError] = CheckpointError) -> Path:
         Of the class given: something that loopq did not make stands there.
     """
     marker = folder / _MARKER
-    if folder.is_symlink() or (folder.exists() and not marker.is_file() and any(folder.glob("*"))):
+    # In this order: another process may make the same folder just now, the marker first.
+    if folder.is_symlink() or (any(folder.glob("*")) and not marker.is_file()):
         raise error(f"{folder}: stands where intermediate work goes and was not made by loopq; move it away")
     try:
         folder.mkdir(parents=True, exist_ok=True)

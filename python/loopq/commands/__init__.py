@@ -28,6 +28,8 @@ class Command:
         Examples, printed below the options.
     keeps : callable
         Where an interrupted run of these options keeps what is done, or None where it keeps nothing.
+    together : bool
+        Whether processes that torchrun started divide the work.
     """
 
     help: str
@@ -36,6 +38,7 @@ class Command:
     order: int
     epilog: str = ""
     keeps: Callable[[argparse.Namespace], Path | None] = lambda args: None
+    together: bool = False
 
 
 COMMANDS: Registry[Command] = Registry("command", "loopq.commands")

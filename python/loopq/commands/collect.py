@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from loopq.commands import COMMANDS, Command
@@ -13,12 +14,13 @@ from loopq.commands.options import (
     add_text,
     execution,
     load,
+    ranks_of_environment,
     take,
     whole,
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
-from loopq.progress import Line
+from loopq.execution import Ranks
 from loopq.run.config import PRESETS
 
 
@@ -64,6 +66,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="batches of one file of rows (default %(default)s)",
     ).rare = True  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--rank-timeout",
+        type=whole(1, 1 << 20),
+        default=600,
+        metavar="SECONDS",
+        help="what the processes of torchrun wait for each other before the work begins (default %(default)s)",
+    ).rare = True  # type: ignore[attr-defined]
     add_text(parser, "calibration")
     add_source(parser)
     add_patterns(
@@ -84,10 +93,14 @@ def run(args: argparse.Namespace) -> int:
     from loopq.run.dumped import MetricOfDump
     from loopq.steps import parse_steps
 
-    _check(args)
+    ranks, shown = ranks_of_environment()
+    _check(args, ranks)
     loaded = load(args)
-    with Line() as progress:
-        how = execution(args, progress=progress)
+    with shown as progress:
+        how = dataclasses.replace(
+            execution(args, progress=progress),
+            ranks=ranks and dataclasses.replace(ranks, timeout=float(args.rank_timeout)),
+        )
         tokens = calibration_tokens(loaded, args.calibration, take(args))
         selection = select(
             loaded.system,
@@ -113,13 +126,18 @@ def run(args: argparse.Namespace) -> int:
             manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)
-    print_dump(manifest)
-    print(f"written to {out}")
+    if ranks is None or ranks.rank == 0:
+        print_dump(manifest)
+        print(f"written to {out}")
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, ranks: Ranks | None) -> None:
     """Refuse options that what was chosen would not read."""
+    if ranks is not None and not args.hessian:
+        raise ConfigError(
+            f"{ranks.world} processes can divide sums, not rows: add --hessian, or start one process"
+        )
     if not args.hessian and (args.steps is not None or args.per_step):
         raise ConfigError(
             f"{'--per-step' if args.per_step else '--steps'} goes with --hessian: rows are kept of all steps"
@@ -141,5 +159,6 @@ COMMANDS.register("collect")(
         run,
         30,
         keeps=lambda args: Path(args.out),
+        together=True,
     )
 )

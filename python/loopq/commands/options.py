@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from loopq.calibrate.prompts import Take
 from loopq.checkpoint.convert import settings_of
 from loopq.checkpoint.files import nearest
 from loopq.errors import ConfigError
-from loopq.execution import Execution
+from loopq.execution import Execution, Ranks
+from loopq.progress import Line, Progress, Silent
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
@@ -308,6 +310,12 @@ def execution(args: argparse.Namespace, **more: Any) -> Execution:
     return Execution().changed(**given(args, Execution), **more)
 
 
+def ranks_of_environment() -> tuple[Ranks | None, contextlib.AbstractContextManager[Progress]]:
+    """This process among those of torchrun, and what it shows of its progress: one speaks for all."""
+    ranks = Ranks.of_environment()
+    return ranks, Line() if ranks is None or ranks.rank == 0 else contextlib.nullcontext(Silent())
+
+
 def add_text(parser: argparse.ArgumentParser, name: str) -> None:
     """Add the prompts of a command, under the option of that name."""
     title = f"{'evaluation' if name == 'text' else name} prompts"
@@ -375,4 +383,7 @@ def load_any(args: argparse.Namespace, *, quantized: bool = False) -> LoadedMode
 def loading(args: argparse.Namespace) -> dict[str, Any]:
     """Read what `add_loading` added, as options of `load_model`."""
     names = ("system", "trust_remote_code", "allow_pickle", "dtype", "device", "revision")
-    return {name: getattr(args, name) for name in names}
+    found = {name: getattr(args, name) for name in names}
+    if args.device == "cuda" and "LOCAL_RANK" in os.environ:
+        found["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+    return found

@@ -23,6 +23,7 @@ from loopq.commands.options import (
     given,
     load,
     quant_config,
+    ranks_of_environment,
     take,
 )
 from loopq.commands.output import print_checkpoint
@@ -98,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     tokens = calibration_tokens(loaded, args.calibration, take(args))
     if args.evaluate:
         text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
-    with Line() as progress:
+    ranks, shown = ranks_of_environment()
+    with shown as progress:
         result = loopq.quantize(
             loaded,
             tokens,
@@ -107,8 +109,11 @@ def run(args: argparse.Namespace) -> int:
             n_steps=args.n_steps,
             write=None if native else write,
             progress=progress,
+            ranks=ranks,
             **given(args, Execution),
         )
+    if ranks is not None and ranks.rank > 0:
+        return 0
     print_checkpoint(result, str(out) if native else None)
     print("".join(f"{line}\n" for found in exported for line in found.lines()), end="")
     if args.evaluate:
@@ -174,5 +179,6 @@ COMMANDS.register("quantize")(
         10,
         epilog=_EXAMPLES,
         keeps=lambda args: work_folder(args.out),
+        together=True,
     )
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 import loopq
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_execution, add_quantizer, execution, quant_config
+from loopq.commands.options import add_execution, add_quantizer, execution, group_of, quant_config
 from loopq.commands.output import print_checkpoint
+from loopq.execution import Ranks
 from loopq.progress import Line
 from loopq.run.result import work_folder
 
@@ -16,21 +18,55 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("dump", metavar="DUMP", help="dump of `loopq collect` or `loopq merge`")
     parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
+    several = group_of(parser, "several processes or machines").add_mutually_exclusive_group()
+    several.add_argument(
+        "--worker",
+        action="store_true",
+        help="one of any number of processes, on any machines, that solve this dump into this folder: layers that "
+        "nobody has claimed, until all are there",
+    )
+    several.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="K/N",
+        help="the K-th of N parts of the layers, from 1, without waiting for the others: for job arrays",
+    )
     add_quantizer(parser, model=False)
     add_execution(parser, only=("threads",))
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: give K/N, as in 3/20")
+    return int(found[1]), int(found[2])
 
 
 def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
     config = quant_config(args)
+    # Processes that torchrun started are workers.
+    worker = args.worker or args.shard is not None or Ranks.of_environment() is not None
     with Line() as progress:
-        result = loopq.solve(
-            args.dump, config, out=args.out, threads=execution(args).threads, progress=progress
-        )
-    print_checkpoint(result, args.out)
+        how = {"threads": execution(args).threads, "progress": progress}
+        if worker:
+            result = loopq.solve_together(args.dump, config, out=args.out, shard=args.shard, **how)
+        else:
+            result = loopq.solve(args.dump, config, out=args.out, **how)
+    if result is None:
+        print(f"the layers of this shard are solved; the one that ends last writes {args.out}")
+    else:
+        print_checkpoint(result, args.out)
     return 0
 
 
 COMMANDS.register("solve")(
-    Command("quantize from a dump; needs no torch", add, run, 32, keeps=lambda args: work_folder(args.out))
+    Command(
+        "quantize from a dump; needs no torch",
+        add,
+        run,
+        32,
+        keeps=lambda args: work_folder(args.out),
+        together=True,
+    )
 )

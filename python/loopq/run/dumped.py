@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from loopq.calibrate.collect import Collection, HessianSet
+from loopq.calibrate.collect import Collection, HessianSet, collect_hessians, collected
 from loopq.calibrate.dump import Dump, GradientSums
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import collect_metrics
@@ -16,6 +17,9 @@ from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import plan
+
+if TYPE_CHECKING:
+    from loopq.run.engine import Run
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,37 @@ class MetricOfDump:
             sums, job.system, job.tokens, tasks, job.selection.n_steps, job.execution, Journal(work, key)
         )
         return {name: GradientSums(m.left, m.right) for name, m in found.items()}
+
+
+def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
+    """Refuse settings that run the model once more after the Hessians are collected.
+
+    Raises
+    ------
+    ConfigError
+        The message says what `who` cannot do, and what to do instead.
+    """
+    if config.inputs.name != "open":
+        raise ConfigError(
+            f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
+        )
+    if config.allocate is not None or config.tune is not None:
+        raise ConfigError(f"allocate and tune run the model, which {who} cannot: {instead}")
+
+
+def collect_dump(run: Run, out: Path) -> None:
+    """Collect what a run needs to be solved from a dump; one that is there already is taken."""
+    if collected(out):
+        return
+    tasks = [t for t in run.tasks if t.input_group]
+    steps = sorted({step for t in tasks for step in t.steps})
+    apart = any(
+        t.step_weights != "sum" or list(t.steps) != [s for s in steps if s < t.parameter.invocations]
+        for t in tasks
+    )
+    asked = {t.gradients for t in tasks if t.gradients}
+    gradients = MetricOfDump.of(run.job, *asked.pop()) if asked else None
+    collect_hessians(run.job, out, steps=steps, per_step=apart, gradients=gradients)
 
 
 def settings_of(dump: Dump, config: QuantConfig) -> QuantConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,11 @@ from loopq.calibrate.select import treat
 from loopq.checkpoint.files import check_new, is_own
 from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.weights import ModelWeights
-from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.journal import Journal, fingerprint
+from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
-from loopq.run.dumped import metrics_of, settings_of
+from loopq.run.dumped import metrics_of, refuse_rollouts, settings_of
 from loopq.run.plan import plan
 from loopq.run.solver import Solver
 
@@ -55,32 +56,53 @@ def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpo
     return _assemble(layers, run.weights, settings, dict(run.job.side_files))
 
 
-def solve_dump(folder: Path, config: QuantConfig, execution: Execution) -> Checkpoint:
-    """Quantize from a dump; see `loopq.solve`."""
-    if config.inputs.name != "open":
-        raise ConfigError(
-            f"inputs {config.inputs.name!r} run the model between layers, which a dump cannot: use `quantize`"
-        )
-    if config.allocate is not None or config.tune is not None:
-        raise ConfigError("allocate and tune run the model, which a dump cannot: use `quantize`")
-    dump = Dump(folder, threads=execution.threads)
-    manifest = dump.manifest
-    # What a dump was told to leave out it did not observe; include cannot bring it back.
-    config = settings_of(dump, config)
-    tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.input_groups, config)
-    metrics = metrics_of(dump, tasks)
-    key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files, manifest.metrics)
-    weights = dump.weights()
-    journal = Journal(execution.folder("layers"), key)
-    layers = Solver(weights, dump, execution, config.rank_threshold, metrics, journal).run(tasks)
-    settings = {
-        "quantization": config.to_json(),
-        "system": manifest.system,
-        "n_steps": manifest.n_steps,
-        "seed": manifest.seed,
-        "calibration": manifest.calibration,
-    }
-    return _assemble(layers, weights, settings, dump.side_files())
+@dataclass(frozen=True)
+class DumpRun:
+    """A quantization from a dump; see `loopq.solve`.
+
+    Parameters
+    ----------
+    dump : Dump
+        The dump.
+    tasks : list of Task
+        Layers to quantize.
+    solver : Solver
+        What solves them.
+    settings : dict
+        What is recorded of the run.
+    """
+
+    dump: Dump
+    tasks: list[Task]
+    solver: Solver
+    settings: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path, config: QuantConfig, execution: Execution) -> DumpRun:
+        """Open a dump and plan what is done with it."""
+        refuse_rollouts(config, "a dump", "use `quantize`")
+        dump = Dump(folder, threads=execution.threads)
+        manifest = dump.manifest
+        # What a dump was told to leave out it did not observe; include cannot bring it back.
+        config = settings_of(dump, config)
+        tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.input_groups, config)
+        metrics = metrics_of(dump, tasks)
+        key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files, manifest.metrics)
+        journal = Journal(execution.folder("layers"), key)
+        solver = Solver(dump.weights(), dump, execution, config.rank_threshold, metrics, journal)
+        settings = {
+            "quantization": config.to_json(),
+            "system": manifest.system,
+            "n_steps": manifest.n_steps,
+            "seed": manifest.seed,
+            "calibration": manifest.calibration,
+        }
+        return cls(dump, tasks, solver, settings)
+
+    def checkpoint(self) -> Checkpoint:
+        """Solve what is not solved yet, and put all layers and the rest of the model together."""
+        layers = self.solver.run(self.tasks)
+        return _assemble(layers, self.solver.weights, self.settings, self.dump.side_files())
 
 
 def _assemble(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +13,16 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.hessians import Hessians
 from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.lock import Claims
 from loopq.checkpoint.schema import checked
 from loopq.checkpoint.weights import ModelWeights
 from loopq.errors import CheckpointError
-from loopq.execution import Execution
+from loopq.execution import POLL, Execution
 from loopq.journal import Journal
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import MetricKey, Task
-from loopq.run.plan import rounding_like
+from loopq.run.plan import rounding_like, solve_work
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
 
 
@@ -57,16 +59,74 @@ class Solver:
         progress.start("solve", len(tasks), "layers")
         solved: dict[str, QuantizedLayer] = {}
         for group in _groups(tasks):
-            shared = _Shared()
-            for task in group:
-                layer = saved_layer(self.journal, task.name)
-                if layer is None:
-                    layer = self._solve(task, shared)
+            for layer, new in self._each(group):
+                if new:
                     save_layer(self.journal, layer)
-                solved[task.name] = layer
+                solved[layer.name] = layer
                 progress.advance()
         progress.stop()
         return {t.name: solved[t.name] for t in tasks}
+
+    def share(
+        self, tasks: Sequence[Task], claims: Claims, shard: tuple[int, int] | None, ended: Callable[[], bool]
+    ) -> bool:
+        """Solve layers that no other process has claimed, as long as there are any; `run` finds them in the journal.
+
+        Parameters
+        ----------
+        tasks : sequence of Task
+            All tasks. Those that share an input are claimed together; the largest come first.
+        claims : Claims
+            Claims on pieces of the journal.
+        shard : (int, int) or None
+            K of N, from 1: take every N-th piece alone, and wait for no other.
+        ended : callable
+            Whether another process has put all layers together.
+
+        Returns
+        -------
+        bool
+            Whether all layers are there and this process is the one that puts them together.
+        """
+        groups = sorted(_groups(tasks), key=solve_work, reverse=True)
+        own = groups if shard is None else groups[shard[0] - 1 :: shard[1]]
+        progress, told = self.execution.progress, 0
+        progress.start("solve", len(tasks), "layers")
+        last = False
+        while not (last or ended()):
+            busy = any(self._claimed(group, claims) for group in own)
+            there = sum(self.journal.has(t.name) for t in tasks)
+            progress.advance(there - told)
+            told = there
+            last = there == len(tasks) and claims.take("")
+            if shard and not last and all(self.journal.has(t.name) for group in own for t in group):
+                break
+            if not (busy or last):
+                time.sleep(POLL)
+        progress.stop()
+        return last
+
+    def _claimed(self, group: Sequence[Task], claims: Claims) -> bool:
+        """Whether a group had layers to solve that nobody had claimed; they are solved then."""
+        name = group[0].name
+        if all(self.journal.has(t.name) for t in group) or not claims.take(name):
+            return False
+        ours = True
+        for layer, new in self._each(group):
+            ours = claims.holds(name)
+            if not ours:
+                break
+            if new:
+                save_layer(self.journal, layer)
+        claims.release(name, done=ours)
+        return True
+
+    def _each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:
+        """The layers of one group, and whether they were solved just now or saved before."""
+        shared = _Shared()
+        for task in tasks:
+            layer = saved_layer(self.journal, task.name)
+            yield (self._solve(task, shared), True) if layer is None else (layer, False)
 
     def _solve(self, task: Task, shared: _Shared) -> QuantizedLayer:
         threads = self.execution.threads

@@ -1,0 +1,272 @@
+"""Sums of one run over the calibration set in parts: saved now and then, by one process or by several."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import loopq._native as native
+from loopq.calibrate.device import DeviceSums, to_native
+from loopq.calibrate.dump import Rows, accumulator_from, accumulator_parts
+from loopq.checkpoint.lock import Claims
+from loopq.checkpoint.model_files import raw, to_torch
+from loopq.checkpoint.schema import checked
+from loopq.errors import CalibrationError
+from loopq.journal import Journal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.calibrate.collect import HessianSet
+
+
+@dataclass
+class Range:
+    """Consecutive batches: the first, the one after the last; rows before them and of them, by input and step."""
+
+    first: int
+    end: int
+    before: Rows
+    rows: Rows
+
+
+class Parts:
+    """The accumulators of one pass, saved part by part so that a kill loses little.
+
+    A block of rows is cut at every 512th row of its step, counted over all batches, wherever calls and parts begin and
+    end. So a part sums up the whole blocks of its batches; rows at either end of a range of batches, whose block has
+    rows elsewhere, are saved beside them. Added up at the end they are the bits of a run without a stop, whichever
+    batches each part has and whichever process wrote it.
+
+    With claims, only batches that no other process has claimed are begun. Should one be in two parts all the same,
+    because its owner overslept, one of the parts does not count.
+    """
+
+    def __init__(
+        self,
+        owner: HessianSet,
+        input_groups: Sequence[str],
+        work: Path | None,
+        claims: Claims | None = None,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._owner = owner
+        self._input_groups = list(input_groups)
+        self._claims, self._ended = claims, ended
+        key = owner.job.fingerprint("ranges", self._input_groups, owner.steps, owner.per_step) if work else ""
+        self._journal = Journal(work, key)
+        #: Tokens before each batch, and of all.
+        self._tokens = [0, *itertools.accumulate(owner.job.batch_tokens)]
+        self._known: dict[str, list[Range]] = {}
+        self._counted: list[str] = []
+        self._device: dict[str, DeviceSums] = {}
+        self._open: dict[tuple[str, int], tuple[int, Tensor]] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ranges: list[Range] = []
+        self._accs = {input_group: self._owner.empty(input_group) for input_group in self._input_groups}
+        #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
+        self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
+
+    def covered(self) -> set[int]:
+        """Batches that are saved, by this or another process."""
+        for name in set(self._journal.names("part-")) - set(self._known):
+            if (piece := self._journal.find(name)) is not None:
+                self._known[name] = [checked(Range, r, name, CalibrationError) for r in piece.facts["ranges"]]
+        found: set[int] = set()
+        self._counted = []
+        for name in sorted(self._known, key=lambda n: (-len(_batches(self._known[n])), n)):
+            batches = _batches(self._known[name])
+            if not found & batches:
+                found |= batches
+                self._counted.append(name)
+        return found
+
+    def begin(self, number: int) -> bool:
+        """Whether a batch is to be run, and by this process; its rows come next."""
+        if number in self.covered() or self._ended():
+            return False
+        if self._claims is not None:
+            if not self._claims.take(str(number)):
+                return False
+            # It may have been saved between the two looks.
+            if number in self.covered():
+                self._claims.release(str(number))
+                return False
+        if self._ranges and self._ranges[-1].end == number:
+            self._ranges[-1].end += 1
+        else:
+            self._close()
+            self._ranges.append(Range(number, number + 1, self._before(number), self._nothing()))
+        return True
+
+    def _before(self, number: int) -> Rows:
+        """Rows before a batch: counted where all those batches are known, else one for each token."""
+        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
+        known = [r for r in ranges if r.first < number]
+        counted = _batches(known) == set(range(number))
+        return {
+            k: {t: sum(r.rows[k][t] for r in known) if counted else self._tokens[number] for t in steps}
+            for k, steps in self._nothing().items()
+        }
+
+    def add(self, input_group: str, step: int, rows: Tensor) -> None:
+        """Take the rows of one invocation."""
+        import torch
+
+        if step not in self._ranges[-1].rows[input_group]:
+            return
+        last = self._ranges[-1]
+        tokens = self._tokens[last.end] - self._tokens[last.end - 1]
+        if self._claims is not None and rows.shape[0] != tokens:
+            raise CalibrationError(
+                f"layer {input_group}, step {step}, batch {last.end - 1}: {rows.shape[0]} rows of {tokens} tokens; "
+                "several processes can only divide what has one row for each token: collect with one"
+            )
+        first = last.before[input_group][step] + last.rows[input_group][step]
+        last.rows[input_group][step] += rows.shape[0]
+        if (input_group, step) in self._open:
+            first, waiting = self._open.pop((input_group, step))
+            rows = torch.cat([waiting, rows])
+        head = -first % native.BLOCK_ROWS
+        if 0 < head <= rows.shape[0]:
+            self._edges.setdefault((input_group, step), {})[first] = rows[:head].clone()
+            first, rows, head = first + head, rows[head:], 0
+        whole = 0 if head else rows.shape[0] // native.BLOCK_ROWS * native.BLOCK_ROWS
+        if whole:
+            self._take(input_group, step, rows[:whole])
+        if whole < rows.shape[0]:
+            self._open[input_group, step] = (first + whole, rows[whole:].clone())
+
+    def _take(self, input_group: str, step: int, rows: Tensor) -> None:
+        if rows.device.type == "cpu":
+            self._accs[input_group].update(step, to_native(rows))
+            return
+        if input_group not in self._device:
+            dim = rows.shape[1]
+            self._device[input_group] = DeviceSums(dim, per_step=self._owner.per_step)
+        self._device[input_group].add(step, rows)
+
+    def _close(self) -> None:
+        """End a range: rows that wait for those after them are at its edge."""
+        for key, (first, rows) in self._open.items():
+            self._edges.setdefault(key, {})[first] = rows
+        self._open.clear()
+
+    def save(self) -> None:
+        """Save what was added since the last part: sums and edges of each input, then its batches: now it counts."""
+        if self._journal.folder is None or not self._ranges:
+            return
+        self._close()
+        name = f"part-{secrets.token_hex(8)}"
+        claimed = [str(number) for number in _batches(self._ranges)]
+        # What was taken over meanwhile is done by others.
+        ours = self._claims is None or all(map(self._claims.holds, claimed))
+        if ours:
+            for i, input_group in enumerate(self._input_groups):
+                arrays, state = accumulator_parts(self._finished(input_group))
+                edges = {
+                    f"edge/{step}/{first}": raw(rows)
+                    for (k, step), found in self._edges.items()
+                    if k == input_group
+                    for first, rows in found.items()
+                }
+                self._journal.save(f"sums-{name}-{i}", arrays | edges, state=state)
+            self._journal.save(name, ranges=[vars(r) for r in self._ranges])
+        self._clear()
+        if self._claims is not None:
+            for number in claimed:
+                self._claims.release(number, done=ours)
+
+    def _finished(self, input_group: str) -> native.HessianAccumulator:
+        if input_group in self._device:
+            self._device[input_group].move(self._accs[input_group])
+        self._accs[input_group].finish()
+        return self._accs[input_group]
+
+    def finish(self) -> dict[str, native.HessianAccumulator]:
+        """Put the edges together and add the parts up.
+
+        Raises
+        ------
+        CalibrationError
+            The sums hold other rows than the rollouts gave.
+        """
+        import torch
+
+        self._close()
+        self.covered()
+        rows = self._count_rows()
+        for i, input_group in enumerate(self._input_groups):
+            total = self._saved_sums(i, input_group)
+            for step in rows[input_group]:
+                edges = self._edges.pop((input_group, step), {})
+                if edges:
+                    self._take(input_group, step, torch.cat([edges[first] for first in sorted(edges)]))
+            acc = self._finished(input_group)
+            if total is not None:
+                acc.merge(total)
+            for step, n_rows in rows[input_group].items():
+                if acc.n_rows(step) != n_rows:
+                    self._refuse(
+                        input_group, step, f"{acc.n_rows(step)} rows were summed, the rollouts gave {n_rows}"
+                    )
+        return self._accs
+
+    def _saved_sums(self, number: int, input_group: str) -> native.HessianAccumulator | None:
+        """Add up the sums of one input in all parts; the edges go to those in memory."""
+        total = None
+        for name in self._counted:
+            part = self._journal.find(f"sums-{name}-{number}")
+            if part is None:
+                raise CalibrationError(
+                    f"{self._journal.folder}: {name} was removed or altered; remove the folder and start anew"
+                )
+            arrays = dict(part.tensors)
+            for key in [k for k in arrays if k.startswith("edge/")]:
+                _, step, first = key.split("/")
+                rows = to_torch(arrays.pop(key)).to(self._owner.job.system.device)
+                self._edges.setdefault((input_group, int(step)), {})[int(first)] = rows
+            found = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
+            if total is None:
+                total = found
+            else:
+                total.merge(found)
+        return total
+
+    def _count_rows(self) -> Rows:
+        """Rows of all batches by input and step; each range must begin where those before it end."""
+        rows = self._nothing()
+        ranges = [*self._ranges, *(r for name in self._counted for r in self._known[name])]
+        for r in sorted(ranges, key=lambda r: r.first):
+            for input_group, steps in rows.items():
+                for step, n_rows in steps.items():
+                    before = r.before[input_group][step]
+                    if before != n_rows:
+                        self._refuse(
+                            input_group, step, f"{n_rows} rows before batch {r.first}, which counts {before}"
+                        )
+                    steps[step] += r.rows[input_group][step]
+        if _batches(ranges) != set(range(len(self._tokens) - 1)):
+            raise CalibrationError(
+                f"{self._journal.folder}: batches are missing; give the same command again"
+            )
+        return rows
+
+    def _nothing(self) -> Rows:
+        return {k: dict.fromkeys(self._owner.steps[k], 0) for k in self._input_groups}
+
+    def _refuse(self, input_group: str, step: int, what: str) -> NoReturn:
+        raise CalibrationError(
+            f"layer {input_group}, step {step}: {what}: the saved sums are of another run; remove "
+            f"{self._journal.folder} and start anew"
+        )
+
+
+def _batches(ranges: Sequence[Range]) -> set[int]:
+    return {number for r in ranges for number in range(r.first, r.end)}

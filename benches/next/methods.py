@@ -14,6 +14,7 @@ from benches.next.trellis import Trellis
 from benches.next.vectors import Vectors, lattice, levels
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Problem
+from loopq.quantizers.damping import Damping
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.quantizers.loop_metric import FLOOR
 from loopq.settings import setting
@@ -48,7 +49,11 @@ class _Coded(GPTQCD):
     """The loop metric, damping and asymmetric target of preset best, with another code."""
 
     factor: float
-    starts: int
+
+    @property
+    def shift_damping(self) -> Damping:
+        """Of the mean: a channel that is nearly silent must not get a target far beyond what any code reaches."""
+        return Damping(0.01, "mean")
 
     def coder(self, problem: Problem, left: Matrix) -> Coder:
         """The code for one layer."""
@@ -64,7 +69,7 @@ class _Coded(GPTQCD):
         sides = TwoSided(problem.target.astype(np.float64), left, right, group)
         steps: list[tuple[str, float]] = []
         codes, scales = solve(
-            sides, self.coder(problem, left), self.factor, self.starts, lambda *x: steps.append(x)
+            sides, self.coder(problem, left), self.factor, self.passes, lambda *x: steps.append(x)
         )
         values = (codes * scales[:, sides.groups]).astype(np.float32)
         plain: dict[str, Any] = {
@@ -89,14 +94,11 @@ class TrellisMethod(_Coded):
         Bits that a value depends on.
     factor : float
         First scales, in root mean squares of a group.
-    starts : int
-        Most starts.
     """
 
     name: ClassVar[str] = "trellis"
     state_bits: int = setting(10, at_least=3)
     factor: float = setting(1.0, at_least=0.0)
-    starts: int = setting(1, at_least=1)
 
     def coder(self, problem: Problem, left: Matrix) -> Coder:
         """The trellis for one layer."""
@@ -112,13 +114,10 @@ class VectorMethod(_Coded):
     ----------
     factor : float
         First scales, in root mean squares of a group.
-    starts : int
-        Most starts.
     """
 
     name: ClassVar[str] = "vectors"
     factor: float = setting(1.0, at_least=0.0)
-    starts: int = setting(1, at_least=1)
 
     def coder(self, problem: Problem, left: Matrix) -> Coder:
         """The table for one layer."""
@@ -135,3 +134,12 @@ class LevelMethod(VectorMethod):
     def coder(self, problem: Problem, left: Matrix) -> Coder:
         """The levels for one layer."""
         return Vectors(left, levels(problem.grid.bits))
+
+
+@QUANTIZERS.register("gptq-cd-shift")
+@dataclass(frozen=True)
+class DampedShift(GPTQCD):
+    """gptq-cd on the uniform grid with the asymmetric target of the codes: what of their gain that target is."""
+
+    name: ClassVar[str] = "gptq-cd-shift"
+    shift_damping = _Coded.shift_damping

@@ -118,8 +118,8 @@ class TwoSided:
                 kept += 1
         return kept
 
-    def refit(self, codes: Matrix) -> Matrix:
-        """The scales of least loss for given codes, all at once.
+    def refitted(self, codes: Matrix, scales: Matrix) -> Matrix:
+        """The scales of least loss for given codes, all at once; the old ones where float16 undoes the gain.
 
         With B_g the code values of group g: sum_{g'} (A * (B_g S_gg' B_g'^T)) s_g' = rowsum(B_g S_g A W) in s.
         """
@@ -130,7 +130,9 @@ class TwoSided:
         pull = self.left @ self.weight @ self.right
         wanted = np.concatenate([np.sum(a * pull, axis=1) for a in parts])
         normal += 1e-9 * np.diag(np.diag(normal)) + 1e-30 * np.eye(len(normal))
-        return stored(np.linalg.solve(normal, wanted).reshape(n, -1).T)
+        found = stored(np.linalg.solve(normal, wanted).reshape(n, -1).T)
+        fell = self.loss(codes * found[:, groups]) < self.loss(codes * scales[:, groups])
+        return found if fell else scales
 
 
 def _form(matrix: Matrix, vector: Matrix) -> float:
@@ -144,9 +146,9 @@ def stored(scales: Matrix) -> Matrix:
 
 
 def solve(
-    problem: TwoSided, coder: Coder, factor: float, rounds: int, told: Callable[[str, float], None]
+    problem: TwoSided, coder: Coder, factor: float, passes: int, told: Callable[[str, float], None]
 ) -> tuple[Matrix, Matrix]:
-    """Sweep, refit of scales and descent, then again from the scales found, as long as the loss falls.
+    """Sweep and refit of the scales, then descents, each followed by a refit.
 
     Returns
     -------
@@ -154,17 +156,12 @@ def solve(
         Code values of shape (out_features, in_features) and scales of shape (out_features, n_groups).
     """
     scales = problem.first_scales(factor)
-    best: tuple[float, Matrix, Matrix] | None = None
-    for number in range(rounds):
-        codes = problem.sweep(coder, scales)
-        told(f"{number}: swept", problem.loss(codes * scales[:, problem.groups]))
-        scales = problem.refit(codes)
+    codes = problem.sweep(coder, scales)
+    told("swept", problem.loss(codes * scales[:, problem.groups]))
+    scales = problem.refitted(codes, scales)
+    told("refitted", problem.loss(codes * scales[:, problem.groups]))
+    for _ in range(passes):
         problem.descend(coder, codes, scales)
-        scales = problem.refit(codes)
-        found = problem.loss(codes * scales[:, problem.groups])
-        told(f"{number}: settled", found)
-        if best is not None and found >= best[0]:
-            break
-        best = found, codes, scales
-    assert best is not None
-    return best[1], best[2]
+        scales = problem.refitted(codes, scales)
+        told("descended", problem.loss(codes * scales[:, problem.groups]))
+    return codes, scales

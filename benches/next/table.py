@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_RESAMPLES = 2000
+#: Models from which on a bar on the geometric mean says something.
+ENOUGH = 4
 BEST = "best"
 #: The most that a method may have of best's KL, by bits: 20 and 30 % less for corrections, 35 % less for codes.
 CORRECTION_BAR, CODE_BAR = {4: 0.8, 3: 0.7}, {3: 0.65, 2: 0.65}
@@ -84,6 +86,8 @@ def line(rows: Rows, method: str, models: list[str], bar: float | None) -> list[
         float(np.mean([r.n_bytes for r in there])),
     )
     verdict = "" if bar is None else f"{bar} {'cleared' if mean.estimate <= bar else 'missed'}"
+    if bar is not None and len(there) < ENOUGH:
+        verdict += f" on {len(there)}"
     cells = ["" if r is None else str(r) for r in ratios.values()]
     start = f"| {method} | {100 * (mean.n_bytes - 1):+.2f} % | {mean}, {len(there)} | {verdict} |"
     return [f"{start} {' | '.join(cells)} |"]

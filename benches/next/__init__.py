@@ -1,0 +1,1 @@
+"""Experiments past the uniform grid: per-step corrections, trellis codes, a table of vectors."""

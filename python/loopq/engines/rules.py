@@ -95,7 +95,7 @@ _CT = ("compressed-tensors",)
 RULES = (
     Rule(
         ("vllm",), ("gptq",), "GPTQ of 2 or 3 bits", "--format compressed-tensors, or 4 or 8 bits",
-        "vLLM 0.32: config read by its own classes, 3 bits refused (2 not tried)", _where(lambda x: x.bits < 4),
+        "vLLM 0.32 on a CPU: run, both refused when the configuration is read", _where(lambda x: x.bits < 4),
     ),
     Rule(
         ("vllm",), ("gptq",), "GPTQ of IQuest-Coder-Loop: its class does not name what it fuses",

@@ -17,9 +17,10 @@ _TEXT = [5, 9, 7, 30, 11, 12]
 _MORE = [8, 21, 4, 17]
 _SILENT = ("albert", "trm")
 _CAUSAL = {name: case for name, case in CASES.items() if case.system not in _SILENT}
-#: Classes that keep keys and values themselves.
+#: Classes, or adapters, that keep keys and values.
 _CACHED = (
     "COCONUT",
+    "IQuest",
     "looped Llama",
     "looped Qwen2, windows",
     "transformers GPT-2 COCONUT",

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benches.python.record import write
+from loopq.systems.buffers import without_weights
 
 _RAVEN = {
     "config": "raven_config_minimal.RavenConfig",
@@ -70,15 +71,14 @@ _UNITS = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "s": 1.0, "min": 60.0, "
 def make(name: str, code: Path | None, folder: Path) -> None:
     """Write the model's folder: its code, configuration, and random weights in bfloat16, file by file."""
     import torch
-    import transformers
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
-    config = _config(dict(MODELS[name]), code, folder)
-    with torch.device("meta"):
-        auto = transformers.AutoModelForCausalLM
-        model = auto.from_config(config, trust_remote_code=True, dtype=torch.bfloat16)
+    config, kind = _classes(dict(MODELS[name]), code, folder)
+    with without_weights():
+        model = kind(config) if code else kind.from_config(config)
     config.architectures = [type(model).__name__]
+    config.dtype = "bfloat16"
     config.save_pretrained(folder)
     shards: list[dict[str, torch.Size]] = [{}]
     for parameter, value in model.named_parameters():
@@ -89,18 +89,22 @@ def make(name: str, code: Path | None, folder: Path) -> None:
     index: dict[str, str] = {}
     for number, shard in enumerate(shards):
         file = f"model-{number:05d}.safetensors"
-        save_file({n: _drawn(s, generator) for n, s in shard.items()}, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(shard, file)
+        tensors = {n: _drawn(s, generator) for n, s in shard.items()}
+        if not number:
+            tensors |= {n: b.clone() for n, b in model.state_dict().items() if not b.is_meta}
+        save_file(tensors, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
     text = json.dumps({"metadata": {}, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-def _config(settings: dict[str, Any], code: Path | None, folder: Path) -> Any:
+def _classes(settings: dict[str, Any], code: Path | None, folder: Path) -> tuple[Any, Any]:
+    """A configuration and the class of the model."""
     import transformers
 
     own = {part: settings.pop(part) for part in ("config", "model") if part in settings}
     if not own:
-        return transformers.AutoConfig.for_model(**settings)
+        return transformers.AutoConfig.for_model(**settings), transformers.AutoModelForCausalLM
     files = {value.split(".")[0] + ".py" for value in own.values()}
     if code is None or not all((code / file).is_file() for file in files):
         raise SystemExit(f"--code names no folder with {', '.join(sorted(files))}")
@@ -111,7 +115,7 @@ def _config(settings: dict[str, Any], code: Path | None, folder: Path) -> Any:
     for key in LATER & set(settings):
         setattr(config, key, settings[key])
     config.auto_map = {"AutoConfig": own["config"], "AutoModelForCausalLM": own["model"]}
-    return config
+    return config, load(own["model"], str(folder))
 
 
 def _drawn(shape: Any, generator: Any) -> Any:
@@ -170,7 +174,7 @@ def main() -> None:
     parser.add_argument("--n-prompts", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--n-steps", type=int, help="the model's own when absent")
-    parser.add_argument("--memory", help="of `quantize` and `solve`")
+    parser.add_argument("--memory", help="of `quantize`")
     parser.add_argument("--preset", default="fast")
     parser.add_argument("--dump", action="store_true", help="also collect and solve")
     parser.add_argument("--record", type=Path)
@@ -185,25 +189,28 @@ def main() -> None:
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts = np.random.default_rng(0).integers(0, min(vocabulary, 30_000), (args.n_prompts, args.seq_len))
     np.save(made / "prompts.npy", prompts)
-    on_model = [str(model), *(["--trust-remote-code"] if args.code else [])]
+    on_model = ["--trust-remote-code"] if args.code else []
     on_model += ["--n-steps", str(args.n_steps)] if args.n_steps else []
     text, limit = (
         ["--calibration", str(made / "prompts.npy")],
         ["--memory", args.memory] if args.memory else [],
     )
-    commands = [["quantize", *on_model, *text, *limit, "--out", str(made / "Q"), "--preset", args.preset]]
+    commands = [
+        ["quantize", str(model), *on_model, *text, *limit, "--out", str(made / "Q"), "--preset", args.preset]
+    ]
     if args.dump:
         commands += [
-            ["collect", *on_model, *text, "--out", str(made / "D"), "--hessian"],
-            ["solve", str(made / "D"), *limit, "--out", str(made / "S"), "--preset", args.preset],
+            ["collect", str(model), *on_model, *text, "--out", str(made / "D"), "--hessian"],
+            ["solve", str(made / "D"), "--out", str(made / "S")],
         ]
     commands += [
         ["export", str(made / "Q"), "--format", "compressed-tensors", "--out", str(made / "CT")],
         [
             "evaluate",
-            *on_model,
+            str(model),
             str(made / "Q"),
-            "--evaluation",
+            *on_model,
+            "--text",
             str(made / "prompts.npy"),
             "--n-prompts",
             "2",

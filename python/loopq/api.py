@@ -120,11 +120,19 @@ def quantize(
 
 def _quantize_together(run: Run, out: Path) -> Checkpoint:
     """Collect a dump as one of several ranks, and solve it as one of as many workers."""
-    dump = own_folder(work_folder(out)) / f"dump-{run.key()[:16]}"
-    collect_dump(run, dump)
-    found = solve_together(
-        dump, run.config, out=out, threads=run.execution.threads, progress=run.execution.progress
-    )
+    work = work_folder(out)
+    dump = own_folder(work) / f"dump-{run.key()[:16]}"
+    try:
+        collect_dump(run, dump)
+        found = solve_together(
+            dump, run.config, out=out, threads=run.execution.threads, progress=run.execution.progress
+        )
+    except (LoopqError, FileNotFoundError):
+        # Ranks that were faster have written `out`, and taken away the folder of work with the dump.
+        if dump.exists() or not (out.is_dir() and any(out.iterdir())):
+            raise
+        remove_own(work)
+        found = read_any(out)
     assert found is not None
     return found
 

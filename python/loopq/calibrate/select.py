@@ -98,6 +98,7 @@ def select(
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
-    probe = Batch(torch.from_numpy(tokens.sequences[0][None]), (0,), seed)
+    # A copy: prompts of a file are read-only, which torch warns of.
+    probe = Batch(torch.from_numpy(tokens.sequences[0][None].copy()), (0,), seed)
     input_groups = find_input_groups(system, observed, probe, depth) if observed else {}
     return Selection(parameters, input_groups, depth)

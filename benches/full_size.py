@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 #: Numbers of a file.
 _SHARD = 1 << 30
 #: What `loopq quantize` announces.
-_SAID = re.compile(r"about ([0-9.]+) (KiB|MiB|GiB) at most.* and ([0-9.]+) (s|min|h)")
+_SAID = re.compile(r"about ([0-9.]+) (KiB|MiB|GiB) at most.*? and ([0-9.]+) (s|min|h)")
 _UNITS = {"KiB": 2.0**-20, "MiB": 2.0**-10, "GiB": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 

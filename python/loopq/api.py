@@ -129,12 +129,17 @@ def _quantize_together(run: Run, out: Path) -> Checkpoint:
         )
     except (LoopqError, FileNotFoundError):
         # Ranks that were faster have written `out`, and taken away the folder of work with the dump.
-        if dump.exists() or not (out.is_dir() and any(out.iterdir())):
+        if dump.exists() or not _written(out):
             raise
         remove_own(work)
         found = read_any(out)
     assert found is not None
     return found
+
+
+def _written(out: Path) -> bool:
+    """Whether another process has written a checkpoint: a folder gets its name when it is whole."""
+    return out.is_dir() and any(out.iterdir())
 
 
 def _prepared(
@@ -276,21 +281,18 @@ def solve_together(
     work = work_folder(out)
     run = DumpRun.open(Path(dump), config, dataclasses.replace(execution, work=work))
 
-    def written() -> bool:
-        return out.is_dir() and any(out.iterdir())
-
     try:
-        if not written():
+        if not _written(out):
             own_folder(work)
             with run.solver.journal.claims() as claims:
-                if run.solver.share(run.tasks, claims, shard, written):
+                if run.solver.share(run.tasks, claims, shard, lambda: _written(out)):
                     with _output(out, execution) as (_, finish):
                         finish(run.checkpoint())
     except LoopqError:
         # Others who end the work take its folder away.
-        if not written():
+        if not _written(out):
             raise
-    if not written():
+    if not _written(out):
         return None
     found = read_any(out)
     if json_bytes({name: found.settings.get(name) for name in run.settings}) != json_bytes(run.settings):

@@ -26,12 +26,6 @@ import numpy as np
 from benches.python.record import write
 from loopq.systems.buffers import without_weights
 
-_RAVEN = {
-    "config": "raven_config_minimal.RavenConfig",
-    "dtype": "bfloat16",
-    "tie_embeddings": False,
-    "qk_bias": False,
-}
 _OURO = {
     "config": "configuration_ouro.OuroConfig", "model": "modeling_ouro.OuroForCausalLM", "hidden_size": 2048,
     "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128,
@@ -47,7 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_embd": 5280, "n_heads": 55, "intermediate_size": 17920, "vocab_size": 65536, "mean_recurrence": 32,
     },
     "R-Llama-1.4B": {
-        **_RAVEN, "model": "raven_modeling_minimal_llama.RavenForCausalLM", "n_embd": 2048, "n_heads": 32,
+        "config": "raven_config_minimal.RavenConfig", "model": "raven_modeling_minimal_llama.RavenForCausalLM",
+        "tie_embeddings": False, "qk_bias": False, "n_embd": 2048, "n_heads": 32,
         "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "mean_recurrence": 32,
         "n_layers_in_prelude": 4, "n_layers_in_recurrent_block": 6, "n_layers_in_coda": 4, "rope_scaling": None,
         "rope_theta": 5e5, "max_position_embeddings": 4096,

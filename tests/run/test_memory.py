@@ -105,14 +105,17 @@ def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
 @pytest.mark.parametrize(
-    "settings", [{}, {"method": "gptq-cd", "metric": "inputs"}, {"rotation": "hadamard"}]
+    ("width", "settings"),
+    [(2048, {}), (1280, {"method": "gptq-cd", "metric": "inputs"}), (2048, {"rotation": "hadamard"})],
 )
-def test_the_peak_is_what_was_said(settings):
-    done = whole(1024, **settings)
+def test_the_peak_is_what_was_said(width, settings):
+    done = whole(width, **settings)
     assert done.returncode == 0, done.stderr
     said, found = map(json.loads, done.stdout.splitlines())
     taken = found["peak"] - said["before"]
-    assert 0.6 * said["extra"] < taken < 1.15 * said["extra"]
+    # Above is the promise. Below: twice what is needed would refuse runs that fit; libraries that keep
+    # memory between two runs, as glibc does by machine, hide some 20 MiB of what the second one takes.
+    assert 0.5 * said["extra"] < taken < 1.15 * said["extra"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")

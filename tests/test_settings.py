@@ -225,12 +225,12 @@ def test_unknown_names_and_what_would_not_be_read_are_refused():
         (
             LayerConfig.of(method="gptq"),
             {"metric": "loop"},
-            "metric goes with method gptq-cd; method gptq would not read it",
+            "metric goes with method gptq-cd or trellis; method gptq would not read it",
         ),
         (
             QuantConfig(),
             {"method": "rtn", "damping": 0.1},
-            "damping goes with method gptq or gptq-cd; method rtn would not read it",
+            "damping goes with method gptq, gptq-cd or trellis; method rtn would not read it",
         ),
         (QuantConfig(), {"alpha": 0.5}, "alpha goes with inputs asymmetric; inputs open would not read it"),
     ]:
@@ -409,12 +409,12 @@ def test_options_reach_the_settings():
 
 def test_what_would_not_be_read_is_refused_from_options_and_overrides():
     base = ["quantize", "model", "--out", "q"]
-    with pytest.raises(ConfigError, match="metric goes with method gptq-cd; method gptq would not read it"):
+    with pytest.raises(
+        ConfigError, match="metric goes with method gptq-cd or trellis; method gptq would not read it"
+    ):
         quant_config(parser().parse_args([*base, "--method", "gptq", "--metric", "loop"]))
     config = quant_config(parser().parse_args([*base, "--method", "awq", "--layer", "a*=>damping=0.1"]))
-    with pytest.raises(
-        ConfigError, match=r"override 'a\*', layer abc: damping goes with method gptq or gptq-cd"
-    ):
+    with pytest.raises(ConfigError, match=r"override 'a\*', layer abc: damping goes with method gptq"):
         config.for_layer("abc")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -12,6 +13,7 @@ import loopq
 import loopq.transformers  # registers the quantizer
 from loopq.checkpoint.convert import read_any, write_as
 from loopq.checkpoint.hf_folder import read_all_tensors
+from loopq.checkpoint.layer import Trellis
 from loopq.checkpoint.native import load_into
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
@@ -91,6 +93,22 @@ def test_logits_are_those_of_load_and_saving_keeps_the_codes(name, grid, tmp_pat
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
     for tensor_name, tensor in packed.items():
         assert saved[tensor_name].data.tobytes() == tensor.data.tobytes()
+
+
+def test_codes_on_a_trellis_are_decoded_and_saved_as_they_were(tmp_path):
+    model, config = models.tiny_llama()
+    checkpoint = models.checkpoint_of(model, config, bits=2, group_size=32)
+    for name, layer in checkpoint.layers.items():
+        checkpoint.layers[name] = dataclasses.replace(layer, trellis=Trellis(8, 512))
+    write_as(tmp_path / "q", checkpoint, "native")
+    load_into(model, checkpoint)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    torch.testing.assert_close(_logits(found), _logits(model), rtol=1e-5, atol=1e-5)
+    found.save_pretrained(tmp_path / "saved")
+    packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
+    assert {n: saved[n].data.tobytes() == t.data.tobytes() for n, t in packed.items()} == dict.fromkeys(
+        packed, True
+    )
 
 
 def test_scales_in_16_bits_stay_what_they_are_in_a_bfloat16_model(tmp_path):

@@ -1,7 +1,7 @@
 """The experiments past the uniform grid: `python -m benches.next [MODEL ...]` prints the table and writes the record.
 
 Every result is saved in `.cache/next` as soon as it is there: an interrupted run goes on. `--only`, `--grid` and
-`--draw` select a part; `--table` writes what is saved without running anything. Needs rustc for the trellis.
+`--draw` select a part; `--table` writes what is saved without running anything.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benches.next.sides import Coder, Matrix, TwoSided, solve
-from benches.next.trellis import Trellis
 from benches.next.vectors import Vectors, lattice, levels
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Problem
@@ -81,28 +80,6 @@ class _Coded(GPTQCD):
         layer = problem.layer(plain, self.name)
         fields = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
         return CodedLayer(**fields, values=values)
-
-
-@QUANTIZERS.register("trellis")
-@dataclass(frozen=True)
-class TrellisMethod(_Coded):
-    """The bitshift trellis.
-
-    Parameters
-    ----------
-    state_bits : int
-        Bits that a value depends on.
-    factor : float
-        First scales, in root mean squares of a group.
-    """
-
-    name: ClassVar[str] = "trellis"
-    state_bits: int = setting(10, at_least=3)
-    factor: float = setting(1.0, at_least=0.0)
-
-    def coder(self, problem: Problem, left: Matrix) -> Coder:
-        """The trellis for one layer."""
-        return Trellis(left, problem.grid.bits, self.state_bits)
 
 
 @QUANTIZERS.register("vectors")

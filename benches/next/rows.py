@@ -139,7 +139,7 @@ def bench_layer(bench: Bench) -> str:
 
 
 def coded(method: str, **settings: Any) -> Callable[[Bench, int], Made]:
-    """A code of `benches.next.methods` in the place of the uniform grid."""
+    """Another method in the place of `gptq-cd`: the trellis, or a code of `benches.next.methods`."""
 
     def make(bench: Bench, bits: int) -> Made:
         return bench.subject.solve(method, bits, GROUP, method=method, **settings), None
@@ -149,7 +149,7 @@ def coded(method: str, **settings: Any) -> Callable[[Bench, int], Made]:
 
 #: What each method must reach on the geometric mean over models: `benches/next/table.py`.
 BARS = {
-    **dict.fromkeys(("trellis", "trellis, descent", "trellis, 8 bits", "trellis, 12 bits"), CODE_BAR),
+    **dict.fromkeys(("trellis", "trellis, 8 bits", "trellis, 12 bits"), CODE_BAR),
     **dict.fromkeys(("E8 table", "D4 table"), CODE_BAR),
     **dict.fromkeys(("state bias, closed form", "state, closed form", "state, gradient"), CORRECTION_BAR),
     **dict.fromkeys(("one layer, gradient", "low rank, gradient", "every layer, no step"), CORRECTION_BAR),
@@ -157,10 +157,9 @@ BARS = {
 CORRECTIONS = (state_bias, state_closed, state_trained, layer_trained, every_layer, every_step, low_rank)
 METHODS: dict[str, tuple[Callable[[Bench, int], Made], tuple[int, ...]]] = {
     "best": (best, (4, 3, 2)),
-    "trellis": (coded("trellis", state_bits=10, passes=0), (4, 3, 2)),
-    "trellis, descent": (coded("trellis", state_bits=10, passes=1), (3, 2)),
-    "trellis, 8 bits": (coded("trellis", state_bits=8, passes=0), (3, 2)),
-    "trellis, 12 bits": (coded("trellis", state_bits=12, passes=0), (3, 2)),
+    "trellis": (coded("trellis"), (4, 3, 2)),
+    "trellis, 8 bits": (coded("trellis", state_bits=8), (3, 2)),
+    "trellis, 12 bits": (coded("trellis", state_bits=12), (3, 2)),
     "E8 table": (coded("vectors", passes=0), (2,)),
     "D4 table": (coded("vectors", factor=1.25, passes=0), (3,)),
     "uniform grid, same solver": (coded("levels", passes=0), (3, 2)),

@@ -498,6 +498,65 @@ def coupled(
         As in `gptq_cd`; blocks that do not add up to the rows.
     """
 
+def trellis(
+    w: NDArray[np.float32],
+    factor: DampedFactor,
+    left: Sequence[DampedFactor],
+    *,
+    bits: int,
+    group_size: int,
+    scale_dtype: str,
+    state_bits: int,
+    threads: int = 0,
+) -> dict[str, Any]:
+    """Code a weight on a bitshift trellis under a metric on both sides: minimise ``tr(A D S D^T)``.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    factor : DampedFactor
+        ``S``, in float64.
+    left : sequence of DampedFactor
+        ``A`` as consecutive blocks of order "natural" whose sizes add up to m. In each column the codes of a block
+        are one stream.
+    bits : int
+        2, 3 or 4.
+    group_size : int
+        Columns of a scale; 0 or -1 for one scale per row.
+    scale_dtype : str
+        Stored type of the scales.
+    state_bits : int
+        Bits of a stream that a value depends on, from ``bits + 2`` to 16.
+    threads : int
+        Number of threads; 0 for all. Blocks run side by side.
+
+    Returns
+    -------
+    dict
+        ``codes`` (int8, code - 2^(bits-1)), ``scales``, ``zeros`` (None) as in `rtn`; ``coupled_swept >=
+        coupled_settled``, the damped loss after the columns and with the scales solved for.
+
+    Raises
+    ------
+    loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
+        Settings or blocks that do not fit; NaN or infinity in `w`; a group for which the scale type holds no scale.
+    """
+
+def trellis_decode(
+    codes: NDArray[np.int8] | NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    *,
+    bits: int,
+    group_size: int,
+    state_bits: int,
+    stream_rows: int,
+) -> NDArray[np.float32]:
+    """Give ``value(state) * scale`` of codes on a trellis, in float32, shape (m, dim): docs/formats/trellis.md.
+
+    Codes are int8 as `trellis` gives them, or uint8 without the offset; streams run over `stream_rows` rows.
+    """
+
 def dequantize(
     codes: NDArray[np.int8] | NDArray[np.uint8],
     scales: NDArray[np.float32],

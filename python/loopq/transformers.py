@@ -122,7 +122,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             stored = model.get_submodule(self._placed[layer.name][0])
             # Only its shape and device are asked for.
             stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
-            made = quantized_linear(layer, stored)
+            made = quantized_linear(layer, stored) if layer.trellis is None else _dense(layer, stored, model)
             for owner in self._placed[layer.name]:
                 _put(model, owner, made)
         return model
@@ -156,6 +156,15 @@ def _files(model: nn.Module) -> list[Path]:
     """Weight files of the model being loaded, for versions of transformers that do not hand them over."""
     place = str(model.config._name_or_path)
     return sorted(Path(place).glob("*.safetensors")) or [Path(cached_file(place, TENSORS))]
+
+
+def _dense(layer: QuantizedLayer, stored: nn.Module, model: nn.Module) -> nn.Module:
+    """A linear layer with the dequantized weight, for codes that no product takes."""
+    weight = torch.from_numpy(layer.dequantize()).to(model.device, model.dtype)
+    linear = torch.nn.Linear(*reversed(layer.shape), bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.bias = stored.bias
+    return linear
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -624,6 +624,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
         (lambda d: d["layers"][0].update(group_size=16), "was changed after the export"),
         (lambda d: d["layers"][0].update(symmetric=False), fit),
         (lambda d: d["layers"][0].update(transform={"type": "channel_scale"}), fit),
+        (lambda d: d["layers"][0].update(trellis={"state_bits": 8, "stream_rows": 512}), fit),
     ]:
         with pytest.raises(CheckpointError, match=match):
             read_any(record(change))
@@ -655,6 +656,9 @@ def test_an_asymmetric_layer_is_not_restored_as_a_symmetric_one():
         ({"shape": [8]}, r"shape: \[8\]; allowed: a list of 2"),
         ({"shape": [8, -1]}, r"shape\[1\]: -1; allowed: 1 to"),
         ({"name": "../a.weight"}, r"name: '\.\./a\.weight'; allowed: a plain name"),
+        ({"trellis": {"state_bits": 40, "stream_rows": 512}}, r"trellis\.state_bits: 40; allowed: 4 to 16"),
+        ({"trellis": {"state_bits": 8, "stream_rows": 0}}, r"trellis\.stream_rows: 0; allowed: 1 to"),
+        ({"trellis": {"state_bits": 8, "stream_rows": 9, "function": "x"}}, "trellis.function: 'x'; allowed"),
         ({"colour": "red"}, "'colour' is unknown; known: name, bits"),
     ],
 )

@@ -86,6 +86,13 @@ def coupled(w: np.ndarray, h: np.ndarray, mu: np.ndarray, a: np.ndarray) -> dict
     return native.coupled(w, native.DampedFactor(h, mu, order="diagonal"), [left], GPTQ_CD)
 
 
+def trellis(w: np.ndarray, h: np.ndarray, mu: np.ndarray, a: np.ndarray) -> dict[str, Any]:
+    """Code on a trellis."""
+    left = native.DampedFactor(a, np.ones(len(a)), order="natural")
+    right = native.DampedFactor(h, mu, order="conditional")
+    return native.trellis(w, right, [left], bits=2, group_size=8, scale_dtype="float32", state_bits=6)
+
+
 def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """Activations times packed codes."""
     layout = native.CpuLayout(*codes.shape, 8, 4)
@@ -122,6 +129,11 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
             [w, h, mu],
         ),
         "coupled": (coupled, [w, h, mu, spd(rng, m)]),
+        "trellis": (trellis, [w, h, mu, spd(rng, m)]),
+        "trellis_decode": (
+            lambda c, s: native.trellis_decode(c, s, **grid, state_bits=6, stream_rows=4),
+            [codes, scales],
+        ),
         "shift": (lambda w, cross: factor.shift(w, cross, 0.5), [w, rng.standard_normal((d, d))]),
         "proxy": (native.proxy, [w, weight(rng, m, d), h]),
         "eigvalsh": (native.eigvalsh, [h]),

@@ -94,6 +94,15 @@ def coupled(w: np.ndarray, h: np.ndarray, sizes: list[int], passes: int) -> dict
     return native.coupled(w, factor(h), left, settings, passes=passes, threads=2)
 
 
+def trellis(bits: int, state_bits: int, sizes: list[int]) -> dict[str, Any]:
+    """Code on a trellis under metrics between outputs."""
+    left = [native.DampedFactor(hessian(n, 5 + n), np.full(n, 7.0), order="natural") for n in sizes]
+    return native.trellis(
+        weight(), factor(hessian()), left, bits=bits, group_size=32, scale_dtype="float16",
+        state_bits=state_bits, threads=2,
+    )  # fmt: skip
+
+
 def only_codes(result: dict[str, Any]) -> dict[str, Any]:
     """What must not change of a solver's result."""
     return {name: result[name] for name in ("codes", "scales", "zeros")}
@@ -149,6 +158,11 @@ def gptq_cd_cases() -> Iterator[tuple[str, Case]]:
     yield "gptq-cd wide", lambda: gptq_cd(weight(20, 431, 3), hessian(431, 4), group_size=64)
     for sizes, passes in (([37], 0), ([37], 2), ([16, 21], 1)):
         yield f"coupled {sizes} {passes}", lambda s=sizes, p=passes: coupled(weight(), hessian(), s, p)
+    for bits, state_bits, sizes in ((2, 10, [37]), (3, 8, [16, 21]), (4, 6, [36, 1])):
+        yield (
+            f"trellis {bits} {state_bits} {sizes}",
+            lambda b=bits, t=state_bits, s=sizes: trellis(b, t, s),
+        )
     cross = whole(DIM * DIM, 9, 60).reshape(DIM, DIM).astype(np.float64)
     for order, alpha in (("natural", 1.0), ("natural", 0.3), ("conditional", 1.0)):
         yield (

@@ -50,6 +50,9 @@ calls = {
     "gptq": lambda: native.gptq(w, left, bits=4, group_size=32, threads=threads),
     "gptq_cd": lambda: native.gptq_cd(w, factor, cd, threads=threads),
     "coupled": lambda: native.coupled(w, factor, [left], cd, passes=1, threads=threads),
+    "trellis": lambda: native.trellis(
+        w, factor, [left], bits=2, group_size=32, scale_dtype="float16", state_bits=6, threads=threads
+    ),
     "proxy": lambda: native.proxy(w, None, h, threads=threads),
     "eigenvalues": lambda: native.eigvalsh(h, threads=threads),
     "counts": lambda: native.count_above(h, [1e-3], threads=threads),

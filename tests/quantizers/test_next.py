@@ -1,17 +1,12 @@
 """Experiments of benches/next: their algebra against the plain formula, codes against what a file would hold."""
 
-import shutil
-
 import numpy as np
 import pytest
 
 from benches.next.corrections import eight_bits
 from benches.next.sides import TwoSided, conditional_order, pivots, solve
 from benches.next.table import paired
-from benches.next.trellis import Trellis, decode, one_mad
 from benches.next.vectors import Vectors, lattice, levels
-
-needs_rustc = pytest.mark.skipif(shutil.which("rustc") is None, reason="the search is built by rustc")
 
 
 def definite(n, seed):
@@ -76,35 +71,6 @@ def test_a_table_holds_distinct_points_of_unit_size(bits, shape):
     assert points.shape == shape
     assert len(np.unique(points, axis=0)) == shape[0]
     assert np.isclose(np.mean(np.square(points)), 1, atol=1e-4)
-
-
-@needs_rustc
-@pytest.mark.parametrize("bits", [2, 3])
-def test_the_trellis_is_nearer_than_levels_and_its_values_are_those_of_its_bits(bits):
-    rng = np.random.default_rng(6)
-    target = rng.standard_normal(512)
-    found = Trellis(np.eye(512), bits, 8).encode(target, np.ones(512))
-    points = levels(bits)[:, 0] + 0.5 * (levels(bits)[1, 0] - levels(bits)[0, 0])
-    nearest = points[np.argmin(np.abs(target[:, None] - points), axis=1)]
-    assert np.mean(np.square(found - target)) < 0.9 * np.mean(np.square(nearest - target))
-    digits = rng.integers(0, 1 << bits, 40)
-    values = decode(digits, bits, 8)
-    state = 0
-    for digit in digits[20 - 8 : 21]:
-        state = (state << bits | int(digit)) & 255
-    assert values[20] == one_mad(8)[state]
-
-
-@needs_rustc
-def test_the_search_takes_the_coupling_of_rows_into_account():
-    left = definite(48, 8)
-    targets = np.random.default_rng(9).standard_normal((8, 48))
-    costs = []
-    for metric in (left, np.diag(np.diag(left))):
-        code = Trellis(metric, 2, 8)
-        errors = np.stack([code.encode(target, np.ones(48)) - target for target in targets])
-        costs.append(np.sum((errors @ left) * errors))
-    assert costs[0] < 0.9 * costs[1]
 
 
 def test_corrections_in_eight_bits_are_off_by_half_a_step_at_most():

@@ -14,6 +14,7 @@ PLAIN = {
     "awq": {"scale_search": "max"},
     "gptq": {"scale_search": "max"},
     "gptq-cd": {"metric": "inputs", "damping_kind": "mean"},
+    "trellis": {"metric": "inputs", "damping_kind": "mean"},
 }
 
 

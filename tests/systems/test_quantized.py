@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import loopq
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
@@ -57,6 +57,15 @@ def test_a_module_is_replaced_under_all_its_names_and_others_are_kept():
     assert install(model, checkpoint(layer("c.weight"))) == {
         "c.weight": "held by Embedding, which is not nn.Linear"
     }
+
+
+def test_codes_on_a_trellis_keep_a_dequantized_weight():
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6)})
+    given = dataclasses.replace(layer(), trellis=Trellis(8, 512))
+    assert install(model, checkpoint(given)) == {
+        "a.weight": "codes on a trellis, for which there is no product with packed codes"
+    }
+    assert isinstance(model["a"], torch.nn.Linear)
 
 
 def test_a_layer_that_the_model_lacks_or_has_in_another_shape_is_refused():

@@ -235,7 +235,12 @@ def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> Quant
     width = layer.shape[1] if layer.group_size == -1 else layer.group_size
     first = np.arange(n_groups) * group // width if n_groups > 1 else np.zeros(1, np.int64)
     smaller = layer.shape[0] < rows or layer.shape[1] < columns or layer.scales.shape[1] <= first[-1]
-    if smaller or settings.transform or (layer.bits, layer.symmetric) != (settings.bits, settings.symmetric):
+    if (
+        smaller
+        or settings.transform
+        or settings.trellis
+        or (layer.bits, layer.symmetric) != (settings.bits, settings.symmetric)
+    ):
         raise CheckpointError(f"{where}: layer {layer.name}: its tensors are not those of {settings}")
     restored = dataclasses.replace(
         layer,

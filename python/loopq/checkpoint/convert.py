@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,13 +262,17 @@ def verify(folder: Path, checkpoint: Checkpoint) -> Checkpoint:
     return again
 
 
-def refuse_transformed(names: list[str], target: Format) -> None:
-    """Refuse layers whose codes are for a transformed input: no other format than loopq's own holds the transform."""
-    if names:
-        raise CheckpointError(
-            f"layer {names[0]}: its codes are for a transformed input ({len(names)} such layers), which {target.name} "
-            "cannot hold; quantize without rotation and without awq, or keep loopq's own format"
-        )
+def refuse_own(transformed: Sequence[str], trellis: Sequence[str], target: Format) -> None:
+    """Refuse layers that only loopq's own format holds: for a transformed input, or with codes on a trellis."""
+    for names, what, instead in (
+        (transformed, "for a transformed input", "without rotation and without awq"),
+        (trellis, "on a trellis", "with another method than trellis"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"layer {names[0]}: its codes are {what} ({len(names)} such layers), which {target.name} cannot hold; "
+                f"quantize {instead}, or keep loopq's own format"
+            )
 
 
 def _foreign(
@@ -277,7 +281,9 @@ def _foreign(
     """Tensors and other files of a checkpoint in the format of another tool, and what to say of it."""
     if not checkpoint.layers:
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-    refuse_transformed([n for n, layer in checkpoint.layers.items() if layer.transform is not None], target)
+    whole = checkpoint.layers.items()
+    transformed = [name for name, layer in whole if layer.transform is not None]
+    refuse_own(transformed, [name for name, layer in whole if layer.trellis is not None], target)
     prepared = prepare_all(target, checkpoint.layers, ragged)
     owners = _owners(checkpoint)
     tensors: dict[str, RawTensor] = {}
@@ -291,13 +297,13 @@ def _foreign(
     if clash:
         raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {target.name} uses itself")
     tensors.update(checkpoint.dense)
-    whole = Export(layers, _dense_modules(checkpoint), _facts(checkpoint))
+    export = Export(layers, _dense_modules(checkpoint), _facts(checkpoint))
     notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
     for name, (_, *copies) in owners.items():
         if copies:
             notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
-    files = _files(checkpoint, target, ragged, target.config(whole))
-    written = dataclasses.replace(written, n_bytes=n_bytes, notes=notes, remarks=target.remarks(whole))
+    files = _files(checkpoint, target, ragged, target.config(export))
+    written = dataclasses.replace(written, n_bytes=n_bytes, notes=notes, remarks=target.remarks(export))
     return written, tensors, files
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.checkpoint.files import DTYPE_NAMES, ITEM_SIZE, RawTensor, float_to_raw
-from loopq.checkpoint.schema import Allowed, Count, Name, Object, Positive, checked, shown
+from loopq.checkpoint.schema import Allowed, Count, Name, Object, Positive, between, checked, shown
 from loopq.errors import CheckpointError
 from loopq.grid import BITS, SCALE_DTYPES
 from loopq.rotation import Transform, from_description
@@ -20,6 +20,25 @@ from loopq.rotation import Transform, from_description
 Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
 ScaleType = Annotated[str, Allowed(", ".join(SCALE_DTYPES), SCALE_DTYPES.__contains__)]
 GroupSize = Annotated[int, Allowed("-1 or 1 to 2147483647", lambda n: n == -1 or 0 < n < 1 << 31)]
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """How codes stand for values where these depend on several codes (docs/formats/trellis.md).
+
+    Parameters
+    ----------
+    state_bits : int
+        Bits of a stream that a value depends on.
+    stream_rows : int
+        Outputs that a stream of one column runs over, before the next one begins.
+    function : {"1mad"}
+        Value of a state x: the bytes of 34038481 x + 76625530 mod 2^32 added, less 510, over 128.
+    """
+
+    state_bits: Annotated[int, between(4, 16)]
+    stream_rows: Positive
+    function: Literal["1mad"] = "1mad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +53,7 @@ class LayerSettings:
     orientation: Literal["out_in", "in_out"] = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
+    trellis: Trellis | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +159,8 @@ class QuantizedLayer:
         What was asked, what was done, and what it cost.
     transform : Transform, optional
         Change of the input's basis that the codes are for (`loopq.rotation`); only the native format holds it.
+    trellis : Trellis, optional
+        How codes stand for values where that is not code times scale; only the native format holds it.
     """
 
     name: str
@@ -152,6 +174,7 @@ class QuantizedLayer:
     orientation: str = "out_in"
     report: Mapping[str, Any] = field(default_factory=dict)
     transform: Transform | None = None
+    trellis: Trellis | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,14 +182,24 @@ class QuantizedLayer:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dequantize(self) -> NDArray[np.float32]:
-        """Return (code - zero) * scale for the layer's plain input, float32, shape (out_features, in_features)."""
+        """Return the weight for the layer's plain input, float32, shape (out_features, in_features)."""
         values = self.stored_values()
         return values if self.transform is None else self.transform.unfold(values)
 
     def stored_values(self) -> NDArray[np.float32]:
-        """Return (code - zero) * scale for the transformed input; without a transform that is the plain one."""
+        """Return the weight for the transformed input; without a transform that is the plain one.
+
+        It is (code - zero) * scale, or with a trellis the value of the codes' state times the scale.
+        """
         width = self.shape[1] if self.group_size == -1 else self.group_size
-        out: NDArray[np.float32] = native.dequantize(self.codes, self.scales, self.zeros, width)
+        out: NDArray[np.float32]
+        if self.trellis is None:
+            out = native.dequantize(self.codes, self.scales, self.zeros, width)
+        else:
+            out = native.trellis_decode(
+                self.codes, self.scales, bits=self.bits, group_size=width,
+                state_bits=self.trellis.state_bits, stream_rows=self.trellis.stream_rows,
+            )  # fmt: skip
         return out
 
     @property
@@ -211,15 +244,19 @@ class QuantizedLayer:
 
     def settings(self) -> dict[str, Any]:
         """Plain data that, with the tensors, gives the layer back."""
-        return {
-            "name": self.name,
-            "bits": self.bits,
-            "group_size": self.group_size,
-            "symmetric": self.symmetric,
-            "scale_dtype": self.scale_dtype,
-            "orientation": self.orientation,
-            "shape": list(self.shape),
-        } | ({} if self.transform is None else {"transform": self.transform.describe()})
+        return (
+            {
+                "name": self.name,
+                "bits": self.bits,
+                "group_size": self.group_size,
+                "symmetric": self.symmetric,
+                "scale_dtype": self.scale_dtype,
+                "orientation": self.orientation,
+                "shape": list(self.shape),
+            }
+            | ({} if self.transform is None else {"transform": self.transform.describe()})
+            | ({} if self.trellis is None else {"trellis": dataclasses.asdict(self.trellis)})
+        )
 
     @classmethod
     def from_tensors(
@@ -251,6 +288,7 @@ class QuantizedLayer:
         return cls(
             settings.name, bits, group, settings.symmetric, codes, scales, zeros, settings.scale_dtype,
             settings.orientation, dict(report), _transform(settings, reader),
+            _trellis(settings, reader.where),
         )  # fmt: skip
 
     def same_as(self, other: QuantizedLayer) -> bool:
@@ -262,6 +300,7 @@ class QuantizedLayer:
             np.array_equal(self.codes, other.codes)
             and np.array_equal(self.scales, other.scales)
             and zeros
+            and self.trellis == other.trellis
             and _same_transform(self.transform, other.transform)
         )
 
@@ -292,6 +331,15 @@ def _transform(settings: LayerSettings, reader: TensorReader) -> Transform | Non
     found = from_description(told, arrays)
     if found.describe() != told:
         raise CheckpointError(f"{where}: {shown(told)}; this loopq makes another: {shown(found.describe())}")
+    return found
+
+
+def _trellis(settings: LayerSettings, where: str) -> Trellis | None:
+    """Refuse a trellis that no codes of such a grid can be on."""
+    found = settings.trellis
+    if found and (settings.bits == 8 or not settings.symmetric or found.state_bits < settings.bits + 2):
+        kind = f"{settings.bits} bits{'' if settings.symmetric else ', asymmetric'}"
+        raise CheckpointError(f"{where}: layer {settings.name}: {found} for {kind}")
     return found
 
 

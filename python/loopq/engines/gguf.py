@@ -150,9 +150,9 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
         Another grid, rows that are no whole blocks, or scales that float16 cannot hold.
     """
     rows, columns = layer.shape
-    if layer.bits not in (4, 8) or not layer.symmetric or layer.transform is not None:
+    if layer.bits not in (4, 8) or not layer.symmetric or layer.transform or layer.trellis:
         kind = f"INT{layer.bits}{'' if layer.symmetric else ', asymmetric'}"
-        kind += " for a transformed input" if layer.transform is not None else ""
+        kind += " for a transformed input" if layer.transform else " on a trellis" if layer.trellis else ""
         raise CheckpointError(
             f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric"
         )

@@ -19,7 +19,15 @@ from loopq.execution import SNAPSHOT_SECONDS, Execution
 from loopq.gradients.scores import draw_labels
 from loopq.gradients.unroll import linked, unroll
 from loopq.journal import Journal
-from loopq.quantizers.loop_metric import DAMPING, RIDGE, LoopMetric, inverse, n_gradient_prompts, ridged
+from loopq.quantizers.loop_metric import (
+    BLOCK,
+    DAMPING,
+    RIDGE,
+    LoopMetric,
+    inverse,
+    n_gradient_prompts,
+    ridged,
+)
 from loopq.quantizers.task import Task
 from loopq.systems.base import Batch, LoopedSystem, model_code
 from loopq.threads import OneThread
@@ -31,8 +39,6 @@ Matrix = NDArray[np.float64]
 
 #: Gradients that take no more than this are kept between the two rounds instead of being computed twice.
 KEPT_BYTES = 1 << 30
-#: Rows of a weight that are coupled with each other.
-BLOCK = 512
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,8 @@ def _refuse(layers: Mapping[str, QuantizedLayer], tokens: TokenSet, held_out: To
     for name, layer in layers.items():
         if layer.transform is not None:
             raise ConfigError(f"layer {name}: has an input transform, which tuning does not go through")
+        if layer.trellis is not None:
+            raise ConfigError(f"layer {name}: its codes are on a trellis, which tuning cannot move")
 
 
 def _original(system: LoopedSystem, layer: QuantizedLayer) -> Tensor:

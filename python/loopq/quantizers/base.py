@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.errors import SolveError
 from loopq.grid import Grid
 from loopq.quantizers.damping import Damping
@@ -74,7 +74,7 @@ class Problem:
         found: T = self.shared[key]
         return found
 
-    def layer(self, result: Mapping[str, Any], method: str) -> QuantizedLayer:
+    def layer(self, result: Mapping[str, Any], method: str, trellis: Trellis | None = None) -> QuantizedLayer:
         """Build the layer from what the core gave: codes, scales, zeros; the rest goes to the report."""
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
         return QuantizedLayer(
@@ -88,6 +88,7 @@ class Problem:
             scale_dtype=self.grid.scale_dtype,
             orientation=self.orientation,
             report={"method_done": method, **report},
+            trellis=trellis,
         )
 
 
@@ -111,9 +112,9 @@ class Method(Chosen):
         return None
 
     @property
-    def work(self) -> tuple[float, float]:
-        """Multiply-adds of a solve, in those of an accumulation: factors of in^3 (once per input) and of out in^2."""
-        return (1.0, 8.0) if self.needs_hessian else (0.0, 0.0)
+    def work(self) -> tuple[float, float, float]:
+        """Multiply-adds of a solve, in those of an accumulation: factors of in^3 (once per input), out in^2, out in."""
+        return (1.0, 8.0, 0.0) if self.needs_hessian else (0.0, 0.0, 0.0)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -128,6 +129,15 @@ class Method(Chosen):
         """Damping of the system that asymmetric calibration solves for its target: the method's, if it has one."""
         found: Damping = getattr(self, "damping", Damping())
         return found
+
+    def check(self, grid: Grid) -> None:  # most methods take every grid
+        """Refuse a grid that the method has no codes for.
+
+        Raises
+        ------
+        ConfigError
+            Names what of the grid it cannot have.
+        """
 
     @abstractmethod
     def quantize(self, problem: Problem) -> QuantizedLayer:

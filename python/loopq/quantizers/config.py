@@ -39,6 +39,10 @@ class LayerConfig(Settings):
     rotation: RotationConfig = block(RotationConfig, "rotation")
     method: Method = choice(QUANTIZERS, "gptq-cd", common=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.method.check(self.grid)
+
     @classmethod
     def of(cls, **changes: Any) -> LayerConfig:
         """Return the default settings with some flat names ("bits", "method", "damping", ...) set anew."""

@@ -91,10 +91,10 @@ class GPTQCD(Method):
         return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
 
     @property
-    def work(self) -> tuple[float, float]:
+    def work(self) -> tuple[float, float, float]:
         """An inverse and its pivots beside the factor; each start of each pass is some GPTQs and descents."""
         solves = 1 + self.passes if self.metric.kind == "loop" else 1
-        return 4.0, (8.0 + 25.0 * self.rounds) * solves
+        return 4.0, (8.0 + 25.0 * self.rounds) * solves, 0.0
 
     @property
     def memory(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ DAMPING = 0.01
 # Share of the mean over rows that each row's own weight gets at least. Some rows hardly touch any gradient, those of
 # bytes that no text holds say: without it they take the errors of all others, far beyond where second order holds.
 FLOOR = 0.01
+#: Outputs that are taken as coupled with each other: those of other blocks are not.
+BLOCK = 512
 #: Share of the calibration prompts that gradients are taken on where no number is asked for, and the least number:
 #: with a share their cost stays the same multiple of the rollouts'.
 SHARE, LEAST = 0.5, 16
@@ -67,7 +70,11 @@ class LoopMetric:
         return np.asarray(hessian * float(np.median(theirs[live] / own[live])) + self.right, dtype=np.float64)
 
     def factors(
-        self, weight: NDArray[np.float32], combined: NDArray[np.float64], threads: int
+        self,
+        weight: NDArray[np.float32],
+        combined: NDArray[np.float64],
+        threads: int,
+        order: Literal["conditional", "natural"] = "conditional",
     ) -> list[native.DampedFactor]:
         """The blocks of A in the order in which rows are solved, factored.
 
@@ -79,6 +86,8 @@ class LoopMetric:
             S.
         threads : int
             Threads; 0 takes all cores.
+        order : {"conditional", "natural"}
+            Order in which the rows of a block are solved.
 
         Notes
         -----
@@ -91,7 +100,7 @@ class LoopMetric:
         floor = np.divide(FLOOR * float(np.mean(own * size)), size, out=np.zeros_like(size), where=size > 0)
         rows = np.split(floor, np.cumsum([len(a) for a in self.left])[:-1])
         return [
-            native.DampedFactor(a + np.diag(add), np.zeros(len(a)), order="conditional", threads=threads)
+            native.DampedFactor(a + np.diag(add), np.zeros(len(a)), order=order, threads=threads)
             for a, add in zip(self.left, rows, strict=True)
         ]
 

@@ -10,6 +10,7 @@ from typing import Any
 from loopq.errors import ConfigError
 from loopq.gradients.tuner import Tune
 from loopq.patterns import check_syntax
+from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
 from loopq.run.allocate import Allocate
@@ -98,7 +99,8 @@ class QuantConfig(Settings):
         new = {"metric": kind, **more}
 
         def resolved(changes: Mapping[str, Any]) -> Mapping[str, Any]:
-            unset = changes.get("metric", "auto") == "auto" and changes.get("method") == "gptq-cd"
+            named = "method" in changes and "metric" in QUANTIZERS.get(changes["method"])().flat()
+            unset = named and changes.get("metric", "auto") == "auto"
             return {**changes, **new} if unset or changes.get("metric") == "auto" else changes
 
         layer = self.layer.changed(**new) if self.layer.flat().get("metric") == "auto" else self.layer

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.select import treat
 from loopq.checkpoint import FORMATS
 from loopq.checkpoint.base import Ragged
-from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_transformed, write_as
+from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_own, write_as
 from loopq.checkpoint.files import check_new
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
@@ -148,7 +148,7 @@ def refuse_early(
     parameters = treat(system.shared_parameters(depth), config.include, config.exclude)
     tasks = plan(parameters, {}, config)
     turned = [t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.name == "awq"]
-    refuse_transformed(turned, target)
+    refuse_own(turned, [t.name for t in tasks if t.config.method.name == "trellis"], target)
     for task in tasks:
         target.prepare(_stand_in(task), ragged)
 

@@ -81,10 +81,10 @@ def solve_work(tasks: Sequence[Task], method: Method | None = None) -> float:
     rest = 0.0
     for task in tasks:
         solver = method if method and task.input_group else task.config.method
-        per_factor, per_weight = solver.work
-        width = task.parameter.in_features
+        per_factor, per_column, per_weight = solver.work
+        width, rows = task.parameter.in_features, task.parameter.out_features
         factors[task.input_group, solver] = per_factor * width**3
-        rest += per_weight * task.parameter.out_features * width**2
+        rest += rows * width * (per_column * width + per_weight)
     return sum(factors.values()) + rest
 
 

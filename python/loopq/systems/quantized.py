@@ -50,6 +50,9 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         if strange:
             kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
             continue
+        if layer.trellis is not None:
+            kept[layer.name] = "codes on a trellis, for which there is no product with packed codes"
+            continue
         for module in found:
             # One quantized module stands for one linear module, however many names that has.
             if id(module) not in made:

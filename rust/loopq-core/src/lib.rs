@@ -13,6 +13,7 @@
 //! | [`grid`] | scales and codes of a group; rounding to nearest |
 //! | [`gptq`] | columns rounded one by one, each error made up for in the rest |
 //! | [`coordinate`] | codes changed one by one, scales refitted |
+//! | [`trellis`] | codes on a trellis, column after column |
 //! | [`pack`] | bit layouts of stored codes |
 //! | [`matmul`] | activations times packed codes, on this machine's processor |
 //! | [`simd`] | instruction sets and the register tile; uses nothing else of this crate |
@@ -45,6 +46,7 @@ mod memory;
 pub mod pack;
 mod proxy;
 pub mod simd;
+pub mod trellis;
 mod weight;
 
 pub use error::{Error, Result};

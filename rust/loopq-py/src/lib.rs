@@ -40,7 +40,9 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(solve::gptq, m)?)?;
     m.add_function(wrap_pyfunction!(solve::coordinate, m)?)?;
     m.add_function(wrap_pyfunction!(solve::coupled, m)?)?;
+    m.add_function(wrap_pyfunction!(solve::trellis, m)?)?;
     m.add_function(wrap_pyfunction!(solve::proxy, m)?)?;
+    m.add_function(wrap_pyfunction!(packing::trellis_decode, m)?)?;
     m.add_function(wrap_pyfunction!(packing::pack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::unpack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::marlin_pack, m)?)?;

@@ -4,6 +4,7 @@ use loopq_core::factor::DampedHessian;
 use loopq_core::gptq::{Options, Report, Scales};
 use loopq_core::grid::{Grid, Search};
 use loopq_core::simd::{Isa, Real};
+use loopq_core::trellis::Trellis;
 use loopq_core::{factor, Error, Execution};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -155,6 +156,42 @@ pub(crate) fn coupled<'py>(
     dict.set_item("coupled_swept", report.swept)?;
     dict.set_item("coupled_settled", report.settled)?;
     dict.set_item("n_replaced", report.replaced)?;
+    Ok(dict)
+}
+
+#[pyfunction]
+#[pyo3(signature = (w, factor, left, *, bits, group_size, scale_dtype, state_bits, threads = 0))]
+#[expect(clippy::too_many_arguments)] // keywords of a Python function
+pub(crate) fn trellis<'py>(
+    py: Python<'py>,
+    w: &Bound<'py, PyAny>,
+    factor: &Bound<'py, DampedFactor>,
+    left: Vec<Bound<'py, DampedFactor>>,
+    bits: u32,
+    group_size: i64,
+    scale_dtype: &str,
+    state_bits: u32,
+    threads: usize,
+) -> PyResult<Bound<'py, PyDict>> {
+    let read = || -> Result<(Grid, Trellis), Error> {
+        let grid = grid_of(bits, group_size, true, scale_dtype, Search::Mse)?;
+        Ok((grid, Trellis::new(bits, state_bits)?))
+    };
+    let (grid, code) = read().map_err(|e| raise(py, &e))?;
+    let w = Matrix::take("w", w)?;
+    let weight = w.weight(py, "W")?;
+    let hessian = factor.get().hessian(py)?;
+    let input = factor.get().damped(py, &hessian)?;
+    let blocks: Vec<Hessian<'py>> = left.iter().map(|l| l.get().hessian(py)).collect::<PyResult<_>>()?;
+    let left = left.iter().zip(&blocks).map(|(l, block)| l.get().damped(py, block));
+    let left: Vec<DampedHessian<'_>> = left.collect::<PyResult<_>>()?;
+    let (out, report) = allow_threads(py, |cancel| {
+        let execution = Execution { threads, cancel };
+        loopq_core::trellis::solve(weight, &input, &left, &grid, code, &execution)
+    })?;
+    let dict = result(py, out, &grid, weight.rows(), weight.dim())?;
+    dict.set_item("coupled_swept", report.swept)?;
+    dict.set_item("coupled_settled", report.settled)?;
     Ok(dict)
 }
 

@@ -139,7 +139,7 @@ impl DampedFactor<f64> {
     }
 
     /// `b S^-1` for every lane, by column of `H`.
-    fn divide(&self, b: &[Lane]) -> Result<Vec<Lane>> {
+    pub(crate) fn divide(&self, b: &[Lane]) -> Result<Vec<Lane>> {
         let mut x: Vec<Lane> = collected(SHIFT, self.order.iter().map(|&j| b[j]))?;
         self.ldl.solve(&mut x);
         let mut out: Vec<Lane> = zeros(SHIFT, x.len())?;

@@ -5,6 +5,7 @@
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
 mod axpy;
+mod dots;
 mod rows;
 mod tile;
 #[cfg(target_arch = "x86_64")]
@@ -13,6 +14,7 @@ mod x86;
 use std::sync::OnceLock;
 
 pub(crate) use axpy::{axpy, dot};
+pub(crate) use dots::{dots, Short};
 pub(crate) use rows::add_rows;
 pub(crate) use tile::{prefetch, tile_chains, TileState};
 pub use tile::{tile_pairs, Real, MR};

@@ -12,6 +12,7 @@
 #[allow(clippy::wildcard_imports)] // some forty intrinsics
 use std::arch::x86_64::*;
 
+use super::dots::Short;
 use super::tile::CHAIN;
 use super::MR;
 
@@ -237,4 +238,24 @@ pub(super) fn prefetch(values: &[i64]) {
         // SAFETY: a prefetch reads nothing that a program can see, and the address is one of the slice.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
+}
+
+/// [`super::dots`] for the rows that fill whole quads; returns how many.
+#[target_feature(enable = "avx2")]
+pub(super) fn dots_avx2(rows: &[Short], by: &Short, out: &mut [f32]) -> usize {
+    for (rows, out) in rows.chunks_exact(4).zip(out.chunks_exact_mut(4)) {
+        // Neighbours added twice: of each half the quads of all four rows.
+        let half = |at: usize| {
+            // SAFETY: `at` is 0 or 8, and every array has sixteen numbers.
+            let eight = |of: &Short| unsafe { _mm256_loadu_ps(of.0.as_ptr().add(at)) };
+            let by = eight(by);
+            let product = |r: usize| _mm256_mul_ps(eight(&rows[r]), by);
+            let pairs = _mm256_hadd_ps(product(0), product(1));
+            let quads = _mm256_hadd_ps(pairs, _mm256_hadd_ps(product(2), product(3)));
+            _mm_add_ps(_mm256_castps256_ps128(quads), _mm256_extractf128_ps::<1>(quads))
+        };
+        // SAFETY: `out` is a chunk of four.
+        unsafe { _mm_storeu_ps(out.as_mut_ptr(), _mm_add_ps(half(0), half(8))) };
+    }
+    rows.len() / 4 * 4
 }

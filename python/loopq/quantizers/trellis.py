@@ -1,0 +1,129 @@
+"""Codes on a bitshift trellis: the least error for 2 and 3 bits, in loopq's own format alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+import loopq._native as native
+from loopq.checkpoint.layer import QuantizedLayer, Trellis
+from loopq.errors import ConfigError, OutOfMemoryError, SolveError
+from loopq.grid import Grid
+from loopq.quantizers import QUANTIZERS, Method, Problem
+from loopq.quantizers.damping import Damping
+from loopq.quantizers.gptq_cd import GPTQCD, Metric
+from loopq.quantizers.loop_metric import BLOCK
+from loopq.settings import block, setting
+
+#: Outputs below which the joined ends of a stream cost more than the trellis gains.
+FEW = 64
+#: Multiply-adds that a state of the search counts for at each weight, by `benches/record/trellis-2026-11-23.json`.
+STATE_WORK = 100.0
+
+
+@QUANTIZERS.register("trellis")
+@dataclass(frozen=True)
+class TrellisMethod(Method):
+    """Codes on a bitshift trellis: values depend on several codes, at the same bytes. No other tool reads them.
+
+    Parameters
+    ----------
+    metric : Metric
+        What an error costs.
+    damping : Damping
+        What is added to the diagonal of H.
+    state_bits : int
+        Bits of the stream that a value depends on. The search takes twice the time for each more.
+
+    Notes
+    -----
+    Minimises tr(A D S D^T) as gptq-cd does (A = 1 with metric inputs), with the same S and A. Columns are coded one
+    after the other in the order of falling conditional energy, each by Viterbi's algorithm down the outputs, towards
+    its weights less what makes up for the errors of the columns before; then the scales are solved for
+    (docs/formats/trellis.md).
+
+    References
+    ----------
+    A. Tseng, Q. Sun, D. Hou, C. De Sa, *QTIP: Quantization with Trellises and Incoherence Processing*, 2024,
+    arXiv:2406.11235.
+    """
+
+    name: ClassVar[str] = "trellis"
+    rounds_as_published: ClassVar[bool] = False
+    metric: Metric = block(Metric, "metric")
+    damping: Damping = block(Damping, "damping", kind="diagonal")
+    state_bits: int = setting(10, at_least=4, at_most=16)
+
+    @property
+    def gradients(self) -> tuple[int | None, int] | None:
+        """Most prompts (None: a share), and label draws for each, with metric loop."""
+        return (self.metric.prompts, self.metric.draws) if self.metric.kind == "loop" else None
+
+    @property
+    def work(self) -> tuple[float, float, float]:
+        """An inverse and its pivots beside the factor, feedback and scales, and the states of every weight."""
+        return 4.0, 16.0, STATE_WORK * (1 << self.state_bits)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Damped and combined H; errors, gradient and values in double precision besides."""
+        return 4, 10
+
+    @property
+    def shift_damping(self) -> Damping:
+        """Of the mean: a channel that is nearly silent must not get a target beyond what any stream reaches."""
+        return Damping(self.damping.fraction, "mean")
+
+    def check(self, grid: Grid) -> None:
+        """Refuse a grid that has no trellis.
+
+        Raises
+        ------
+        ConfigError
+            Bits, symmetry, or too few bits of a state.
+        """
+        if grid.bits == 8 or not grid.symmetric:
+            kind = f"{grid.bits} bits, {'symmetric' if grid.symmetric else 'asymmetric'}"
+            raise ConfigError(f"method trellis codes 2, 3 or 4 bits without zero points; got {kind}")
+        if self.state_bits < grid.bits + 2:
+            raise ConfigError(
+                f"state_bits must be at least {grid.bits + 2} for {grid.bits} bits; got {self.state_bits}"
+            )
+
+    def quantize(self, problem: Problem) -> QuantizedLayer:
+        """Quantize a layer; one of fewer than 64 outputs by gptq-cd, with the same metric and damping."""
+        hessian = problem.observed
+        rows = len(problem.target)
+        if rows < FEW:
+            return GPTQCD(metric=self.metric, damping=self.damping).quantize(problem)
+        try:
+            if self.metric.kind == "loop":
+                metric = problem.metric
+                if metric is None:
+                    raise SolveError(
+                        "metric 'loop' needs gradients through the loop, and none were collected"
+                    )
+                combined = metric.combined(hessian)
+                factor = self._factor(combined, problem.threads)
+                left = metric.factors(problem.target, combined, problem.threads, order="natural")
+                told = {"metric": "loop", "metric_gradients": metric.n_gradients}
+            else:
+                key = self.name, self.damping
+                factor = problem.once(key, lambda: self._factor(hessian, problem.threads))
+                sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
+                left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
+                told = {}
+            grid = problem.grid
+            found = native.trellis(
+                problem.target, factor, left, bits=grid.bits, group_size=grid.core_group_size,
+                scale_dtype=grid.core_scale_dtype, state_bits=self.state_bits, threads=problem.threads,
+            )  # fmt: skip
+        except (SolveError, OutOfMemoryError) as cause:
+            raise type(cause)(f"layer {problem.name}: {cause}") from cause
+        return problem.layer(found | told, self.name, trellis=Trellis(self.state_bits, BLOCK))
+
+    def _factor(self, hessian: np.ndarray, threads: int) -> native.DampedFactor:
+        mu = self.damping.vector(hessian, threads)
+        return native.DampedFactor(hessian, mu, order="conditional", threads=threads)

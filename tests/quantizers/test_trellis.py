@@ -1,0 +1,244 @@
+"""Codes on a trellis: against the formula of the format, brute force, and the laws the solver must keep."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import loopq
+import loopq._native as native
+from loopq.checkpoint import native as native_format
+from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.checkpoint.schema import checked
+from loopq.errors import CheckpointError, ConfigError, SolveError
+from loopq.quantizers.config import LayerConfig
+from tests.support.problems import correlated, solve
+
+CODE = {"group_size": 16, "scale_dtype": "float16"}
+
+
+def value(state):
+    """docs/formats/trellis.md."""
+    mixed = (34038481 * state + 76625530) % 2**32
+    return (sum(mixed >> 8 * i & 255 for i in range(4)) - 510) / 128
+
+
+def decoded(codes, scales, bits, state_bits, stream_rows, group):
+    """The weight, one entry after the other."""
+    rows, columns = codes.shape
+    out = np.zeros((rows, columns), np.float32)
+    for first in range(0, rows, stream_rows):
+        n = min(stream_rows, rows - first)
+        for i, j in itertools.product(range(n), range(columns)):
+            state = 0
+            for back in range(-(-state_bits // bits) - 1, -1, -1):
+                code = int(codes[first + (i - back) % n, j]) + 2 ** (bits - 1)
+                state = (state << bits | code) % 2**state_bits
+            out[first + i, j] = np.float32(value(state)) * scales[first + i, j // group]
+    return out
+
+
+def made(rows, d, seed=0):
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(rows, d)).astype(np.float32)
+    hessian, between = correlated(rng, d), correlated(rng, rows)
+    mu = np.full(d, 0.01 * np.diag(hessian).mean())
+    return weight, native.DampedFactor(hessian, mu, order="conditional"), hessian + np.diag(mu), between
+
+
+def left_of(between):
+    return native.DampedFactor(np.ascontiguousarray(between), np.zeros(len(between)), order="natural")
+
+
+def form(error, a, s):
+    return float(np.sum((a @ error @ s) * error))
+
+
+def test_the_example_of_the_format():
+    codes = np.array([[1], [2], [3]], np.uint8)
+    found = native.trellis_decode(
+        codes, np.ones((3, 1), np.float32), bits=2, group_size=1, state_bits=4, stream_rows=512
+    )
+    np.testing.assert_array_equal(found[:, 0], np.float32([value(13), value(6), value(11)]))
+    assert found[0, 0] == -157 / 128
+
+
+@pytest.mark.parametrize(
+    ("bits", "state_bits", "stream_rows"), [(2, 10, 512), (3, 7, 8), (4, 16, 5), (2, 4, 3)]
+)
+def test_decodes_as_the_format_says(bits, state_bits, stream_rows):
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (21, 9)).astype(np.int8)
+    scales = rng.normal(size=(21, 3)).astype(np.float16).astype(np.float32)
+    found = native.trellis_decode(
+        codes, scales, bits=bits, group_size=4, state_bits=state_bits, stream_rows=stream_rows
+    )
+    np.testing.assert_array_equal(found, decoded(codes, scales, bits, state_bits, stream_rows, 4))
+
+
+@pytest.mark.parametrize(("rows", "d", "bits"), [(40, 32, 2), (33, 21, 3), (12, 17, 4), (3, 8, 2), (1, 5, 3)])
+def test_reports_the_true_loss_and_solved_scales_lower_it(rows, d, bits):
+    weight, right, s, a = made(rows, d)
+    found = native.trellis(weight, right, [left_of(a)], bits=bits, state_bits=bits + 5, **CODE)
+    values = decoded(found["codes"], found["scales"], bits, bits + 5, rows, 16)
+    assert found["coupled_settled"] == pytest.approx(form(values - weight.astype(float), a, s), rel=1e-6)
+    assert found["coupled_settled"] <= found["coupled_swept"] * (1 + 1e-9)
+
+
+def states_of_all(rows, bits, state_bits):
+    """States of every stream, shape (streams, rows)."""
+    streams = np.array(list(itertools.product(range(2**bits), repeat=rows)))
+    states = np.zeros_like(streams)
+    for back in range(-(-state_bits // bits) - 1, -1, -1):
+        states = (states << bits | np.roll(streams, back, axis=1)) % 2**state_bits
+    return states
+
+
+def over_the_best_stream(rows, coupled):
+    """The loss of one column over that of the best of all streams, for twenty weights."""
+    values = np.array([value(x) for x in range(16)])[states_of_all(rows, 2, 4)]
+    ratios = []
+    for seed in range(20):
+        weight, right, s, a = made(rows, 1, seed)
+        a = a if coupled else np.diag(np.diag(a))
+        found = native.trellis(weight, right, [left_of(a)], bits=2, state_bits=4, **CODE)
+        scales = np.abs(weight[:, 0]).astype(np.float16).astype(float)
+        errors = values * scales - weight[:, 0]
+        best = np.einsum("ni,ij,nj->n", errors, a, errors).min() * s[0, 0]
+        ratios.append(found["coupled_swept"] / best)
+    return np.array(ratios)
+
+
+def test_one_column_is_near_the_best_of_all_streams():
+    """Two rows fill a state: all streams are tried. Seven are searched, exactly (but for the seam) if not coupled."""
+    assert np.allclose(over_the_best_stream(2, coupled=True), 1)
+    assert np.allclose(over_the_best_stream(7, coupled=False), 1, atol=1e-3)
+    ratios = over_the_best_stream(7, coupled=True)
+    assert ratios.min() > 1 - 1e-6
+    assert np.median(ratios) < 2
+
+
+def neighbours(n, seed, share):
+    """A metric that couples neighbours."""
+    x = np.random.default_rng(seed).normal(size=(4 * n, n))
+    x[:, 1:] += share * x[:, :-1]
+    return x.T @ x
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.7), (3, 0.7), (4, 0.7)])
+def test_less_loss_than_the_plain_grid_and_for_rows_that_know_each_other(bits, most):
+    weight, s, a = made(96, 64)[0], neighbours(64, 1, 0.5), neighbours(96, 2, 0.6)
+    right = native.DampedFactor(s, np.zeros(64), order="conditional")
+    code = {"group_size": 64, "scale_dtype": "float16", "bits": bits}
+    losses = {}
+    for name, between in (("coupled", a), ("apart", np.diag(np.diag(a)))):
+        found = native.trellis(weight, right, [left_of(between)], state_bits=10, **code)
+        values = decoded(found["codes"], found["scales"], bits, 10, 96, 64)
+        losses[name] = form(values - weight.astype(float), a, s)
+    settings = native.GptqCdSettings(symmetric=True, signed=True, sweeps=30, rounds=4, refit=True, **code)
+    left = native.DampedFactor(a, np.zeros(96), order="conditional")
+    plain = native.coupled(weight, right, [left], settings)["coupled_settled"]
+    assert losses["coupled"] < 0.9 * losses["apart"]
+    assert losses["coupled"] < most * plain
+
+
+def test_blocks_are_solved_apart_and_threads_change_nothing():
+    weight, right, _, a = made(40, 32)
+    lefts = [left_of(a[:16, :16]), left_of(a[16:, 16:])]
+    one, two = (native.trellis(weight, right, lefts, bits=3, state_bits=8, threads=n, **CODE) for n in (1, 2))
+    part = native.trellis(np.ascontiguousarray(weight[16:]), right, lefts[1:], bits=3, state_bits=8, **CODE)
+    for key in ("codes", "scales"):
+        np.testing.assert_array_equal(one[key], two[key])
+        np.testing.assert_array_equal(one[key][16:], part[key])
+
+
+def test_scaling_either_side_changes_no_code():
+    weight, _, s, a = made(24, 32)
+    found = []
+    for k in (1.0, 4.0, 0.25):
+        right = native.DampedFactor(s * k, np.zeros(32), order="conditional")
+        found.append(native.trellis(weight, right, [left_of(a * k)], bits=2, state_bits=8, **CODE)["codes"])
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+def test_rows_of_zeros_are_coded_and_what_cannot_be_is_refused():
+    weight, right, _, a = made(16, 32)
+    quiet = weight.copy()
+    quiet[5] = 0
+    found = native.trellis(quiet, right, [left_of(a)], bits=2, state_bits=8, **CODE)
+    assert np.isfinite(found["scales"]).all()
+    assert (found["scales"] != 0).all()
+    for change in ({"bits": 8}, {"state_bits": 3}, {"state_bits": 17}, {"scale_dtype": "int8"}):
+        with pytest.raises(ConfigError):
+            native.trellis(weight, right, [left_of(a)], **{"bits": 2, "state_bits": 8, **CODE, **change})
+    with pytest.raises(ConfigError, match="natural"):
+        ordered = native.DampedFactor(a, np.zeros(16), order="conditional")
+        native.trellis(weight, right, [ordered], bits=2, state_bits=8, **CODE)
+    with pytest.raises(ConfigError, match="A"):
+        native.trellis(weight[:12], right, [left_of(a)], bits=2, state_bits=8, **CODE)
+    weight[7, 20] = 1e9
+    with pytest.raises(SolveError, match="row 7, group 1 is infinite in float16"):
+        native.trellis(weight, right, [left_of(a)], bits=2, state_bits=8, **CODE)
+
+
+def test_the_method_refuses_grids_without_a_trellis():
+    for bad in ({"bits": 8}, {"symmetric": False}, {"bits": 4, "state_bits": 5}, {"state_bits": 20}):
+        with pytest.raises(ConfigError):
+            LayerConfig.of(method="trellis", **bad)
+
+
+def test_few_outputs_are_left_to_the_plain_grid():
+    rng = np.random.default_rng(0)
+    weight, hessian = rng.normal(size=(63, 16)).astype(np.float32), correlated(rng, 16)
+    layer = solve("trellis", weight, hessian, bits=2)
+    assert layer.trellis is None
+    assert layer.report["method_done"] == "gptq-cd"
+    assert layer.same_as(solve("gptq-cd", weight, hessian, bits=2))
+
+
+def test_what_a_layer_says_of_its_streams():
+    rng = np.random.default_rng(0)
+    layer = solve("trellis", rng.normal(size=(64, 16)).astype(np.float32), correlated(rng, 16), bits=2)
+    assert isinstance(layer, QuantizedLayer)
+    assert layer.trellis is not None
+    assert layer.trellis.stream_rows == 512
+    assert layer.n_bytes == 64 * 4 + 64 * 2
+    assert not layer.same_as(QuantizedLayer(**{**vars(layer), "trellis": None}))
+
+
+def test_a_checkpoint_gives_the_model_back_and_other_tools_do_not_get_it(tiny_folder, tokens, tmp_path):
+    run = loopq.quantize(
+        tiny_folder, tokens, method="trellis", bits=3, group_size=8, out=tmp_path / "q", threads=1
+    )
+    again = native_format.read(tmp_path / "q")
+    assert {n: layer.same_as(again.layers[n]) for n, layer in run.layers.items()} == dict.fromkeys(
+        run.layers, True
+    )
+    name, layer = next((n, x) for n, x in again.layers.items() if x.trellis is not None)
+    rows = layer.shape[0]
+    expected = decoded(layer.codes, layer.scales, 3, 10, min(rows, 512), 8)
+    np.testing.assert_array_equal(layer.dequantize(), expected)
+    with pytest.raises(CheckpointError, match=r"on a trellis .* compressed-tensors cannot hold"):
+        loopq.export(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
+    assert name in run.layers
+
+
+@pytest.mark.parametrize("change", [{"symmetric": False}, {"bits": 8}, {"state_bits": 4}])
+def test_an_index_that_puts_other_grids_on_a_trellis_is_refused(change):
+    rng = np.random.default_rng(0)
+    layer = solve("trellis", rng.normal(size=(64, 16)).astype(np.float32), correlated(rng, 16), bits=3)
+    described = layer.settings() | {k: v for k, v in change.items() if k != "state_bits"}
+    if "state_bits" in change:
+        described["trellis"] = described["trellis"] | change
+    # Tensors that fit the altered grid, so that nothing else is wrong.
+    other = QuantizedLayer(
+        layer.name, described["bits"], 128, described["symmetric"],
+        np.zeros((64, 16), np.int8 if described["symmetric"] else np.uint8), layer.scales,
+        None if described["symmetric"] else np.zeros((64, 1), np.uint8), "float16",
+    )  # fmt: skip
+    settings = checked(LayerSettings, described, "index")
+    with pytest.raises(CheckpointError, match=r"index: layer layer\.weight: Trellis"):
+        QuantizedLayer.from_tensors(settings, TensorReader("index", other.tensors()), {})

@@ -230,7 +230,7 @@ def test_unknown_names_and_what_would_not_be_read_are_refused():
         (
             QuantConfig(),
             {"method": "rtn", "damping": 0.1},
-            "damping goes with method gptq, gptq-cd or trellis; method rtn would not read it",
+            "damping goes with method gptq or gptq-cd or trellis; method rtn would not read it",
         ),
         (QuantConfig(), {"alpha": 0.5}, "alpha goes with inputs asymmetric; inputs open would not read it"),
     ]:

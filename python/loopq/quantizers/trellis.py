@@ -19,8 +19,8 @@ from loopq.settings import block, setting
 
 #: Outputs below which the joined ends of a stream cost more than the trellis gains.
 FEW = 64
-#: Multiply-adds that a state of the search counts for at each weight: 270 to 690 were measured with 2 to 4 bits and 8 to 12
-#: bits of a state, on one thread of an Intel Xeon with AMX.
+#: Multiply-adds that a state of the search counts for at each weight: 270 to 690 were measured with 2 to 4 bits and
+#: states of 8 to 12 bits, on one thread of an Intel Xeon with AMX.
 STATE_WORK = 400.0
 
 

@@ -111,6 +111,33 @@ def test_codes_on_a_trellis_are_decoded_and_saved_as_they_were(tmp_path):
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_tables_are_dequantized_and_saved_as_they_were(tied, tmp_path):
+    model, config = models.tiny_llama(tie_word_embeddings=tied)
+    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
+    name = "model.embed_tokens.weight"
+    table = model.get_parameter(name).detach().numpy()
+    checkpoint.layers[name] = models.rounded(name, table, bits=8, group_size=32, orientation="table")
+    checkpoint.settings["weight_dtypes"][name] = "F32"
+    del checkpoint.dense[name]
+    checkpoint.settings["system"] = "generic"
+    write_as(tmp_path / "q", checkpoint, "native")
+    load_into(model, checkpoint)
+    found, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "q", dtype=torch.float32, output_loading_info=True
+    )
+    assert not said["missing_keys"]
+    assert torch.equal(found.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert (found.lm_head.weight is found.get_input_embeddings().weight) == tied
+    assert torch.equal(_logits(found), _logits(loopq.load(tmp_path / "q", quantized=True).model))
+    found.save_pretrained(tmp_path / "saved")
+    packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))
+    assert set(packed) == set(saved)
+    assert all(saved[n].data.tobytes() == t.data.tobytes() for n, t in packed.items())
+    with pytest.raises(CheckpointError, match=r"of an embedding table .* compressed-tensors cannot hold"):
+        loopq.export(tmp_path / "q", tmp_path / "ct", "compressed-tensors")
+
+
 def test_scales_in_16_bits_stay_what_they_are_in_a_bfloat16_model(tmp_path):
     model, config = models.tiny_llama("bfloat16")
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32, scale_dtype="float16")

@@ -5,6 +5,7 @@ A module of its own, since `import loopq` needs numpy and safetensors only. Chec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,11 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._placed[name] = [name.removesuffix(".weight")]
         for name, source in self.quantization_config.ties.items():
             self._placed[source].append(name.removesuffix(".weight"))
+        absent: list[str] = []
         for name, owners in self._placed.items():
+            if any(isinstance(modules.get(o), torch.nn.Embedding) for o in owners):
+                absent += [rf"^{re.escape(owner)}\.weight$" for owner in owners]
+                continue
             strange = [o for o in owners if type(modules.get(o)) is not torch.nn.Linear]
             if strange:
                 raise CheckpointError(
@@ -113,6 +118,8 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         # transformers 4 adds a list to it, 5 a set.
         kind = list if transformers.__version__.startswith("4.") else set
+        missing = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        model._keys_to_ignore_on_load_missing = kind([*missing, *absent])
         model._keys_to_ignore_on_load_unexpected = kind([*ignored, *patterns])
         return model
 
@@ -120,6 +127,11 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         reader = TensorReader(str(self._files[0].parent), self._tensors())
         for layer in self.quantization_config.layers(reader):
             stored = model.get_submodule(self._placed[layer.name][0])
+            if layer.orientation == "table":
+                weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
+                for owner in self._placed[layer.name]:
+                    model.get_submodule(owner).weight = weight
+                continue
             # Only its shape and device are asked for.
             stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
             made = quantized_linear(layer, stored) if layer.trellis is None else _dense(layer, stored, model)
@@ -160,11 +172,14 @@ def _files(model: nn.Module) -> list[Path]:
 
 def _dense(layer: QuantizedLayer, stored: nn.Module, model: nn.Module) -> nn.Module:
     """A linear layer with the dequantized weight, for codes that no product takes."""
-    weight = torch.from_numpy(layer.dequantize()).to(model.device, model.dtype)
     linear = torch.nn.Linear(*reversed(layer.shape), bias=False, device="meta")
-    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
     linear.bias = stored.bias
     return linear
+
+
+def _dequantized(layer: QuantizedLayer, model: nn.Module) -> Tensor:
+    return torch.from_numpy(layer.dequantize()).to(model.device, model.dtype)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -262,11 +262,14 @@ def verify(folder: Path, checkpoint: Checkpoint) -> Checkpoint:
     return again
 
 
-def refuse_own(transformed: Sequence[str], trellis: Sequence[str], target: Format) -> None:
-    """Refuse layers that only loopq's own format holds: for a transformed input, or with codes on a trellis."""
+def refuse_own(
+    transformed: Sequence[str], trellis: Sequence[str], target: Format, tables: Sequence[str] = ()
+) -> None:
+    """Refuse layers that only loopq's own format holds: for a transformed input, on a trellis, embedding tables."""
     for names, what, instead in (
         (transformed, "for a transformed input", "without rotation and without awq"),
         (trellis, "on a trellis", "with another method than trellis"),
+        (tables, "of an embedding table", "without --outside"),
     ):
         if names:
             raise CheckpointError(
@@ -283,7 +286,8 @@ def _foreign(
         raise ConfigError("nothing to export: the checkpoint has no quantized layer")
     whole = checkpoint.layers.items()
     transformed = [name for name, layer in whole if layer.transform is not None]
-    refuse_own(transformed, [name for name, layer in whole if layer.trellis is not None], target)
+    tables = [name for name, layer in whole if layer.orientation == "table"]
+    refuse_own(transformed, [name for name, layer in whole if layer.trellis is not None], target, tables)
     prepared = prepare_all(target, checkpoint.layers, ragged)
     owners = _owners(checkpoint)
     tensors: dict[str, RawTensor] = {}

@@ -50,7 +50,7 @@ class LayerSettings:
     group_size: GroupSize
     symmetric: bool
     scale_dtype: ScaleType
-    orientation: Literal["out_in", "in_out"] = "out_in"
+    orientation: Literal["out_in", "in_out", "table"] = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
     trellis: Trellis | None = None
@@ -153,8 +153,8 @@ class QuantizedLayer:
         Zero points of an asymmetric grid.
     scale_dtype : str
         Stored type of the scales.
-    orientation : {"out_in", "in_out"}
-        How the model stores the weight.
+    orientation : {"out_in", "in_out", "table"}
+        How the model stores the weight: outputs first, inputs first, or as an embedding table with rows looked up.
     report : mapping of str to Any
         What was asked, what was done, and what it cost.
     transform : Transform, optional

@@ -119,7 +119,8 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     packed = sum(layer.n_bytes for layer in checkpoint.layers.values())
     weights = sum(int(layer.codes.size) for layer in checkpoint.layers.values())
     print(
-        f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight"
+        f"{len(reports)} layers, {weights} weights in {size(packed)}: {8 * packed / weights:.3f} bits a weight; "
+        f"the rest of the model: {size(checkpoint.n_bytes - packed)}"
     )
     try:
         lines = extras(checkpoint.settings)

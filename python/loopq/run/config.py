@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from loopq.errors import ConfigError
 from loopq.gradients.tuner import Tune
@@ -49,6 +49,9 @@ class QuantConfig(Settings):
         Leave these layers dense.
     rank_threshold : float, optional
         Threshold of the rank in the report, relative to the largest eigenvalue of H; none leaves the rank out.
+    outside : {4, 8}, optional
+        Bits of the matrices outside the loop (embedding tables, heads, layers before and after it), which are rounded
+        to nearest with searched scales; they stay as they are when absent. In loopq's own format alone.
     n_held_out : int, optional
         Calibration prompts held out for tuning; a quarter when absent.
     allocate : Allocate, optional
@@ -63,6 +66,7 @@ class QuantConfig(Settings):
     include: tuple[str, ...] = setting((), option=False)
     exclude: tuple[str, ...] = setting((), option=False)
     rank_threshold: float | None = setting(1e-3, at_least=0.0, at_most=0.99)
+    outside: Literal[4, 8] | None = setting(None)
     n_held_out: int | None = setting(None, at_least=1)
     allocate: Allocate | None = optional(Allocate, "allocate")
     tune: Tune | None = optional(Tune, "tune")

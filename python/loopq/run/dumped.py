@@ -16,6 +16,7 @@ from loopq.journal import Journal
 from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.config import QuantConfig
+from loopq.run.outside import refuse_outside
 from loopq.run.plan import plan
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
         raise ConfigError(
             f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
         )
+    refuse_outside(config, f"{who} cannot", instead)
     if config.allocate is not None or config.tune is not None:
         raise ConfigError(f"allocate and tune run the model, which {who} cannot: {instead}")
 

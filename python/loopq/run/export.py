@@ -20,6 +20,7 @@ from loopq.errors import CheckpointError, ConfigError, MissingExtraError, System
 from loopq.lazy import require
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
+from loopq.run.outside import refuse_outside
 from loopq.run.plan import plan
 from loopq.systems.base import Batch, LoopedSystem
 from loopq.systems.restore import load_checkpoint
@@ -143,6 +144,7 @@ def refuse_early(
     """
     if format_name == NATIVE:
         return
+    refuse_outside(config, f"{format_name} cannot hold", "leave it away, or keep loopq's own format")
     target = FORMATS.get(format_name)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), config.include, config.exclude)

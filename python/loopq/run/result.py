@@ -17,6 +17,7 @@ from loopq.journal import Journal, fingerprint
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.dumped import metrics_of, refuse_rollouts, settings_of
+from loopq.run.outside import round_outside
 from loopq.run.plan import plan
 from loopq.run.solver import Solver
 
@@ -53,7 +54,7 @@ def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpo
         "seed": run.execution.seed,
         "calibration": run.job.tokens.describe(),
     }
-    return _assemble(layers, run.weights, settings, dict(run.job.side_files))
+    return _assemble(layers | round_outside(run), run.weights, settings, dict(run.job.side_files))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from loopq.systems.classes import ModelClass
 
-Orientation = Literal["out_in", "in_out"]
+Orientation = Literal["out_in", "in_out", "table"]
 Treatment = Literal["gptq", "rtn", "dense"]
 #: Takes the state after a step and the logits read from it, (width) and (vocabulary) of one token, and a threshold.
 ExitRule: TypeAlias = "Callable[[Tensor, Tensor, float], bool]"
@@ -110,8 +110,8 @@ class SharedParameter:
         Names of all modules that hold this very parameter, the first owner first.
     in_features, out_features : int
         Input and output width of the product.
-    orientation : {"out_in", "in_out"}
-        How the weight is stored: as of `nn.Linear`, or transposed as of GPT-2's `Conv1D`.
+    orientation : {"out_in", "in_out", "table"}
+        How the weight is stored: as of `nn.Linear`, transposed as of GPT-2's `Conv1D`, or as rows that are looked up.
     invocations : int
         Calls in one rollout at the depth asked for.
     role : str
@@ -489,10 +489,12 @@ def declare(
         if id(weight) in seen:
             continue
         seen.add(id(weight))
-        orientation: Orientation = "in_out" if type(module).__name__ == "Conv1D" else "out_in"
-        rows, columns = weight.shape
-        out_features, in_features = (rows, columns) if orientation == "out_in" else (columns, rows)
         others = [other for other in owners[id(weight)] if other != name]
+        kinds = {type(model.get_submodule(owner)).__name__ for owner in (name, *others)}
+        tables = any(kind.endswith("Embedding") for kind in kinds)
+        orientation: Orientation = "in_out" if "Conv1D" in kinds else "table" if tables else "out_in"
+        rows, columns = weight.shape
+        out_features, in_features = (columns, rows) if orientation == "in_out" else (rows, columns)
         declared.append(
             SharedParameter(
                 name=f"{name}.weight",

@@ -22,15 +22,15 @@ help: ## List the targets
 
 $(VENV)/base.stamp: pyproject.toml
 	@sh tools/toolchain.sh $(PYTHON)
-	@echo 'making $(VENV): torch, numpy, safetensors and maturin; a long download, once (a small torch: docs/platforms.md)'
+	@echo 'making $(VENV)'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade "pip>=25.1"
-	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5" "torch>=2.4" "threadpoolctl>=3.5"
+	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5"
 	touch $@
 
-$(VENV)/dev.stamp: $(VENV)/base.stamp
-	@echo 'adding what development needs to $(VENV), once'
-	$(PY) -m pip install -q --group development "transformers>=4.57,<6" "matplotlib>=3.9"
+$(VENV)/torch.stamp: $(VENV)/base.stamp
+	@echo 'installing torch into $(VENV): a long download, once (a small torch: docs/platforms.md)'
+	$(PY) -m pip install "torch>=2.4" "threadpoolctl>=3.5"
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
@@ -39,9 +39,16 @@ $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml
 	$(BIN)/maturin develop --release --quiet
 	touch $@
 
-setup: $(VENV)/dev.stamp build ## Make the environment with everything that development needs
+$(VENV)/dev.stamp: $(VENV)/torch.stamp
+	@echo 'adding what development needs to $(VENV), once'
+	$(PY) -m pip install -q --group development "transformers>=4.57,<6" "matplotlib>=3.9"
+	touch $@
 
-build: $(VENV)/build.stamp ## Build the extension and install the package into the environment
+setup: build $(VENV)/dev.stamp ## Make the environment with everything that development needs
+
+# The compiler works while torch is downloaded: make alone runs one recipe at a time.
+build: ## Build the extension and install the package into the environment
+	@$(MAKE) -j2 --no-print-directory $(VENV)/build.stamp $(VENV)/torch.stamp
 
 demo: build ## The main job: quantize the embedded model, print the comparison, write it as a page into out/
 	$(BIN)/loopq demo --page out/demo.html

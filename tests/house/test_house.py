@@ -43,6 +43,16 @@ def python(code: str) -> str:
     return done.stdout
 
 
+def test_there_is_one_version():
+    pattern = rf"^## \[{re.escape(loopq.__version__)}\]"
+    assert re.search(pattern, (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert f"\nversion: {loopq.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert (
+        tomllib.loads((ROOT / "Cargo.toml").read_text("utf-8"))["workspace"]["package"]["version"]
+        == loopq.__version__
+    )
+
+
 def test_import_needs_numpy_and_safetensors_only():
     loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
     extras = {

@@ -22,7 +22,10 @@ def page(tmp_path, *found):
 
 def test_the_page_shows_weights_points_and_prompts(tmp_path):
     text = page(tmp_path, weights("Q <3>", 0.02, 1000), weights("Q4", 0.005, 2000))
-    assert "<td>Q &lt;3&gt;</td><td class=number>0.02000</td><td class=number>0.01000 to 0.04000</td>" in text
+    assert (
+        "<th scope=row>Q &lt;3&gt;</th><td class=number>0.02000</td><td class=number>0.01000 to 0.04000</td>"
+        in text
+    )
     assert text.count("<circle") == 2
     assert "a &lt;text&gt;" in text
     # The prompt with the largest KL comes first, on one line and in part.

@@ -66,7 +66,7 @@ def test_page_shows_the_whole_diagnosis(diagnosis, text):
         assert layer["verdict"]["text"].split(".")[0] in text
     for line in diagnosis["summary"]:
         assert line in text
-    assert f"numpy</td><td>{diagnosis['versions']['numpy']}" in text
+    assert f"numpy</th><td>{diagnosis['versions']['numpy']}" in text
     kept = re.search(r'<script type="application/json" id="diagnosis">(.*?)</script>', text, re.DOTALL)[1]
     assert json.loads(kept) == diagnosis
     names = {p.name for p in figures.all_figures(diagnosis)}
@@ -152,8 +152,8 @@ def test_a_page_after_quantizing_says_what_was_done(diagnosis, no_figures):
     text = page.render(diagnosis, quantized={"adapter.weight": report}, kept=kept)
     assert "GPTQ INT4 g32, calibrated on 3 steps, loss 0.25 times that of rounding" in text
     assert "not quantized" in text
-    assert "<td>no matrix</td><td>norm.weight, head.bias</td><td class=number>2</td>" in text
-    assert "<td>excluded &lt;by&gt; the settings</td><td>embed.weight</td>" in text
+    assert "<th scope=row>no matrix</th><td>norm.weight, head.bias</td><td class=number>2</td>" in text
+    assert "<th scope=row>excluded &lt;by&gt; the settings</th><td>embed.weight</td>" in text
 
 
 def test_layers_are_grouped_by_block():

@@ -59,11 +59,15 @@ def _grid(grid: Mapping[str, Any]) -> str:
         f"<td class=number>{size(v['n_bytes'])}</td></tr>"
         for v in grid["variants"]
     )
-    heads = "<th>weights</th><th colspan=2>KL to full precision [nat per token]</th>" + "".join(
-        f"<th class=number>{head}</th>" for head in ("top-1 agreement", "bits/byte", "bytes")
+    heads = (
+        "<th scope=col>weights</th><th scope=colgroup colspan=2>KL to full precision [nat per token]</th>"
+        + "".join(
+            f"<th scope=col class=number>{head}</th>" for head in ("top-1 agreement", "bits/byte", "bytes")
+        )
     )
+    title = f"INT{grid['bits']}, groups of {grid['group_size']}"
     return (
-        f"<h2>INT{grid['bits']}, groups of {grid['group_size']}</h2>\n<div class=scroll><table>"
+        f'<h2>{title}</h2>\n<div class=scroll tabindex=0 role=region aria-label="{title}"><table>'
         f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
     )
 

@@ -195,7 +195,9 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
         if quantized is not None:
             done = _done(quantized.get(layer["name"]))
             cells.insert(-1, ("done", done, html.escape(done)))
-        rows.append("".join(f'<td class="{c}" data-sort="{html.escape(k)}">{t}</td>' for c, k, t in cells))
+        # The first cell names the row, for those who hear the table.
+        first, *others = (f'class="{c}" data-sort="{html.escape(k)}">{t}' for c, k, t in cells)
+        rows.append(f'<th scope="row" {first}</th>' + "".join(f"<td {cell}</td>" for cell in others))
     head = "".join(f'<th class="{c}" scope="col"><button type="button">{h}</button></th>' for h, c in heads)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     threshold = (d["sections"].get("ranks") or {}).get("threshold", 1e-3)
@@ -269,17 +271,18 @@ def html_table(
 ) -> str:
     """Return an unsorted table under a heading; the first `n_text` columns are text, the others numbers."""
 
-    def cells(tag: str, row: Sequence[str]) -> str:
-        scope = " scope=col" if tag == "th" else ""
-        return "".join(
-            f"<{tag}{scope}{'' if i < n_text else ' class=number'}>{html.escape(text)}</{tag}>"
-            for i, text in enumerate(row)
-        )
+    def cell(i: int, text: str, head: bool) -> str:
+        tag, scope = ("th", f" scope={'col' if head else 'row'}") if head or i == 0 else ("td", "")
+        return f"<{tag}{scope}{'' if i < n_text else ' class=number'}>{html.escape(text)}</{tag}>"
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    def cells(row: Sequence[str], head: bool = False) -> str:
+        return f"<tr>{''.join(cell(i, text, head) for i, text in enumerate(row))}</tr>"
+
+    name = html.escape(title, quote=True)
     return (
-        f"<h2>{html.escape(title)}</h2><div class=scroll><table class=settings><caption>{html.escape(caption)}"
-        f"</caption><thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<h2>{name}</h2><div class=scroll tabindex=0 role=region aria-label="{name}"><table class=settings>'
+        f"<caption>{html.escape(caption)}</caption><thead>{cells(heads, True)}</thead>"
+        f"<tbody>{''.join(map(cells, rows))}</tbody></table></div>"
     )
 
 
@@ -369,7 +372,7 @@ def _unavailable(d: Mapping[str, Any]) -> str:
 def _settings(d: Mapping[str, Any]) -> str:
     def rows(table: Mapping[str, Any]) -> str:
         return "".join(
-            f"<tr><td>{html.escape(str(key))}</td><td>{html.escape(_plain(value))}</td></tr>"
+            f"<tr><th scope=row>{html.escape(str(key))}</th><td>{html.escape(_plain(value))}</td></tr>"
             for key, value in sorted(table.items())
         )
 

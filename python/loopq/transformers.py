@@ -144,8 +144,12 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the tensors to save: codes and scales byte for byte as they were loaded."""
         owners = {owner for owners in self._placed.values() for owner in owners}
+        stored = self._tensors()
         state = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in owners}
-        for name, tensor in self._tensors().items():
+        # transformers 4 refuses tied weights of code that it does not know, or keeps another of their names.
+        kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}
+        state = {n: t for n, t in state.items() if n in stored or t.untyped_storage().data_ptr() not in kept}
+        for name, tensor in stored.items():
             module, last = name.rpartition(".")[::2]
             if module in owners and (last in _STORED or last == "bias"):
                 state[name] = to_torch(tensor)

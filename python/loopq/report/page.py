@@ -202,11 +202,11 @@ def _layer_table(d: Mapping[str, Any], quantized: Mapping[str, Mapping[str, Any]
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     threshold = (d["sections"].get("ranks") or {}).get("threshold", 1e-3)
     return (
-        "<h2>Layer by layer</h2>"
-        f'<div class="scroll"><table class="sortable" id="layers"><caption>Click a heading to sort. Rank: number of '
+        '<section class="landscape"><h2>Layer by layer</h2><div class="scroll"><table class="sortable" id="layers">'
+        '<caption><span class="action">Click a heading to sort. </span>Rank: number of '
         f"eigenvalues above {threshold:g} of the largest; gain: rank of the sum over all steps, over the rank at step "
         "0; energy: share of the sum of squared inputs that belongs to step 0.</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
     )
 
 

@@ -163,14 +163,14 @@ types: setup ## Types, and the stub against the binary
 	$(PY) -m mypy.stubtest loopq._native
 
 # Rust's name of each platform and the tag of its wheel. Microsoft's linker is not to be had elsewhere: Windows' wheel is
-# linked by zig as MinGW would, for the same CPython.
+# linked by zig as MinGW would, for the same CPython. maturin runs the zig of the python3 that PATH has first.
 WHEELS ?= x86_64-unknown-linux-gnu=manylinux_2_28 aarch64-unknown-linux-gnu=manylinux_2_28 \
 	x86_64-unknown-linux-musl=musllinux_1_2 aarch64-unknown-linux-musl=musllinux_1_2 \
 	aarch64-apple-darwin=pypi x86_64-apple-darwin=pypi x86_64-pc-windows-gnu=pypi
 
 wheels: setup ## Wheels of every platform, linked by zig, and the sdist, into dist/; WHEELS="TARGET=TAG ..." for some
 	rm -rf dist
-	@set -e; for pair in $(WHEELS); do \
+	@set -e; export PATH="$(abspath $(BIN)):$$PATH"; for pair in $(WHEELS); do \
 		rustup target add "$${pair%%=*}"; \
 		$(BIN)/maturin build --release --zig --target "$${pair%%=*}" --compatibility "$${pair#*=}" --out dist; done
 	$(BIN)/maturin sdist --out dist

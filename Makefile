@@ -28,9 +28,10 @@ $(VENV)/base.stamp: pyproject.toml
 	$(PY) -m pip install -q "maturin>=1.9,<2" "numpy>=1.26" "safetensors>=0.4.5"
 	touch $@
 
+# Most of its modules are never imported; the others are compiled when they are.
 $(VENV)/torch.stamp: $(VENV)/base.stamp
 	@echo 'installing torch into $(VENV): a long download, once (a small torch: docs/platforms.md)'
-	$(PY) -m pip install "torch>=2.4" "threadpoolctl>=3.5"
+	$(PY) -m pip install --no-compile "torch>=2.4" "threadpoolctl>=3.5"
 	touch $@
 
 $(VENV)/build.stamp: $(VENV)/base.stamp $(RUST_SOURCES) pyproject.toml

@@ -304,8 +304,12 @@ def lowered(text: str) -> str:
 
 
 def choices_of(annotation: Any) -> tuple[Any, ...] | None:
-    """Return the values that a Literal allows; None where the type is no Literal."""
-    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else None
+    """Return the values that a Literal allows, None among them where it may be absent; None where it is no Literal."""
+    members = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return members
+    inner = choices_of(members[0]) if len(members) == 2 and members[1] is type(None) else None
+    return None if inner is None else (*inner, None)
 
 
 def parse_text(annotation: Any, text: str) -> Any:
@@ -318,7 +322,7 @@ def parse_text(annotation: Any, text: str) -> Any:
     """
     members = [a for a in typing.get_args(annotation) if a is not type(None)]
     allowed = choices_of(annotation)
-    if allowed:
+    if allowed and not (None in allowed and text in ("none", "null")):
         return next((v for v in allowed if str(v) == text), None) or parse_text(type(allowed[0]), text)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         if type(None) in typing.get_args(annotation) and text in ("none", "null"):
@@ -416,7 +420,8 @@ def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -
     if allowed is not None:
         if not any(value == v and type(value) is type(v) for v in allowed):
             hint = did_you_mean(str(value), map(str, allowed))
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}{hint}")
+            words = ", ".join("none" if v is None else str(v) for v in allowed)
+            raise ConfigError(f"{name} must be one of {words}; got {value!r}{hint}")
         return
     if not _fits(value, annotation):
         raise ConfigError(f"{name} must be {_type_name(annotation)}; got {value!r}")

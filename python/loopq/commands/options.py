@@ -108,7 +108,9 @@ def metavar_of(leaf: Leaf) -> str:
     allowed = choices_of(leaf.annotation)
     text = str(leaf.annotation)
     kind = "A,B,..." if "tuple" in text else "X" if "float" in text else "N" if "int" in text else "TEXT"
-    return leaf.metadata.get("metavar") or ("|".join(map(str, allowed)) if allowed else kind)
+    return leaf.metadata.get("metavar") or (
+        "|".join(str(v) for v in allowed if v is not None) if allowed else kind
+    )
 
 
 def _reader(leaf: Leaf) -> Any:

@@ -163,13 +163,14 @@ types: setup ## Types, and the stub against the binary
 	$(BIN)/mypy
 	$(PY) -m mypy.stubtest loopq._native
 
-# Rust's name of each platform and the tag of its wheel. Microsoft's linker is not to be had elsewhere: Windows' wheel is
-# linked by zig as MinGW would, for the same CPython. maturin runs the zig of the python3 that PATH has first.
+# Rust's name of each platform and the tag of its wheel. maturin runs the zig of the python3 that PATH has first. Windows'
+# wheel is built on Windows (.github/workflows/wheels.yml): Microsoft's linker is not to be had elsewhere, and for MinGW's
+# maturin 1.16 exports PyInit_loopq._native, which is not the symbol's name.
 WHEELS ?= x86_64-unknown-linux-gnu=manylinux_2_28 aarch64-unknown-linux-gnu=manylinux_2_28 \
 	x86_64-unknown-linux-musl=musllinux_1_2 aarch64-unknown-linux-musl=musllinux_1_2 \
-	aarch64-apple-darwin=pypi x86_64-apple-darwin=pypi x86_64-pc-windows-gnu=pypi
+	aarch64-apple-darwin=pypi x86_64-apple-darwin=pypi
 
-wheels: setup ## Wheels of every platform, linked by zig, and the sdist, into dist/; WHEELS="TARGET=TAG ..." for some
+wheels: setup ## Wheels of Linux and macOS, linked by zig, and the sdist, into dist/; WHEELS="TARGET=TAG ..." for some
 	rm -rf dist
 	@set -e; export PATH="$(abspath $(BIN)):$$PATH"; for pair in $(WHEELS); do \
 		rustup target add "$${pair%%=*}"; \

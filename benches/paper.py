@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+from benches.pages import into
 from loopq.reproduce.shown import TABLES, order
 
+MARK = "tables"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def table() -> str:
@@ -27,9 +28,7 @@ def table() -> str:
 
 def main() -> None:
     """Replace what stands between the two marks."""
-    head, rest = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)
-    tail = rest.split(END)[1]
-    DOCUMENT.write_text(f"{head}{BEGIN}\n{table()}\n{END}{tail}", encoding="utf-8")
+    into(DOCUMENT, MARK, table())
 
 
 if __name__ == "__main__":

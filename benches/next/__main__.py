@@ -18,7 +18,8 @@ import torch
 
 from benches.next.rows import BARS, METHODS, Bench
 from benches.next.subject import Subject
-from benches.next.table import into, report, tables
+from benches.next.table import report, tables
+from benches.pages import into
 from loopq.reproduce.models import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +89,7 @@ def main() -> None:
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text + "\n")
     if args.out == RECORD and found:
-        into(ROOT / "docs" / "next.md", tables(found, BARS))
+        into(ROOT / "docs" / "next.md", "next", tables(found, BARS))
 
 
 if __name__ == "__main__":

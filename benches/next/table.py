@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ ENOUGH = 4
 BEST = "best"
 #: The most that a method may have of best's KL, by bits: 20 and 30 % less for corrections, 35 % less for codes.
 CORRECTION_BAR, CODE_BAR = {4: 0.8, 3: 0.7}, {3: 0.65, 2: 0.65}
-BEGIN, END = "<!-- next: begin -->", "<!-- next: end -->"
 
 Rows = list[dict[str, Any]]
 
@@ -127,12 +125,6 @@ def values(rows: Rows) -> list[str]:
                 f"{agreement:.4f} | {seconds:.0f} |"
             )
     return lines
-
-
-def into(document: Path, text: str) -> None:
-    """Replace what stands between the two marks of a page."""
-    head, _, rest = document.read_text("utf-8").partition(BEGIN)
-    document.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", "utf-8")
 
 
 def _bits(found: Rows) -> list[int]:

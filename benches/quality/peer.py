@@ -1,7 +1,7 @@
 """One method on one model, in the environment of its tool: `python -m benches.quality.peer JOB.json`.
 
 JOB names the tool, the model, its prompts and the results to make; for each a file `NUMBER.npz` with the dequantized
-weights is written beside it, and a line of JSON is printed: CPU seconds, or why it was refused.
+weights is written beside it, and a line of JSON is printed: CPU seconds and peak memory, or why it was refused.
 Every tool calibrates on rollouts of the same prompts from the same initial states, one prompt at a time.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
 from loopq.errors import LoopqError
 from loopq.reproduce.models import PreparedModel, Sizes
@@ -233,14 +233,13 @@ def main() -> None:
         try:
             method = TOOLS[job["tool"]][variant]()
             subject = Subject(job)
-            began = time.process_time()
+            peak, began = Peak(), time.process_time()
             found: dict[str, Any] = method(subject, bits, group)
+            line |= {"seconds": time.process_time() - began, "memory_mib": peak.mib()}
             np.savez(path.with_name(f"{number}.npz"), **found)
-            line["seconds"] = time.process_time() - began
         except Exception as error:  # noqa: BLE001
             # Whatever a tool refuses with belongs in the record, and the next result may go well.
             line["refused"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        line["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(line), file=answers, flush=True)
 
 

@@ -5,26 +5,31 @@ out and named. Same model, same calibration prompts, same initial states, same g
 the zoo, "plbert", or one with a planted massive activation ("ouro_small+spike") or loud channel
 ("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record goes to
 benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU
-seconds; the worst model of each method.
+seconds and peak memory; the worst model of each method.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import loopq
+from benches.pages import into
+from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import report
+from benches.quality.peers_table import page, report
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
@@ -81,6 +86,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+@dataclass
+class Cost:
+    """CPU seconds, and peak memory above that of the loaded model."""
+
+    seconds: float = 0.0
+    memory_mib: float = 0.0
+
+
 class Bench:
     """One model and one draw of its calibration text, with the results that are saved."""
 
@@ -97,43 +110,57 @@ class Bench:
         self.model = prepare(name, sizes, self.data, draw)
         self.system = self.model.loaded.system
         self.run = Run.prepare(self.system, self.model.calibration, execution=Execution(threads=args.threads))
+        self.peak = Peak()
         self._sums: HessianSet | None = None
-        self._metrics: dict[Any, float] = {}
-        self.collecting = 0.0
+        self._metrics: dict[Any, Cost] = {}
+        self.collecting = Cost()
 
     @property
     def sums(self) -> HessianSet:
         """Hessians of all steps, collected once and timed."""
         if self._sums is None:
-            began = time.process_time()
-            self._sums = self.run.all_steps()
-            self.collecting = time.process_time() - began
+            with self.costs() as self.collecting:
+                self._sums = self.run.all_steps()
         return self._sums
 
+    @contextlib.contextmanager
+    def costs(self) -> Iterator[Cost]:
+        """Give a cost that is filled when the block ends."""
+        cost = Cost()
+        self.peak.restart()
+        began = time.process_time()
+        yield cost
+        cost.seconds, cost.memory_mib = time.process_time() - began, self.peak.mib()
+
     def ours(self, results: list[Result]) -> list[dict[str, Any]]:
-        """Quantize by loopq; seconds are those of the collection, of the metric and of the solve."""
+        """Quantize by loopq; the cost is that of the collection, of the metric and of the solve."""
         lines, weights = [], {}
         for number, (variant, bits, group) in enumerate(results):
             config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **OURS[variant])
             run = choose_metric(Run(self.run.job, config, self.run.probe_seconds, self.run.metrics))
             asked = run.config.layer.flat()
             sums = self.sums if asked["method"] != "rtn" else run.sums()
-            beside = self.metric_seconds(run) + (self.collecting if sums is self._sums else 0.0)
-            began = time.process_time()
-            layers = run.solve_from(sums)
-            seconds = time.process_time() - began + beside
+            parts = [*self.metric_costs(run), *([self.collecting] if sums is self._sums else [])]
+            with self.costs() as solve:
+                layers = run.solve_from(sums)
+            parts.append(solve)
             weights[number] = {n: x.in_model_orientation() for n, x in layers.items()}
-            lines.append({"seconds": seconds, "metric": asked.get("metric")})
+            lines.append(
+                {
+                    "seconds": sum(part.seconds for part in parts),
+                    "memory_mib": max(part.memory_mib for part in parts),
+                    "metric": asked.get("metric"),
+                }
+            )
         return self.measured(lines, weights)
 
-    def metric_seconds(self, run: Run) -> float:
+    def metric_costs(self, run: Run) -> list[Cost]:
         """Collect the loop metrics that a run asks for, once for all grids; return what that took."""
         asked = {t.gradients for t in run.tasks if t.gradients}
         for gradients in asked - set(self._metrics):
-            began = time.process_time()
-            run.collect_metrics(self.sums, run.tasks)
-            self._metrics[gradients] = time.process_time() - began
-        return sum(self._metrics[gradients] for gradients in asked)
+            with self.costs() as self._metrics[gradients]:
+                run.collect_metrics(self.sums, run.tasks)
+        return [self._metrics[gradients] for gradients in asked]
 
     def theirs(self, tool: str, results: list[Result]) -> list[dict[str, Any]]:
         """Quantize by another tool, in one process of its environment."""
@@ -303,6 +330,8 @@ def main() -> None:
         json.dumps({"settings": settings, "records": records}, indent=1) + "\n"
     )
     stem.with_suffix(".md").write_text(text + "\n")
+    if args.out == RECORD:
+        into(ROOT / "docs" / "quantizers.md", "peers", page(records, list(OURS)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,33 @@ import numpy as np
 from benches.quality.run import table
 
 Rows = list[dict[str, Any]]
+#: By model and variant.
+Means = dict[tuple[str, str], float]
 WHAT = """KL to full precision in nats per token on text of another author, two initial states where a model draws
 them; means over draws of the calibration text. Other tools run by their own code, except GPTQModel, whose solver is
 given the inputs of all calls. "over the best other tool": geometric mean over models of the ratio to the least KL of
-another tool at equal bits (HQQ has more bits); a model without a result of another tool is left out. CPU seconds of
-calibration and solve, one thread, no model loading; other work on the machine makes them longer. Other depths and
-other text are measured on eight prompts: a trend, not a ranking."""
+another tool at equal bits (HQQ has more bits); a model without a result of another tool is left out, and one with a
+planted activation or column stands apart. CPU seconds and peak memory of calibration and solve, mean over models, one
+thread; memory is what the process takes beyond the loaded model and libraries, and loopq's rows share a process, so
+that what one keeps counts for the next. Other work on the machine makes seconds longer. Other depths and other text
+are measured on eight prompts: a trend, not a ranking."""
 #: It stores zero points besides: more bits than the others.
 NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
+COSTS = [("seconds", "CPU s", ".1f"), ("memory_mib", "MiB", ".0f")]
+OURS_BESIDE = ("loopq fast", "loopq default", "loopq best")
+SEARCHED = "GPTQ, trajectory, searched scales"
+#: Rows of the page in docs, in this order.
+SHOWN = (
+    "HQQ", "llm-compressor", "llm-compressor, mse", "GPTQModel", "auto-round", SEARCHED,
+    "loopq fast", "loopq default", "loopq best",
+)  # fmt: skip
+#: What a row may have of the best other tool's KL, or of another row's, by grid.
+BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
+    ("loopq default", None, {(4, 128): 0.75, (4, 32): 0.75, (3, 32): 0.75, (2, 32): 0.75}),
+    ("loopq best", None, {(4, 128): 0.40, (4, 32): 0.40, (3, 32): 0.40, (2, 32): 0.33}),
+    ("loopq best", SEARCHED, {(3, 32): 0.30, (2, 32): 0.25}),
+)
 
 
 def processor() -> str:
@@ -36,15 +56,12 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
     parts = ["# loopq beside other tools", "", f"{processor()}; settings `{settings}`.", "", WHAT, ""]
     if absent:
         parts += [f"Not run, since there is no environment for it: {', '.join(absent)}.", ""]
-    for bits, group in dict.fromkeys((r["bits"], r["group"]) for r in done):
-        here = [r for r in done if (r["bits"], r["group"]) == (bits, group)]
-        parts += [f"## INT{bits} g{group}", "", _ratios(here, ours), ""]
-    parts += [
-        "## Other depths and other text, ratio to the best other tool there",
-        "",
-        _beside(done, ours),
-        "",
-    ]
+    plain, planted = split(done)
+    for name, rows in (("", plain), (", planted models", planted)):
+        for (bits, group), here in by_grid(rows).items():
+            parts += [f"## INT{bits} g{group}{name}", "", _ratios(here, ours), ""]
+    title = "## Other depths and other text, ratio to the best other tool there"
+    parts += [title, "", _beside(plain, ours), "", "## Bars", "", _bars(plain, ours), ""]
     parts += ["## Intervals over prompts, draw by draw", "", _intervals(done), ""]
     refused = dict.fromkeys(
         f"* {r['variant']}, {r['model']}, INT{r['bits']} g{r['group']}: {r['refused']}"
@@ -54,16 +71,38 @@ def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: lis
     return "\n".join(parts + (["## Refused", "", *refused] if refused else []))
 
 
-def means(rows: Rows, value: str = "kl") -> dict[tuple[str, str], float]:
+def page(records: Rows, ours: list[str]) -> str:
+    """What the page in docs shows of the record: ratios to the best other tool with their cost, bars, depths."""
+    plain, planted = split([r for r in records if "refused" not in r])
+    parts = [_summary(plain, ours)]
+    if planted:
+        parts += ["Planted:", _summary(planted, ours)]
+    return "\n\n".join([*parts, _bars(plain, ours), _beside(plain, ours)])
+
+
+def split(rows: Rows) -> tuple[Rows, Rows]:
+    """Rows of the models as they are, and of those with something planted."""
+    return [r for r in rows if "+" not in r["model"]], [r for r in rows if "+" in r["model"]]
+
+
+def by_grid(rows: Rows) -> dict[tuple[int, int], Rows]:
+    """Rows of each grid."""
+    found: dict[tuple[int, int], Rows] = {}
+    for r in rows:
+        found.setdefault((r["bits"], r["group"]), []).append(r)
+    return found
+
+
+def means(rows: Rows, value: str = "kl") -> Means:
     """Mean over draws, by model and variant."""
     found: dict[tuple[str, str], list[float]] = {}
     for r in rows:
-        if value in r:
+        if r.get(value) is not None:
             found.setdefault((r["model"], r["variant"]), []).append(r[value])
     return {k: float(np.mean(v)) for k, v in found.items()}
 
 
-def best_other(found: dict[tuple[str, str], float], ours: list[str]) -> dict[str, float]:
+def best_other(found: Means, ours: list[str]) -> dict[str, float]:
     """Least KL of any other tool at equal bits, by model."""
     best: dict[str, float] = {}
     for (model, variant), kl in found.items():
@@ -72,40 +111,102 @@ def best_other(found: dict[tuple[str, str], float], ours: list[str]) -> dict[str
     return best
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """KL of a variant over another KL: geometric mean over models, and the worst model."""
+
+    by_model: Mapping[str, float]
+
+    @classmethod
+    def of(cls, kl: Means, variant: str, base: Mapping[str, float]) -> Ratio | None:
+        """Ratios of the models that have both; None where there is none."""
+        found = {m: kl[m, variant] / base[m] for m in base if (m, variant) in kl and base[m] > 0}
+        return cls(found) if found else None
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean."""
+        return float(np.exp(np.mean(np.log(list(self.by_model.values())))))
+
+    @property
+    def worst(self) -> str:
+        """The largest ratio and its model."""
+        model = max(self.by_model, key=lambda m: self.by_model[m])
+        return f"{self.by_model[model]:.2f}, {model}"
+
+
 def _ratios(rows: Rows, ours: list[str]) -> str:
-    kl, seconds = means(rows), means(rows, "seconds")
+    kl, costs = means(rows), {c: means(rows, c) for c in ("seconds", "memory_mib")}
     best = best_other(kl, ours)
     models, variants = list(dict.fromkeys(m for m, _ in kl)), list(dict.fromkeys(v for _, v in kl))
     lines = []
     for v in variants:
-        ratio = {m: kl[m, v] / best[m] for m in best if (m, v) in kl and best[m] > 0}
         line: dict[str, Any] = {"variant": v} | {m: kl[m, v] for m in models if (m, v) in kl}
-        if ratio:
-            worst = max(ratio, key=lambda m: ratio[m])
-            line["ratio"] = float(np.exp(np.mean(np.log(list(ratio.values())))))
-            line["worst"] = f"{ratio[worst]:.2f}, {worst}"
-        line["seconds"] = float(np.mean([seconds[m, v] for m in models if (m, v) in seconds]))
-        lines.append(line)
+        if ratio := Ratio.of(kl, v, best):
+            line |= {"ratio": ratio.mean, "worst": ratio.worst}
+        lines.append(line | _costs(costs, v))
     columns = [
         ("variant", "KL", ""),
         *((m, m, ".3g") for m in models),
         ("ratio", "over the best other tool", ".2f"),
     ]
-    return table(lines, [*columns, ("worst", "worst", ""), ("seconds", "CPU s", ".1f")])
+    return table(lines, [*columns, ("worst", "worst", ""), *COSTS])
+
+
+def _costs(costs: Mapping[str, Means], variant: str) -> dict[str, float]:
+    """CPU seconds and memory of a variant, mean over the models that have them."""
+    found = {c: [x for (_, v), x in values.items() if v == variant] for c, values in costs.items()}
+    return {c: float(np.mean(values)) for c, values in found.items() if values}
+
+
+def _summary(rows: Rows, ours: list[str]) -> str:
+    grids = by_grid(rows)
+    last = next((g for g in ((3, 32), *grids) if g in grids), None)
+    lines: dict[str, dict[str, Any]] = {}
+    heads = []
+    for (bits, group), here in grids.items():
+        kl = means(here)
+        best = best_other(kl, ours)
+        name = f"INT{bits} g{group}"
+        heads.append((name, f"{name}, {len(best)} models" if len(best) > 1 else name, ""))
+        costs = {c: means(here, c) for c in ("seconds", "memory_mib")}
+        for v in SHOWN:
+            line = lines.setdefault(v, {"variant": f"{v} (more bits)" if v in NOT_EQUAL else v})
+            if ratio := Ratio.of(kl, v, best):
+                some = f" of {len(ratio.by_model)}" if len(ratio.by_model) < len(best) else ""
+                line[name] = f"{ratio.mean:.2f}{some} ({ratio.worst})"
+                line |= _costs(costs, v) if (bits, group) == last else {}
+    done = [line for line in lines.values() if len(line) > 1]
+    cost = [(c, f"{head}, INT{last[0]}" if last else head, form) for c, head, form in COSTS]
+    return table(done, [("variant", "KL over the best other tool (worst)", ""), *heads, *cost])
+
+
+def _bars(rows: Rows, ours: list[str]) -> str:
+    lines, grids = [], by_grid(rows)
+    for variant, over, bars in BARS:
+        line: dict[str, Any] = {"what": f"{variant} over {over or 'the best other tool'}"}
+        for grid, bar in bars.items():
+            kl = means(grids.get(grid, []))
+            base = best_other(kl, ours) if over is None else {m: x for (m, v), x in kl.items() if v == over}
+            if ratio := Ratio.of(kl, variant, base):
+                within = sum(x <= bar for x in ratio.by_model.values())
+                said = "reached" if ratio.mean <= bar else "missed"
+                line[str(grid)] = (
+                    f"{ratio.mean:.2f}, bar {bar:.2f} {said}; {within} of {len(ratio.by_model)} models"
+                )
+        lines.append(line)
+    return table(lines, [("what", "bar", ""), *((str(g), f"INT{g[0]} g{g[1]}", "") for g in BARS[0][2])])
 
 
 def _beside(rows: Rows, ours: list[str]) -> str:
     lines = []
-    for bits, group in dict.fromkeys((r["bits"], r["group"]) for r in rows):
-        here = [r for r in rows if (r["bits"], r["group"]) == (bits, group)]
-        for variant in ("loopq fast", "loopq default", "loopq best"):
+    for (bits, group), here in by_grid(rows).items():
+        for variant in OURS_BESIDE:
             line: dict[str, Any] = {"grid": f"INT{bits} g{group}", "variant": variant}
             for value in BESIDE:
                 kl = means(here, value)
-                best = best_other(kl, ours)
-                ratios = [kl[m, variant] / best[m] for m in best if (m, variant) in kl and best[m] > 0]
-                if ratios:
-                    line[value] = f"{np.exp(np.mean(np.log(ratios))):.2f} (worst {max(ratios):.2f})"
+                if ratio := Ratio.of(kl, variant, best_other(kl, ours)):
+                    line[value] = f"{ratio.mean:.2f} ({ratio.worst})"
             lines.append(line)
     return table(lines, [("grid", "grid", ""), ("variant", "", ""), *((k, v, "") for k, v in BESIDE.items())])
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from benches.pages import into
 from benches.zoo import WEIGHTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = REPOSITORY / "docs" / "zoo.md"
 FOLDERS = (REPOSITORY / "python" / "loopq" / "zoo" / "weights", WEIGHTS)
-BEGIN, END = "<!-- trained models: begin -->", "<!-- trained models: end -->"
+MARK = "trained models"
 
 
 def table() -> str:
@@ -35,12 +36,7 @@ def table() -> str:
 
 def main() -> None:
     """Replace what stands between the two marks."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    tmp = DOCUMENT.with_suffix(".part")
-    tmp.write_text(f"{head}{BEGIN}\n{table()}\n{END}{tail}", encoding="utf-8")
-    tmp.replace(DOCUMENT)
+    into(DOCUMENT, MARK, table())
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 import benches.zoo.models
 from benches import paper
+from benches.pages import within
 from benches.zoo.store import save_model
 from loopq.cli import main
 from loopq.errors import ConfigError
@@ -134,9 +135,7 @@ def found(**variants: Any) -> dict[str, Any]:
 
 
 def test_the_document_lists_what_the_registry_holds() -> None:
-    text = paper.DOCUMENT.read_text(encoding="utf-8")
-    between = text.partition(f"{paper.BEGIN}\n")[2].partition(f"\n{paper.END}")[0]
-    assert between == paper.table(), "run python -m benches.paper"
+    assert within(paper.DOCUMENT, paper.MARK) == paper.table(), "run python -m benches.paper"
 
 
 def test_claims_are_judged_by_paired_intervals() -> None:

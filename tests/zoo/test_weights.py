@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benches.pages import within
 from benches.zoo import WEIGHTS, overview
 from benches.zoo.card import card_text
 from benches.zoo.chains import chains
@@ -47,7 +47,4 @@ def test_a_trained_model_is_what_its_card_says(folder: Path) -> None:
 
 
 def test_the_documents_table_is_what_was_measured() -> None:
-    text = overview.DOCUMENT.read_text(encoding="utf-8")
-    between = re.search(f"{overview.BEGIN}\n(.*)\n{overview.END}", text, re.DOTALL)
-    assert between is not None
-    assert between[1] == overview.table(), "run python -m benches.zoo.overview"
+    assert within(overview.DOCUMENT, overview.MARK) == overview.table(), "run python -m benches.zoo.overview"

@@ -1,0 +1,79 @@
+"""The comparison with other tools: what its tables make of records, and its measure of memory."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from benches import pages
+from benches.quality import peers_table
+from benches.quality.peak import Peak
+
+OURS = ["loopq best", peers_table.SEARCHED]
+
+
+def row(model, variant, kl, **more):
+    given = {"draw": 0, "bits": 3, "group": 32, "seconds": 1.0, "memory_mib": 2.0, "kl_95": None}
+    return given | {"model": model, "variant": variant, "kl": kl, "agreement": 1.0} | more
+
+
+RECORDS = [
+    *(row(m, "llm-compressor", 1.0) for m in ("a", "b", "a+spike")),
+    row("a", "llm-compressor, mse", 0.5),
+    # More bits, and so no tool to be measured against.
+    row("a", "HQQ", 0.01),
+    row("a", peers_table.SEARCHED, 1.0),
+    row("a", "loopq best", 0.1),
+    row("b", "loopq best", 0.8),
+    row("a+spike", "loopq best", 0.01),
+]
+
+
+def test_ratios_are_to_the_best_other_tool_at_equal_bits():
+    kl = peers_table.means(RECORDS)
+    best = peers_table.best_other(kl, OURS)
+    assert best == {"a": 0.5, "b": 1.0, "a+spike": 1.0}
+    ratio = peers_table.Ratio.of(kl, "loopq best", {m: best[m] for m in "ab"})
+    assert ratio.mean == pytest.approx((0.2 * 0.8) ** 0.5)
+    assert ratio.worst == "0.80, b"
+
+
+def test_planted_models_stand_apart_and_bars_are_judged_without_them():
+    page = peers_table.page(RECORDS, OURS)
+    summary, _, planted, *_ = page.split("\n\n")
+    assert "| loopq best | 0.40 (0.80, b) | 1.0 | 2 |" in summary
+    assert "| llm-compressor, mse | 1.00 of 1 (1.00, a) |" in summary
+    assert "| loopq best | 0.01 (0.01, a+spike) |" in planted
+    assert "| 0.40, bar 0.40 reached; 1 of 2 models |" in page
+    assert (
+        "| loopq best over GPTQ, trajectory, searched scales |  |  | 0.10, bar 0.30 reached; 1 of 1 models |"
+        in page
+    )
+
+
+def test_the_record_names_what_was_refused():
+    refused = {"model": "c", "variant": "auto-round", "draw": 0, "bits": 3, "group": 32, "refused": "no"}
+    text = peers_table.report([*RECORDS, refused], {}, ["hqq"], OURS)
+    assert "* auto-round, c, INT3 g32: no" in text
+    assert "## INT3 g32, planted models" in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_is_what_was_taken_and_freed():
+    peak = Peak()
+    np.ones(2**25 // 8)
+    assert 24 < peak.mib() < 64
+    peak.restart()
+    assert peak.mib() < 8
+
+
+def test_a_page_without_marks_is_an_error(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a <!-- t: begin -->\nold\n<!-- t: end --> z", "utf-8")
+    pages.into(page, "t", "new")
+    assert page.read_text("utf-8") == "a <!-- t: begin -->\nnew\n<!-- t: end --> z"
+    assert pages.within(page, "t") == "new"
+    with pytest.raises(ValueError, match="no <!-- u: begin -->"):
+        pages.into(page, "u", "new")

@@ -228,12 +228,15 @@ def main() -> None:
     job = json.loads(path.read_text())
     torch.set_num_threads(job["threads"])
     answers, sys.stdout = sys.stdout, sys.stderr  # what the libraries print is no answer
+    peak: Peak | None = None
     for number, (variant, bits, group) in enumerate(job["results"]):
         line: dict[str, Any] = {"variant": variant, "bits": bits, "group": group}
         try:
             method = TOOLS[job["tool"]][variant]()
             subject = Subject(job)
-            peak, began = Peak(), time.process_time()
+            peak = peak or Peak()
+            peak.restart()
+            began = time.process_time()
             found: dict[str, Any] = method(subject, bits, group)
             line |= {"seconds": time.process_time() - began, "memory_mib": peak.mib()}
             np.savez(path.with_name(f"{number}.npz"), **found)

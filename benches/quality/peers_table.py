@@ -20,8 +20,8 @@ them; means over draws of the calibration text. Other tools run by their own cod
 given the inputs of all calls. "over the best other tool": geometric mean over models of the ratio to the least KL of
 another tool at equal bits (HQQ has more bits); a model without a result of another tool is left out, and one with a
 planted activation or column stands apart. CPU seconds and peak memory of calibration and solve, mean over models, one
-thread; memory is what the process takes beyond the loaded model and libraries, and loopq's rows share a process, so
-that what one keeps counts for the next. Other work on the machine makes seconds longer. Other depths and other text
+thread; memory is what the process takes beyond the loaded model and libraries, and the rows of a tool share a process,
+so that what one keeps counts for the next. Other work on the machine makes seconds longer. Other depths and other text
 are measured on eight prompts: a trend, not a ranking."""
 #: It stores zero points besides: more bits than the others.
 NOT_EQUAL = ("HQQ",)
@@ -32,7 +32,7 @@ SEARCHED = "GPTQ, trajectory, searched scales"
 #: Rows of the page in docs, in this order.
 SHOWN = (
     "HQQ", "llm-compressor", "llm-compressor, mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", "loopq default", "loopq best",
+    "loopq fast", "loopq default", "loopq best, inputs open", "loopq best",
 )  # fmt: skip
 #: What a row may have of the best other tool's KL, or of another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (

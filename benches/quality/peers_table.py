@@ -192,7 +192,7 @@ def _bars(rows: Rows, ours: list[str]) -> str:
                 within = sum(x <= bar for x in ratio.by_model.values())
                 said = "reached" if ratio.mean <= bar else "missed"
                 line[str(grid)] = (
-                    f"{ratio.mean:.2f}, bar {bar:.2f} {said}; {within} of {len(ratio.by_model)} models"
+                    f"{ratio.mean:.3f}, bar {bar:.2f} {said}; {within} of {len(ratio.by_model)} models"
                 )
         lines.append(line)
     return table(lines, [("what", "bar", ""), *((str(g), f"INT{g[0]} g{g[1]}", "") for g in BARS[0][2])])

@@ -58,6 +58,7 @@ OURS: dict[str, dict[str, Any]] = {
     "loopq default": {},
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open"},
     "loopq best": dict(PRESETS["best"]),
+    "loopq best, trellis": {**PRESETS["best"], "method": "trellis"},
 }
 #: Prompts at other depths and of other text: these show a trend, the table is made at N.
 N_BESIDE = 8
@@ -311,6 +312,8 @@ def main() -> None:
     grids = list(asked_grids) or list(GRIDS)
     chosen = args.tool or ["loopq", *TOOLS]
     absent = [t for t in chosen if t in TOOLS and not (python_of(t).parents[1] / "stamp").exists()]
+    if args.table:
+        absent = []
     models = args.models or [
         *zoo.available(), *(Path(f).name for f in folders()), *PLANTED, *([PLBERT] if data_folder(args.data) else [])
     ]  # fmt: skip

@@ -27,18 +27,21 @@ are measured on eight prompts: a trend, not a ranking."""
 NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
 COSTS = [("seconds", "CPU s", ".1f"), ("memory_mib", "MiB", ".0f")]
-OURS_BESIDE = ("loopq fast", "loopq default", "loopq best")
+TRELLIS = "loopq best, trellis"
+OURS_BESIDE = ("loopq fast", "loopq default", "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
 #: Rows of the page in docs, in this order.
 SHOWN = (
     "HQQ", "llm-compressor", "llm-compressor, mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", "loopq default", "loopq best, inputs open", "loopq best",
+    "loopq fast", "loopq default", "loopq best, inputs open", "loopq best", TRELLIS,
 )  # fmt: skip
 #: What a row may have of the best other tool's KL, or of another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (
     ("loopq default", None, {(4, 128): 0.75, (4, 32): 0.75, (3, 32): 0.75, (2, 32): 0.75}),
     ("loopq best", None, {(4, 128): 0.40, (4, 32): 0.40, (3, 32): 0.40, (2, 32): 0.33}),
     ("loopq best", SEARCHED, {(3, 32): 0.30, (2, 32): 0.25}),
+    (TRELLIS, None, {(4, 128): 0.40, (4, 32): 0.40, (3, 32): 0.40, (2, 32): 0.33}),
+    (TRELLIS, SEARCHED, {(3, 32): 0.30, (2, 32): 0.25}),
 )
 
 

@@ -9,6 +9,8 @@ rm -rf "$work" && mkdir -p "$work" dist
 "$maturin" sdist --out "$work"
 tar -xzf "$work"/loopq-*.tar.gz -C "$work"
 tree=$(echo "$work"/loopq-*/)
+# maturin leaves tests and benches out of the manifests of crates that others depend on; their files are there.
+cp rust/loopq-core/Cargo.toml "$tree/rust/loopq-core/Cargo.toml"
 mkdir "$tree/.cargo"
 (cd "$tree" && cargo vendor --locked --versioned-dirs vendor > .cargo/config.toml)
 tar -czf "dist/$(basename "$tree")-vendored.tar.gz" -C "$work" "$(basename "$tree")"

@@ -37,6 +37,8 @@ __all__ = [
     "pack_dense",
     "proxy",
     "rtn",
+    "trellis",
+    "trellis_decode",
     "unpack_dense",
     "w4_from_marlin",
     "w4_pack",

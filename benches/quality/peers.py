@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-import loopq
 from benches.pages import into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
@@ -36,6 +35,7 @@ from benches.zoo import folders
 from loopq import zoo
 from loopq.calibrate.collect import HessianSet
 from loopq.demo import LLM_COMPRESSOR
+from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
 from loopq.execution import Execution
 from loopq.quantizers.gptq_cd import Metric
@@ -205,7 +205,7 @@ class Bench:
                 found = compare(
                     self.system, named, tokens, n_steps=n_steps, seeds=states, scored_from=model.scored_from
                 )
-            except loopq.LoopqError as error:
+            except LoopqError as error:
                 for number in weights:
                     lines[number][f"{what}_refused"] = str(error)
                 continue
@@ -306,7 +306,7 @@ def measure(
 def main() -> None:
     args = parse()
     sizes = Sizes(args.n_calibration, 16, args.n_evaluation, args.seq_len)
-    settings = {"version": loopq.__version__, **vars(sizes)}
+    settings = vars(sizes)
     saved = Saved(args.cache, settings)
     asked_grids = ((int(b), int(g)) for b, g in (grid.split(":") for grid in args.grid or ()))
     grids = list(asked_grids) or list(GRIDS)

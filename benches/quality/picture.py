@@ -44,6 +44,7 @@ CURVES = (
     ("llm-compressor, mse", "llm-compressor, mse", "green", "^"),
     ("loopq default", "loopq", "blue", "o"),
     ("loopq best", "loopq, best", "ink", "D"),
+    ("loopq best, trellis", "loopq, trellis", "violet", "*"),
 )
 NEEDED = ("loopq default", "llm-compressor")
 
@@ -66,12 +67,12 @@ class Theme:
 LIGHT = Theme(
     "light", "#ffffff", "#1f2328", "#59636e",
     {"blue": "#0072B2", "orange": "#C44E00", "green": "#007F5F",
-     "pink": "#A8487E", "yellow": "#8A6A00", "sky": "#3A8FBF"},
+     "pink": "#A8487E", "yellow": "#8A6A00", "sky": "#3A8FBF", "violet": "#6B4FBB"},
 )  # fmt: skip
 DARK = Theme(
     "dark", "#0d1117", "#e6edf3", "#9198a1",
     {"blue": "#56B4E9", "orange": "#FF9A57", "green": "#3FC79A",
-     "pink": "#E7A0C8", "yellow": "#F0C808", "sky": "#A5D8F3"},
+     "pink": "#E7A0C8", "yellow": "#F0C808", "sky": "#A5D8F3", "violet": "#B9A3FF"},
 )  # fmt: skip
 
 

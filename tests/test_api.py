@@ -62,7 +62,7 @@ def test_settings_are_refused_before_the_model_is_looked_for(tmp_path):
         ({"n_prompts": 0}, "n_prompts must be at least 1"),
         (
             {"method": "rtn", "damping": 0.1},
-            "damping goes with method gptq or gptq-cd; method rtn would not read",
+            "damping goes with method gptq or gptq-cd or trellis; method rtn would not read",
         ),
         ({"alpha": 0.5}, "alpha goes with inputs asymmetric; inputs open would not read it"),
         ({"tune_every": 5}, "tune_every goes with tune"),

@@ -163,7 +163,7 @@ def test_help_all_shows_every_option_once_in_its_group(command):
     assert sorted(shown) == sorted(o for o in options if o != "-h")
     words = " ".join(text.split())
     assert "(default 128)" in words
-    assert "method gptq, gptq-cd: --damping X" in words
+    assert "method gptq, gptq-cd, trellis: --damping X" in words
     assert "how bits are divided between layers: --allocate BUDGET" in words
     # What is off, or the model's own, has no default to show.
     assert "default None" not in text

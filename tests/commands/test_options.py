@@ -40,6 +40,7 @@ def test_every_setting_has_its_option(name):
             "n_held_out": 2,
             "tune_truncate": 2,
             "metric_prompts": 4,
+            "outside": 8,
         }.get(name, value)
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         args = [flag_of(leaf), text]

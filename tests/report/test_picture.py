@@ -71,4 +71,4 @@ def test_numbers_are_those_of_the_records():
     drawn, models, lacking = picture.curves(peers("ab", VARIANTS))
     assert models == ["a", "b"]
     assert drawn["loopq default"] == pytest.approx([3 / 4**b for b in picture.BITS])
-    assert lacking == ["HQQ", "GPTQModel", "auto-round", "llm-compressor, mse"]
+    assert lacking == ["HQQ", "GPTQModel", "auto-round", "llm-compressor, mse", "loopq best, trellis"]

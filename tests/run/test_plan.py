@@ -76,7 +76,7 @@ def test_a_setting_that_the_method_of_a_layer_does_not_read_is_refused(tiny, tok
     with pytest.raises(
         ConfigError,
         match=r"override '\*adapter\*', layer transformer\.adapter\.weight: damping goes with method gptq or "
-        r"gptq-cd; method awq would not read it",
+        r"gptq-cd or trellis; method awq would not read it",
     ):
         loopq.quantize(tiny, tokens, config)
 

@@ -32,7 +32,7 @@ from benches.quality.peers_table import page, report
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
-from loopq import zoo
+from loopq import __version__, zoo
 from loopq.calibrate.collect import HessianSet
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
@@ -246,7 +246,7 @@ class Saved:
     def keep(self, key: dict[str, Any], row: dict[str, Any]) -> None:
         """Save a result."""
         path = self.path(key)
-        path.with_suffix(".part").write_text(json.dumps(key | row, indent=1))
+        path.with_suffix(".part").write_text(json.dumps(key | row | {"loopq": __version__}, indent=1))
         path.with_suffix(".part").rename(path)
         print(
             *(key[k] for k in ("model", "draw", "bits", "group", "variant")),

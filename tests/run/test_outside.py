@@ -47,7 +47,7 @@ def test_tables_and_layers_beside_the_loop_are_rounded_and_stay_tied(tmp_path):
         assert layer.same_as(again.layers[name])
         value = dict(model.named_parameters())[name].detach().numpy()
         assert np.abs(layer.dequantize() - value).max() < 0.02 * np.abs(value).max()
-        assert layer.report["role"] == ("table" if name == "table.weight" else "outside")
+        assert layer.report["role"] == "outside"
 
 
 def test_other_formats_and_dumps_are_refused_before_any_work(tmp_path):

@@ -134,13 +134,7 @@ class GPTQCD(Method):
         return native.gptq_cd(problem.target, factor, self._settings(problem), threads=problem.threads)
 
     def _coupled(self, problem: Problem) -> dict[str, Any]:
-        metric = problem.metric
-        if metric is None:
-            raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
-        combined = metric.combined(problem.observed)
-        mu = self.damping.vector(combined, problem.threads)
-        factor = native.DampedFactor(combined, mu, order=self.order, threads=problem.threads)
-        left = metric.factors(problem.target, combined, problem.threads)
+        factor, left, told = sides(problem, self.damping, self.order, "conditional")
         found = native.coupled(
             problem.target,
             factor,
@@ -149,4 +143,27 @@ class GPTQCD(Method):
             passes=self.passes,
             threads=problem.threads,
         )
-        return found | {"metric": "loop", "metric_gradients": metric.n_gradients}
+        return found | told
+
+
+def sides(
+    problem: Problem,
+    damping: Damping,
+    columns: Literal["conditional", "diagonal", "natural"],
+    rows: Literal["conditional", "natural"],
+) -> tuple[native.DampedFactor, list[native.DampedFactor], dict[str, Any]]:
+    """Both sides of the loop metric, each in its order: S damped and factored, A in blocks, and what the report says.
+
+    Raises
+    ------
+    SolveError
+        No gradients were collected.
+    """
+    metric = problem.metric
+    if metric is None:
+        raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
+    combined = metric.combined(problem.observed)
+    mu = damping.vector(combined, problem.threads)
+    factor = native.DampedFactor(combined, mu, order=columns, threads=problem.threads)
+    left = metric.factors(problem.target, combined, problem.threads, rows)
+    return factor, left, {"metric": "loop", "metric_gradients": metric.n_gradients}

@@ -74,7 +74,7 @@ class LoopMetric:
         weight: NDArray[np.float32],
         combined: NDArray[np.float64],
         threads: int,
-        order: Literal["conditional", "natural"] = "conditional",
+        order: Literal["conditional", "natural"],
     ) -> list[native.DampedFactor]:
         """The blocks of A in the order in which rows are solved, factored.
 

@@ -46,10 +46,9 @@ def tasks_outside(run: Run) -> list[Task]:
         if last != "weight" or name in listed or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
             continue
         holder = system.model.get_submodule(module)
-        table = isinstance(holder, torch.nn.Embedding)
-        if table or isinstance(holder, torch.nn.Linear) or type(holder).__name__ == "Conv1D":
-            role = "table" if table else "outside"
-            found.append((module, {"role": role, "treatment": "rtn", "reason": "outside the loop"}))
+        product = isinstance(holder, torch.nn.Linear | torch.nn.Embedding)
+        if product or type(holder).__name__ == "Conv1D":
+            found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
     grid = dataclasses.replace(run.config.layer.grid, bits=bits, symmetric=True)
     config = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
     return [Task(p, config, (), None) for p in declare(system.model, found, 1)]

@@ -475,6 +475,8 @@ def declare(
     SystemContractError
         A module that is missing, or whose weight is not a matrix.
     """
+    from torch import nn
+
     owners = owners_of_parameters(model)
     seen: set[int] = set()
     declared = []
@@ -490,9 +492,9 @@ def declare(
             continue
         seen.add(id(weight))
         others = [other for other in owners[id(weight)] if other != name]
-        kinds = {type(model.get_submodule(owner)).__name__ for owner in (name, *others)}
-        tables = any(kind.endswith("Embedding") for kind in kinds)
-        orientation: Orientation = "in_out" if "Conv1D" in kinds else "table" if tables else "out_in"
+        table = any(isinstance(model.get_submodule(owner), nn.Embedding) for owner in (name, *others))
+        transposed = type(module).__name__ == "Conv1D"
+        orientation: Orientation = "in_out" if transposed else "table" if table else "out_in"
         rows, columns = weight.shape
         out_features, in_features = (columns, rows) if orientation == "in_out" else (rows, columns)
         declared.append(

@@ -22,11 +22,12 @@ def factored(h: np.ndarray, precision: Any, threads: int) -> _native.DampedFacto
 
 def about(**more: Any) -> dict[str, Any]:
     """Give date, machine, instruction set, load and version, and what else is worth saying."""
-    cpu = [
-        x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x
-    ]
+    pairs = [x.partition(":") for x in Path("/proc/cpuinfo").read_text().splitlines()]
+    cpu = {key.strip(): value.strip() for key, _, value in pairs}
     return {
-        "date": datetime.date.today().isoformat(), "machine": platform.machine(), "cpu": cpu[0] if cpu else "?",
+        "date": datetime.date.today().isoformat(), "machine": platform.machine(), "cpu": cpu.get("model name", "?"),
+        # A virtual machine may hide the name; family and model tell the generation.
+        "cpu_family": cpu.get("cpu family", "?"), "cpu_model": cpu.get("model", "?"),
         "cores": len(os.sched_getaffinity(0)), "isa": _native.cpu_features()[-1], "loopq": _native.__version__,
         "load_average": round(os.getloadavg()[0], 1), **more,
     }  # fmt: skip

@@ -28,7 +28,7 @@ import numpy as np
 from benches.pages import into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import page, report
+from benches.quality.peers_table import page, processor, report
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
@@ -246,7 +246,7 @@ class Saved:
     def keep(self, key: dict[str, Any], row: dict[str, Any]) -> None:
         """Save a result."""
         path = self.path(key)
-        path.with_suffix(".part").write_text(json.dumps(key | row | {"loopq": __version__}, indent=1))
+        path.with_suffix(".part").write_text(json.dumps(key | row | {"loopq": __version__, "cpu": processor()}, indent=1))
         path.with_suffix(".part").rename(path)
         print(
             *(key[k] for k in ("model", "draw", "bits", "group", "variant")),

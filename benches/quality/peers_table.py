@@ -56,7 +56,8 @@ def processor() -> str:
 def report(records: Rows, settings: dict[str, Any], absent: list[str], ours: list[str]) -> str:
     """Every table: KL of each model, ratios to the best other tool, other depths and text, intervals, refusals."""
     done = [r for r in records if "refused" not in r]
-    parts = ["# loopq beside other tools", "", f"{processor()}; settings `{settings}`.", "", WHAT, ""]
+    cpus = ", ".join(dict.fromkeys(r["cpu"] for r in records))
+    parts = ["# loopq beside other tools", "", f"{cpus}; settings `{settings}`.", "", WHAT, ""]
     if absent:
         parts += [f"Not run, since there is no environment for it: {', '.join(absent)}.", ""]
     plain, planted = split(done)

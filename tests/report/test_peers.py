@@ -15,7 +15,7 @@ OURS = ["loopq best", peers_table.SEARCHED]
 
 
 def row(model, variant, kl, **more):
-    given = {"draw": 0, "bits": 3, "group": 32, "seconds": 1.0, "memory_mib": 2.0, "kl_95": None}
+    given = {"draw": 0, "bits": 3, "group": 32, "seconds": 1.0, "memory_mib": 2.0, "kl_95": None, "cpu": "A"}
     return given | {"model": model, "variant": variant, "kl": kl, "agreement": 1.0} | more
 
 
@@ -54,8 +54,10 @@ def test_planted_models_stand_apart_and_bars_are_judged_without_them():
 
 
 def test_the_record_names_what_was_refused():
-    refused = {"model": "c", "variant": "auto-round", "draw": 0, "bits": 3, "group": 32, "refused": "no"}
+    about = {"draw": 0, "bits": 3, "group": 32, "cpu": "B"}
+    refused = {"model": "c", "variant": "auto-round", "refused": "no", **about}
     text = peers_table.report([*RECORDS, refused], {}, ["hqq"], OURS)
+    assert "\nA, B; settings" in text
     assert "* auto-round, c, INT3 g32: no" in text
     assert "## INT3 g32, planted models" in text
 

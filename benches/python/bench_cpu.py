@@ -12,6 +12,7 @@ measured in the same run. Every result is compared with float64 before anything 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import statistics
 import time
@@ -163,8 +164,14 @@ class Core(torch.nn.Module):
 
 
 def bench_loop(model: str, n_steps: int, trials: int) -> dict[str, Any]:
-    """A token through `n_steps` steps of a model's core with random weights, held as codes and as bfloat16."""
-    layers = next(iter(shapes_of(model).values()))
+    """A token through `n_steps` steps of a core with random weights, held as codes and as bfloat16.
+
+    ``model`` is the name of one, or with ``:1`` behind it a core of one of its blocks.
+    """
+    name, _, n_blocks = model.partition(":")
+    layers = next(iter(shapes_of(name).values()))
+    if n_blocks:
+        layers = [dataclasses.replace(layer, calls=int(n_blocks)) for layer in layers]
     seeds = iter(range(10_000))
     packed = Core(layers, lambda layer: Weights.random(layer, next(seeds), dense=False).ours)
     plain = Core(layers, lambda layer: torch.nn.Linear(layer.in_features, layer.out_features, bias=False))
@@ -209,7 +216,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 16, 512])
     parser.add_argument("--cold", type=int, default=320 << 20, help="bytes of int4 copies, out of cache")
     parser.add_argument("--cache", type=int, default=24 << 20, help="largest weight measured in cache")
-    parser.add_argument("--loops", nargs="*", default=["parcae-140m", "loopformer-278m", "parcae-1.3b"])
+    parser.add_argument(
+        "--loops", nargs="*", default=["parcae-140m", "parcae-1.3b:1", "loopformer-278m", "parcae-1.3b"]
+    )
     parser.add_argument("--steps", type=int, nargs="*", default=[8, 32])
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--record", type=Path)

@@ -246,7 +246,9 @@ class Saved:
     def keep(self, key: dict[str, Any], row: dict[str, Any]) -> None:
         """Save a result."""
         path = self.path(key)
-        path.with_suffix(".part").write_text(json.dumps(key | row | {"loopq": __version__, "cpu": processor()}, indent=1))
+        path.with_suffix(".part").write_text(
+            json.dumps(key | row | {"loopq": __version__, "cpu": processor()}, indent=1)
+        )
         path.with_suffix(".part").rename(path)
         print(
             *(key[k] for k in ("model", "draw", "bits", "group", "variant")),

@@ -171,7 +171,7 @@ def bench_loop(model: str, n_steps: int, trials: int) -> dict[str, Any]:
     name, _, n_blocks = model.partition(":")
     layers = next(iter(shapes_of(name).values()))
     if n_blocks:
-        layers = [dataclasses.replace(layer, calls=int(n_blocks)) for layer in layers]
+        layers = tuple(dataclasses.replace(layer, calls=int(n_blocks)) for layer in layers)
     seeds = iter(range(10_000))
     packed = Core(layers, lambda layer: Weights.random(layer, next(seeds), dense=False).ours)
     plain = Core(layers, lambda layer: torch.nn.Linear(layer.in_features, layer.out_features, bias=False))

@@ -70,7 +70,7 @@ def prepare(name: str, loaded: LoadedModel, sizes: Sizes, draw: int) -> Prepared
         rows = chains(count, seed)
         answer = rows[:, QUESTION_LENGTH + loaded.system.n_steps - 1 :]
         ids = marked(rows[:, :QUESTION_LENGTH], answer, model.start_latent_id, model.end_latent_id)
-        return TokenSet(tuple(ids), f"chains of letters, {what}", "prompts", int(ids.size))
+        return TokenSet(tuple(ids), f"chains of letters, {what}", "prompts")
 
     text = prompts(sizes.n_calibration + sizes.n_tuning_held_out, _TABLE_SEED + 2 * draw, "calibration")
     held_out = prompts(sizes.n_evaluation, _TABLE_SEED + 1, "evaluation")

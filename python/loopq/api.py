@@ -410,6 +410,7 @@ def evaluate(
         n_steps=n_steps,
         seeds=seeds,
         batch_size=execution.batch_size,
+        count_bytes=loaded.count_bytes,
         progress=execution.progress,
     )
     dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())

@@ -131,7 +131,13 @@ def run(
                 if label == VARIANTS[-1][0] and not layers:
                     layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
     measured = compare(
-        loaded.system, variants, held_out, seeds=seeds, batch_size=execution.batch_size, progress=progress
+        loaded.system,
+        variants,
+        held_out,
+        seeds=seeds,
+        batch_size=execution.batch_size,
+        count_bytes=loaded.count_bytes,
+        progress=progress,
     )
     by_name = {m.name: m for m in measured}
     return {

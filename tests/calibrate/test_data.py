@@ -19,7 +19,6 @@ from loopq.systems.load import encode_bytes
 def test_windows_cut_the_text_and_drop_the_rest():
     made = windows("abcdefghij", encode_bytes, 4, None, "letters")
     assert [bytes(s.astype(np.uint8)) for s in made.sequences] == [b"abcd", b"efgh"]
-    assert made.n_bytes == 8
     assert made.describe()["n_tokens"] == 8
 
 
@@ -47,17 +46,6 @@ def test_kinds_of_file(tmp_path):
     assert (
         bytes(read_tokens(tmp_path / "texts", encode_bytes, 5, 1).sequences[0].astype(np.uint8)) == b"first"
     )
-
-
-def test_bytes_of_prompts_are_those_of_the_tokens_that_are_kept(tmp_path):
-    path = tmp_path / "a.jsonl"
-    lines = [json.dumps({"text": "abcdefgh"}), json.dumps({"text": "äöü"})]
-    path.write_text("\n".join(lines))
-    assert read_tokens(path, encode_bytes, 4, None).n_bytes == 4 + 4
-    assert read_tokens(path, encode_bytes, 100, None).n_bytes == 8 + 6
-    path.write_text("\n".join([*lines, json.dumps({"input_ids": [7, 8]})]))
-    assert read_tokens(path, encode_bytes, 4, None).n_bytes is None
-    assert read_tokens(path, encode_bytes, 4, 2).n_bytes == 8
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from loopq.evaluate.compare import compare
 
@@ -17,3 +18,17 @@ def test_comparison_of_a_model_with_itself(loaded, tokens):
     other = {n: w + 0.05 * np.sign(w) for n, w in own.items()}
     worse = compare(loaded.system, {"other": other}, tokens)[1]
     assert (worse.kl > 0).all()
+
+
+def test_bits_per_byte_divide_by_the_bytes_of_the_tokens_that_are_predicted(loaded, tokens):
+    """Tokens of even id stand for three bytes, the others for one."""
+    few = tokens.take(0, 2)
+    found = compare(
+        loaded.system, {}, few, scored_from=2, count_bytes=lambda ids: int(np.where(ids % 2, 1, 3).sum())
+    )
+    predicted = np.concatenate([ids[3:] for ids in few.sequences])
+    width = np.where(predicted % 2, 1, 3).mean()
+    assert found[0].bytes_per_token == width
+    assert found[0].bits_per_byte == pytest.approx(found[0].nll.mean() / np.log(2.0) / width)
+    assert compare(loaded.system, {}, few)[0].bits_per_byte is None
+    assert compare(loaded.system, {}, few, count_bytes=loaded.count_bytes)[0].bytes_per_token == 1.0

@@ -36,14 +36,11 @@ class TokenSet:
     packing : str
         "windows": the text as one string, cut in windows of equal length, what is left over dropped;
         "prompts": one sequence for each record.
-    n_bytes : int or None
-        UTF-8 bytes that the sequences stand for, where known: bits per byte needs it.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
     source: str
     packing: str
-    n_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -69,11 +66,7 @@ class TokenSet:
 
     def take(self, first: int, last: int | None = None) -> TokenSet:
         """Return the prompts from `first` to `last`."""
-        part = self.sequences[first:last]
-        n_bytes = None
-        if self.n_bytes is not None:
-            n_bytes = round(self.n_bytes * sum(s.size for s in part) / self.n_tokens)
-        return TokenSet(part, self.source, self.packing, n_bytes)
+        return TokenSet(self.sequences[first:last], self.source, self.packing)
 
     def describe(self) -> dict[str, Any]:
         """Plain data for the report."""
@@ -127,9 +120,7 @@ def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
     return TokenSet(tuple(np.asarray(s, dtype=np.int64).reshape(-1) for s in ids), source, "prompts")
 
 
-def windows(
-    text: str, encode: Encode, seq_len: int, n_prompts: int | None, source: str, prefix: int | None = None
-) -> TokenSet:
+def windows(text: str, encode: Encode, seq_len: int, n_prompts: int | None, source: str) -> TokenSet:
     """Encode a text as one string and cut it in windows.
 
     Parameters
@@ -144,8 +135,6 @@ def windows(
         Windows to keep from the start; None keeps all.
     source : str
         Name of the text for the report.
-    prefix : int, optional
-        Token put before each window and not counted as text.
 
     Raises
     ------
@@ -162,10 +151,7 @@ def windows(
     if count == 0:
         raise CalibrationError(f"{source}: {ids.size} tokens make no window of {seq_len}; give more text")
     cut = ids[: count * seq_len].reshape(count, seq_len)
-    if prefix is not None:
-        cut = np.concatenate([np.full((count, 1), prefix, dtype=np.int64), cut], axis=1)
-    n_bytes = round(len(text.encode()) * count * seq_len / ids.size)
-    return TokenSet(tuple(cut), source, "windows", n_bytes)
+    return TokenSet(tuple(cut), source, "windows")
 
 
 def prompts_from_jsonl(
@@ -185,25 +171,13 @@ def prompts_from_jsonl(
         Longer prompts are cut to this many tokens.
     n_prompts : int or None
         Lines to take from the start.
-
-    Notes
-    -----
-    The bytes that the tokens stand for are known where every line taken has the text; a prompt that is cut counts
-    with its share of them.
     """
     sequences: list[NDArray[np.int64]] = []
-    n_bytes: int | None = 0
     for place, record in itertools.islice(json_lines(path, CalibrationError), n_prompts):
         if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
             raise CalibrationError(f"{place}: no field {field!r} and no 'input_ids'")
-        whole = _ids_of(record, encode, field, place)
-        sequences.append(whole[:seq_len])
-        if field not in record:
-            n_bytes = None
-        elif n_bytes is not None and whole.size:
-            # Of a prompt that is cut, as much of the text counts as of the tokens.
-            n_bytes += round(len(str(record[field]).encode()) * sequences[-1].size / whole.size)
-    return TokenSet(tuple(sequences), str(path.name), "prompts", n_bytes)
+        sequences.append(_ids_of(record, encode, field, place)[:seq_len])
+    return TokenSet(tuple(sequences), str(path.name), "prompts")
 
 
 def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:

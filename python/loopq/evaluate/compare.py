@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,9 @@ from loopq.systems.replace import Weights, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+CountBytes = Callable[[NDArray[np.int64]], int | None]
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Measurement:
     answered : ndarray, float64, shape (n_seeds, n_prompts)
         1 where the prompt's last token is the top-1 prediction from the tokens before it, else 0.
     bytes_per_token : float or None
-        Mean UTF-8 bytes of a token; None where unknown.
+        Mean UTF-8 bytes of a token that is predicted; None where unknown.
     output : {"logits", "hidden"}
         What the system's rollout returns.
     n_bytes : int, optional
@@ -100,6 +103,7 @@ def compare(
     seeds: Sequence[int] = (0,),
     batch_size: int = 8,
     scored_from: int = 0,
+    count_bytes: CountBytes | None = None,
     progress: Progress | None = None,
 ) -> list[Measurement]:
     """Measure several sets of weights relative to full precision, on the same prompts and initial states.
@@ -122,6 +126,8 @@ def compare(
     scored_from : int
         First position of a prompt that is scored; the positions before it are the question of a task. Hidden
         states are compared at all positions.
+    count_bytes : callable, optional
+        UTF-8 bytes of token ids (`LoadedModel.count_bytes`): bits per byte needs it.
     progress : Progress, optional
         Advanced by every prompt.
 
@@ -155,11 +161,22 @@ def compare(
                 scores[name][:, row, columns] = _score(system, reference, out, batch, scored_from)
             progress.advance(len(columns))
     progress.stop()
-    width = tokens.n_bytes / tokens.n_tokens if tokens.n_bytes else None
+    width = _bytes_per_token(tokens, scored_from, count_bytes)
     return [
         Measurement(name, *scores[name], width, system.output)  # type: ignore[call-arg]
         for name in names
     ]
+
+
+def _bytes_per_token(tokens: TokenSet, first: int, count_bytes: CountBytes | None) -> float | None:
+    """Mean bytes of the tokens behind position `first`, which are predicted, by the bytes of all and of the others."""
+    n_bytes = 0
+    for ids in tokens.sequences:
+        whole, given = (None if count_bytes is None else count_bytes(x) for x in (ids, ids[: first + 1]))
+        if whole is None or given is None:
+            return None
+        n_bytes += whole - given
+    return n_bytes / sum(ids.size - first - 1 for ids in tokens.sequences)
 
 
 def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:

@@ -185,6 +185,7 @@ class Bench:
             seeds=(self.execution.seed,),
             batch_size=self.execution.batch_size,
             scored_from=self.model.scored_from,
+            count_bytes=self.source.loaded.count_bytes,
             progress=self.execution.progress,
         )
         sizes = {n: sum(q.n_bytes for q in v.values()) for n, v in layers.items()}

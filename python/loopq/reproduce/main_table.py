@@ -116,7 +116,14 @@ def measure_model(
         if seed == 0:
             survey = rank_survey(sums, selection, threads)
     assert selection is not None
-    measured = compare(system, weights, model.evaluation, scored_from=model.scored_from, progress=progress)
+    measured = compare(
+        system,
+        weights,
+        model.evaluation,
+        scored_from=model.scored_from,
+        count_bytes=model.loaded.count_bytes,
+        progress=progress,
+    )
     by_name = {m.name: m for m in measured}
     states = None
     if system.output == "hidden" and system.has_steps:

@@ -49,7 +49,7 @@ def build_model(
         for file, data in side_files.items():
             (folder / file).write_bytes(data)
         model = registered.build(config) if registered else _from_config(folder, config, trust_remote_code)
-        tokenizer, encode = text_encoder(registered, folder, trust_remote_code)
+        tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
     model = model.eval()
     return LoadedModel(
         model=model,

@@ -32,7 +32,7 @@ class ModelClass:
     build : callable
         Takes the contents of ``config.json``, gives the model with any weights.
     encode : callable, optional
-        Text to token ids; the tokenizer beside the model when absent.
+        Text to token ids, for folders without a tokenizer.
     rename : callable, optional
         Takes the stored tensors by name, gives them under the model's own names.
     """
@@ -62,8 +62,8 @@ def register_model(
         Takes the contents of ``config.json``, gives the model with any weights; they are filled from
         ``*.safetensors`` and keep the floating type that they were built with.
     encode : callable, optional
-        Text to token ids, `loopq.systems.load.encode_bytes` for a model that reads bytes; the tokenizer beside the
-        model when absent.
+        Text to token ids where no tokenizer lies beside the model: `loopq.systems.load.encode_bytes` for one that reads
+        bytes. A tokenizer beside the model is always the one that is used.
     rename : callable, optional
         Takes the stored tensors by name, gives them under the model's own names.
 

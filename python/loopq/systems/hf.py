@@ -241,8 +241,10 @@ def is_known(config: Mapping[str, Any]) -> bool:
     )
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> tuple[Any, Callable[[str], Sequence[int]]]:
-    """Return the tokenizer of a folder (None without one) and the function that encodes text."""
+def load_tokenizer(
+    folder: Path, config: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[Any, Callable[[str], Sequence[int]]]:
+    """Return the tokenizer beside a ``config.json`` (None without one) and the function that encodes text."""
     if not has_tokenizer(folder):
 
         def refuse(text: str) -> Sequence[int]:
@@ -251,8 +253,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> tuple[Any, Callable
             )
 
         return None, refuse
-    tokenizer = require("transformers").AutoTokenizer.from_pretrained(
-        str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+    transformers = require("transformers")
+    # Of a model_type that is not its own, transformers warns at length before it takes the tokenizer's files.
+    plain = {} if is_known(config) or "auto_map" in config else {"config": transformers.PretrainedConfig()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
     )
     return tokenizer, lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
 

@@ -19,7 +19,9 @@ from loopq.systems.classes import Encode, ModelClass, find_class, load_registere
 from loopq.systems.looped import LOOP, parse_spec
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import nn
 
 #: What configurations call the number of positions.
@@ -122,6 +124,18 @@ class LoadedModel:
         """Tokens that the model has positions for, by its configuration; None where that does not say."""
         config = getattr(self.model, "config", None)
         return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
+
+    def count_bytes(self, ids: NDArray[np.int64]) -> int | None:
+        """UTF-8 bytes of the text that token ids stand for; None where `encode` has no inverse that is known.
+
+        Of a character that the last token begins and does not end, the bytes of U+FFFD count.
+        """
+        if hasattr(self.tokenizer, "decode"):
+            text = self.tokenizer.decode(
+                ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return len(text.encode("utf-8"))
+        return ids.size if self.encode is encode_bytes else None
 
 
 def encode_bytes(text: str) -> list[int]:
@@ -283,9 +297,9 @@ def load_model(
     check_values(model)
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)
-    tokenizer, encode = text_encoder(registered, folder, trust_remote_code)
+    tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
     # Beside a model with an encoder of its own nothing but its configuration is part of the checkpoint.
-    own_encoder = registered is not None and registered.encode is not None
+    own_encoder = registered is not None and encode is registered.encode
     files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
     side_files = {path.name: path.read_bytes() for path in files}
     if loop is not None:
@@ -302,11 +316,13 @@ def load_model(
     )
 
 
-def text_encoder(registered: ModelClass | None, folder: Path, trust_remote_code: bool) -> tuple[Any, Encode]:
-    """Return the tokenizer, None without one, and the function that encodes text."""
-    if registered is not None and registered.encode is not None:
+def text_encoder(
+    registered: ModelClass | None, folder: Path, config: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[Any, Encode]:
+    """Return the tokenizer, None without one, and the function that encodes text: the class's where there is none."""
+    if registered is not None and registered.encode is not None and not hf.has_tokenizer(folder):
         return None, registered.encode
-    return hf.load_tokenizer(folder, trust_remote_code)
+    return hf.load_tokenizer(folder, config, trust_remote_code)
 
 
 def _to_device(model: nn.Module, device: str) -> nn.Module:

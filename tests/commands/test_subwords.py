@@ -1,0 +1,93 @@
+"""Every command on a model that has a tokenizer beside it, of a class that is registered for models that read bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from loopq import zoo
+from loopq.calibrate.data import from_ids
+from loopq.cli import main
+from loopq.systems.base import Batch
+from loopq.systems.load import load_model
+from tests.support.subwords import subword_folder
+
+FEW = ("--n-prompts", "3", "--seq-len", "24")
+SMALL = ("--method", "gptq", "--group-size", "16")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """Text with letters of two bytes."""
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text(zoo.evaluation_text().decode()[:1500].replace("e", "é"), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny Huginn of 512 tokens."""
+    torch.manual_seed(0)
+    return subword_folder(tmp_path_factory.mktemp("subwords") / "model")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, texts) -> Path:
+    """What `loopq quantize` makes of it."""
+    out = model.parent / "q"
+    assert main(["quantize", str(model), "--out", str(out), "--calibration", str(texts), *FEW, *SMALL]) == 0
+    return out
+
+
+def test_a_checkpoint_keeps_the_tokenizer_and_was_calibrated_on_its_tokens(model, checkpoint, texts):
+    assert (checkpoint / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(texts.read_text("utf-8")).ids
+    said = json.loads((checkpoint / "loopq.json").read_text())["settings"]["calibration"]
+    assert said["sha256"] == from_ids(np.array(ids[:72]).reshape(3, 24)).digest()
+
+
+def test_bits_per_byte_are_those_of_the_text_that_is_predicted(model, checkpoint, texts, command):
+    measure = ("evaluate", model, checkpoint, "--text", texts, *FEW, "--json")
+    full, quantized = json.loads(command(*measure)[1])
+    tokenizer, loaded = Tokenizer.from_file(str(model / "tokenizer.json")), load_model(model)
+    ids = np.array(tokenizer.encode(texts.read_text("utf-8")).ids[:72]).reshape(3, 24)
+    bits = n_bytes = 0.0
+    for number, row in enumerate(ids):
+        batch = Batch(torch.from_numpy(row)[None], (number,), 0)
+        logp = loaded.system.rollout(batch, loaded.system.n_steps)[0].double().log_softmax(-1)
+        bits -= sum(float(logp[i, row[i + 1]]) for i in range(23)) / math.log(2)
+        # A token that ends within a letter has one byte of it.
+        n_bytes += sum(len(tokenizer.id_to_token(int(i))) for i in row[1:])
+    assert n_bytes > 1.3 * ids[:, 1:].size
+    assert full["bits_per_byte"] == pytest.approx(bits / n_bytes, rel=0.01)
+    assert quantized["bits_per_byte"] != full["bits_per_byte"]
+
+
+def test_other_commands_read_its_tokens(model, checkpoint, texts, command, tmp_path):
+    code, _, err = command("run", checkpoint, "It was", "--n-tokens", 4)
+    assert (code, "transformers" in err) == (0, False)
+    (tmp_path / "lambada").mkdir()
+    (tmp_path / "lambada" / "lambada_test.jsonl").write_text('{"text": "It was a dark night"}')
+    n_prompt = len(load_model(model).encode("It was"))
+    assert f"{n_prompt} tokens of prompt" in err
+    for line in (
+        ("check", model),
+        ("inspect", checkpoint),
+        ("diagnose", model, "--calibration", texts, "--only", "ranks", *FEW, "--group-size", 16),
+        ("evaluate", checkpoint, "--tasks", "lambada", "--task-data", tmp_path),
+        ("reproduce", "bits-per-byte", model, "--calibration", texts, "--text", texts, "--work", tmp_path / "w",
+         "--seq-len", 16, "--n-calibration", 2, "--n-evaluation", 2, "--group-size", 16),
+    ):  # fmt: skip
+        assert command(*line)[0] == 0, line
+
+
+def test_text_that_ships_with_loopq_is_refused(model, command, tmp_path):
+    code, _, err = command("quantize", model, "--out", tmp_path / "q")
+    assert code == 2
+    assert "this model has a tokenizer of its own" in err

@@ -1,0 +1,35 @@
+"""A tiny model whose tokens are longer than a byte, with its tokenizer beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from benches.zoo.store import save_model
+from loopq import zoo
+from tests.support.systems import small
+
+#: 256 bytes and as many pairs of tokens.
+VOCABULARY = 512
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """A byte-level BPE of the text that ships with loopq."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False, initial_alphabet=alphabet)
+    made.train_from_iterator([zoo.calibration_text().decode()], trainer)
+    return made
+
+
+def subword_folder(folder: Path, kind: str = "huginn") -> Path:
+    """Write a tiny untrained model of a class that is registered for bytes, and a tokenizer beside it."""
+    save_model(small(kind, vocab_size=VOCABULARY, block_size=64)(), folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    (folder / "tokenizer_config.json").write_text(settings)
+    return folder

@@ -123,6 +123,25 @@ def test_controlled_injection_says_paired_and_unpaired(system):
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
 
 
+def test_recovered_is_the_share_of_the_lost_agreement_that_kept_exposed_layers_bring_back(system):
+    data = tokens(n_prompts=6, n_tokens=40)
+    found = exposure.controlled_injection(system, data, 8, INT4, rounder=numpy_rounder)
+    variants = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)
+    agreement = {}
+    for name in ("all", "core"):
+        same = []
+        for batch in data.batches(8):
+            whole = system.rollout(batch, 8).argmax(-1)
+            with under(system, variants[name], 8):
+                same.append((system.rollout(batch, 8).argmax(-1) == whole).double())
+        agreement[name] = float(torch.cat(same).mean())
+    assert agreement["all"] < agreement["core"] < 1
+    expected = (agreement["core"] - agreement["all"]) / (1 - agreement["all"])
+    assert found["recovered"] == pytest.approx(expected)
+    same = exposure.controlled_injection(system, data, 8, INT4, rounder=lambda w, c: w)
+    assert same["recovered"] is None
+
+
 def test_systems_without_exposed_layers_or_steps_get_what_they_can(system):
     blind = BlindSystem(LinearLoop())
     found = exposure.controlled_injection(blind, tokens(), 8, INT4, rounder=numpy_rounder)

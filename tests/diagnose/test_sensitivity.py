@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnose import perturbation, rollouts, sensitivity, weights
+from loopq.diagnose import perturbation, rollouts, sections, sensitivity, weights
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.errors import ConfigError
+from loopq.progress import Silent
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
@@ -41,6 +44,21 @@ def test_gains_of_a_system_use_the_last_invocation(system):
         system, tokens(), 4, weights={p.name: weights.weight_of(system, p) for p in parameters}
     )
     assert set(found) == {"adapter.weight", "core.weight"}
+
+
+def test_gain_and_trace_of_the_layer_table_are_of_half_depth_and_of_squared_inputs(system, monkeypatch):
+    """A linear layer's gain is the same for every input: what tells the depth is the inputs it is asked for."""
+    monkeypatch.setattr(sensitivity, "random_direction_gain", lambda f, x, n, seed: np.linalg.norm(x))
+    data, config = tokens(n_prompts=2), DiagnoseConfig(n_ablation_prompts=2, seed=3)
+    context = Context(system, data, 8, config, numpy_rounder, Silent(), threads=1)
+    found = sections.ablation(context)["layers"]["adapter.weight"]
+    (batch,) = data.batches(8, 3)
+    embedding = system.embed(batch).detach().numpy()
+    states = rollouts.trace(system, batch, 8).states
+    inputs = [np.concatenate([s.numpy(), embedding], -1) for s in states[:8]]
+    assert found["trace"] == pytest.approx(sum(np.square(x).sum() for x in inputs), rel=1e-5)
+    # A rollout of half the depth reads the state of step 3 last.
+    assert found["gain"] == pytest.approx(np.mean([np.linalg.norm(x) for x in inputs[3]]))
 
 
 def test_ablation_of_an_unchanged_layer_is_zero(system):

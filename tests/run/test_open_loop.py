@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import loopq
 from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
 from loopq.run.config import QuantConfig
-from loopq.run.open_loop import ClosedLoop
+from loopq.run.open_loop import ClosedLoop, Open
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import SETTINGS, digest, run_of
 
@@ -55,6 +56,30 @@ def test_closed_loop_collects_from_the_quantized_model(tiny, tokens):
     assert list(again) == list(plain)
     assert not all(again[n].same_as(plain[n]) for n in plain)
     assert all(layer.report["inputs"] == "closed-loop" for layer in again.values())
+
+
+def test_closed_loop_solves_original_weights_on_the_inputs_of_the_first_quantized_ones(tiny, tokens):
+    """What a layer loses is summed over rows that hooks of torch read from the model filled by hand."""
+    name = "transformer.core_block.0.mlp.fc"
+    run = run_of(tiny, tokens, QuantConfig.of(bits=2, group_size=16, rank_threshold=None), batch_size=5)
+    first, again = Open().solve(run), ClosedLoop().solve(run)[f"{name}.weight"]
+    own = tiny.model.get_parameter(f"{name}.weight").detach().double().numpy().copy()
+    rows = []
+    with torch.no_grad():
+        for other, layer in first.items():
+            tiny.model.get_parameter(other).copy_(torch.from_numpy(layer.dequantize()))
+        hook = tiny.model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: rows.append(args[0].flatten(0, -2).double().numpy())
+        )
+        for batch in tokens.batches(5):
+            tiny.system.rollout(batch, 3)
+        hook.remove()
+    x = np.concatenate(rows)
+    assert again.report["proxy_total"] == pytest.approx(np.square(x @ own.T).sum(), rel=1e-4)
+    assert again.report["proxy"] == pytest.approx(np.square(x @ (again.dequantize() - own).T).sum(), rel=1e-4)
+    assert first[f"{name}.weight"].report["proxy_total"] != pytest.approx(
+        again.report["proxy_total"], rel=1e-3
+    )
 
 
 def test_closed_loop_with_next_to_no_error_is_open_loop(tiny, tokens):

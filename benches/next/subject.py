@@ -101,7 +101,7 @@ class Subject:
                     reference = _output(self.system, batch, depth)
                     with replaced(self.system, weights):
                         out = self._corrected(batch, depth, corrections)
-                    found = _score(self.system, reference, out, batch, self.model.scored_from)[:2]
+                    found = _score(self.system, reference, out, batch, tokens.scored_from)[:2]
                     scores[:, row, list(batch.prompts)] = found
         per_prompt = scores[0].mean(axis=0)
         return {

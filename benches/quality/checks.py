@@ -55,9 +55,7 @@ class Bench:
 
     def measure(self, variants: dict[str, Any]) -> dict[str, Any]:
         weights = {k: {n: x.in_model_orientation() for n, x in v.items()} for k, v in variants.items()}
-        found = compare(
-            self.model.loaded.system, weights, self.model.evaluation, scored_from=self.model.scored_from
-        )
+        found = compare(self.model.loaded.system, weights, self.model.evaluation)
         return {m.name: m for m in found[1:]}
 
 

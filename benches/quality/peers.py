@@ -202,9 +202,7 @@ class Bench:
         named = {str(n): w for n, w in weights.items()}
         for what, (tokens, n_steps, states) in asked.items():
             try:
-                found = compare(
-                    self.system, named, tokens, n_steps=n_steps, seeds=states, scored_from=model.scored_from
-                )
+                found = compare(self.system, named, tokens, n_steps=n_steps, seeds=states)
             except LoopqError as error:
                 for number in weights:
                     lines[number][f"{what}_refused"] = str(error)

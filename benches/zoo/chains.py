@@ -8,7 +8,7 @@ import numpy as np
 
 from benches.zoo.models.coconut import CoconutConfig
 from loopq.calibrate.data import TokenSet
-from loopq.reproduce.models import PreparedModel, Sizes, register_prompts
+from loopq.calibrate.prompts import register_prompts
 from loopq.systems.load import LoadedModel
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -62,28 +62,14 @@ def marked(
     return np.concatenate([question, middle, answer], axis=1)
 
 
-def prepare(name: str, loaded: LoadedModel, sizes: Sizes, draw: int) -> PreparedModel:
+def prompts(loaded: LoadedModel, use: str, n_prompts: int, draw: int) -> TokenSet:
     """Give questions with the letters from the one that full depth reaches on, as the model was trained to answer."""
     model = loaded.model
-
-    def prompts(count: int, seed: int, what: str) -> TokenSet:
-        rows = chains(count, seed)
-        answer = rows[:, QUESTION_LENGTH + loaded.system.n_steps - 1 :]
-        ids = marked(rows[:, :QUESTION_LENGTH], answer, model.start_latent_id, model.end_latent_id)
-        return TokenSet(tuple(ids), f"chains of letters, {what}", "prompts")
-
-    text = prompts(sizes.n_calibration + sizes.n_tuning_held_out, _TABLE_SEED + 2 * draw, "calibration")
-    held_out = prompts(sizes.n_evaluation, _TABLE_SEED + 1, "evaluation")
-    return PreparedModel(
-        name,
-        loaded,
-        text.take(0, sizes.n_calibration),
-        text.take(sizes.n_calibration),
-        held_out,
-        # The end token, behind question and start token, predicts the answer's first letter.
-        scored_from=QUESTION_LENGTH + 1,
-        task="the answers of its letter task",
-    )
+    rows = chains(n_prompts, _TABLE_SEED + (2 * draw if use == "calibration" else 1))
+    answer = rows[:, QUESTION_LENGTH + loaded.system.n_steps - 1 :]
+    ids = marked(rows[:, :QUESTION_LENGTH], answer, model.start_latent_id, model.end_latent_id)
+    # The end token, behind question and start token, predicts the answer's first letter.
+    return TokenSet(tuple(ids), "chains of letters", "prompts", scored_from=QUESTION_LENGTH + 1)
 
 
-register_prompts(CoconutConfig.model_type, prepare)
+register_prompts(CoconutConfig.model_type, prompts)

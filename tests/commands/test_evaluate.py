@@ -8,9 +8,14 @@ import re
 import shutil
 
 import pytest
+import torch
 
+import benches.zoo.chains  # noqa: F401  registers the letter task
+from benches.zoo.store import save_model
 from loopq.commands.output import measurement_table
+from loopq.stats import mcnemar_exact, wilson
 from loopq.systems.load import load_model
+from tests.support.systems import small
 
 FEW = ("--n-prompts", "4", "--seq-len", "24")
 
@@ -211,3 +216,31 @@ def test_options_that_nothing_would_read_are_refused(saved_model, data, command,
     got, out, err = command("evaluate", saved_model, *(a.format(data=data) for a in args))
     assert (got, out, err.count("\n")) == (code, "", 1)
     assert match in err
+
+
+def test_a_model_with_a_task_is_asked_it_in_every_command(tmp_path, command):
+    """Answers by Wilson and McNemar; a text that is named goes before the task."""
+    model, out = tmp_path / "model", tmp_path / "q"
+    torch.manual_seed(0)
+    save_model(small("coconut", block_size=64)(), model)
+    few = ("--n-prompts", "5")
+    assert (
+        command("quantize", model, "--out", out, "--bits", 2, "--group-size", 16, "--method", "gptq", *few)[0]
+        == 0
+    )
+    said = json.loads((out / "loopq.json").read_text())["settings"]["calibration"]
+    assert (said["source"], said["n_prompts"]) == ("chains of letters", 5)
+    code, text, _ = command("evaluate", model, out, *few)
+    assert (code, "5 prompts, 210 tokens of chains of letters" in text) == (0, True)
+    full, found = json.loads(command("evaluate", model, out, *few, "--json")[1])
+    for row in (full, found):
+        interval = wilson(int(sum(row["answers"]["values"])), 5)
+        assert row["answers"]["interval"]["low"] == pytest.approx(interval.low)
+    both = [row["answers"]["values"] for row in (full, found)]
+    gained, lost = (sum(a > b for a, b in zip(x, y, strict=True)) for x, y in (both[::-1], both))
+    assert (full["answers"]["p_value"], found["answers"]["p_value"]) == (None, mcnemar_exact(gained, lost))
+    assert re.search(r"chains of letters +answer +full precision +5 ", text)
+    assert command("diagnose", model, "--only", "ranks,ablation", *few)[0] == 0
+    (tmp_path / "text.txt").write_text("What is said here is said once. " * 9)
+    plain = command("evaluate", model, out, "--text", tmp_path / "text.txt", "--seq-len", 16, *few)[1]
+    assert ("of text.txt" in plain, "McNemar" in plain) == (True, False)

@@ -1,5 +1,7 @@
 """Injections, interventions and displacements on a linear loop, against closed forms."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -80,6 +82,19 @@ def test_a_model_agrees_with_itself_and_kl_is_zero(system):
     assert (found.kl == 0).all()
     assert (found.state_error == 0).all()
     assert found.steps == tuple(range(1, 9))
+
+
+def test_the_question_of_a_task_is_not_compared(system):
+    new = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
+    data = dataclasses.replace(tokens(n_tokens=6), scored_from=4)
+    found = rollouts.run_variants(system, data, 8, {"a": new})["a"]
+    (batch,) = data.batches(8)
+    whole = system.rollout(batch, 8)[:, 4:].float()
+    with under(system, new, 8):
+        out = system.rollout(batch, 8)[:, 4:].float()
+    assert found.positions.tolist() == [2, 2, 2]
+    np.testing.assert_allclose(found.kl[:, -1], rollouts.kl_divergence(out, whole), rtol=1e-12)
+    np.testing.assert_array_equal(found.matches[:, -1], (out.argmax(-1) == whole.argmax(-1)).sum(1))
 
 
 def test_kl_is_positive_unless_equal():

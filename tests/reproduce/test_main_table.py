@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -15,12 +16,13 @@ import benches.zoo.models
 from benches.zoo.chains import QUESTION_LENGTH, marked
 from benches.zoo.store import save_model
 from loopq.calibrate.data import TokenSet, from_ids
+from loopq.calibrate.prompts import register_prompts
 from loopq.cli import main
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.reproduce import main_table, main_text
 from loopq.reproduce.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
-from loopq.reproduce.models import PreparedModel, Sizes, data_folder, prepare_model, register_prompts
+from loopq.reproduce.models import PreparedModel, Sizes, data_folder, prepare_model
 from loopq.reproduce.probe import MASK_ID, fit_probe, masked, measure_states
 from loopq.systems.load import load_model
 from tests.support.systems import CASES, as_loaded, open_system
@@ -72,7 +74,7 @@ def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
     found = measure(folder)
     model = prepare_model(folder, Sizes(4, 4, 3, 24))
     system = model.loaded.system
-    base = compare(system, {}, model.evaluation)[0]
+    base = compare(system, {}, model.evaluation, count_bytes=model.loaded.count_bytes)[0]
     assert found["full_precision"] == pytest.approx(base.nll[0], rel=1e-7)
     row = main_text.summarize_model(found)
     assert row["bits_per_byte"]["estimate"] == pytest.approx(base.bits_per_byte)
@@ -121,14 +123,14 @@ def test_settings_that_are_too_small_are_refused() -> None:
 def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None:
     folder = save(tmp_path / "tiny", "coconut")
     prepared = prepare_model(folder, Sizes(2, 2, 3, 24))
-    first = prepared.scored_from
+    first = prepared.evaluation.scored_from
     assert first == QUESTION_LENGTH + 1
     assert [s.size for s in prepared.evaluation.sequences] == [QUESTION_LENGTH + 2 + 12 - 4] * 3
     assert not {s.tobytes() for s in prepared.calibration.sequences} & {
         s.tobytes() for s in prepared.evaluation.sequences
     }
     found = measure(folder)
-    assert found["task"] == "the answers of its letter task"
+    assert found["task"] == "chains of letters"
     loaded = load_model(folder)
     ids = np.stack(prepared.evaluation.sequences)
     answer = torch.from_numpy(ids[:, first + 1 :])
@@ -138,12 +140,12 @@ def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None
     nll = -log[:, first + 4 : -1].gather(-1, answer[..., None]).squeeze(-1).mean(-1)
     assert found["full_precision"] == pytest.approx(nll.numpy(), rel=1e-6)
     (table, *_) = main_text.tables(main_text.summarize([found]))
-    assert "tiny is measured on the answers of its letter task instead of text." in table.text
+    assert "tiny is measured on chains of letters instead of text." in table.text
     last = len(ids[0]) - 1
     with pytest.raises(ConfigError, match=f"at least two tokens after {last}"):
-        compare(loaded.system, {}, prepared.evaluation, scored_from=last)
+        compare(loaded.system, {}, dataclasses.replace(prepared.evaluation, scored_from=last))
     with pytest.raises(ConfigError, match="'loopq-zoo-coconut' are registered twice"):
-        register_prompts("loopq-zoo-coconut", lambda *_: prepared)
+        register_prompts("loopq-zoo-coconut", lambda *_: prepared.evaluation)
 
 
 def test_data_sets_are_looked_for_where_they_are_named(

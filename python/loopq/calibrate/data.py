@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import lzma
@@ -36,11 +37,14 @@ class TokenSet:
     packing : str
         "windows": the text as one string, cut in windows of equal length, what is left over dropped;
         "prompts": one sequence for each record.
+    scored_from : int
+        First position that measurements count, in every sequence: those before it are the question of a task.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
     source: str
     packing: str
+    scored_from: int = 0
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -66,7 +70,7 @@ class TokenSet:
 
     def take(self, first: int, last: int | None = None) -> TokenSet:
         """Return the prompts from `first` to `last`."""
-        return TokenSet(self.sequences[first:last], self.source, self.packing)
+        return dataclasses.replace(self, sequences=self.sequences[first:last])
 
     def describe(self) -> dict[str, Any]:
         """Plain data for the report."""

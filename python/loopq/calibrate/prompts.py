@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 CALIBRATION_PROMPTS = 128
 EVALUATION_PROMPTS = 64
 
-#: Prompts, token ids, a path, or None for the text that ships with loopq.
+#: Prompts, token ids, a path, or None for the model's own prompts, else for the text that ships with loopq.
 Prompts = TokenSet | Sequence[Sequence[int]] | str | Path | None
+#: Gives a model prompts of its task: model, "calibration" or "evaluation", number of prompts, and number of the draw.
+PromptSource = Callable[["LoadedModel", str, int, int], TokenSet]
+_SOURCES: dict[str, PromptSource] = {}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,33 @@ class Take(Settings):
     seq_len: int = setting(128, at_least=2, common=True)
 
 
+def register_prompts(model_type: str, source: PromptSource) -> None:
+    """Let models whose ``config.json`` has this `model_type` be calibrated and measured on prompts of their task.
+
+    Parameters
+    ----------
+    model_type : str
+        Of the models.
+    source : callable
+        Takes the loaded model, "calibration" or "evaluation", the number of prompts, and the number of the draw: each
+        has calibration prompts of its own, none of which is an evaluation prompt. Gives the prompts; `scored_from` of
+        them says where questions end.
+
+    Raises
+    ------
+    ConfigError
+        The type has its prompts.
+    """
+    if model_type in _SOURCES:
+        raise ConfigError(f"prompts of model_type {model_type!r} are registered twice")
+    _SOURCES[model_type] = source
+
+
+def own_prompts(loaded: LoadedModel) -> PromptSource | None:
+    """Return what gives a model prompts of its task; None for a model of text."""
+    return _SOURCES.get(str(loaded.config.get("model_type", "")))
+
+
 def calibration_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
     """Read calibration prompts.
 
@@ -46,8 +76,8 @@ def calibration_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None 
     loaded : LoadedModel
         Gives the tokenizer and the size of the vocabulary.
     prompts : TokenSet, token ids, path, or None
-        A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes the text that ships with loopq,
-        for models that read bytes.
+        A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes those of `register_prompts`, else
+        the text that ships with loopq, for models that read bytes.
     take : Take, optional
         How much of it.
 
@@ -58,18 +88,16 @@ def calibration_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None 
     CalibrationError
         The file cannot be read, or holds token ids that the model does not have.
     """
-    return _tokens(loaded, prompts, take or Take(), CALIBRATION_PROMPTS, zoo.calibration_text)
+    return _tokens(loaded, prompts, take or Take(), "calibration")
 
 
 def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
     """Read held-out prompts; as `calibration_tokens`, with another text of loopq's."""
-    return _tokens(loaded, prompts, take or Take(), EVALUATION_PROMPTS, zoo.evaluation_text)
+    return _tokens(loaded, prompts, take or Take(), "evaluation")
 
 
-def _tokens(
-    loaded: LoadedModel, prompts: Prompts, take: Take, n_default: int, text: Callable[[], bytes]
-) -> TokenSet:
-    tokens = _read(loaded, prompts, take, n_default, text)
+def _tokens(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:
+    tokens = _read(loaded, prompts, take, use)
     settings = getattr(loaded.model, "config", None)
     known = loaded.config.get("vocab_size", getattr(settings, "vocab_size", None))
     if isinstance(known, int):
@@ -77,20 +105,23 @@ def _tokens(
     return tokens
 
 
-def _read(
-    loaded: LoadedModel, prompts: Prompts, take: Take, n_default: int, text: Callable[[], bytes]
-) -> TokenSet:
+def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:
     if isinstance(prompts, TokenSet):
         return prompts.take(0, take.n_prompts) if take.n_prompts is not None else prompts
-    count = n_default if take.n_prompts is None else take.n_prompts
+    count = take.n_prompts
+    if count is None:
+        count = CALIBRATION_PROMPTS if use == "calibration" else EVALUATION_PROMPTS
     if prompts is None:
+        own = own_prompts(loaded)
+        if own is not None:
+            return own(loaded, use, count, 0)
         if loaded.tokenizer is not None:
             raise ConfigError(
                 "this model has a tokenizer of its own, and the text that ships with loopq is for models that read "
                 "bytes: give it a text (--calibration FILE, --text FILE)"
             )
-        name = "embedded evaluation text" if text is zoo.evaluation_text else "embedded calibration text"
-        return windows(text().decode(), loaded.encode, take.seq_len, count, name)
+        text = zoo.calibration_text() if use == "calibration" else zoo.evaluation_text()
+        return windows(text.decode(), loaded.encode, take.seq_len, count, f"embedded {use} text")
     if isinstance(prompts, str | Path):
         return read_tokens(Path(prompts), loaded.encode, take.seq_len, count)
     return from_ids(list(prompts)[: take.n_prompts])

@@ -27,7 +27,7 @@ from loopq.commands.options import (
 from loopq.commands.output import measurement_table
 from loopq.errors import ConfigError
 from loopq.evaluate.items import TASKS, find_task, read_items
-from loopq.evaluate.tasks import measure_tasks
+from loopq.evaluate.tasks import Metric, measure_tasks
 from loopq.generate import decode
 from loopq.progress import Line
 from loopq.report.card import check_card, write_card
@@ -181,6 +181,10 @@ def measure(
         interval = measurement.kl_interval()
         summary["kl_95"] = None if interval is None else [interval.low, interval.high]
         summary["kl_by_prompt"] = measurement.kl.mean(axis=0).tolist()
+    if tokens.scored_from and loaded.system.output == "logits":
+        answers = [Metric("answer", m.answered[0]) for m in measured]
+        for summary, metric in zip(summaries, answers, strict=True):
+            summary["answers"] = metric.to_json(None if metric is answers[0] else answers[0])
     depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
     return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
 
@@ -212,6 +216,9 @@ def print_measured(
     print(
         "KL: to full precision, mean over tokens; 95 %: bootstrap over prompts; agreement: same top-1 token"
     )
+    if "answers" in summaries[0]:
+        head = {"task": said["source"], "n_cut": 0}
+        print(task_table([head | {"weights": s["name"]} | s["answers"] for s in summaries]))
     for path in cards:
         print(f"model card: {path}")
 

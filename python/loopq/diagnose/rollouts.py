@@ -96,7 +96,7 @@ class Comparison:
     steps : tuple of int
         Step counts at which the output was read.
     positions : ndarray, int64, shape (n_prompts,)
-        Token positions of each prompt.
+        Token positions of each prompt that are compared.
     matches : ndarray, int64, shape (n_prompts, n_reads), or None
         Positions whose top-1 prediction is the reference's; None where the output is not logits.
     kl : ndarray, float64, shape (n_prompts, n_reads), or None
@@ -155,8 +155,8 @@ class Comparison:
         return out
 
 
-def compare_traces(run: Trace, reference: Trace, logits: bool) -> Comparison:
-    """Compare two rollouts of one batch, prompt by prompt.
+def compare_traces(run: Trace, reference: Trace, logits: bool, scored_from: int = 0) -> Comparison:
+    """Compare two rollouts of one batch, prompt by prompt; logits from one position on.
 
     Raises
     ------
@@ -164,7 +164,8 @@ def compare_traces(run: Trace, reference: Trace, logits: bool) -> Comparison:
         An output of `run` is NaN or infinite.
     """
     steps = tuple(sorted(reference.outputs))
-    pairs = [(run.outputs[n], reference.outputs[n]) for n in steps]
+    scored = slice(scored_from if logits else 0, None)
+    pairs = [(run.outputs[n][:, scored], reference.outputs[n][:, scored]) for n in steps]
     for n, (ours, _) in zip(steps, pairs, strict=True):
         if not bool(ours.isfinite().all()):
             raise NonFiniteError(
@@ -262,7 +263,7 @@ def run_variants(
         other = batch if variant_seed is None else dataclasses.replace(batch, seed=variant_seed)
         for name, weights in variants.items():
             run = run_under(system, other, n_steps, weights, read)
-            parts[name].append(compare_traces(run, reference, system.output == "logits"))
+            parts[name].append(compare_traces(run, reference, system.output == "logits", tokens.scored_from))
             progress.advance()
     progress.stop()
     return {name: gather(found) for name, found in parts.items()}

@@ -40,7 +40,8 @@ class Measurement:
     nll : ndarray, float64, shape (n_seeds, n_prompts)
         Negative log-likelihood of the next token in nats, mean over the positions that have one.
     answered : ndarray, float64, shape (n_seeds, n_prompts)
-        1 where the prompt's last token is the top-1 prediction from the tokens before it, else 0.
+        1 where every token of the answer is the top-1 prediction from the tokens before it, else 0: of a task's prompt
+        the tokens behind its question, of a text the last one.
     bytes_per_token : float or None
         Mean UTF-8 bytes of a token that is predicted; None where unknown.
     output : {"logits", "hidden"}
@@ -102,7 +103,6 @@ def compare(
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
     batch_size: int = 8,
-    scored_from: int = 0,
     count_bytes: CountBytes | None = None,
     progress: Progress | None = None,
 ) -> list[Measurement]:
@@ -116,16 +116,14 @@ def compare(
         The parameters that differ, by the variant's name, in the orientation in which the model stores them
         (`systems.replace.replaced`).
     tokens : TokenSet
-        Held-out prompts of at least two tokens.
+        Held-out prompts, each with at least two tokens from the first that is scored on. Hidden states are compared at
+        all positions.
     n_steps : int, optional
         Depth; the system's default when absent.
     seeds : sequence of int
         Seeds of the initial states. Each prompt starts from the same state in every variant.
     batch_size : int
         Prompts per batch.
-    scored_from : int
-        First position of a prompt that is scored; the positions before it are the question of a task. Hidden
-        states are compared at all positions.
     count_bytes : callable, optional
         UTF-8 bytes of token ids (`LoadedModel.count_bytes`): bits per byte needs it.
     progress : Progress, optional
@@ -141,7 +139,7 @@ def compare(
     ConfigError
         A prompt with fewer than two scored tokens: it has no token to predict.
     """
-    progress = progress or Silent()
+    progress, scored_from = progress or Silent(), tokens.scored_from
     if min(s.size for s in tokens.sequences) < scored_from + 2:
         raise ConfigError(
             "every evaluation prompt needs at least two tokens" + f" after {scored_from}" * (scored_from > 0)
@@ -161,16 +159,16 @@ def compare(
                 scores[name][:, row, columns] = _score(system, reference, out, batch, scored_from)
             progress.advance(len(columns))
     progress.stop()
-    width = _bytes_per_token(tokens, scored_from, count_bytes)
+    width = _bytes_per_token(tokens, count_bytes)
     return [
         Measurement(name, *scores[name], width, system.output)  # type: ignore[call-arg]
         for name in names
     ]
 
 
-def _bytes_per_token(tokens: TokenSet, first: int, count_bytes: CountBytes | None) -> float | None:
-    """Mean bytes of the tokens behind position `first`, which are predicted, by the bytes of all and of the others."""
-    n_bytes = 0
+def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float | None:
+    """Mean bytes of the tokens that are predicted, by the bytes of all and of those before them."""
+    first, n_bytes = tokens.scored_from, 0
     for ids in tokens.sequences:
         whole, given = (None if count_bytes is None else count_bytes(x) for x in (ids, ids[: first + 1]))
         if whole is None or given is None:
@@ -189,7 +187,7 @@ def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
 def _score(
     system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int
 ) -> NDArray[np.float64]:
-    """KL, agreement, negative log-likelihood and whether the last token is right, shape (4, n_prompts)."""
+    """KL, agreement, negative log-likelihood and whether the answer is right, shape (4, n_prompts)."""
     if system.output == "hidden":
         return _score_hidden(reference, out)
     reference, out = reference[:, first:], out[:, first:]
@@ -197,7 +195,8 @@ def _score(
     same = (reference.argmax(-1) == out.argmax(-1)).double().mean(-1)
     target = system.to_device(batch.input_ids)[:, first + 1 :, None]
     nll = -out[:, :-1].gather(-1, target).squeeze(-1).mean(-1)
-    answered = (out[:, -2].argmax(-1) == target[:, -1, 0]).double()
+    right = out[:, :-1].argmax(-1) == target.squeeze(-1)
+    answered = (right if first else right[:, -1:]).all(-1).double()
     return np.stack([v.cpu().numpy() for v in (kl, same, nll, answered)])
 
 

@@ -174,7 +174,7 @@ class Bench:
         -------
         dict
             `model`, `n_steps`, `output`, `bytes_per_token`, and `variants`: by name, "full precision" first, the
-            bytes and for each prompt KL, agreement, negative log-likelihood, and whether the last token is predicted.
+            bytes and for each prompt KL, agreement, negative log-likelihood, and whether the answer is right.
         """
         layers = {n: self.solve(v) if isinstance(v, QuantConfig) else v for n, v in variants.items()}
         measured = compare(
@@ -184,7 +184,6 @@ class Bench:
             n_steps=self.n_steps,
             seeds=(self.execution.seed,),
             batch_size=self.execution.batch_size,
-            scored_from=self.model.scored_from,
             count_bytes=self.source.loaded.count_bytes,
             progress=self.execution.progress,
         )

@@ -29,8 +29,9 @@ FULL = "full precision"
 RTN, ONE, ALL = "RTN", "GPTQ, one step", "GPTQ, all steps"
 TEXT = (
     "KL to full precision in nats, mean over held-out prompts, 95 %: bootstrap over prompts; agreement: same top-1 "
-    "token; last token right: prompts whose last token is predicted, which stands in for the paper's task scores. "
-    "Models without logits have the squared relative error of their output for KL and its cosine for agreement."
+    "token; last token right: prompts whose last token, or of a task whole answer, is predicted, which stands in for "
+    "the paper's task scores. Models without logits have the squared relative error of their output for KL and its "
+    "cosine for agreement."
 )
 HEADER = ("model", "variant", "KL", "95 %", "agreement", "last token right", "bits per byte", "kB")
 

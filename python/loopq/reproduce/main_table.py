@@ -120,7 +120,6 @@ def measure_model(
         system,
         weights,
         model.evaluation,
-        scored_from=model.scored_from,
         count_bytes=model.loaded.count_bytes,
         progress=progress,
     )

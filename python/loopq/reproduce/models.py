@@ -5,7 +5,6 @@ from __future__ import annotations
 import lzma
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from loopq import zoo
 from loopq.calibrate.data import TokenSet, json_lines, read_tokens, windows
+from loopq.calibrate.prompts import own_prompts
 from loopq.checkpoint.schema import Count, checked
 from loopq.errors import ConfigError, DumpError
 from loopq.systems.load import LoadedModel, load_model
@@ -37,10 +37,6 @@ class PreparedModel:
         Prompts that decide when the gradient tier stops.
     evaluation : TokenSet
         Prompts that the table is measured on.
-    scored_from : int
-        First position of a prompt that counts.
-    task : str
-        What is measured, in words: "text", or what stands in its place.
     """
 
     name: str
@@ -48,8 +44,11 @@ class PreparedModel:
     calibration: TokenSet
     tuning_held_out: TokenSet
     evaluation: TokenSet
-    scored_from: int = 0
-    task: str = "text"
+
+    @property
+    def task(self) -> str:
+        """What is measured, in words: "text", or what stands in its place."""
+        return self.evaluation.source if self.evaluation.scored_from else "text"
 
 
 @dataclass(frozen=True)
@@ -60,32 +59,6 @@ class Sizes:
     n_tuning_held_out: int = 16
     n_evaluation: int = 32
     seq_len: int = 128
-
-
-# Gives a loaded model its prompts: name, model, sizes, and which stretch of the calibration prompts is taken.
-PromptSource = Callable[[str, LoadedModel, Sizes, int], PreparedModel]
-_SOURCES: dict[str, PromptSource] = {}
-
-
-def register_prompts(model_type: str, source: PromptSource) -> None:
-    """Let models whose ``config.json`` has this `model_type` be measured on prompts of their own in place of text.
-
-    Parameters
-    ----------
-    model_type : str
-        Of the models.
-    source : callable
-        Takes the name in the table, the loaded model, the sizes and the number of the draw (each draw has
-        calibration prompts of its own); gives the prepared model.
-
-    Raises
-    ------
-    ConfigError
-        The type has its prompts.
-    """
-    if model_type in _SOURCES:
-        raise ConfigError(f"prompts of model_type {model_type!r} are registered twice")
-    _SOURCES[model_type] = source
 
 
 def data_folder(named: Path | None) -> Path | None:
@@ -128,13 +101,16 @@ class Source:
 
     def prompts(self, sizes: Sizes, draw: int = 0) -> PreparedModel:
         """Cut the prompts; each draw has calibration prompts of its own."""
-        own = _SOURCES.get(str(self.loaded.config.get("model_type", "")))
+        count, cut = sizes.n_calibration + sizes.n_tuning_held_out, sizes.n_calibration
+        own = own_prompts(self.loaded)
         if own is not None and self.calibration is None and self.text is None:
-            return own(self.name, self.loaded, sizes, draw)
-        count = sizes.n_calibration + sizes.n_tuning_held_out
-        text, held_out = (self._phonemes if self.name == PLBERT else self._text)(sizes, (draw + 1) * count)
-        text = _stretch(text, draw, count)
-        cut = sizes.n_calibration
+            text = own(self.loaded, "calibration", count, draw)
+            held_out = own(self.loaded, "evaluation", sizes.n_evaluation, draw)
+        else:
+            text, held_out = (self._phonemes if self.name == PLBERT else self._text)(
+                sizes, (draw + 1) * count
+            )
+            text = _stretch(text, draw, count)
         return PreparedModel(self.name, self.loaded, text.take(0, cut), text.take(cut), held_out)
 
     def _text(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:

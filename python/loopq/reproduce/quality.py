@@ -98,7 +98,6 @@ def record_of(
         {variant.name: weights},
         model.evaluation,
         seeds=seeds,
-        scored_from=model.scored_from,
         count_bytes=model.loaded.count_bytes,
     )[1]
     row = {k: v for k, v in found.summary().items() if k != "name"}

@@ -143,6 +143,10 @@ def test_cluster_difference_of_equal_runs_is_zero():
     hits = np.array([30.0, 41.0, 22.0])
     found = stats.cluster_rate_difference(hits, hits, np.full(3, 50.0), n_resamples=100)
     assert (found.estimate, found.low, found.high) == (0.0, 0.0, 0.0)
+    other = stats.cluster_rate_difference([30.0, 40.0], [20.0, 35.0], [50.0, 100.0], n_resamples=500)
+    assert other.estimate == pytest.approx(15 / 150)
+    # One of two prompts is drawn twice, or both.
+    assert (other.low, other.high) == (pytest.approx(5 / 100), pytest.approx(10 / 50))
 
 
 def test_pooled_rate_of_the_closed_loop_control():

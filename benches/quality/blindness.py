@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +23,71 @@ from loopq.reproduce.models import data_folder, open_source
 from loopq.table import render
 
 
-def predicted(name: str, sizes: BenchSettings) -> float | None:
-    """Return the ratio that `loopq diagnose` would give for a model of the record."""
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on one model beside what was measured.
+
+    Parameters
+    ----------
+    name : str
+        The model.
+    layers : sequence of mapping or None
+        Losses of each layer, as `loopq.diagnose.blindness.solved_losses` gives them.
+    low, high, estimate : float
+        Measured ratio of KL, one step over rounding, with its 95 % interval.
+    """
+
+    name: str
+    layers: Sequence[Mapping[str, float] | None]
+    low: float
+    high: float
+    estimate: float
+
+    @property
+    def predicted(self) -> float | None:
+        """The ratio that `loopq diagnose` gives; None where every layer runs once: there is no step to miss."""
+        return model_ratio(self.layers, ONE, RTN)
+
+    @property
+    def truth(self) -> int:
+        """1: one-step calibration is significantly worse than rounding, -1: better, 0: level."""
+        return int(self.low > 1) - int(self.high < 1)
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the verdict says what was measured; None where that is level."""
+        return None if not self.truth else ((self.predicted or 0.0) > 1) == (self.truth > 0)
+
+    def row(self) -> tuple[Any, ...]:
+        """Cells of the table."""
+        blind = sum(x[ONE] > x[RTN] for x in self.layers if x)
+        shown = None if self.predicted is None else f"{self.predicted:.3f}"
+        right = {None: "level", True: "yes", False: "no"}[self.right]
+        interval = f"[{self.low:.2f}, {self.high:.2f}]"
+        return self.name, f"{blind} of {len(self.layers)}", shown, f"{self.estimate:.2f}", interval, right
+
+
+def judge(model: dict[str, Any], sizes: BenchSettings) -> Judged:
+    """Diagnose a model of the record."""
+    name = model["model"]
     known = WEIGHTS / name
     bench = Bench(open_source(str(known) if known.is_dir() else name, data_folder(None)), sizes, Execution())
     context = bench.context(bench.model.calibration, bits=sizes.bits, group_size=sizes.group_size)
-    found = ranks(context)
-    return model_ratio(list(found["solved"].values()), ONE, RTN)
-
-
-def row(model: dict[str, Any], sizes: BenchSettings) -> tuple[Any, ...]:
-    """Return name, predicted ratio, measured ratio with its interval, and whether they agree."""
     grids = {(g["bits"], g["group_size"]): g for g in model["grids"]}
     measured = grids[sizes.bits, sizes.group_size]["ratios"]["one step / RTN"]
-    ratio = predicted(model["model"], sizes)
-    level = measured["low"] <= 1 <= measured["high"]
-    # A model that runs every layer once has no step to miss.
-    right = "level" if level else ((ratio or 0.0) > 1) == (measured["estimate"] > 1)
-    interval = f"[{measured['low']:.2f}, {measured['high']:.2f}]"
-    shown = None if ratio is None else f"{ratio:.3f}"
-    return model["model"], shown, f"{measured['estimate']:.2f}", interval, right
+    return Judged(name, list(ranks(context)["solved"].values()), **measured)
+
+
+def summary(found: Sequence[Judged]) -> str:
+    """Say on how many models the verdict is right, its sensitivity and its specificity."""
+    rights = [x.right for x in found]
+    worse, better = ([x.right for x in found if x.truth == sign] for sign in (1, -1))
+    return (
+        f"right on {rights.count(True)} of {len(found)} models, wrong on {rights.count(False)}, level on "
+        f"{rights.count(None)}; sensitivity {sum(map(bool, worse))} of {len(worse)} models whose one-step calibration "
+        f"is significantly worse than rounding, specificity {sum(map(bool, better))} of {len(better)} where it is "
+        "significantly better"
+    )
 
 
 def main() -> None:
@@ -53,8 +100,10 @@ def main() -> None:
     args = parser.parse_args()
     sizes = BenchSettings().changed(n_calibration=args.n_prompts)
     models = json.loads(args.record.read_text(encoding="utf-8"))["models"]
-    rows = [row(m, sizes) for m in models]
-    print(render(("model", "predicted", "KL, one step / RTN", "95 %", "right"), rows))
+    found = [judge(m, sizes) for m in models]
+    header = ("model", "blind layers", "predicted", "KL, one step / RTN", "95 %", "right")
+    print(render(header, [x.row() for x in found]))
+    print(summary(found))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,13 @@ def test_flat_spectrum_has_full_effective_and_stable_rank():
     assert rank.effective_rank(flat) == pytest.approx(37)
     assert rank.stable_rank(flat) == pytest.approx(37)
     assert rank.effective_rank(np.zeros(3)) == 0.0
+    assert rank.stable_rank(np.zeros(3)) == 0.0
     assert rank.thresholded_rank(np.zeros(3)) == 0
+
+
+def test_gain_is_the_ratio_of_ranks():
+    assert rank.rank_gain(12, 4) == 3.0
+    assert rank.rank_gain(4, 0) is None
 
 
 def test_felt_directions_of_a_flat_spectrum():
@@ -55,7 +61,15 @@ def test_felt_directions_of_a_flat_spectrum():
     spike = np.zeros(10_560)
     spike[:2] = [1.0, 0.8]
     assert rank.felt_directions(spike, 0.01)["relative_mu"] == pytest.approx(1.7e-6, rel=0.01)
-    assert rank.felt_directions(spike, 0.10)["relative_mu"] == pytest.approx(1.7e-5, rel=0.01)
+    assert rank.felt_directions(7 * spike, 0.10)["relative_mu"] == pytest.approx(1.7e-5, rel=0.01)
+
+
+def test_felt_directions_at_their_ends():
+    # mu is 1: the direction of 1 does not stand out.
+    assert rank.felt_directions(np.array([3.0, 1.0]), 0.5)["above"] == 1
+    plain = rank.felt_directions(np.array([4.0, 2.0, 0.0, 0.0]), 0.0)
+    assert plain == {"above": 2, "degrees": 2.0, "relative_mu": 0.0}
+    assert rank.felt_directions(np.zeros(3), 0.01) == {"above": 0, "degrees": 0.0, "relative_mu": 0.0}
 
 
 def test_layer_survey_of_a_blind_first_step():
@@ -80,6 +94,18 @@ def test_layer_survey_of_a_blind_first_step():
             assert found[key][value] == pytest.approx(spectra[key][value], rel=1e-9)
 
 
+def test_inputs_of_zeros_and_of_one_step_have_no_shares():
+    still = rank.layer_ranks(ArrayHessians.of_rows([np.zeros((5, 4))] * 2))
+    assert (still["step0_trace_share"], still["trace_ratio_0_1"], still["rank_gain"]) == (None, None, None)
+    assert still["all"] == {"rank": 0, "trace": 0.0, "largest": 0.0, "stable_rank": 0.0}
+    assert rank.layer_ranks(ArrayHessians.of_rows([np.eye(4)]))["trace_ratio_0_1"] is None
+
+
+def test_first_and_last_step_are_always_counted():
+    found = rank.layer_ranks(ArrayHessians.of_rows([np.eye(4)] * 4), steps=[])
+    assert [s["step"] for s in found["per_step"]] == [0, 3]
+
+
 def test_dominant_step_hides_the_later_ones():
     # The trace share of Ouro's bottleneck (Li, Table 18): later steps have full rank, the sum has rank 1.
     rng = np.random.default_rng(0)
@@ -102,6 +128,14 @@ def test_blocks_are_measured_separately():
     assert found["blocks"]["state"]["dim"] == 8
 
 
+def test_wide_layers_are_counted_at_a_few_steps_only():
+    assert rank.steps_to_count(32, 128) == list(range(32))
+    assert rank.steps_to_count(32, 10_560) == [0, 1, 4, 8, 16, 31]
+    assert rank.steps_to_count(30, 10_560) == [0, 1, 3, 7, 15, 29]
+    assert rank.steps_to_count(32, 2048) == list(range(32))
+    assert rank.steps_to_count(1, 10_560) == [0]
+
+
 def test_bottleneck_and_largest_gain():
     layers = {
         "a": {"rank_ratio": 0.5, "rank_gain": 1.1},
@@ -120,6 +154,7 @@ def test_long_spectra_are_thinned_with_their_ends():
     assert len(points["index"]) <= 400
     assert (points["index"][0], points["index"][-1]) == (1, 10_000)
     assert (points["value"][0], points["value"][-1]) == (5.0, 1.0)
+    assert rank.curve(np.linspace(5, 1, 400))["index"] == list(range(1, 401))
 
 
 def test_damaged_hessian_is_refused():
@@ -128,7 +163,8 @@ def test_damaged_hessian_is_refused():
     with pytest.raises(NonFiniteError, match=r"H\[1, 2\]"):
         rank.spectrum(h)
     with pytest.raises(ConfigError, match="threshold"):
-        rank.thresholded_rank(np.ones(3), 1.5)
+        rank.thresholded_rank(np.ones(3), 1.0)
+    assert rank.thresholded_rank(np.array([2.0, 1.0, 0.0]), 0.0) == 2
 
 
 def test_overlap_of_a_space_with_itself_and_with_its_complement():

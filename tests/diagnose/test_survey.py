@@ -261,12 +261,6 @@ def test_verdict_of_unmeasured_and_exposed_layers():
     assert "moves the output by 3 % (ranked 2 of 6)" in verdict.judge(hidden, None)["text"]
 
 
-def test_wide_layers_are_counted_at_a_few_steps_only():
-    assert rank.steps_to_count(32, 128) == list(range(32))
-    assert rank.steps_to_count(32, 10_560) == [0, 1, 4, 8, 16, 31]
-    assert rank.steps_to_count(1, 10_560) == [0]
-
-
 def test_not_finite_numbers_become_none():
     assert survey.clean({"a": np.float64("nan"), "b": (1, np.inf), "c": np.int64(3)}) == {
         "a": None,

@@ -95,7 +95,7 @@ def test_logits_are_those_of_load_and_saving_keeps_the_codes(name, grid, tmp_pat
         assert saved[tensor_name].data.tobytes() == tensor.data.tobytes()
 
 
-def test_codes_on_a_trellis_are_decoded_and_saved_as_they_were(tmp_path):
+def test_codes_on_a_trellis_are_kept_and_saved_as_they_were(tmp_path):
     model, config = models.tiny_llama()
     checkpoint = models.checkpoint_of(model, config, bits=2, group_size=32)
     for name, layer in checkpoint.layers.items():
@@ -103,6 +103,7 @@ def test_codes_on_a_trellis_are_decoded_and_saved_as_they_were(tmp_path):
     write_as(tmp_path / "q", checkpoint, "native")
     load_into(model, checkpoint)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    assert all(isinstance(found.get_submodule(x.module), QuantLinear) for x in checkpoint.layers.values())
     torch.testing.assert_close(_logits(found), _logits(model), rtol=1e-5, atol=1e-5)
     found.save_pretrained(tmp_path / "saved")
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))

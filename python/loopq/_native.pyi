@@ -729,6 +729,8 @@ class CpuLayout:
         Whether there are no zero points.
     scale_dtype : str
         "float32", "bfloat16" or "float16".
+    trellis : tuple of int, optional
+        Bits of a state and rows of a stream, where the codes are on a trellis (docs/formats/trellis.md).
 
     Raises
     ------
@@ -745,6 +747,7 @@ class CpuLayout:
         *,
         symmetric: bool = True,
         scale_dtype: str = "float32",
+        trellis: tuple[int, int] | None = None,
     ) -> CpuLayout: ...
     @property
     def n_bytes(self) -> int:

@@ -17,7 +17,7 @@ from loopq.checkpoint.model_files import TENSORS, to_torch
 from loopq.checkpoint.schema import Object, checked
 from loopq.errors import CheckpointError
 from loopq.lazy import require
-from loopq.systems.quantized import quantized_linear
+from loopq.systems.quantized import has_product, quantized_linear
 
 transformers = require("transformers")
 
@@ -134,7 +134,8 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             # Only its shape and device are asked for.
             stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
-            made = quantized_linear(layer, stored) if layer.trellis is None else _dense(layer, stored, model)
+            product = has_product(layer, model.device)
+            made = quantized_linear(layer, stored) if product else _dense(layer, stored, model)
             for owner in self._placed[layer.name]:
                 _put(model, owner, made)
         return model

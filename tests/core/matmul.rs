@@ -5,6 +5,7 @@ use half::bf16;
 use loopq_core::matmul::{
     multiply, pack, unpack, Codes, Engine, Grid, Inputs, Layout, Outputs, Plan, Precision, ScaleFormat,
 };
+use loopq_core::trellis::{value, Trellis};
 use loopq_core::{Cancel, Error, Execution};
 use proptest::prelude::*;
 
@@ -17,6 +18,8 @@ struct Layer {
     codes: Vec<u8>,
     scales: Vec<f32>,
     zeros: Option<Vec<u8>>,
+    /// Bits of a state and rows of a stream, where the codes are on a trellis.
+    trellis: Option<(u32, usize)>,
 }
 
 fn noise(n: usize, seed: u64) -> Vec<u64> {
@@ -48,21 +51,53 @@ impl Layer {
         let scale = |v: &u64| (1.0 + (v % 64) as f32 / 64.0) * 2.0_f32.powi((v / 64 % 5) as i32 - 8);
         let scales = noise(n, seed + 1).iter().map(scale).collect();
         let zeros = (!grid.symmetric).then(|| noise(n, seed + 2).iter().map(|v| (v % top) as u8).collect());
-        Self { grid, codes, scales, zeros }
+        Self { grid, codes, scales, zeros, trellis: None }
+    }
+
+    /// The same codes on a trellis, where there is one of such a grid.
+    fn on_trellis(mut self, more_bits: u32, stream_rows: usize) -> Self {
+        if self.grid.symmetric && self.grid.bits <= 4 {
+            self.trellis = Some(((self.grid.bits + 2 + more_bits).min(16), stream_rows));
+        }
+        self
+    }
+
+    fn layout(&self) -> Layout {
+        self.trellis.map_or_else(
+            || Layout::new(self.grid).unwrap(),
+            |(bits, rows)| {
+                Layout::on_trellis(self.grid, Trellis::new(self.grid.bits, bits).unwrap(), rows).unwrap()
+            },
+        )
     }
 
     fn packed(&self) -> (Layout, Vec<u8>) {
-        let layout = Layout::new(self.grid).unwrap();
+        let layout = self.layout();
         let mut packed = vec![7; layout.n_bytes()];
         let given = Codes { codes: &self.codes, scales: &self.scales, zeros: self.zeros.as_deref() };
         pack(&layout, given, &mut packed, &on(1, &Cancel::new())).unwrap();
         (layout, packed)
     }
 
+    /// The state of output `n` and input `k`: the last bits of a stream whose ends are joined.
+    fn state(&self, n: usize, k: usize, (bits, rows): (u32, usize)) -> u32 {
+        let first = n / rows * rows;
+        let count = rows.min(self.grid.outputs - first);
+        let row = |before: usize| first + (n - first + count * before - before) % count;
+        let newest_last = (0..bits.div_ceil(self.grid.bits) as usize).rev();
+        newest_last.fold(0, |state, before| {
+            let code = self.codes[row(before) * self.grid.inputs + k];
+            (state << self.grid.bits | u32::from(code)) & ((1 << bits) - 1)
+        })
+    }
+
     /// Code less zero point, and scale, of output `n` and input `k`.
     fn weight(&self, n: usize, k: usize) -> (i32, f32) {
         let g = if self.grid.group_size == 0 { self.grid.inputs } else { self.grid.group_size };
         let at = n * self.grid.inputs.div_ceil(g) + k / g;
+        if let Some(trellis) = self.trellis {
+            return ((value(self.state(n, k, trellis)) * 128.0) as i32, self.scales[at] / 128.0);
+        }
         let zero = self.zeros.as_ref().map_or(1 << (self.grid.bits - 1), |z| z[at]);
         (i32::from(self.codes[n * self.grid.inputs + k]) - i32::from(zero), self.scales[at])
     }
@@ -164,14 +199,23 @@ fn grids() -> impl Strategy<Value = Grid> {
     )
 }
 
+/// Layers on a plain grid and, where the bits allow it, on a trellis.
+fn layers() -> impl Strategy<Value = Layer> {
+    let trellis =
+        prop_oneof![Just(None), (0_u32..13, prop_oneof![1_usize..6, 20_usize..50, Just(512)]).prop_map(Some)];
+    (grids(), trellis, any::<u32>()).prop_map(|(grid, trellis, seed)| {
+        let layer = Layer::random(grid, u64::from(seed));
+        trellis.map_or(layer.clone(), |(more, rows)| layer.on_trellis(more, rows))
+    })
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
     #[test]
-    fn every_instruction_set_has_the_bits_of_the_plain_twin(grid in grids(), tokens in prop_oneof![1_usize..10, Just(17), Just(35)], seed: u32) {
-        let layer = Layer::random(grid, u64::from(seed));
+    fn every_instruction_set_has_the_bits_of_the_plain_twin(layer in layers(), tokens in prop_oneof![1_usize..10, Just(17), Just(35)], seed: u32) {
         let packed = layer.packed();
-        let x = activations(tokens * grid.inputs, u64::from(seed) + 3);
+        let x = activations(tokens * layer.grid.inputs, u64::from(seed) + 3);
         for precision in PRECISIONS {
             let expected = layer.twin(&x, precision);
             for engine in Engine::available() {
@@ -184,15 +228,14 @@ proptest! {
     }
 
     #[test]
-    fn codes_come_back(grid in grids(), seed: u32) {
-        let layer = Layer::random(grid, u64::from(seed));
+    fn codes_come_back(layer in layers()) {
         let (layout, packed) = layer.packed();
         prop_assert_eq!(unpack(&layout, &packed, &on(2, &Cancel::new())).unwrap(), layer.codes);
     }
 
     #[test]
-    fn errors_stay_within_the_stated_bound(grid in grids(), seed: u32) {
-        let layer = Layer::random(grid, u64::from(seed));
+    fn errors_stay_within_the_stated_bound(layer in layers(), seed: u32) {
+        let grid = layer.grid;
         let x = activations(grid.inputs, u64::from(seed) + 3);
         for (precision, step) in [(Precision::Int8, 0.5 / 127.0), (Precision::Fixed16, 2.0_f64.powi(-14)), (Precision::Fixed24, 2.0_f64.powi(-22))] {
             let got = product(&layer.packed(), &x, Engine::best(), 1, precision);
@@ -308,6 +351,11 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused, Error::CodeRange { row: 2, column: 3, value: 16, .. }));
 
     let grid = layer.grid;
+    let trellis = Trellis::new(4, 10).unwrap();
+    for (wrong, rows) in [(Grid { bits: 3, ..grid }, 9), (Grid { symmetric: false, ..grid }, 9), (grid, 0)] {
+        let refused = Layout::on_trellis(wrong, trellis, rows).unwrap_err();
+        assert!(matches!(refused, Error::Setting { name: "a grid of codes on a trellis", .. }));
+    }
     assert!(matches!(
         Layout::new(Grid { bits: 5, ..grid }).unwrap_err(),
         Error::Setting { name: "bits", .. }

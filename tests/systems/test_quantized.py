@@ -12,7 +12,7 @@ import torch
 import loopq
 from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.checkpoint.native import Checkpoint
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.kernels.modules import QuantLinear
 from loopq.quantizers.config import Override
 from loopq.rotation import Rotation
@@ -59,13 +59,24 @@ def test_a_module_is_replaced_under_all_its_names_and_others_are_kept():
     }
 
 
-def test_codes_on_a_trellis_keep_a_dequantized_weight():
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6)})
+def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():
     given = dataclasses.replace(layer(), trellis=Trellis(8, 512))
-    assert install(model, checkpoint(given)) == {
-        "a.weight": "codes on a trellis, for which there is no product with packed codes"
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6)})
+    assert install(model, checkpoint(given)) == {}
+    made = model["a"]
+    assert isinstance(made, QuantLinear)
+    assert np.array_equal(made.dequantize().numpy(), given.dequantize())
+    x = torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
+    expected = x.double() @ torch.from_numpy(given.dequantize()).double().t() + made.bias.double()
+    torch.testing.assert_close(made(x).double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match="on a trellis run on the processor, not on 'meta'"):
+        made.to("meta")
+
+    elsewhere = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6, device="meta")})
+    assert install(elsewhere, checkpoint(given)) == {
+        "a.weight": "codes on a trellis, whose products run on the processor"
     }
-    assert isinstance(model["a"], torch.nn.Linear)
+    assert isinstance(elsewhere["a"], torch.nn.Linear)
 
 
 def test_a_layer_that_the_model_lacks_or_has_in_another_shape_is_refused():

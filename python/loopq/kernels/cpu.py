@@ -1,6 +1,7 @@
 """The layout ``lq-cpu``: products with packed codes on the processor, by the core.
 
-Codes and scales of 32 outputs lie side by side, in the order in which a core reads them. Activations become integers
+Codes and scales of 32 outputs lie side by side, in the order in which a core reads them; codes on a trellis lie in their
+streams and are decoded where they are multiplied. Activations become integers
 block by block, sums of products are exact, and the result has the same bits on any instruction set, in any batch and on
 any number of threads: `docs/cpu.md`.
 """
@@ -37,7 +38,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 def _layout(grid: Grid, scale_dtype: torch.dtype) -> native.CpuLayout:
     return native.CpuLayout(
         grid.out_features, grid.in_features, grid.group_size, grid.bits,
-        symmetric=grid.symmetric, scale_dtype=_DTYPES[scale_dtype],
+        symmetric=grid.symmetric, scale_dtype=_DTYPES[scale_dtype], trellis=grid.trellis,
     )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def _memory(n_bytes: int) -> torch.Tensor:
 
 
 class CpuPanels:
-    """Panels of 32 outputs for the processor: any bits, group size and width, with or without zero points."""
+    """What the processor reads in order: any bits, group size and width, with zero points or on a trellis."""
 
     devices: tuple[str, ...] = ("cpu",)
 

@@ -41,6 +41,8 @@ class Grid:
         Signed codes without zero points.
     transformed : bool
         The codes are for another basis of the input.
+    trellis : tuple of int or None
+        Bits of a state and rows of a stream, where the codes are on a trellis (docs/formats/trellis.md).
     """
 
     out_features: int
@@ -49,6 +51,7 @@ class Grid:
     bits: int
     symmetric: bool = True
     transformed: bool = False
+    trellis: tuple[int, int] | None = None
 
 
 class Layout(Protocol):
@@ -85,7 +88,7 @@ class _Int4Tiles:
             fold_of(grid.group_size)
         except ConfigError:
             return False
-        plain = grid.bits == 4 and grid.symmetric and not grid.transformed
+        plain = grid.bits == 4 and grid.symmetric and not grid.transformed and grid.trellis is None
         return plain and grid.out_features % N_STEP == 0 and grid.in_features % K_STEP == 0
 
     def pack(
@@ -103,12 +106,12 @@ class _Int4Tiles:
 
 
 class _PlainCodes:
-    """One byte for each code, any layer: the weight is dequantized at each call and forgotten."""
+    """One byte for each code of a plain grid: the weight is dequantized at each call and forgotten."""
 
     devices: tuple[str, ...] = ("cuda", "cpu", "meta")
 
     def fits(self, grid: Grid) -> bool:
-        return True
+        return grid.trellis is None
 
     def pack(
         self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
@@ -131,7 +134,13 @@ LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq
 
 
 def _first_fit(grid: Grid, device: str) -> str:
-    return next(name for name, found in LAYOUTS.items() if device in found.devices and found.fits(grid))
+    for name, found in LAYOUTS.items():
+        if device in found.devices and found.fits(grid):
+            return name
+    raise ConfigError(
+        f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it with "
+        "quantized=False"
+    )
 
 
 class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -202,6 +211,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         bias: torch.Tensor | NDArray[Any] | None = None,
         *,
         zeros: NDArray[np.uint8] | None = None,
+        trellis: tuple[int, int] | None = None,
         transform: Transform | None = None,
         scale_dtype: torch.dtype | None = None,
         layout: str | None = None,
@@ -223,6 +233,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             Kept in float32.
         zeros : uint8, shape (out, groups), or None
             Zero points; None for a symmetric grid.
+        trellis : tuple of int, or None
+            Bits of a state and rows of a stream, where the codes are on a trellis.
         transform : Transform or None
             Change of the input's basis that the codes are for; applied to the input at each call.
         scale_dtype : torch.dtype or None
@@ -242,7 +254,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         s = torch.from_numpy(np.array(_to_numpy(scales), dtype=np.float32))
         _check_codes(q, tuple(s.shape), zeros, group_size, bits)
         rows = s.t().contiguous()
-        grid = Grid(q.shape[0], q.shape[1], group_size, bits, zeros is None, transform is not None)
+        grid = Grid(q.shape[0], q.shape[1], group_size, bits, zeros is None, transform is not None, trellis)
         if layout is None:
             layout = _first_fit(grid, "cpu")
         elif layout not in LAYOUTS or not LAYOUTS[layout].fits(grid):
@@ -307,7 +319,17 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return LAYOUTS[self.layout].unpack(self)
 
     def dequantize(self) -> torch.Tensor:
-        """``s (u - z)`` in float32, (out, in): the weight for the transformed input."""
+        """``s (u - z)`` in float32, (out, in): the weight for the transformed input.
+
+        On a trellis it is the value of the codes' state in the place of ``u - z``.
+        """
+        if self.grid.trellis is not None:
+            (state_bits, rows), group = self.grid.trellis, self.group_size
+            values = native.trellis_decode(
+                self.codes().numpy(), self.scales.t().float().contiguous().numpy(), bits=self.bits,
+                group_size=self.in_features if group == -1 else group, state_bits=state_bits, stream_rows=rows,
+            )  # fmt: skip
+            return torch.from_numpy(values)
         weight = self.codes().float()
         if self.zeros is not None:
             weight = weight - spread_scales(self.zeros, self.in_features, self.group_size)
@@ -356,7 +378,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
-            f"group_size={self.group_size}, symmetric={self.zeros is None}, layout={self.layout!r}, "
+            f"group_size={self.group_size}, symmetric={self.zeros is None}, trellis={self.grid.trellis}, "
+            f"layout={self.layout!r}, "
             f"activations={self.activations!r}, bias={self.bias is not None}"
         )
 

@@ -50,8 +50,8 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         if strange:
             kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
             continue
-        if layer.trellis is not None:
-            kept[layer.name] = "codes on a trellis, for which there is no product with packed codes"
+        if not has_product(layer, found[0].weight.device):
+            kept[layer.name] = "codes on a trellis, whose products run on the processor"
             continue
         for module in found:
             # One quantized module stands for one linear module, however many names that has.
@@ -62,6 +62,11 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, made[id(module)])
     return kept
+
+
+def has_product(layer: QuantizedLayer, device: Any) -> bool:
+    """Whether a device multiplies by a layer's packed codes."""
+    return layer.trellis is None or device.type == "cpu"
 
 
 def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activations = "float") -> Any:
@@ -81,5 +86,6 @@ def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activation
     module = QuantLinear.from_codes(
         layer.codes, layer.scales, layer.group_size, layer.bits, linear.bias,
         zeros=layer.zeros, transform=layer.transform, layout="lq-cpu", activations=activations,
+        trellis=None if layer.trellis is None else (layer.trellis.state_bits, layer.trellis.stream_rows),
     )  # fmt: skip
     return module.to(linear.weight.device)

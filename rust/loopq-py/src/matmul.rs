@@ -3,6 +3,7 @@
 use loopq_core::matmul::{
     self, Codes as Layer, Engine, Inputs, Layout, Outputs, Plan, Precision, ScaleFormat,
 };
+use loopq_core::trellis::Trellis;
 use loopq_core::{grid, Cancel, Error, Execution};
 use numpy::{Ix1, Ix2, PyArray2, PyReadwriteArray};
 use pyo3::exceptions::PyTypeError;
@@ -58,7 +59,10 @@ enum Target<'py> {
 #[pymethods]
 impl CpuLayout {
     #[new]
-    #[pyo3(signature = (out_features, in_features, group_size, bits, *, symmetric = true, scale_dtype = "float32"))]
+    #[pyo3(signature = (
+        out_features, in_features, group_size, bits, *, symmetric = true, scale_dtype = "float32", trellis = None
+    ))]
+    #[expect(clippy::too_many_arguments)] // keywords of a Python function
     fn new(
         py: Python<'_>,
         out_features: usize,
@@ -67,16 +71,21 @@ impl CpuLayout {
         bits: u32,
         symmetric: bool,
         scale_dtype: &str,
+        trellis: Option<(u32, usize)>,
     ) -> PyResult<Self> {
         let made = || {
-            Layout::new(matmul::Grid {
+            let grid = matmul::Grid {
                 outputs: out_features,
                 inputs: in_features,
                 group_size: crate::grid::group_size_of(group_size)?,
                 bits,
                 symmetric,
                 scales: ScaleFormat::parse(scale_dtype)?,
-            })
+            };
+            match trellis {
+                None => Layout::new(grid),
+                Some((state_bits, rows)) => Layout::on_trellis(grid, Trellis::new(bits, state_bits)?, rows),
+            }
         };
         Ok(Self { inner: made().map_err(|e| raise(py, &e))? })
     }

@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 
 use super::activations::Order;
 use super::portable::Portable;
+use super::streams::Part;
 use super::tile::{panel, Panel};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::amx;
@@ -46,6 +47,20 @@ macro_rules! for_bits_and_limbs {
     }};
 }
 pub(super) use for_bits_and_limbs;
+
+/// Calls `streams` for a part's limbs, with tiles of so many tokens.
+macro_rules! for_limbs {
+    ($lanes:ty, $tokens:literal, $part:expr, $out:expr) => {{
+        use $crate::matmul::streams::streams as run;
+        let part = $part;
+        match part.limbs() {
+            1 => run::<$lanes, 1, $tokens>(part, $out),
+            2 => run::<$lanes, 2, $tokens>(part, $out),
+            _ => run::<$lanes, 3, $tokens>(part, $out),
+        }
+    }};
+}
+pub(super) use for_limbs;
 
 impl Engine {
     /// Whatever the compiler's target guarantees.
@@ -121,6 +136,21 @@ impl Engine {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Kind::Amx => unsafe { super::x86::panel_amx(p) },
+        }
+    }
+
+    /// Multiplies part of a stream of codes on a trellis; adds to `out`.
+    #[allow(unsafe_code)]
+    pub(super) fn run_streams(self, p: &Part<'_>, out: &mut [f32]) {
+        match self.0 {
+            // SAFETY: plain Rust runs anywhere.
+            Kind::Portable => unsafe { for_limbs!(Portable, 1, p, out) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: such a value is made only after asking the machine.
+            Kind::Avx2 => unsafe { super::x86::streams_avx2(p, out) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Kind::Vnni | Kind::Amx => unsafe { super::x86::streams_vnni(p, out) },
         }
     }
 }

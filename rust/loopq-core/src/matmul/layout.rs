@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::streams::Streams;
 use crate::grid::check_bits;
 use crate::{dims, Error, Result};
 
@@ -38,7 +39,16 @@ impl ScaleFormat {
         }
     }
 
-    fn lines(self) -> usize {
+    /// Bytes of a scale.
+    pub(super) fn bytes(self) -> usize {
+        if self == Self::F32 {
+            4
+        } else {
+            2
+        }
+    }
+
+    pub(super) fn lines(self) -> usize {
         if self == Self::F32 {
             2
         } else {
@@ -118,6 +128,8 @@ pub struct Layout {
     pub(super) row: usize,
     /// Tiles of 64 inputs, each block beginning a new one.
     pub(super) steps: usize,
+    /// Of codes on a trellis, which do not lie in panels.
+    pub(super) streams: Option<Streams>,
 }
 
 /// Lines of 16 outputs in a unit.
@@ -170,7 +182,7 @@ impl Layout {
                 offset += units * unit_bytes;
             }
         }
-        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at), steps: step })
+        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at), steps: step, streams: None })
     }
 
     /// What it was made of.
@@ -192,7 +204,7 @@ impl Layout {
     /// Bytes of the packed weight.
     #[must_use]
     pub fn n_bytes(&self) -> usize {
-        self.n_panels() * self.panel
+        self.streams.map_or(self.n_panels() * self.panel, |streams| self.stream_bytes(streams))
     }
 
     /// Offset of zero points after the scales.
@@ -201,7 +213,10 @@ impl Layout {
     }
 
     pub(super) fn check(&self, packed: &[u8]) -> Result<()> {
-        dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel)
+        match self.streams {
+            Some(_) => dims::check_matrix("the packed weight", packed, 1, self.n_bytes()),
+            None => dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel),
+        }
     }
 }
 

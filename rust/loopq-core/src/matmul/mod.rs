@@ -12,13 +12,14 @@ mod layout;
 mod pack;
 mod portable;
 mod read;
+mod streams;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub use activations::{Inputs, Precision};
-use engine::for_bits_and_limbs;
 pub use engine::Engine;
+use engine::{for_bits_and_limbs, for_limbs};
 pub use layout::{Grid, Layout, ScaleFormat, PANEL};
 pub use pack::{pack, unpack, Codes};
 pub use read::read;
@@ -77,6 +78,9 @@ pub fn multiply(
         dims::check_matrix("the bias", bias, 1, outputs)?;
     }
     let columns = Columns::of(&mut out, tokens, outputs)?;
+    if let Some(found) = layout.streams {
+        return streams::multiply(layout, found, packed, x, bias, &columns, plan);
+    }
     let chunk = tokens.min(TOKENS);
     let mut rows = Rows::new(layout, chunk, plan.precision, plan.engine.order(chunk))?;
     let isa = Isa::best();

@@ -3,6 +3,7 @@
 use rayon::prelude::*;
 
 use super::layout::{unit_inputs, unit_lines, Layout, LANES, LINE, PANEL};
+use super::streams;
 use crate::memory::zeros;
 use crate::{dims, Error, Execution, Result};
 
@@ -21,6 +22,11 @@ pub struct Codes<'a> {
 pub fn pack(layout: &Layout, layer: Codes<'_>, out: &mut [u8], execution: &Execution<'_>) -> Result<()> {
     check(layout, layer)?;
     layout.check(out)?;
+    if let Some(found) = layout.streams {
+        execution.check()?;
+        streams::pack(layout, found, layer, out);
+        return Ok(());
+    }
     execution.pool()?.install(|| {
         out.par_chunks_exact_mut(layout.panel).enumerate().try_for_each(|(p, panel)| {
             execution.check()?;
@@ -90,6 +96,10 @@ fn pack_unit(bits: u32, codes: &[u8], lines: &mut [u8], byte: usize) {
 /// The biased codes (outputs, inputs) of a packed weight.
 pub fn unpack(layout: &Layout, packed: &[u8], execution: &Execution<'_>) -> Result<Vec<u8>> {
     layout.check(packed)?;
+    if let Some(found) = layout.streams {
+        execution.check()?;
+        return streams::unpack(layout, found, packed);
+    }
     let grid = layout.grid;
     let mut codes = zeros("codes", dims::product("codes", grid.outputs, grid.inputs)?)?;
     execution.pool()?.install(|| {

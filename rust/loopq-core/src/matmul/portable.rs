@@ -8,7 +8,9 @@ use std::array::from_fn;
 use half::{bf16, f16};
 
 use super::layout::{ScaleFormat, LANES, LINE};
+use super::streams::Windows;
 use super::tile::Lanes;
+use crate::trellis::mix;
 
 pub(super) struct Portable;
 
@@ -121,6 +123,17 @@ impl Lanes for Portable {
     unsafe fn store(to: *mut f32, values: [f32; LANES]) {
         // SAFETY: room for sixteen numbers.
         unsafe { to.cast::<[f32; LANES]>().write_unaligned(values) };
+    }
+
+    #[inline(never)]
+    unsafe fn mixed(at: *const u8, windows: &Windows) -> [u8; LINE] {
+        // SAFETY: sixteen bytes.
+        let bytes = unsafe { at.cast::<[u8; 16]>().read() };
+        let mixed: [[u8; 4]; LANES] = from_fn(|lane| {
+            let found = from_fn(|i| bytes[usize::from(windows.bytes[4 * lane + i])]);
+            mix(u32::from_le_bytes(found) >> windows.shifts[lane] & windows.mask).to_le_bytes()
+        });
+        from_fn(|i| mixed[i / 4][i % 4])
     }
 
     unsafe fn prefetch(_: *const u8) {}

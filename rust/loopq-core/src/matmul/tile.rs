@@ -9,6 +9,7 @@
 
 use super::activations::Rows;
 use super::layout::{unit_inputs, unit_lines, Block, Layout, ScaleFormat, LANES, LINE, PANEL};
+use super::streams::Windows;
 
 /// Sixteen outputs of an instruction set.
 ///
@@ -59,6 +60,8 @@ pub(super) trait Lanes {
     unsafe fn load(at: *const f32) -> Self::Floats;
     /// Writes 16 numbers.
     unsafe fn store(to: *mut f32, values: Self::Floats);
+    /// Sixteen states, each mixed into four bytes: `34038481 state + 76625530`. They are found in the sixteen bytes at `at`.
+    unsafe fn mixed(at: *const u8, windows: &Windows) -> Self::Codes;
     /// Asks for the cache line of an address that may lie outside of any slice.
     unsafe fn prefetch(at: *const u8);
 }

@@ -5,7 +5,9 @@
 use std::arch::x86_64::*;
 
 use super::layout::{ScaleFormat, LANES, LINE};
+use super::streams::{Part, Windows};
 use super::tile::{panel, Lanes, Panel};
+use crate::trellis::{FACTOR, OFFSET};
 
 /// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.
 struct Vnni;
@@ -141,6 +143,20 @@ impl Lanes for Vnni {
     unsafe fn store(to: *mut f32, values: __m512) {
         // SAFETY: see above.
         unsafe { _mm512_storeu_ps(to, values) }
+    }
+
+    #[inline(always)]
+    unsafe fn mixed(at: *const u8, windows: &Windows) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(at.cast()));
+            let found = _mm512_shuffle_epi8(bytes, _mm512_loadu_si512(windows.bytes.as_ptr().cast()));
+            let shifts = _mm512_loadu_si512(windows.shifts.as_ptr().cast());
+            let mask = _mm512_set1_epi32(windows.mask as i32);
+            let states = _mm512_and_si512(_mm512_srlv_epi32(found, shifts), mask);
+            let times = _mm512_mullo_epi32(states, _mm512_set1_epi32(FACTOR as i32));
+            _mm512_add_epi32(times, _mm512_set1_epi32(OFFSET as i32))
+        }
     }
 
     #[inline(always)]
@@ -319,6 +335,23 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn mixed(at: *const u8, windows: &Windows) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe {
+            let bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(at.cast()));
+            let (places, shifts) =
+                (Self::line(windows.bytes.as_ptr()), Self::line(windows.shifts.as_ptr().cast()));
+            let mask = _mm256_set1_epi32(windows.mask as i32);
+            both!(|places, shifts| {
+                let found = _mm256_shuffle_epi8(bytes, places);
+                let states = _mm256_and_si256(_mm256_srlv_epi32(found, shifts), mask);
+                let times = _mm256_mullo_epi32(states, _mm256_set1_epi32(FACTOR as i32));
+                _mm256_add_epi32(times, _mm256_set1_epi32(OFFSET as i32))
+            })
+        }
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: a prefetch of any address is allowed.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
@@ -336,6 +369,19 @@ macro_rules! versions {
         }
     };
 }
+/// A function for each number of limbs.
+macro_rules! stream_versions {
+    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
+        /// Multiplies part of a stream.
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(p: &Part<'_>, out: &mut [f32]) {
+            // SAFETY: this function's features are those that the lanes need.
+            unsafe { super::for_limbs!($lanes, $tokens, p, out) }
+        }
+    };
+}
+stream_versions!(streams_vnni, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
+stream_versions!(streams_avx2, Avx2, 1, "avx2,fma,f16c");
 versions!(panel_vnni, panel, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
 versions!(panel_avx2, panel, Avx2, 1, "avx2,fma,f16c");
 versions!(panel_amx, super::amx::panel, Vnni, 16, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");

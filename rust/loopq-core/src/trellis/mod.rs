@@ -37,6 +37,16 @@ impl Trellis {
         Ok(Self { bits, state_bits })
     }
 
+    /// Bits of a code.
+    pub(crate) fn bits(self) -> u32 {
+        self.bits
+    }
+
+    /// Bits of a state.
+    pub(crate) fn state_bits(self) -> u32 {
+        self.state_bits
+    }
+
     /// States.
     fn states(self) -> usize {
         1 << self.state_bits
@@ -65,14 +75,23 @@ impl Trellis {
     }
 }
 
+/// What a state is multiplied by, and what is added, before its bytes are summed.
+pub(crate) const FACTOR: u32 = 34_038_481;
+pub(crate) const OFFSET: u32 = 76_625_530;
+
+/// A state mixed into four bytes.
+#[inline]
+pub(crate) fn mix(state: u32) -> u32 {
+    state.wrapping_mul(FACTOR).wrapping_add(OFFSET)
+}
+
 /// What a state stands for: the sum of the four bytes of `34038481 x + 76625530 mod 2^32`, less 510, over 128.
 ///
 /// Nearly normal with a deviation of 1.155, as weights are, and exact in half precision.
 #[inline]
 #[must_use]
 pub fn value(state: u32) -> f32 {
-    let mixed = state.wrapping_mul(34_038_481).wrapping_add(76_625_530);
-    let sum: i32 = mixed.to_le_bytes().into_iter().map(i32::from).sum();
+    let sum: i32 = mix(state).to_le_bytes().into_iter().map(i32::from).sum();
     (sum - 510) as f32 / 128.0
 }
 

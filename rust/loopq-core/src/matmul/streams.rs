@@ -1,0 +1,357 @@
+//! Products with codes on a trellis: every weight is decoded where it is multiplied. Format: `docs/formats/trellis.md`.
+//!
+//! A value is the sum of the four bytes that a state is mixed into, less 510. So the instruction that multiplies four codes of
+//! an output by four inputs takes the four bytes of one weight and four times the same input, the sums stay integers, and all
+//! behind them is that of the other products: the same blocks, limbs and order of operations.
+//!
+//! Streams follow each other. A stream holds its scales, group by group in lines of 32 rows, and then a record for each input:
+//! the codes of its rows, the last row's in the lowest bits, and above the first row's the 16 bits that precede it, since the
+//! ends of a stream are joined. A row's state is a window of the record that begins at the row's code.
+#![allow(unsafe_code)] // pointers into slices whose lengths have been compared with the layout
+
+use std::ops::Range;
+
+use super::activations::Order;
+use super::activations::Rows;
+use super::layout::{Grid, Layout, LANES, LINE, PANEL};
+use super::pack::Codes;
+use super::tile::{value_of, Lanes};
+use super::{share, Columns, Inputs, Plan};
+use crate::memory::zeros;
+use crate::simd::Isa;
+use crate::trellis::Trellis;
+use crate::{dims, Error, Result};
+
+/// Tokens whose activations are quantized at once.
+const TOKENS: usize = 16;
+/// Panels whose results are kept at once.
+const PANELS: usize = 16;
+/// Bytes of a record above its codes.
+const JOIN: usize = 2;
+/// Bytes that are read from where sixteen rows begin.
+const READ: usize = 16;
+/// What a mixed state's four bytes are larger by than the value's numerator, and the value's denominator.
+const LESS: i32 = 510;
+const PARTS: f32 = 128.0;
+
+/// How the rows of a layer are cut into streams.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Streams {
+    trellis: Trellis,
+    /// Rows of each but the last.
+    rows: usize,
+}
+
+/// One run of rows.
+#[derive(Clone, Copy)]
+struct Stream {
+    first: usize,
+    rows: usize,
+    /// Where it begins.
+    at: usize,
+    /// Bytes of a record.
+    record: usize,
+    /// Bytes of its scales.
+    header: usize,
+}
+
+impl Stream {
+    /// Rows with those that fill the last panel.
+    fn padded(&self) -> usize {
+        self.rows.next_multiple_of(PANEL)
+    }
+
+    /// Bits of a row's code, from the lowest of a record.
+    fn bit(&self, row: usize, bits: u32) -> usize {
+        (self.padded() - 1 - row) * bits as usize
+    }
+}
+
+/// How sixteen rows find their states in sixteen bytes, and what keeps them.
+pub(super) struct Windows {
+    /// For each of 64 bytes, of which row by row four are a number, the byte that goes there.
+    pub(super) bytes: [u8; LINE],
+    /// How far each number is shifted down.
+    pub(super) shifts: [u32; LANES],
+    /// The bits of a state.
+    pub(super) mask: u32,
+}
+
+impl Windows {
+    fn new(trellis: Trellis) -> Self {
+        let bit = |lane: usize| (LANES - 1 - lane) * trellis.bits() as usize;
+        Self {
+            bytes: std::array::from_fn(|i| (bit(i / 4) / 8 + i % 4) as u8),
+            shifts: std::array::from_fn(|lane| (bit(lane) % 8) as u32),
+            mask: (1 << trellis.state_bits()) - 1,
+        }
+    }
+}
+
+impl Layout {
+    /// The layout of a layer whose codes are on a trellis, in streams of so many rows.
+    pub fn on_trellis(grid: Grid, trellis: Trellis, stream_rows: usize) -> Result<Self> {
+        if grid.bits != trellis.bits() || !grid.symmetric || stream_rows == 0 {
+            let got =
+                format!("{} bits, symmetric: {}, streams of {stream_rows} rows", grid.bits, grid.symmetric);
+            let allowed = format!("{} bits, symmetric, streams of 1 row or more", trellis.bits());
+            return Err(Error::setting("a grid of codes on a trellis", got, allowed));
+        }
+        let mut made = Self::new(grid)?;
+        made.streams = Some(Streams { trellis, rows: stream_rows.min(grid.outputs) });
+        Ok(made)
+    }
+
+    fn stream(&self, streams: Streams, number: usize) -> Stream {
+        let of = |rows: usize| {
+            let padded = rows.next_multiple_of(PANEL);
+            let record = padded * self.grid.bits as usize / 8 + JOIN;
+            let header = self.n_groups() * (padded / PANEL) * self.grid.scales.lines() * LINE;
+            (record, header)
+        };
+        let (whole, header) = of(streams.rows);
+        let at = number * (header + self.grid.inputs * whole);
+        let first = number * streams.rows;
+        let rows = streams.rows.min(self.grid.outputs - first);
+        let (record, header) = of(rows);
+        Stream { first, rows, at, record, header }
+    }
+
+    fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
+        (0..self.grid.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
+    }
+
+    /// Bytes of all streams, with those that are read behind the last record.
+    pub(super) fn stream_bytes(&self, streams: Streams) -> usize {
+        let last = self.stream(streams, (self.grid.outputs - 1) / streams.rows);
+        last.at + last.header + self.grid.inputs * last.record + READ
+    }
+}
+
+/// Packs a layer that has been checked.
+pub(super) fn pack(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [u8]) {
+    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.grid.inputs, layout.n_groups());
+    out.fill(0);
+    for s in layout.streams(streams) {
+        let lines = layout.grid.scales.lines() * LINE;
+        for group in 0..n_groups {
+            for panel in 0..s.padded() / PANEL {
+                let mut scales = [0.0; PANEL];
+                for (lane, scale) in scales.iter_mut().enumerate() {
+                    let row = panel * PANEL + lane;
+                    if row < s.rows {
+                        *scale = layer.scales[(s.first + row) * n_groups + group];
+                    }
+                }
+                let at = s.at + (group * (s.padded() / PANEL) + panel) * lines;
+                layout.grid.scales.write(&scales, &mut out[at..][..lines]);
+            }
+        }
+        let records = &mut out[s.at + s.header..][..dim * s.record];
+        for (j, record) in records.chunks_exact_mut(s.record).enumerate() {
+            let mut put = |bit: usize, row: usize| {
+                let code = u16::from(layer.codes[(s.first + row) * dim + j]) << (bit % 8);
+                for (byte, part) in record[bit / 8..].iter_mut().zip(code.to_le_bytes()) {
+                    *byte |= part;
+                }
+            };
+            for row in 0..s.rows {
+                put(s.bit(row, layout.grid.bits), row);
+            }
+            for before in 0..(8 * JOIN).div_ceil(bits) {
+                put(s.padded() * bits + before * bits, s.rows - 1 - before % s.rows);
+            }
+        }
+    }
+}
+
+/// The codes (outputs, inputs) of a packed weight that has been checked.
+pub(super) fn unpack(layout: &Layout, streams: Streams, packed: &[u8]) -> Result<Vec<u8>> {
+    let (bits, dim) = (layout.grid.bits, layout.grid.inputs);
+    let mut codes = zeros("codes", dims::product("codes", layout.grid.outputs, dim)?)?;
+    for s in layout.streams(streams) {
+        let records = &packed[s.at + s.header..][..dim * s.record];
+        for (j, record) in records.chunks_exact(s.record).enumerate() {
+            for row in 0..s.rows {
+                let bit = s.bit(row, bits);
+                let pair = u16::from_le_bytes([record[bit / 8], record[bit / 8 + 1]]);
+                codes[(s.first + row) * dim + j] = (pair >> (bit % 8)) as u8 & (u8::MAX >> (8 - bits));
+            }
+        }
+    }
+    Ok(codes)
+}
+
+/// `out = x W^T + bias` for a weight and shapes that have been checked.
+pub(super) fn multiply(
+    layout: &Layout,
+    streams: Streams,
+    packed: &[u8],
+    x: Inputs<'_>,
+    bias: Option<&[f32]>,
+    columns: &Columns<'_>,
+    plan: &Plan<'_>,
+) -> Result<()> {
+    let tokens = x.tokens(layout.grid.inputs)?;
+    let chunk = tokens.min(TOKENS);
+    let mut rows = Rows::new(layout, chunk, plan.precision, Order::Rows)?;
+    let mut spread: Vec<[i8; 4]> = zeros("repeated activations", chunk * rows.limbs * rows.stride)?;
+    let (isa, windows) = (Isa::best(), Windows::new(streams.trellis));
+    let in_stream = streams.rows.div_ceil(PANEL);
+    let n_streams = layout.grid.outputs.div_ceil(streams.rows);
+    let last = layout.stream(streams, n_streams - 1).padded() / PANEL;
+    for first in (0..tokens).step_by(TOKENS) {
+        plan.execution.check()?;
+        let count = TOKENS.min(tokens - first);
+        rows.fill(layout, x, first..first + count, isa);
+        for (to, &limb) in spread.iter_mut().zip(rows.bytes()) {
+            *to = [limb; 4];
+        }
+        share((n_streams - 1) * in_stream + last, &plan.execution, |panels| {
+            let mut results = [0.0; PANELS * TOKENS * PANEL];
+            let mut begin = panels.start;
+            while begin < panels.end {
+                let s = layout.stream(streams, begin / in_stream);
+                let within = begin % in_stream;
+                let n = PANELS.min(in_stream - within).min(panels.end - begin);
+                let out = &mut results[..n * count * PANEL];
+                out.fill(0.0);
+                let part = Part {
+                    layout,
+                    windows: &windows,
+                    bytes: &packed[s.at..],
+                    record: s.record,
+                    header: s.header,
+                    padded: s.padded(),
+                    panels: within..within + n,
+                    rows: &rows,
+                    spread: &spread,
+                    count,
+                };
+                plan.engine.run_streams(&part, out);
+                for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
+                    let row = (within + i / count) * PANEL;
+                    let live = PANEL.min(s.rows - row);
+                    let (column, values) = (s.first + row, &mut values[..live]);
+                    if let Some(bias) = bias {
+                        values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
+                    }
+                    columns.write(first + i % count, column, values);
+                }
+                begin += n;
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// Some panels of a stream and the tokens that they multiply.
+pub(super) struct Part<'a> {
+    layout: &'a Layout,
+    windows: &'a Windows,
+    /// The stream and what follows it.
+    bytes: &'a [u8],
+    record: usize,
+    header: usize,
+    padded: usize,
+    panels: Range<usize>,
+    rows: &'a Rows,
+    /// Each byte of `rows` four times.
+    spread: &'a [[i8; 4]],
+    count: usize,
+}
+
+impl Part<'_> {
+    /// Limbs of an activation.
+    pub(super) fn limbs(&self) -> usize {
+        self.rows.limbs
+    }
+
+    fn check(&self, out: &[f32]) {
+        let (inputs, rows) = (self.layout.grid.inputs, self.rows);
+        assert!(self.bytes.len() >= self.header + inputs * self.record + READ);
+        assert!(self.panels.end * PANEL <= self.padded);
+        assert!(self.record == self.padded * self.layout.grid.bits as usize / 8 + JOIN);
+        assert!(rows.stride == self.layout.row && rows.holds(self.count));
+        assert!(self.spread.len() >= self.count * rows.limbs * rows.stride);
+        assert!(out.len() == self.panels.len() * self.count * PANEL);
+    }
+}
+
+/// All tokens, `T` at a time and then one at a time; adds to `out`, (panels, tokens, 32).
+///
+/// # Safety
+/// The instruction set of `V` must exist.
+#[inline(always)]
+pub(super) unsafe fn streams<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, out: &mut [f32]) {
+    p.check(out);
+    assert!(p.rows.limbs == L);
+    let mut token = 0;
+    while token < p.count {
+        // SAFETY: the caller's; `check` has compared all lengths, and there are as many tokens left.
+        unsafe {
+            if T > 1 && p.count - token >= T {
+                tokens::<V, L, T>(p, token, out);
+                token += T;
+            } else {
+                tokens::<V, L, 1>(p, token, out);
+                token += 1;
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`streams`], with `T` tokens from `token` on.
+#[inline(always)]
+unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: usize, out: &mut [f32]) {
+    let (layout, bits) = (p.layout, p.layout.grid.bits as usize);
+    let lines = layout.grid.scales.lines() * LINE;
+    let n_panels = p.padded / PANEL;
+    for (b, block) in layout.blocks.iter().enumerate() {
+        for panel in p.panels.clone() {
+            // The codes of the panel's last sixteen rows; those of its first follow.
+            let rows = (p.padded - (panel + 1) * PANEL) * bits / 8;
+            // SAFETY: offsets of the layout, in slices whose lengths `check` has compared with it. A record's sixteen rows and
+            // the bytes behind them lie within the record, the next one or the bytes kept behind the last.
+            unsafe {
+                let mut at = p.bytes.as_ptr().add(p.header + block.first * p.record + rows);
+                let mut sums = [[[V::splat(0); 2]; L]; T];
+                for (t, sums) in sums.iter_mut().enumerate() {
+                    for (limb, pair) in sums.iter_mut().enumerate() {
+                        *pair = [V::splat(LESS * p.rows.minus_sum(token + t, b, limb)); 2];
+                    }
+                }
+                let x = p.spread.as_ptr().add(token * L * p.rows.stride + block.at);
+                for k in 0..block.len {
+                    let codes = [V::mixed(at.add(2 * bits), p.windows), V::mixed(at, p.windows)];
+                    for (t, sums) in sums.iter_mut().enumerate() {
+                        for (limb, pair) in sums.iter_mut().enumerate() {
+                            let x = x.add((t * L + limb) * p.rows.stride + k).cast::<i8>();
+                            *pair =
+                                [V::dot::<true>(pair[0], codes[0], x), V::dot::<true>(pair[1], codes[1], x)];
+                        }
+                    }
+                    at = at.add(p.record);
+                }
+                let scales = p.bytes.as_ptr().add((block.group * n_panels + panel) * lines);
+                for (t, sums) in sums.iter().enumerate() {
+                    let step = V::splat_float(p.rows.scale(token + t, b) / PARTS);
+                    let place = ((panel - p.panels.start) * p.count + token + t) * PANEL;
+                    for half in 0..2 {
+                        let weight = V::scales(
+                            scales.add(half * LANES * layout.grid.scales.bytes()),
+                            layout.grid.scales,
+                        );
+                        let mut digits = [V::splat(0); L];
+                        for (digit, pair) in digits.iter_mut().zip(sums) {
+                            *digit = pair[half];
+                        }
+                        let to = out.as_mut_ptr().add(place + half * LANES);
+                        V::store(to, V::fma(value_of::<V, L>(digits), V::mul(weight, step), V::load(to)));
+                    }
+                }
+            }
+        }
+    }
+}

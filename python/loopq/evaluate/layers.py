@@ -1,0 +1,144 @@
+"""Where in the loop the error is: every layer's output at every step, quantized beside full precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.hooks import Observer
+from loopq.progress import Progress, Silent
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.replace import Weights, replaced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Prompts that are enough for a map, and rows kept of one call: they bound time and memory.
+N_PROMPTS, N_ROWS = 16, 64
+
+LayerErrors = dict[str, dict[str, list[float | None]]]
+
+
+def layer_errors(
+    system: LoopedSystem,
+    variants: Mapping[str, Weights],
+    tokens: TokenSet,
+    *,
+    n_steps: int | None = None,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> dict[str, LayerErrors]:
+    """Measure how far every layer's output is from full precision at each of its calls.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Adapter of the full-precision model.
+    variants : mapping of str to weights
+        Quantized weights by the variant's name, as of `compare`.
+    tokens : TokenSet
+        Prompts, of which the first `N_PROMPTS` run.
+    n_steps : int, optional
+        Depth; the system's default when absent.
+    seed : int
+        Seed of the initial states, the same for all weights.
+    batch_size : int
+        Prompts per batch.
+    progress : Progress, optional
+        Advanced by every rollout.
+
+    Returns
+    -------
+    dict of str to dict
+        For each variant "moved" and "own": layer name to one number for each call, None where it is not finite.
+
+    Notes
+    -----
+    With X and Y = X W^T a layer's inputs and outputs at step t in the full-precision rollout, X^ those in the
+    quantized rollout and W^ the quantized weight, "moved" is ||X^ W^^T - Y||_F / ||Y||_F, the error as it has
+    arrived through the loop, and "own" is ||X (W^ - W)^T||_F / ||Y||_F, the part that this weight adds. Sums run over
+    at most `N_ROWS` rows of each call, evenly spaced; biases are left out.
+    """
+    progress = progress or Silent()
+    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
+    chosen = [
+        p
+        for p in system.shared_parameters(depth)
+        if p.orientation != "table" and any(p.name in weights for weights in variants.values())
+    ]
+    sums = {(name, p.name): [[0.0] * 3 for _ in range(p.invocations)] for name in variants for p in chosen}
+    batches = list(tokens.take(0, N_PROMPTS).batches(batch_size, seed))
+    progress.start("by layer", len(batches) * (len(variants) + 1), "rollouts")
+    for batch in batches:
+        plain = _rows(system, chosen, batch, depth)
+        progress.advance()
+        for name, weights in variants.items():
+            with replaced(system, weights):
+                other = _rows(system, chosen, batch, depth)
+            for p in chosen:
+                _add(sums[name, p.name], system, p, weights, plain[p.name], other[p.name])
+            progress.advance()
+    progress.stop()
+    return {
+        name: {
+            "moved": {p.name: [_ratio(moved, of) for moved, _, of in sums[name, p.name]] for p in chosen},
+            "own": {
+                p.name: [_ratio(own, of) for _, own, of in sums[name, p.name]] for p in chosen if p.name in weights
+            },
+        }
+        for name, weights in variants.items()
+    }  # fmt: skip
+
+
+def _rows(
+    system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
+) -> dict[str, list[Tensor]]:
+    """Some input rows of every call of every parameter, of one rollout."""
+    import torch
+
+    found: dict[str, list[Tensor]] = {p.name: [] for p in parameters}
+
+    def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
+        picked = torch.linspace(0, rows.shape[0] - 1, min(N_ROWS, rows.shape[0]), device=rows.device).long()
+        found[parameter.name].append(rows[picked])
+
+    with Observer(system, parameters, keep, check_finite=False) as observer, observer.rollout(batch):
+        system.rollout(batch, n_steps)
+    return found
+
+
+def _add(
+    sums: list[list[float]],
+    system: LoopedSystem,
+    parameter: SharedParameter,
+    weights: Weights,
+    plain: Sequence[Tensor],
+    other: Sequence[Tensor],
+) -> None:
+    """Add the squared errors and the squared output of every call of one layer: all calls in one product."""
+    import torch
+
+    stored = system.parameter(parameter).detach()
+    weight = stored.float()
+    changed = weight
+    if parameter.name in weights:
+        # As the model holds it: rounded to its own type.
+        changed = torch.from_numpy(weights[parameter.name]).to(stored.device, stored.dtype).float()
+    if parameter.orientation == "out_in":
+        weight, changed = weight.T, changed.T
+    sizes = [len(rows) for rows in plain]
+    x, y = torch.cat(list(plain)).float(), torch.cat(list(other)).float()
+    out = x @ weight
+    parts = [part.split(sizes) for part in (y @ changed - out, x @ (changed - weight), out)]
+    for step, entry in enumerate(sums):
+        for i, part in enumerate(parts):
+            entry[i] += float(part[step].double().square().sum())
+
+
+def _ratio(error: float, of: float) -> float | None:
+    if not math.isfinite(error):
+        return None
+    return math.sqrt(error / of) if of > 0 else 0.0

@@ -450,7 +450,7 @@ def diagnose(
     Returns
     -------
     dict
-        What `loopq.report.page.write_report` shows; its schema is in `loopq.report`.
+        What `loopq.report.page.write_page` shows; its schema is in `loopq.report`.
     """
     from loopq.diagnose.survey import diagnose as survey
 

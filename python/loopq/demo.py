@@ -18,7 +18,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
 from loopq.execution import Execution
 from loopq.progress import Progress, Silent
-from loopq.report.page import write_data, write_report
+from loopq.report.page import write_data, write_page
 from loopq.reproduce.models import PLBERT, Sizes, prepare_model
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
@@ -208,7 +208,7 @@ def pages(
             threads=threads,
             progress=progress,
         )
-        written.append(write_report(found, out / f"{name}.html"))
+        written.append(write_page(out / f"{name}.html", diagnosis=found))
         write_data(found, out / f"{name}.json")
     return written, left_out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -194,15 +195,16 @@ def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_pa
 def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):
     from loopq.cli import main
 
-    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "16", "--bits", "3"]
     page = tmp_path / "deep" / "page.html"
-    assert (
-        main([*args, "--exclude", "*attn.proj*", "--n-prompts", "2", "--seq-len", "16", "--html", str(page)])
-        == 0
-    )
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "16", "--bits", "3"]
+    args += ["--exclude", "*attn.proj*", "--n-prompts", "2", "--seq-len", "16", "--evaluate", "-"]
+    assert main([*args, "--html", str(page)]) == 0
     assert f"page: {page}" in capsys.readouterr().out
     text = page.read_text("utf-8")
     whole = store.read(tmp_path / "q")
-    assert text.count(">GPTQ-CD INT3 g16, calibrated on 3 steps, loss") == len(whole.layers) == 7
-    assert text.count(">not quantized<") == 2
-    assert "INT3 g16" in text
+    assert text.count("<td class=short>INT3, groups of 16</td><td>gptq-cd</td>") == len(whole.layers) == 7
+    assert "<td class=names>core_block.0.attn.proj, core_block.1.attn.proj</td>" in text
+    sections = ["weights", "where", "cost", "prompts", "loop", "again"]
+    assert re.findall(r'<section id="(\w+)">', text) == sections
+    # Measured, not what rounding would do: two maps.
+    assert text.count("<table class=heat") == 2

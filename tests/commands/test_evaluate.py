@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -47,6 +48,29 @@ def test_evaluate_measures_what_export_wrote_and_says_on_what(
     n_parameters = sum(p.numel() for p in load_model(saved_model).model.parameters())
     assert native["n_bytes"] < full["n_bytes"] == 4 * n_parameters
     assert f"[{native['kl_95'][0]:.5f}" in text or f"[{native['kl_95'][0]:.2e}" in text
+
+
+def test_a_page_says_what_was_done_and_where_the_error_is(
+    saved_model, quantized, tmp_path, command, monkeypatch
+):
+    """Of a checkpoint and of what was exported from it, without matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command("export", quantized, "--out", tmp_path / "e", "--format", "gptq")[0] == 0
+    page = tmp_path / "page.html"
+    code, text, err = command("evaluate", saved_model, quantized, tmp_path / "e", *FEW, "--html", page)
+    assert code == 0, err
+    assert text.endswith(f"page: {page}\n")
+    shown = page.read_text("utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', shown)[1])
+    native, foreign = (data["errors"]["weights"][str(folder)] for folder in (quantized, tmp_path / "e"))
+    assert native == foreign
+    assert len(native["own"]) == 9
+    assert all(len(row) == 3 and 0 < min(row) < max(row) < 1 for row in native["own"].values())
+    done = data["weights"][str(quantized)]
+    assert {row["name"] for row in done if "bits" in row} == set(native["own"])
+    assert all("reason" in row for row in done if "bits" not in row)
+    assert re.findall(r'<section id="(\w+)">', shown) == ["weights", "where", "cost", "prompts"]
+    assert shown.count("<circle") == 2
 
 
 @pytest.mark.parametrize(

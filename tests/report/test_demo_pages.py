@@ -11,10 +11,10 @@ import pytest
 
 from loopq import demo
 from loopq.cli import main
-from loopq.diagnose import sections
+from loopq.diagnose import rank
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.reproduce.models import PLBERT, Sizes
-from tests.support.browser import check, needs_browser
+from tests.support.browser import check, needs_browser, opened
 
 SMALL = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), n_directions=2, n_updates=1,
@@ -36,7 +36,8 @@ def test_page_of_the_embedded_model(monkeypatch, tmp_path):
     found = json.loads(page.with_suffix(".json").read_text("utf-8"))
     assert found["unavailable"] == []
     assert found["sections"]["jacobian"]["acceptance"]["largest_residual"] < 1e-3
-    check(page.read_text("utf-8"), tmp_path, n_figures=11)
+    with opened(tmp_path / "profile") as browser:
+        check(browser, page, n_figures=11)
 
 
 @pytest.mark.slow
@@ -44,23 +45,24 @@ def test_page_of_the_embedded_model(monkeypatch, tmp_path):
 @pytest.mark.data
 def test_page_of_plbert_says_what_it_cannot_have(monkeypatch, tmp_path, data_folder: Path):
     # Ranks of the widest input at half of the steps: an eigenvalue problem of 2,048 takes seconds.
-    monkeypatch.setattr(sections, "_MAX_DIM_ALL_STEPS", 1024)
+    monkeypatch.setattr(rank, "_MAX_DIM_ALL_STEPS", 1024)
     (page,), left = make(monkeypatch, PLBERT, tmp_path, data_folder, seq_len=24)
     assert left == []
     found = json.loads(page.with_suffix(".json").read_text("utf-8"))
     reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
     assert set(reasons) == {"perturbation", "bypass", "agreement and KL", "unpaired runs"}
     assert "hidden states and no logits" in reasons["agreement and KL"]
-    assert "not drawn" in reasons["unpaired runs"]
+    assert "not random" in reasons["unpaired runs"]
     assert set(found["sections"]) == {
         "ranks", "overlap", "ablation", "injection", "feedback", "groups", "displacement", "jacobian",
     }  # fmt: skip
     acceptance = found["sections"]["jacobian"]["acceptance"]
     assert acceptance["n_accepted"] == acceptance["n_maps"] == 2
     text = page.read_text("utf-8")
-    shown = text[text.index('id="unavailable"') : text.index("To reproduce this")]
+    shown = text[text.index('id="unavailable"') : text.index('<section id="again">')]
     assert all(html.escape(reason) in shown for reason in reasons.values())
-    check(text, tmp_path, n_figures=10)
+    with opened(tmp_path / "profile") as browser:
+        check(browser, page, n_figures=10)
 
 
 def test_plbert_is_left_out_with_a_word_where_it_is_not(monkeypatch, tmp_path, capsys):

@@ -14,20 +14,8 @@ from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError, MissingExtraError
 from loopq.report import figures, loopfigure, page, style
-from tests.support.browser import check, needs_browser
-from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
-
-QUICK = DiagnoseConfig(
-    n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directions=4, group_sizes=(4, -1)
-)
-
-
-@pytest.fixture(scope="module")
-def diagnosis():
-    system = LinearSystem(LinearLoop(width=8))
-    return survey.diagnose(
-        system, tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, name="toy <&>", threads=1
-    )
+from tests.report.conftest import measured, summary
+from tests.support.looptoys import BlindSystem, LinearLoop, tokens
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +41,15 @@ class Outline(HTMLParser):
                 self.loads.append(found[key])
 
 
-def test_page_loads_nothing_and_has_no_id_twice(text):
+def saved(text):
+    """The data that a page offers for download."""
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    )
+
+
+def test_page_loads_nothing_and_has_no_id_twice(everything):
+    text = page.render(**everything)
     outline = Outline(text)
     assert outline.loads == []
     assert len(outline.ids) == len(set(outline.ids))
@@ -67,8 +63,7 @@ def test_page_shows_the_whole_diagnosis(diagnosis, text):
     for line in diagnosis["summary"]:
         assert line in text
     assert f"numpy</th><td>{diagnosis['versions']['numpy']}" in text
-    kept = re.search(r'<script type="application/json" id="diagnosis">(.*?)</script>', text, re.DOTALL)[1]
-    assert json.loads(kept) == diagnosis
+    assert saved(text) == {"diagnosis": diagnosis}
     names = {p.name for p in figures.all_figures(diagnosis)}
     assert names == {
         "loop", "ranks", "spectra", "rollout", "feedback", "ablation", "displacement", "jacobian", "bypass",
@@ -78,7 +73,7 @@ def test_page_shows_the_whole_diagnosis(diagnosis, text):
 
 @pytest.fixture
 def no_figures(monkeypatch):
-    monkeypatch.setattr(page, "all_figures", lambda d: [])
+    monkeypatch.setattr("loopq.report.diagnosis.all_figures", lambda d: [])
 
 
 def test_names_are_escaped(diagnosis, no_figures):
@@ -125,11 +120,11 @@ def test_systems_without_steps_have_a_page_that_says_why():
         BlindSystem(LinearLoop(width=8)),
         tokens(n_tokens=12),
         5,
-        config=QUICK,
+        config=DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=2, seeds=(0,)),
         only=["ranks", "ablation", "jacobian"],
     )
     text = page.render(found)
-    assert "Sections that could not run" in text
+    assert "Parts that could not run" in text
     assert "has no single-step function" in text
     assert "Every layer has an identity path" in text
 
@@ -140,20 +135,36 @@ def test_a_missing_matplotlib_names_the_extra(diagnosis, monkeypatch):
         page.render(diagnosis)
 
 
-def test_a_page_after_quantizing_says_what_was_done(diagnosis, no_figures):
-    report = {
-        "method_done": "gptq", "bits": 4, "group_size": 32, "steps": [0, 1, 2], "proxy": 1.0, "proxy_rtn": 4.0,
-    }  # fmt: skip
-    kept = {
-        "norm.weight": "no matrix",
-        "head.bias": "no matrix",
-        "embed.weight": "excluded <by> the settings",
+def test_sections_are_those_of_what_is_known(everything, no_figures):
+    sections = {
+        "diagnosis": {"where", "loop", "again"},
+        "weights": {"weights"},
+        "errors": {"where"},
+        "measured": {"cost", "prompts"},
     }
-    text = page.render(diagnosis, quantized={"adapter.weight": report}, kept=kept)
-    assert "GPTQ INT4 g32, calibrated on 3 steps, loss 0.25 times that of rounding" in text
-    assert "not quantized" in text
-    assert "<th scope=row>no matrix</th><td>norm.weight, head.bias</td><td class=number>2</td>" in text
-    assert "<th scope=row>excluded &lt;by&gt; the settings</th><td>embed.weight</td>" in text
+    for known, there in sections.items():
+        text = page.render(**{known: everything[known]})
+        assert set(re.findall(r'<section id="(\w+)">', text)) == there
+        assert set(re.findall(r'<li><a href="#(\w+)">', text)) == there
+        assert set(saved(text)) == {known}
+    whole = page.render(**everything)
+    assert re.findall(r'<section id="(\w+)">', whole) == [
+        "weights",
+        "where",
+        "cost",
+        "prompts",
+        "loop",
+        "again",
+    ]
+    assert "<h1>toy, quantized</h1>" in whole
+    # Measured errors, not those that rounding would have.
+    assert "No weight has been quantized yet" not in whole
+    assert "a &lt;text&gt;" in whole
+
+
+def test_numbers_that_are_none_are_saved_as_null():
+    found = measured(summary("broken", float("nan"), kl_95=None))
+    assert saved(page.render(measured=found))["measured"]["weights"][1]["kl"] is None
 
 
 def test_layers_are_grouped_by_block():
@@ -194,11 +205,6 @@ def test_data_fits_its_schema(diagnosis, tmp_path):
     del broken["layers"][0]["verdict"]["text"]
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(broken, schema)
-
-
-@needs_browser
-def test_page_in_a_real_browser(text, tmp_path):
-    check(text, tmp_path, n_figures=11)
 
 
 def test_names_lose_the_path_that_all_share():

@@ -22,6 +22,7 @@ from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError
 from loopq.execution import Execution
 from loopq.progress import Line
+from loopq.report.page import write_data, write_page
 
 QUICK = ("ranks", "overlap", "ablation", "injection")
 
@@ -65,13 +66,9 @@ def run(args: argparse.Namespace) -> int:
             else _model(args, config, progress)
         )
     if args.html:
-        from loopq.report.page import write_report
-
-        write_report(found, args.html)
+        write_page(args.html, diagnosis=found)
         print(f"page: {args.html}")
     if args.json:
-        from loopq.report.page import write_data
-
         write_data(found, args.json)
         print(f"data: {args.json}")
     _print(found)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
-from loopq.checkpoint.convert import format_of
+from loopq.checkpoint.convert import format_of, read_any
+from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -25,13 +26,14 @@ from loopq.commands.options import (
     whole,
 )
 from loopq.commands.output import measurement_table
+from loopq.commands.page import known
 from loopq.errors import ConfigError
 from loopq.evaluate.items import TASKS, find_task, read_items
 from loopq.evaluate.tasks import Metric, measure_tasks
 from loopq.generate import decode
 from loopq.progress import Line
 from loopq.report.card import check_card, write_card
-from loopq.report.evaluation import write_evaluation
+from loopq.report.page import write_page
 from loopq.report.tasks import task_table
 from loopq.systems.load import LoadedModel
 
@@ -78,7 +80,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--html", metavar="FILE", help="write a page: KL against bytes, prompts that changed most"
+        "--html",
+        metavar="FILE",
+        help="write a page: what was done to every weight, its error at every step, KL against bytes, prompts that "
+        "changed most",
     )
     parser.add_argument("--card", action="store_true", help="write a model card (README.md) into each DIR")
 
@@ -108,11 +113,14 @@ def run(args: argparse.Namespace) -> int:
         check_place(args.html)
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
-    summaries, said = measure(args, loaded, args.checkpoints, tokens, args.n_seeds)
+    checkpoints = {folder: read_any(Path(folder)) for folder in args.checkpoints}
+    summaries, said = measure(args, loaded, checkpoints, tokens, args.n_seeds)
     cards = write_cards(args, loaded, args.checkpoints, summaries, said) if args.card else []
     if args.html:
-        write_evaluation(
-            summaries, said, [decode(loaded, ids.tolist()) for ids in tokens.sequences], args.html
+        write_page(
+            args.html,
+            measured=for_page(args, loaded, tokens, summaries, said),
+            **known(args, loaded, checkpoints, tokens),
         )
     if args.json:
         print(json.dumps(summaries, indent=1))
@@ -160,7 +168,11 @@ def _run_tasks(args: argparse.Namespace) -> int:
 
 
 def measure(
-    args: argparse.Namespace, loaded: LoadedModel, folders: Sequence[str], tokens: TokenSet, n_seeds: int = 1
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    checkpoints: Mapping[str, Checkpoint],
+    tokens: TokenSet,
+    n_seeds: int = 1,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure checkpoints of a model on prompts; return a summary of each set of weights, and what was measured on."""
     from loopq.api import evaluate
@@ -169,7 +181,7 @@ def measure(
     with Line() as progress:
         measured = evaluate(
             loaded,
-            folders,
+            checkpoints,
             tokens,
             n_steps=args.n_steps,
             seeds=range(how.seed, how.seed + n_seeds),
@@ -187,6 +199,18 @@ def measure(
             summary["answers"] = metric.to_json(None if metric is answers[0] else answers[0])
     depth = args.n_steps if args.n_steps is not None else loaded.system.n_steps
     return summaries, {**tokens.describe(), "n_steps": depth, "n_seeds": n_seeds}
+
+
+def for_page(
+    args: argparse.Namespace,
+    loaded: LoadedModel,
+    tokens: TokenSet,
+    summaries: Sequence[dict[str, Any]],
+    said: dict[str, Any],
+) -> dict[str, Any]:
+    """What `loopq.report.page.write_page` shows of measurements."""
+    prompts = [decode(loaded, ids.tolist()) for ids in tokens.sequences]
+    return {"model": str(args.model or args.python), "on": said, "weights": summaries, "prompts": prompts}
 
 
 def write_cards(

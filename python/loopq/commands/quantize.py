@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import loopq
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import calibration_tokens, evaluation_tokens
+from loopq.checkpoint.convert import read_any
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
-from loopq.commands.evaluate import measure, print_measured, write_cards
+from loopq.commands.evaluate import for_page, measure, print_measured, write_cards
 from loopq.commands.options import (
     add_execution,
     add_format,
@@ -27,16 +29,17 @@ from loopq.commands.options import (
     take,
 )
 from loopq.commands.output import print_checkpoint
+from loopq.commands.page import known
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import LoopqError
 from loopq.execution import Execution
 from loopq.lazy import require
 from loopq.progress import Line
 from loopq.quantizers.config import LayerConfig
+from loopq.report.page import write_page
 from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import Exported, export, refuse_early
 from loopq.run.result import killed_late, work_folder
-from loopq.systems.base import LoopedSystem
 from loopq.systems.load import LoadedModel
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
@@ -71,8 +74,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html",
         metavar="FILE",
-        help=f"diagnose the model afterwards ({', '.join(QUICK)}) and write a page that shows what was done to each "
-        "layer",
+        help="write a page: what was done to every weight, its error at every step, with --evaluate KL and prompts, "
+        f"and a diagnosis ({', '.join(QUICK)})",
     ).rare = True  # type: ignore[attr-defined]
     add_execution(parser)
 
@@ -116,11 +119,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_checkpoint(result, str(out) if native else None)
     print("".join(f"{line}\n" for found in exported for line in found.lines()), end="")
+    measured = None
     if args.evaluate:
-        summaries, said = measure(args, loaded, [str(out)], text)
+        summaries, said = measure(args, loaded, {str(out): read_any(out)}, text)
+        measured = for_page(args, loaded, text, summaries, said)
         print_measured(summaries, said, write_cards(args, loaded, [str(out)], summaries, said))
     if args.html:
-        _page(args, config.layer, loaded, tokens, result)
+        found = known(args, loaded, {str(out): result}, text if args.evaluate else tokens)
+        write_page(
+            args.html, diagnosis=_diagnosis(args, config.layer, loaded, tokens), measured=measured, **found
+        )
+        print(f"page: {args.html}")
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)
     if config.layer == plain and config.allocate is None and config.tune is None:
         print(_HINT, file=sys.stderr)
@@ -140,15 +149,12 @@ def _export(args: argparse.Namespace, out: Path, checkpoint: Checkpoint) -> Expo
         raise
 
 
-def _page(
-    args: argparse.Namespace, layer: LayerConfig, loaded: LoadedModel, tokens: TokenSet, result: Checkpoint
-) -> None:
-    """Diagnose the model as it was, on the calibration prompts, and show it with the report of every layer."""
-    # The page needs matplotlib, which nothing else does.
-    from loopq.report.page import write_report
-
+def _diagnosis(
+    args: argparse.Namespace, layer: LayerConfig, loaded: LoadedModel, tokens: TokenSet
+) -> dict[str, Any]:
+    """Diagnose the model as it was, on the calibration prompts."""
     with Line() as progress:
-        found = loopq.diagnose(
+        return loopq.diagnose(
             loaded,
             tokens,
             DiagnoseConfig(bits=layer.grid.bits, group_size=layer.grid.group_size),
@@ -158,17 +164,6 @@ def _page(
             progress=progress,
             **given(args, Execution),
         )
-    reports = {name: layer.report for name, layer in result.layers.items()}
-    write_report(found, args.html, quantized=reports, kept=_kept(loaded.system, args.n_steps, result))
-    print(f"page: {args.html}")
-
-
-def _kept(system: LoopedSystem, n_steps: int | None, result: Checkpoint) -> dict[str, str]:
-    """Why each parameter that was not quantized was left as it is."""
-    shared = system.shared_parameters(n_steps or system.n_steps)
-    reasons = {p.name: p.reason or "excluded by the settings" for p in shared} | system.left_out()
-    names = (name for name, _ in system.model.named_parameters() if name not in result.layers)
-    return {name: reasons.get(name, "no matrix that the loop multiplies by at every step") for name in names}
 
 
 COMMANDS.register("quantize")(

@@ -101,6 +101,7 @@ def _ranks(
     layers: dict[str, Any] = {}
     magnitudes: dict[str, Any] = {}
     proxies: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     per_channel: dict[str, Any] = {}
     losses: dict[str, Any] = {}
     for names, take in passes:
@@ -118,6 +119,7 @@ def _ranks(
             for p in observed:
                 if input_groups[p.name] == name:
                     w = weight(p)
+                    outputs[p.name] = proxy.step_proxies(w, h, threads)
                     for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
                         into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
                     # Li, Table 25: the adapter is damped ten times as much.
@@ -137,6 +139,7 @@ def _ranks(
         "traces": {name: layers[input_groups[name]]["all"]["trace"] for name in by_name},
         "solved": losses,
         "proxies": {name: values.tolist() for name, values in proxies.items()},
+        "outputs": {name: values.tolist() for name, values in outputs.items()},
         "proxy_sum": {
             "grouped": _proxy_sum(proxies),
             "per channel": _proxy_sum(per_channel),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import html
-import string
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from loopq.checkpoint.files import write_text
-from loopq.report.style import short_names
+from loopq.report.alternatives import comparison
+from loopq.report.markup import page_html, paragraph, section
+from loopq.report.weights import quantized, solved
 from loopq.table import size
+
+_VARIANTS = (
+    "GPTQ, one step: calibrated on the first call of each weight alone; trajectory: on all calls; llm-compressor's "
+    "rules: that tool's default algorithm on the same sums, computed by loopq; loopq: what you get without any option."
+)
+_NEXT = """<pre><code>loopq check MODEL                     # a folder or a hub id: does loopq's adapter fit it?
+loopq quantize MODEL --out Q          # INT4 in groups of 128; --bits 3 --group-size 32 as above
+loopq evaluate MODEL Q --html q.html  # how far it is from full precision, and where the error is</code></pre>"""
 
 
 def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
@@ -29,62 +36,29 @@ def write_comparison(result: Mapping[str, Any], out: str | Path) -> Path:
     Path
         The file.
     """
-    first = result["grids"][0]
-    template = (resources.files("loopq.report") / "comparison.html").read_text("utf-8")
-    reference, n_draws = result["reference"], len(result["metric_seeds"])
-    text = string.Template(template).substitute(
-        model=html.escape(result["model"]),
-        steps=result["n_steps"],
-        n_calibration=f"{result['calibration']['n_tokens']:,}",
-        n_evaluation=f"{result['evaluation']['n_tokens']:,}",
-        n_seeds=len(result["seeds"]),
-        grids="\n".join(map(_grid, result["grids"])),
-        reference=f"{reference['bits_per_byte']:.4f} bits per byte, {size(reference['n_bytes'])}",
-        draws="one draw of the loop metric's labels"
-        if n_draws == 1
-        else f"means over {n_draws} draws of the loop metric's labels",
-        last=f"{first['variants'][-1]['name']}, INT{first['bits']} g{first['group_size']}",
-        layers=_layers(result["layers"]),
+    first, reference, n_draws = result["grids"][0], result["reference"], len(result["metric_seeds"])
+    draws = "one draw" if n_draws == 1 else f"means over {n_draws} draws"
+    intro = (
+        f"{result['n_steps']} recurrence steps. Calibrated on {result['calibration']['n_tokens']:,} tokens, measured "
+        f"on {result['evaluation']['n_tokens']:,} held-out tokens, initial states of each: {len(result['seeds'])}, the "
+        "same for every row. KL is the divergence from full precision: a shorter bar is better. All rows of a table "
+        "have the same number of bytes."
     )
-    return write_text(out, text)
-
-
-def _grid(grid: Mapping[str, Any]) -> str:
-    """The table of one grid; its bars have one scale, from zero."""
-    most = max(v["kl"] for v in grid["variants"])
-    rows = "\n".join(
-        f"<tr{' class=ours' if v['name'].startswith('loopq') else ''}><th scope=row>{html.escape(v['name'])}</th>"
-        f"<td class=number>{v['kl']:.5f}</td><td class=plot>{_bar(v['kl'] / most)}</td>"
-        f"<td class=number>{100 * v['agreement']:.2f} %</td><td class=number>{v['bits_per_byte']:.4f}</td>"
-        f"<td class=number>{size(v['n_bytes'])}</td></tr>"
-        for v in grid["variants"]
+    told = (
+        f"Full precision: {reference['bits_per_byte']:.4f} bits per byte, {size(reference['n_bytes'])}. {_VARIANTS} "
+        f"Rows of loopq: {draws} of the loop metric's labels."
     )
-    heads = (
-        "<th scope=col>weights</th><th scope=colgroup colspan=2>KL to full precision [nat per token]</th>"
-        + "".join(
-            f"<th scope=col class=number>{head}</th>" for head in ("top-1 agreement", "bits/byte", "bytes")
-        )
-    )
-    title = f"INT{grid['bits']}, groups of {grid['group_size']}"
-    return (
-        f'<h2>{title}</h2>\n<div class=scroll tabindex=0 role=region aria-label="{title}"><table>'
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
-    )
-
-
-def _layers(reports: Sequence[Mapping[str, Any]]) -> str:
-    """One row for each weight: its error, and that of rounding."""
-    short = short_names([r["layer"] for r in reports])
-    most = max(1.0, *(report["proxy"] / report["proxy_rtn"] for report in reports))
-    return "\n".join(
-        f"<tr><th scope=row><code>{html.escape(short[r['layer']])}</code></th>"
-        f"<td>{' x '.join(map(str, r['shape']))}</td>"
-        f"<td class=number>{100 * r['proxy_rtn'] / r['proxy_total']:.2f}</td>"
-        f"<td class=number>{100 * r['proxy'] / r['proxy_total']:.2f}</td>"
-        f"<td class=plot>{_bar(r['proxy'] / r['proxy_rtn'] / most)}</td><td class=number>{size(r['n_bytes'])}</td></tr>"
-        for r in reports
-    )
-
-
-def _bar(share: float) -> str:
-    return f'<div class=bar style="width:{100 * share:.1f}%"></div>'
+    tables = [
+        section(f"int{grid['bits']}", title, comparison(title, grid["variants"], ours="loopq"))
+        for grid in result["grids"]
+        for title in (f"INT{grid['bits']}, groups of {grid['group_size']}",)
+    ]
+    layers = {r["layer"]: {"name": r["layer"], **solved(r), **r} for r in result["layers"]}
+    last = f"{first['variants'][-1]['name']}, INT{first['bits']}, groups of {first['group_size']}"
+    body = [
+        *tables,
+        paragraph(told, "soft"),
+        section("where", f"Error of each weight: {last}", quantized({last: layers})),
+        section("next", "Your own model", _NEXT),
+    ]
+    return write_text(out, page_html(f"loopq demo: {result['model']}", intro, "\n".join(body)))

@@ -9,7 +9,18 @@ import numpy as np
 
 from loopq.lazy import require
 from loopq.report import loopfigure
-from loopq.report.style import ALARM, MAP, Picture, canvas, label, line, short_names, styled, whole_numbers
+from loopq.report.style import (
+    ALARM,
+    INK,
+    MAP,
+    Picture,
+    canvas,
+    label,
+    line,
+    short_names,
+    styled,
+    whole_numbers,
+)
 
 Diagnosis = Mapping[str, Any]
 VARIANT_NAMES = {
@@ -55,12 +66,12 @@ def rank_map(d: Diagnosis) -> Picture | None:
         image = axes.imshow(table, aspect="auto", cmap=MAP, vmin=0, vmax=100)
         axes.set_xticks(range(len(steps) + 1), [*map(str, steps), "sum"])
         axes.set_yticks(range(len(names)), [short[n] for n in names], fontsize=8)
-        axes.axvline(len(steps) - 0.5, color="white", linewidth=3)
+        axes.axvline(len(steps) - 0.5, color="#808080", linewidth=2)
         axes.grid(False)
         if len(steps) <= 17:
             light = {key: table[key] < 55 for key in counts}
             for (i, j), n in counts.items():
-                ink = "black" if light[i, j] else "white"
+                ink = INK if light[i, j] else "white"
                 axes.text(j, i, f"{n:,}", ha="center", va="center", fontsize=7, color=ink)
         label(axes, "recurrence step [index]", "input of layer [name]")
         figure.colorbar(image, ax=axes, label="directions above the threshold [% of the width]")
@@ -285,7 +296,7 @@ def jacobian(d: Diagnosis) -> Picture | None:
             jitter = (np.arange(len(accepted)) + 1) / (len(accepted) + 1) - 0.5
             axes.plot(i + 0.5 * jitter, [m["radius"] for m in accepted], "o", color="#0072B2", alpha=0.8)
         axes.axhline(1.0, color=ALARM, linestyle="--", linewidth=1.2)
-        axes.annotate("above 1 a direction grows", (-0.4, 1.0), fontsize=8, va="bottom", color=ALARM)
+        axes.annotate("above 1 a direction grows", (-0.4, 1.0), fontsize=8, va="bottom")
         axes.set_xlim(-0.5, len(names) - 0.5)
         axes.set_ylim(0, 1.1 * max(1.0, axes.get_ylim()[1]))
         axes.set_xticks(range(len(names)), [n.replace("changed", "rounded") for n in names])

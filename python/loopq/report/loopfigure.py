@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loopq.lazy import require
-from loopq.report.style import ALARM, MAP, Picture, canvas, label, short_name, short_names, styled
+from loopq.report.style import ALARM, INK, MAP, Picture, canvas, label, short_name, short_names, styled
 
 _NAMED_COLUMNS = 8
 
@@ -95,10 +95,10 @@ class _Colours:
     def of(self, value: float | None) -> tuple[Any, str]:
         """Face and text colour."""
         if value is None:
-            return "white", "black"
+            return "white", INK
         face = self.unit.to_rgba(value)
         light = 0.299 * face[0] + 0.587 * face[1] + 0.114 * face[2]
-        return face, "black" if light > 0.5 else "white"
+        return face, INK if light > 0.5 else "white"
 
 
 def _draw_column(
@@ -123,7 +123,7 @@ def _draw_column(
             2 * half,
             0.88,
             facecolor=face,
-            edgecolor=ALARM if exposed else "#444444",
+            edgecolor=ALARM if exposed else "black",
             linewidth=2.6 if exposed else 0.7,
             hatch="///" if exposed else None,
         )
@@ -140,7 +140,7 @@ def _draw_column(
 
 def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows: int) -> None:
     """Draw arrows between blocks, identity paths over those that have one, and the feedback."""
-    arrow = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
+    arrow = {"arrowstyle": "-|>", "color": "black", "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
     middle, last = rows / 2, len(columns) - 1
     axes.annotate("", (-0.47, middle), (-1.0, middle), arrowprops=arrow)
     for x in range(last):
@@ -150,7 +150,7 @@ def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows:
     axes.text(last + 1.05, middle + 0.12, "$s_{t+1}$", ha="center", va="bottom", fontsize=12)
     back = -0.55
     axes.plot(
-        [last + 1.0, last + 1.0, -1.0, -1.0], [middle, back, back, middle], color="#444444", lw=1.3, ls="--"
+        [last + 1.0, last + 1.0, -1.0, -1.0], [middle, back, back, middle], color="black", lw=1.3, ls="--"
     )
     axes.annotate("", ((last - 0.2) / 2, back), ((last + 0.2) / 2, back), arrowprops=arrow)
     axes.text(last / 2, back - 0.15, "fed back: the next step starts here", ha="center", va="top", fontsize=9)
@@ -159,7 +159,7 @@ def _draw_paths(axes: Any, columns: Sequence[Sequence[Mapping[str, Any]]], rows:
             if len(columns) <= _NAMED_COLUMNS:
                 axes.text(
                     x, (rows + len(column)) / 2 + 0.12, "no identity path",
-                    ha="center", va="bottom", fontsize=8.5, color=ALARM, fontweight="bold",
+                    ha="center", va="bottom", fontsize=8.5, fontweight="bold",
                 )  # fmt: skip
             continue
         height = rows + 0.75

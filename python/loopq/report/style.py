@@ -23,6 +23,8 @@ SERIES = (
     ("#56B4E9", (0, (1, 1)), "X"),
 )
 ALARM = "#D55E00"
+#: On a light cell; plain black becomes light on a dark page.
+INK = "#111111"
 # Lightness changes evenly, so that the map survives printing in grey; dark is high.
 MAP = "cividis_r"
 
@@ -71,7 +73,11 @@ class Picture:
         buffer = io.StringIO()
         with styled(self.name):
             self.figure.savefig(
-                buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None}
+                buffer,
+                format="svg",
+                bbox_inches="tight",
+                transparent=True,
+                metadata={"Date": None, "Creator": None},
             )
         text = buffer.getvalue()
         text = text[text.index("<svg") :].strip()
@@ -79,6 +85,8 @@ class Picture:
         text = re.sub(r"url\(#([^)]+)\)", rf"url(#{self.name}-\1)", text)
         text = re.sub(r'(xlink:href|href)="#([^"]+)"', rf'\1="#{self.name}-\2"', text)
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+        # Black is the page's ink, which is light on dark paper.
+        text = text.replace("#000000", "currentColor")
         label = html.escape(f"{self.title}. {self.caption}", quote=True)
         return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 

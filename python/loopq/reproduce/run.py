@@ -17,7 +17,7 @@ from loopq.diagnose.survey import clean
 from loopq.errors import ConfigError, LoopqError, MissingExtraError
 from loopq.journal import Journal, fingerprint
 from loopq.progress import Progress
-from loopq.report.page import figure_html, page_html
+from loopq.report.markup import figure_html, page_html, table
 from loopq.reproduce.bench import Bench
 from loopq.reproduce.shown import TABLES, Found, PaperTable, Shown, order
 
@@ -151,17 +151,10 @@ def _section(made: Made) -> str:
     heading, paper, *lines = made.lines()
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     pictures = "".join(figure_html(p) for p in made.shown.pictures()) if made.shown.tables else ""
-    tables = []
-    for t in made.shown.tables:
-        head = "".join(f"<th>{html.escape(h)}</th>" for h in t.header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape('-' if c is None else c)}</td>" for c in row) + "</tr>"
-            for row in t.rows
-        )
-        caption = f"<caption>{html.escape(t.text)}</caption>"
-        tables.append(
-            f'<div class="scroll"><table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        )
+    tables = [
+        table(heading, t.header, [["-" if c is None else c for c in row] for row in t.rows], caption=t.text)
+        for t in made.shown.tables
+    ]
     return (
         f'<section id="{made.name}"><h2>{html.escape(heading)}</h2><p class="intro">{html.escape(paper)}</p>'
         f'<ul class="summary">{items}</ul><div class="figures">{pictures}</div>{"".join(tables)}</section>'

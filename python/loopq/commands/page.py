@@ -1,0 +1,49 @@
+"""What the commands that write a page measure for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from loopq.api import weights_of
+from loopq.calibrate.data import TokenSet
+from loopq.checkpoint.native import Checkpoint
+from loopq.commands.options import execution
+from loopq.evaluate.layers import N_PROMPTS, layer_errors
+from loopq.progress import Line
+from loopq.report.weights import tensors
+from loopq.systems.load import LoadedModel
+
+
+def known(
+    args: argparse.Namespace, loaded: LoadedModel, checkpoints: Mapping[str, Checkpoint], tokens: TokenSet
+) -> dict[str, Any]:
+    """What was done to every tensor, and every layer's error at every step: keywords of `write_page`.
+
+    Parameters
+    ----------
+    args : Namespace
+        Options of the command.
+    loaded : LoadedModel
+        The full-precision model.
+    checkpoints : mapping of str to Checkpoint
+        Quantized weights by name.
+    tokens : TokenSet
+        Prompts, of which the first few run.
+    """
+    how = execution(args)
+    with Line() as progress:
+        errors = layer_errors(
+            loaded.system,
+            {name: weights_of(checkpoint) for name, checkpoint in checkpoints.items()},
+            tokens,
+            n_steps=args.n_steps,
+            seed=how.seed,
+            batch_size=how.batch_size,
+            progress=progress,
+        )
+    return {
+        "weights": {name: tensors(found, loaded.system, args.n_steps) for name, found in checkpoints.items()},
+        "errors": {"on": tokens.take(0, N_PROMPTS).describe(), "weights": errors},
+    }

@@ -1,0 +1,222 @@
+"""What was done to every tensor of a model: how it is stored and at which error, or why it was left as it was."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from loopq.checkpoint.native import Checkpoint
+from loopq.report.markup import Cell, bar, listed, number, paragraph, table
+from loopq.report.style import short_name, short_names
+from loopq.systems.base import LoopedSystem
+from loopq.table import size
+
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: Names shown of weights that were left alone for one reason.
+_N_NAMES = 12
+
+
+def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = None) -> list[dict[str, Any]]:
+    """Return what was done to each tensor of a checkpoint, quantized ones first.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Quantized model; what solved it is known where its layers have reports.
+    system : LoopedSystem
+        Adapter of the model, which knows why a weight is left alone.
+    n_steps : int, optional
+        Depth; the system's own when absent.
+
+    Returns
+    -------
+    list of dict
+        "name", "shape", "n_bytes"; of a quantized one "bits", "group_size", and where known "method", "steps",
+        "error" and "error_rtn": ||X (W^ - W)^T||_F / ||X W^T||_F over the calibration rows X, and that of rounding to
+        nearest; of any other "dtype" and "reason".
+    """
+    shared = {p.name: p for p in system.shared_parameters(n_steps or system.n_steps)}
+    reasons = {name: p.reason or "excluded by the settings" for name, p in shared.items()} | system.left_out()
+    rows: list[dict[str, Any]] = []
+    for layer in checkpoint.layers.values():
+        row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.bits,
+               "group_size": layer.group_size}  # fmt: skip
+        rows.append(row | solved(layer.report))
+    for name, tensor in checkpoint.dense.items():
+        row = {
+            "name": name,
+            "shape": list(tensor.shape),
+            "n_bytes": int(tensor.data.size),
+            "dtype": tensor.dtype,
+        }
+        rows.append(row | {"reason": reasons.get(name) or _why_left(tensor.shape)})
+    return rows
+
+
+def solved(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Method, steps and errors out of a layer's report, None where it does not have them."""
+    return {
+        "method": report.get("method_done"),
+        "steps": report.get("steps") or [],
+        "error": _root(report.get("proxy"), report.get("proxy_total")),
+        "error_rtn": _root(report.get("proxy_rtn"), report.get("proxy_total")),
+    }
+
+
+def _root(loss: float | None, total: float | None) -> float | None:
+    return None if loss is None or not total else float((max(loss, 0.0) / total) ** 0.5)
+
+
+def _why_left(shape: Sequence[int]) -> str:
+    if len(shape) < 2:
+        return "no matrix: scales of norms, biases and the like"
+    return (
+        "outside the loop: used once for each token, not at every step (--outside 8 rounds such weights too)"
+    )
+
+
+def done(weights: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return tables of all tensors: a row for each weight that is quantized in one of the checkpoints, then the others.
+
+    Parameters
+    ----------
+    weights : mapping of str to sequence of dict
+        `tensors` of each checkpoint, by its name.
+    """
+    found = {name: {row["name"]: row for row in rows} for name, rows in weights.items()}
+    names = {row["name"] for rows in weights.values() for row in rows if "bits" in row}
+    said = [_sentence(name if len(found) > 1 else "", list(rows.values())) for name, rows in found.items()]
+    return (
+        (listed(said) if len(said) > 1 else paragraph(*said))
+        + quantized(found, "quantized")
+        + _left(found, names)
+    )
+
+
+def quantized(found: Mapping[str, Mapping[str, Mapping[str, Any]]], name: str = "") -> str:
+    """Return the table of the weights that are quantized in one of the checkpoints.
+
+    Parameters
+    ----------
+    found : mapping of str to mapping of str to dict
+        Checkpoint to name to what `tensors` says of it.
+    name : str
+        Id of the table, where a script sorts it.
+    """
+    names = list(
+        dict.fromkeys(name for rows in found.values() for name, row in rows.items() if "bits" in row)
+    )
+    caption = (
+        "Error: how far the weight's output is from full precision on the calibration text, over all steps: "
+        "‖X(Ŵ−W)ᵀ‖ / ‖XWᵀ‖; if rounded: the same for plain rounding on the same grid."
+    )
+    heads, rows = (_alone if len(found) == 1 else _beside)(found, names)
+    return table("Quantized weights", heads, rows, caption=caption, name=name)
+
+
+def _sentence(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    quantized = [row for row in rows if "bits" in row]
+    kinds: dict[str, int] = {}
+    for row in quantized:
+        kinds[_grid(row)] = kinds.get(_grid(row), 0) + 1
+    packed = sum(row["n_bytes"] for row in quantized)
+    rest = sum(row["n_bytes"] for row in rows) - packed
+    what = "; ".join(f"{count} {kind}" if len(kinds) > 1 else kind for kind, count in kinds.items()) or "none"
+    start = f"{name}: " if name else ""
+    return (
+        f"{start}{len(quantized)} of {len(rows)} tensors are quantized ({what}): {size(packed)}. The other "
+        f"{len(rows) - len(quantized)} are as they were: {size(rest)}."
+    )
+
+
+def _grid(row: Mapping[str, Any]) -> str:
+    group = "a scale for each row" if row["group_size"] == -1 else f"groups of {row['group_size']}"
+    return f"INT{row['bits']}, {group}"
+
+
+def _name(short: str) -> Cell:
+    return Cell(short, "name")
+
+
+def _shape(row: Mapping[str, Any]) -> Cell:
+    n = 1
+    for length in row["shape"]:
+        n *= length
+    return Cell(" × ".join(f"{length:,}" for length in row["shape"]), "number", str(n))
+
+
+def _alone(
+    found: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> tuple[list[str], list[list[Cell | str]]]:
+    """All that is known of the weights of one checkpoint."""
+    (rows,) = found.values()
+    short = short_names(names)
+    known = [row["error"] for row in map(rows.__getitem__, names) if row["error"] is not None]
+    errors = ["error if rounded [%]", "error [%]", ""] if known else []
+    table_rows: list[list[Cell | str]] = []
+    for name in names:
+        row, error = rows[name], rows[name]["error"]
+        cells = [_name(short[name]), _shape(row), Cell(_grid(row), "short"), row["method"] or "not known"]
+        if known:
+            shown = (None if row[key] is None else 100 * row[key] for key in ("error_rtn", "error"))
+            cells += [number(value, ".2f") for value in shown]
+            cells.append(bar(math.nan if error is None else error / (max(known) or 1.0)))
+        table_rows.append([*cells, Cell(size(row["n_bytes"]), "number", str(row["n_bytes"]))])
+    return ["weight", "shape", "stored as", "method", *errors, "bytes"], table_rows
+
+
+def _beside(
+    found: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> tuple[list[str], list[list[Cell | str]]]:
+    """One column of each checkpoint for how a weight is stored, and one for its error."""
+    short = short_names(names)
+    heads = ["weight", "shape", *(f"{name}: {what}" for name in found for what in ("stored as", "error [%]"))]
+    table_rows: list[list[Cell | str]] = []
+    for name in names:
+        cells: list[Cell | str] = [
+            _name(short[name]),
+            _shape(next(r[name] for r in found.values() if name in r)),
+        ]
+        for rows in found.values():
+            row = rows.get(name)
+            if row is None or "bits" not in row:
+                cells += ["as it was" if row else "not there", number(None)]
+            else:
+                error = row["error"]
+                group = "row" if row["group_size"] == -1 else f"g{row['group_size']}"
+                cells += [
+                    Cell(f"INT{row['bits']} {group}", "short"),
+                    number(None if error is None else 100 * error, ".2f"),
+                ]
+        table_rows.append(cells)
+    return heads, table_rows
+
+
+def _left(found: Mapping[str, Mapping[str, Mapping[str, Any]]], quantized: Collection[str]) -> str:
+    """Tensors that were left as they are, those of one reason in one row."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    tensors = {name: row for rows in found.values() for name, row in rows.items() if "bits" not in row}
+    for checkpoint, rows in found.items():
+        for name, row in rows.items():
+            if "bits" not in row:
+                by_reason.setdefault(row["reason"], {}).setdefault(name, []).append(checkpoint)
+    shown: list[list[Cell | str]] = []
+    largest = sorted(by_reason.items(), key=lambda item: -sum(tensors[name]["n_bytes"] for name in item[1]))
+    for reason, group in largest:
+        names = [
+            short_name(name) + (f" (in {', '.join(where)})" if name in quantized else "")
+            for name, where in group.items()
+        ]
+        more = f" and {len(names) - _N_NAMES} more" if len(names) > _N_NAMES else ""
+        types = sorted({_FLOATS.get(tensors[name]["dtype"], tensors[name]["dtype"]) for name in group})
+        n_bytes = sum(tensors[name]["n_bytes"] for name in group)
+        listing = Cell(html.escape(", ".join(names[:_N_NAMES]) + more), "names")
+        total = Cell(size(n_bytes), "number", str(n_bytes))
+        shown.append(
+            [Cell(html.escape(reason), "reason"), listing, ", ".join(types), number(len(group), "d"), total]
+        )
+    title = "Left as they were"
+    heads = ["reason", "tensors", "type", "number", "bytes"]
+    return f"<h3>{title}</h3>" + table(title, heads, shown) if shown else ""

@@ -138,8 +138,8 @@ def _first_fit(grid: Grid, device: str) -> str:
         if device in found.devices and found.fits(grid):
             return name
     raise ConfigError(
-        f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it with "
-        "quantized=False"
+        f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it "
+        "with quantized=False"
     )
 
 

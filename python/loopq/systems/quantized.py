@@ -50,7 +50,7 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         if strange:
             kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
             continue
-        if not has_product(layer, found[0].weight.device):
+        if not all(has_product(layer, module.weight.device) for module in found if module is not None):
             kept[layer.name] = "codes on a trellis, whose products run on the processor"
             continue
         for module in found:

@@ -278,6 +278,7 @@ def test_gap_closed_of_the_paper(value, rtn, base, percent):
 
 def test_gap_closed_of_its_own_ends():
     assert stats.gap_closed(5.0, 9.0, 5.0) == 1.0
+    assert math.copysign(1.0, stats.gap_closed(9.0, 9.0, 5.0)) == 1.0
     assert stats.gap_closed(9.0, 9.0, 5.0) == 0.0
     with pytest.raises(ConfigError, match="no gap"):
         stats.gap_closed(1.0, 2.0, 2.0)
@@ -287,14 +288,21 @@ def test_gap_closed_of_its_own_ends():
     "call",
     [
         lambda: stats.wilson(3, 2),
+        lambda: stats.wilson(-1, 2),
+        lambda: stats.wilson(0, 0),
         lambda: stats.wilson(1, 2, level=1.0),
+        lambda: stats.wilson(1, 2, level=0.0),
         lambda: stats.mcnemar_exact(-1, 2),
+        lambda: stats.mcnemar_exact(2, -1),
         lambda: stats.paired_proportion_difference(5, 6, 10),
+        lambda: stats.paired_proportion_difference(-1, 6, 10),
+        lambda: stats.paired_proportion_difference(0, 0, 0),
         lambda: stats.geometric_mean_ratio([1.0], [0.0]),
         lambda: stats.geometric_mean_ratio([1.0, 2.0], [1.0]),
         lambda: stats.mean_interval([]),
         lambda: stats.mean_interval([1.0, math.nan]),
         lambda: stats.holm([1.2]),
+        lambda: stats.holm([-0.1, 0.5]),
     ],
 )
 def test_impossible_input_is_refused(call):
@@ -307,6 +315,21 @@ def test_student_covers_as_it_says():
     for n in (2, 3, 5, 20):
         found = [stats.student(row) for row in rng.normal(3.0, 2.0, (2000, n))]
         assert 0.935 <= np.mean([i.low <= 3.0 <= i.high for i in found]) <= 0.965
+
+
+def test_values_at_the_ends_are_allowed():
+    assert stats.paired_proportion_difference(5, 5, 10, n_resamples=100).estimate == 0.0
+    assert stats.paired_proportion_difference(0, 1, 1, n_resamples=100).low == -1.0
+    assert stats.holm([0.0, 1.0]).tolist() == [0.0, 1.0]
+    assert (stats.mcnemar_exact(0, 0), stats.mcnemar_exact(0, 3)) == (1.0, 0.25)
+
+
+def test_student_by_its_formula():
+    found = stats.student([0.50, 0.52, 0.54])
+    # t of two degrees of freedom is 4.302653; s / sqrt(3) is 0.02 / sqrt(3).
+    half = 4.302653 * 0.02 / math.sqrt(3)
+    assert (found.low, found.high) == (pytest.approx(0.52 - half), pytest.approx(0.52 + half))
+    assert (found.n, found.level, stats.student([1.0, 3.0]).estimate) == (3, 0.95, 2.0)
 
 
 def test_student_needs_a_second_value():

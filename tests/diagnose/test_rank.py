@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopq.diagnose import overlap, proxy, rank
+from loopq.diagnose import overlap, proxy, rank, rollouts
 from loopq.errors import ConfigError, NonFiniteError
 from tests.support.hessians import ArrayHessians
+from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
 
 def orthogonal(n, seed=0):
@@ -37,12 +38,15 @@ def test_rank_is_at_most_the_number_of_rows():
     x = np.random.default_rng(0).normal(size=(7, 40))
     values = rank.spectrum(x.T @ x)
     assert rank.thresholded_rank(values, 1e-9) == 7
+    assert (values >= 0).all()
 
 
 def test_flat_spectrum_has_full_effective_and_stable_rank():
     flat = np.full(37, 4.2)
     assert rank.effective_rank(flat) == pytest.approx(37)
     assert rank.stable_rank(flat) == pytest.approx(37)
+    assert rank.stable_rank(flat / 100) == pytest.approx(37)
+    assert rank.count(np.eye(4) / 10)["stable_rank"] == pytest.approx(4)
     assert rank.effective_rank(np.zeros(3)) == 0.0
     assert rank.stable_rank(np.zeros(3)) == 0.0
     assert rank.thresholded_rank(np.zeros(3)) == 0
@@ -67,7 +71,7 @@ def test_felt_directions_of_a_flat_spectrum():
 def test_felt_directions_at_their_ends():
     # mu is 1: the direction of 1 does not stand out.
     assert rank.felt_directions(np.array([3.0, 1.0]), 0.5)["above"] == 1
-    plain = rank.felt_directions(np.array([4.0, 2.0, 0.0, 0.0]), 0.0)
+    plain = rank.felt_directions(np.array([4.0, 0.5, 0.0, 0.0]), 0.0)
     assert plain == {"above": 2, "degrees": 2.0, "relative_mu": 0.0}
     assert rank.felt_directions(np.zeros(3), 0.01) == {"above": 0, "degrees": 0.0, "relative_mu": 0.0}
 
@@ -99,6 +103,9 @@ def test_inputs_of_zeros_and_of_one_step_have_no_shares():
     assert (still["step0_trace_share"], still["trace_ratio_0_1"], still["rank_gain"]) == (None, None, None)
     assert still["all"] == {"rank": 0, "trace": 0.0, "largest": 0.0, "stable_rank": 0.0}
     assert rank.layer_ranks(ArrayHessians.of_rows([np.eye(4)]))["trace_ratio_0_1"] is None
+    small = rank.layer_ranks(ArrayHessians.of_rows([0.1 * np.eye(4), 0.2 * np.eye(4)]))
+    assert small["step0_trace_share"] == pytest.approx(0.2)
+    assert small["trace_ratio_0_1"] == pytest.approx(0.25)
 
 
 def test_first_and_last_step_are_always_counted():
@@ -164,6 +171,8 @@ def test_damaged_hessian_is_refused():
         rank.spectrum(h)
     with pytest.raises(ConfigError, match="threshold"):
         rank.thresholded_rank(np.ones(3), 1.0)
+    with pytest.raises(ConfigError, match="threshold"):
+        rank.thresholded_rank(np.ones(3), -0.5)
     assert rank.thresholded_rank(np.array([2.0, 1.0, 0.0]), 0.0) == 2
 
 
@@ -174,6 +183,24 @@ def test_overlap_of_a_space_with_itself_and_with_its_complement():
     assert overlap.overlap(a, a, 5) == pytest.approx(1.0)
     assert overlap.overlap(a, b, 5) == pytest.approx(0.0, abs=1e-12)
     assert overlap.overlap(a, a + 1e-3 * b, 5) == pytest.approx(1.0)
+
+
+def test_spaces_have_at_least_one_and_at_most_all_dimensions():
+    a = np.diag([3.0, 2.0, 1.0])
+    assert overlap.leading_space(a, 1)[:, 0] == pytest.approx([1, 0, 0])
+    assert overlap.overlap(a, a, 3) == pytest.approx(1.0)
+    for k in (0, 4):
+        with pytest.raises(ConfigError, match=f"between 1 and the dimension 3; got {k}"):
+            overlap.leading_space(a, k)
+
+
+def test_moments_of_states_are_summed_over_prompts_and_positions():
+    system, data = LinearSystem(LinearLoop()), tokens(n_prompts=3, n_tokens=5)
+    found = overlap.state_moments(system, data, 8, (0, 3), seed=2, batch_size=2)
+    for step, moment in found.items():
+        states = [rollouts.trace(system, batch, 8).states[step].numpy() for batch in data.batches(1, 2)]
+        rows = np.concatenate(states).reshape(15, 6)
+        np.testing.assert_allclose(moment, rows.T @ rows, rtol=1e-12)
 
 
 def test_overlap_of_random_spaces_is_chance():
@@ -202,6 +229,7 @@ def test_subspace_survey_pairs_steps_and_seeds():
     shared = np.diag([9.0] * 4 + [0.1] * 26)
     found = overlap.subspace_survey({0: {0: noise(), 7: shared}, 1: {0: noise(), 7: shared}}, ks=(4, 20))
     assert {f["k"] for f in found} == {4}
+    assert {f["k"] for f in overlap.subspace_survey({0: {0: noise(), 7: shared}}, ks=(15, 16))} == {15}
     by = {f["between"]: f["overlap"] for f in found}
     assert by["seeds 0 and 1, step 7"] == pytest.approx(1.0)
     assert by["seeds 0 and 1, step 0"] < 0.5
@@ -229,12 +257,18 @@ def test_step_proxies_sum_to_the_deployed_proxy():
     assert found["max_over_min"] == pytest.approx(steps.max() / steps.min())
     assert found["step0_share"] == pytest.approx(steps[0] / steps.sum())
     assert found["uniform_share"] == 1 / 3
+    small = proxy.summarise_proxies({"a": steps / steps.sum() / 9})
+    assert small["max_over_min"] == pytest.approx(steps.max() / steps.min())
+    assert small["step0_share"] == pytest.approx(steps[0] / steps.sum())
+    still = proxy.summarise_proxies({"a": np.zeros(2)})
+    assert (still["max_over_min"], still["step0_share"]) == (None, None)
 
 
 def test_late_step_wins_counts_layers():
     h = {"a": np.eye(4), "b": np.eye(4)}
     small, big = np.full((2, 4), 0.1, np.float32), np.full((2, 4), 0.5, np.float32)
     assert proxy.late_step_wins({"a": small, "b": big}, {"a": big, "b": small}, h) == (1, 2)
+    assert proxy.late_step_wins({"a": small}, {"a": small}, h) == (0, 1)
     with pytest.raises(ConfigError, match="same layers"):
         proxy.late_step_wins({"a": small}, {"b": small}, h)
 
@@ -246,6 +280,12 @@ def test_magnitude_stability():
     assert proxy.magnitude_stability(stable)["first_last"] > 0.99
     moved = ArrayHessians.of_rows([rng.normal(size=(4000, 64)) * s for s in (scale, rng.permutation(scale))])
     assert abs(proxy.magnitude_stability(moved)["first_last"]) < 0.5
+    middle = ArrayHessians.of_rows([np.diag([1.0, 2, 3]), np.diag([3.0, 1, 2]), np.diag([1.0, 2, 3])])
+    assert proxy.magnitude_stability(middle)["per_step"] == pytest.approx([1, -0.5, 1])
+    assert proxy.magnitude_stability(middle)["first_last"] == pytest.approx(1)
+    rms = proxy.channel_rms(np.diag([8.0, 0.08, -1e-12]), 2)
+    assert rms == pytest.approx([2, 0.2, 0])
+    assert proxy.channel_rms(np.diag([4.0]), 1) == proxy.channel_rms(np.diag([4.0]), 0) == [2.0]
     flat = ArrayHessians.of_rows([np.eye(4), np.eye(4)])
     assert proxy.magnitude_stability(flat)["first_last"] is None
 

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = {
     "loopq.stats": ("tests/test_stats.py",),
     "loopq.evaluate.compare": ("tests/evaluate/test_compare.py",),
-    "loopq.controls.rounding": ("tests/controls/test_iir.py",),
+    "loopq.controls.rounding": ("tests/controls/test_rounding.py",),
     "loopq.diagnose.rank": ("tests/diagnose/test_rank.py",),
     "loopq.diagnose.overlap": ("tests/diagnose/test_rank.py",),
     "loopq.diagnose.proxy": ("tests/diagnose/test_rank.py",),

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from loopq.controls import iir
-from loopq.controls.rounding import round_signed
 from loopq.errors import ConfigError
 
 PAPER = {
@@ -67,18 +66,3 @@ def test_repeated_poles_have_no_modal_form():
     jordan = iir.Realisation(np.array([[0.5, 1.0], [0.0, 0.5]]), *(np.zeros((2, 2)) for _ in range(3)))
     with pytest.raises(ConfigError, match="repeated"):
         iir.modal(jordan)
-
-
-def test_rounding_is_idempotent_and_bounded():
-    m = np.random.default_rng(0).normal(size=(5, 300))
-    for group in (None, 128, 300):
-        q = round_signed(m, 4, group)
-        np.testing.assert_allclose(round_signed(q, 4, group), q, rtol=1e-12)
-    q = round_signed(m, 4, 128)
-    for start in (0, 128, 256):
-        part = m[:, start : start + 128]
-        scale = np.abs(part).max(axis=1, keepdims=True) / 7
-        assert (np.abs(q[:, start : start + 128] - part) <= scale / 2 + 1e-12).all()
-    assert (round_signed(np.zeros((2, 2)), 4) == 0).all()
-    with pytest.raises(ConfigError, match="2 bits"):
-        round_signed(m, 1)

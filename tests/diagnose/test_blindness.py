@@ -46,12 +46,19 @@ def test_a_layer_is_blind_where_one_step_is_worse_than_rounding(narrow: bool) ->
 def test_one_step_has_no_later_steps_to_miss() -> None:
     weight, _ = problem(False)
     assert solved_losses(weight, ArrayHessians.of_rows([np.eye(32)]), GRID, 0.01, core_rounder) is None
+    two = solved_losses(weight, ArrayHessians.of_rows([np.eye(32)] * 2), GRID, 0.01, core_rounder)
+    assert two is not None
+    # Both steps have the same inputs: one shows the solver all there is.
+    assert two[ONE] == pytest.approx(two[ALL])
 
 
 def test_a_model_is_judged_by_the_geometric_mean() -> None:
     losses = [{RTN: 1.0, ONE: 4.0, ALL: 0.5}, None, {RTN: 2.0, ONE: 2.0, ALL: 1.0}]
     assert model_ratio(losses, ONE, RTN) == pytest.approx(2.0)
+    nothing = [{RTN: 1.0, ONE: 0.0, ALL: 0.0}, {RTN: 0.0, ONE: 1.0, ALL: 0.0}]
+    assert model_ratio([*losses, *nothing], ONE, RTN) == pytest.approx(2.0)
     assert model_ratio([None], ONE, RTN) is None
+    assert model_ratio([{RTN: 0.01, ONE: 0.02, ALL: 0.01}], ONE, RTN) == pytest.approx(2.0)
     layers = [
         {"name": n, "verdict": {"blind": None, "dominated": None, "exposed": False}, "solved": x}
         for n, x in zip("abc", losses, strict=True)

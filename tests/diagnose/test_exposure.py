@@ -251,6 +251,48 @@ def test_error_rises_with_feedback_where_errors_add_up():
     assert (np.diff(curve.error, axis=0) > 0).all()
 
 
+def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system):
+    changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
+    data, strengths = tokens(n_prompts=3), (0.5, 0.0, 1.0)
+    curve = feedback.feedback_curve(system, data, 8, changed, lambdas=strengths, seeds=(0, 1), batch_size=2)
+    assert curve.lambdas == (0.0, 0.5, 1.0)
+    errors, agreements = np.zeros((2, 3)), np.zeros((2, 3))
+    for seed in (0, 1):
+        (batch,) = data.batches(8, seed)
+        reference = rollouts.trace(system, batch, 8)
+        for row, strength in enumerate((0.5, 1.0)):
+            with under(system, changed):
+                state = feedback.intervened(system, batch, 8, reference, strength)
+            apart = (state - reference.states[-1]).flatten(1).norm(dim=1) / reference.states[-1].flatten(
+                1
+            ).norm(dim=1)
+            errors[row] += apart.numpy() / 2
+            same = system.predict(state, None).argmax(-1) == reference.outputs[8].argmax(-1)
+            agreements[row] += same.double().mean(1).detach().numpy() / 2
+    np.testing.assert_allclose(curve.error[1:], errors, rtol=1e-9)
+    np.testing.assert_allclose(curve.agreement[1:], agreements)
+    assert curve.agreement.min() < 1
+    assert curve.to_json()["agreement"] == pytest.approx(curve.agreement.mean(axis=1).tolist())
+
+
+def test_a_curve_says_where_it_falls():
+    def said(*error):
+        return feedback.FeedbackCurve((0.0, 0.5, 1.0), np.array(error), None, 1).to_json()
+
+    rising = said([1.0, 2.0], [1.0, 3.0], [4.0, 4.0])
+    assert (rising["mean_is_monotone"], rising["monotone_prompts"], rising["agreement"]) == (True, 2, None)
+    assert rising["ratio"]["estimate"] == pytest.approx(np.sqrt(4.0 * 2.0))
+    assert rising["error"] == [1.5, 2.0, 4.0]
+    falling = said([1.0, 2.0], [0.9, 2.2], [0.8, 1.0])
+    assert (falling["mean_is_monotone"], falling["monotone_prompts"]) == (False, 0)
+    assert falling["ratio"]["estimate"] == pytest.approx(np.sqrt(0.4))
+    mixed = said([1.0, 2.0], [0.5, 2.5], [1.0, 3.0])
+    assert (mixed["mean_is_monotone"], mixed["monotone_prompts"]) == (True, 1)
+    # Within rounding nothing falls.
+    assert said([1.0, 1.0], [1.0, 1.0 - 1e-10], [1.0, 1.0])["monotone_prompts"] == 2
+    assert said([0.0, 1.0], [1.0, 1.0], [1.0, 1.0])["ratio"] is None
+
+
 def test_split_columns_partition_the_error(system):
     variants = feedback.split_weights(system, 8, INT4, numpy_rounder)
     assert set(variants) == {"all columns", "state columns", "embedding columns"}
@@ -299,10 +341,55 @@ def test_displacement_summary():
     found = displacement.Displacement(np.array([[2.0, 4.0, 4.0, 4.0, 4.0]]), np.ones((1, 5)))
     assert found.settled_after() == 2
     assert found.growth()[0] == pytest.approx(2 ** (1 / 4))
+    level = displacement.Displacement(np.full((2, 3), 0.5), np.ones((2, 3)))
+    assert level.settled_after() == 1
+    assert level.to_json()["settled_after"] == 1
+    within = displacement.Displacement(np.array([[0.5, 0.96, 1.04, 1.0]]), np.ones((1, 4)))
+    assert (within.settled_after(0.05), within.settled_after(0.03)) == (2, None)
     rising = displacement.Displacement(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)))
     assert rising.settled_after() is None
     still = displacement.Displacement(np.zeros((1, 3)), np.zeros((1, 3))).to_json()
     assert (still["final"], still["settled_after"], still["median_growth"]) == (0.0, None, None)
+
+
+def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_step(system):
+    new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
+    seen = []
+    plain = system.step
+
+    def step(state, embedding, t, n_steps):
+        seen.append(t)
+        return plain(state, embedding, t, n_steps)
+
+    system.step = step
+    found = displacement.displacement(system, tokens(n_prompts=3), 4, new, batch_size=2)
+    # Two batches: four steps to the start, four more of both loops.
+    assert seen == 2 * ([0, 1, 2, 3] + 8 * [3])
+    states = [rollouts.trace(system, b, 8).states for b in tokens(n_prompts=3).batches(1)]
+    norms = [[float(s[t].norm()) for t in range(5, 9)] for s in states]
+    np.testing.assert_allclose(found.relative, found.distance / np.array(norms), rtol=1e-12)
+    said = found.to_json()
+    np.testing.assert_allclose(said["relative"], found.relative.mean(axis=0))
+    np.testing.assert_allclose(said["distance"], found.distance.mean(axis=0))
+    assert (said["n_prompts"], said["n_more"], said["final"]) == (
+        3,
+        4,
+        pytest.approx(found.distance[:, -1].mean()),
+    )
+    assert said["median_growth"] == pytest.approx(np.median(found.growth()))
+    one = displacement.displacement(system, tokens(n_prompts=1), 4, new, n_more=1).to_json()
+    assert (len(one["distance"]), one["median_growth"]) == (1, None)
+    with pytest.raises(ConfigError, match="n_more must be at least 1; got 0"):
+        displacement.displacement(system, tokens(), 4, new, n_more=0)
+
+
+def test_contraction_bound_by_its_formula():
+    assert displacement.contraction_bound(0.5, 0.75) == 2.0
+    assert displacement.contraction_bound(0.5, 0.0) == 0.5
+    assert displacement.contraction_bound(0.0, 0.5) == 0.0
+    for bad in ((-0.1, 0.5), (1.0, -0.1)):
+        with pytest.raises(ConfigError):
+            displacement.contraction_bound(*bad)
 
 
 def test_contraction_bound_holds_on_a_linear_loop():

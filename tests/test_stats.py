@@ -255,6 +255,7 @@ def test_correlations_by_their_formulas():
     assert math.isnan(stats.spearman([1, 1, 1], [1, 2, 3]))
     assert math.isnan(stats.pearson([1, 2, 3], [4, 4, 4]))
     assert math.isnan(stats.pearson([1.0], [2.0]))
+    assert stats.pearson([1.0, 2.0], [5.0, 3.0]) == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize(
@@ -322,6 +323,7 @@ def test_values_at_the_ends_are_allowed():
     assert stats.paired_proportion_difference(0, 1, 1, n_resamples=100).low == -1.0
     assert stats.holm([0.0, 1.0]).tolist() == [0.0, 1.0]
     assert (stats.mcnemar_exact(0, 0), stats.mcnemar_exact(0, 3)) == (1.0, 0.25)
+    assert stats.wilson(1, 1).low == pytest.approx(1 / (1 + 1.959964**2))
 
 
 def test_student_by_its_formula():

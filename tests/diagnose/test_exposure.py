@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from loopq.calibrate.data import from_ids
 from loopq.diagnose import displacement, exposure, feedback, rollouts, weights
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.quantizers.config import LayerConfig
@@ -191,6 +192,76 @@ def test_adapter_output_ratio_of_a_known_map():
     (found,) = exposure.adapter_output_ratio(LinearSystem(model), tokens(), 4).values()
     assert found["per_step"] == pytest.approx([0.5] * 4)
     assert found["std"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_adapter_output_ratio_leaves_out_the_first_state_which_is_noise():
+    model = LinearLoop()
+    with torch.no_grad():
+        model.adapter.weight[:] = torch.cat([torch.zeros(6, 6), torch.eye(6)], 1)
+        model.core.weight.zero_()
+    system, data = LinearSystem(model), tokens()
+    (found,) = exposure.adapter_output_ratio(system, data, 4, batch_size=2).values()
+    (batch,) = data.batches(8)
+    states = rollouts.trace(system, batch, 1).states
+    noise, embedding = (s.flatten(1).norm(dim=1).numpy() for s in states)
+    assert found["per_step"] == pytest.approx([(embedding / noise).mean(), 1, 1, 1])
+    assert (found["mean"], found["std"]) == (pytest.approx(1.0), pytest.approx(0.0, abs=1e-12))
+    (one,) = exposure.adapter_output_ratio(system, data, 1).values()
+    assert one["mean"] == one["per_step"][0] == found["per_step"][0]
+    assert one["std"] == pytest.approx((embedding / noise).std())
+
+
+def test_depths_and_groups_are_compared_as_variants_are(system):
+    """Rounding the whole loop, compared at each depth's end, and at every step of the deepest."""
+    whole = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
+    data = tokens(n_prompts=4, n_tokens=12)
+    runs = {n: rollouts.run_variants(system, data, n, {"a": whole}, seed=3)["a"] for n in (2, 8)}
+    curve = exposure.depth_curve(system, data, (2, 8), INT4, rounder=numpy_rounder, seed=3)
+    for row, run in zip(curve, runs.values(), strict=True):
+        assert row["agreement"] == run.curve("agreement")[-1]
+        assert row["kl"] == run.curve("kl")[-1]
+        assert row["output_error"] == run.curve("output_error")[-1]
+    (row,) = exposure.group_size_sweep(system, data, 8, INT4, (-1,), rounder=numpy_rounder, seed=3)
+    assert row["state_error"] == runs[8].curve("state_error").tolist()
+    found = exposure.controlled_injection(system, data, 8, INT4, rounder=numpy_rounder, seed=3)
+    assert found["paired"]["all"]["kl"] == runs[8].curve("kl").tolist()
+    last = runs[8].agreement[:, -1]
+    assert found["paired"]["all"]["final_agreement"]["estimate"] == pytest.approx(last.mean())
+    assert found["settings"] == {"bits": 4, "group_size": -1, "seed": 3}
+    again = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder, noise_seed=3)["gaussian"]
+    noise = rollouts.run_variants(system, data, 8, {"a": again}, seed=3)["a"]
+    assert found["paired"]["gaussian"]["kl"] == noise.curve("kl").tolist()
+
+
+def test_comparisons_are_made_position_by_position_and_pooled(system):
+    new = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
+    ids = [s.tolist() for s in tokens(n_prompts=3, n_tokens=12).sequences]
+    data = from_ids([ids[0], ids[1][:3], ids[2]])
+    found = rollouts.run_variants(system, data, 8, {"a": new}, batch_size=2, read=(8, 2))["a"]
+    assert found.steps == (2, 8)
+    assert found.positions.tolist() == [12, 3, 12]
+    for number, batch in enumerate(data.batches(1)):
+        reference = rollouts.trace(system, batch, 8)
+        other = rollouts.run_under(system, batch, 8, new, None)
+        for column, step in enumerate((2, 8)):
+            a, b = reference.outputs[step][0], other.outputs[step][0]
+            assert found.matches[number, column] == int((a.argmax(-1) == b.argmax(-1)).sum())
+            assert found.output_error[number, column] == pytest.approx(
+                float((b - a).norm() / a.norm()), rel=1e-5
+            )
+        apart = [
+            float((b - a).norm() / a.norm()) for a, b in zip(reference.states, other.states, strict=True)
+        ]
+        assert found.state_error[number] == pytest.approx(apart[1:])
+    np.testing.assert_allclose(found.agreement, found.matches / [[12], [3], [12]])
+    np.testing.assert_allclose(found.pooled_agreement(), found.matches.sum(0) / 27)
+    said = found.to_json()
+    assert (said["n_prompts"], said["n_positions"], said["steps"]) == (3, 27, [2, 8])
+    np.testing.assert_allclose(said["agreement"], found.agreement.mean(0))
+    np.testing.assert_allclose(said["agreement_pooled"], found.pooled_agreement())
+    np.testing.assert_allclose(said["kl"], found.kl.mean(0))
+    np.testing.assert_allclose(said["state_error"], found.state_error.mean(0))
+    np.testing.assert_allclose(said["output_error"], found.output_error.mean(0))
 
 
 def test_full_feedback_is_the_natural_rollout_bit_for_bit(system):

@@ -34,6 +34,52 @@ def test_gain_does_not_depend_on_the_input_of_a_linear_layer():
     assert one == pytest.approx(other, rel=1e-6)
 
 
+def test_gain_of_a_bent_layer_is_taken_at_its_input_in_steps_of_its_size():
+    x = np.random.default_rng(2).normal(3.0, 1.0, size=(7, 5))
+    found = sensitivity.random_direction_gain(np.square, x, n_draws=3, relative=0.5, seed=4)
+    draws = np.random.default_rng(4).normal(size=(3, 7, 5)) * 0.5 * np.linalg.norm(x)
+    expected = [np.linalg.norm((x + d) ** 2 - x**2) / np.linalg.norm(d) for d in draws]
+    assert found == pytest.approx(np.mean(expected))
+    assert sensitivity.random_direction_gain(np.square, x, 1) > 0
+    with pytest.raises(ConfigError, match="n_draws must be at least 1; got 0"):
+        sensitivity.random_direction_gain(np.square, x, 0)
+
+
+def test_gain_of_a_layer_is_the_mean_over_prompts(system):
+    weight = {p.name: weights.weight_of(system, p) for p in system.shared_parameters(4)}
+    found = sensitivity.gains(system, tokens(), 4, weights=weight, n_draws=2, seed=5)
+    for p in system.shared_parameters(4):
+        w = weight[p.name].astype(np.float64)
+        inputs = sensitivity.last_inputs(system, tokens(), 4, [p], 5)[p.name]
+        each = [
+            sensitivity.random_direction_gain(lambda x, w=w: x @ w.T, x, 2, seed=5 + i)
+            for i, x in enumerate(inputs)
+        ]
+        assert found[p.name] == pytest.approx(np.mean(each), rel=1e-12)
+        assert len(each) == 3
+
+
+def test_ablation_says_what_the_output_loses(system):
+    data = tokens(n_prompts=3, n_tokens=12)
+    found = sensitivity.ablation(system, data, 6, INT4, rounder=numpy_rounder, seed=2, batch_size=2)
+    assert list(found) == ["adapter.weight", "core.weight"]
+    for p in system.shared_parameters(6):
+        new = weights.rounded(system, [p], INT4, numpy_rounder)
+        run = rollouts.run_variants(system, data, 6, {"a": new}, seed=2)["a"]
+        assert found[p.name]["output_error"] == pytest.approx(run.curve("output_error").mean())
+        assert found[p.name]["output_error_last"] == pytest.approx(run.curve("output_error")[-1])
+        assert found[p.name]["kl_last"] == pytest.approx(run.curve("kl")[-1])
+    few = sensitivity.ablation(system, data, 6, INT4, parameters=[p], rounder=numpy_rounder)
+    assert list(few) == ["core.weight"]
+
+
+def test_two_layers_have_no_rank_correlation():
+    measures = {"ablation": {"a": 0.1, "b": 0.5}, "trace": {"a": 9.0, "b": None}}
+    found = sensitivity.rank_table(measures, "ablation")
+    assert found["spearman"] == {"ablation": None, "trace": None}
+    assert found["places"] == {"a": {"ablation": 2, "trace": 1}, "b": {"ablation": 1, "trace": None}}
+
+
 def test_gains_of_a_system_use_the_last_invocation(system):
     parameters = system.shared_parameters(4)
     inputs = sensitivity.last_inputs(system, tokens(), 4, parameters)

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from loopq.calibrate.data import from_ids
-from loopq.evaluate.compare import compare
+from loopq.errors import ConfigError
+from loopq.evaluate.compare import Measurement, compare
 from loopq.systems.base import Batch
+from tests.support.looptoys import LinearLoop, LinearSystem
+from tests.support.looptoys import tokens as made_up
 
 
 def test_comparison_of_a_model_with_itself(loaded, tokens):
@@ -23,6 +26,79 @@ def test_comparison_of_a_model_with_itself(loaded, tokens):
     other = {n: w + 0.05 * np.sign(w) for n, w in own.items()}
     worse = compare(loaded.system, {"other": other}, tokens)[1]
     assert (worse.kl > 0).all()
+
+
+def test_numbers_are_those_of_both_rollouts(loaded, tokens):
+    system = loaded.system
+    name = system.shared_parameters(3)[0].name
+    weight = system.model.get_parameter(name).detach().numpy().copy()
+    other = weight + 0.1 * np.sign(weight)
+    few = tokens.take(0, 3)
+    full, found = compare(system, {"other": {name: other}}, few, seeds=(0, 4), batch_size=2)
+    ids = torch.from_numpy(np.stack(few.sequences))
+    for row, seed in enumerate((0, 4)):
+        logs = []
+        for values in (weight, other):
+            with torch.no_grad():
+                system.model.get_parameter(name).copy_(torch.from_numpy(values))
+                logs.append(system.rollout(Batch(ids, (0, 1, 2), seed), 3).double().log_softmax(-1))
+        p, q = logs
+        np.testing.assert_allclose(found.kl[row], (p.exp() * (p - q)).sum(-1).mean(-1), rtol=1e-9)
+        np.testing.assert_allclose(found.agreement[row], (p.argmax(-1) == q.argmax(-1)).double().mean(-1))
+        for measured, log in ((full, p), (found, q)):
+            nll = -log[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).mean(-1)
+            np.testing.assert_allclose(measured.nll[row], nll, rtol=1e-9)
+            assert measured.answered[row].tolist() == (log[:, -2].argmax(-1) == ids[:, -1]).double().tolist()
+    assert (found.agreement < 1).any()
+    with torch.no_grad():
+        system.model.get_parameter(name).copy_(torch.from_numpy(weight))
+    assert np.array_equal(compare(system, {}, few, seeds=(4,), n_steps=3)[0].nll[0], full.nll[1])
+    assert not np.allclose(compare(system, {}, few, seeds=(4,), n_steps=2)[0].nll[0], full.nll[1])
+
+
+def test_a_summary_is_made_of_means():
+    kl = np.array([[1.0, 2.0, 6.0], [3.0, 4.0, 2.0]])
+    found = Measurement("x", kl, kl / 10, np.log([[2.0, 4.0, 8.0]] * 2), np.zeros((2, 3)), 2.0, "logits", 7)
+    assert found.summary() == {
+        "name": "x", "output": "logits", "kl": 3.0, "agreement": pytest.approx(0.3), "n_seeds": 2, "n_prompts": 3,
+        "kl_by_seed": [3.0, 3.0], "agreement_by_seed": pytest.approx([0.3, 0.3]),
+        "perplexity": pytest.approx(4.0), "bits_per_byte": pytest.approx(1.0), "n_bytes": 7,
+    }  # fmt: skip
+    interval = found.kl_interval()
+    assert interval.estimate == pytest.approx(3.0)
+    assert (interval.n, interval.low >= 2.0, interval.high <= 4.0) == (3, True, True)
+    two = dataclasses.replace(found, kl=kl[:, :2])
+    assert two.kl_interval().estimate == 2.5
+    assert dataclasses.replace(found, kl=kl[:, :1]).kl_interval() is None
+    assert "n_bytes" not in dataclasses.replace(found, n_bytes=None, output="hidden").summary()
+
+
+def test_hidden_states_are_compared_as_vectors():
+    class Hidden(LinearSystem):
+        output = "hidden"
+
+    system, data = Hidden(LinearLoop()), made_up(n_prompts=3)
+    weight = system.model.adapter.weight.detach().float().numpy()
+    found = compare(system, {"a": {"adapter.weight": 1.1 * weight}}, data, n_steps=4, batch_size=2)[1]
+    (batch,) = data.batches(3)
+    a = system.rollout(batch, 4).flatten(1).numpy()
+    with torch.no_grad():
+        system.model.adapter.weight.copy_(torch.from_numpy(1.1 * weight))
+    b = system.rollout(batch, 4).flatten(1).numpy()
+    np.testing.assert_allclose(found.kl[0], ((a - b) ** 2).sum(1) / (a**2).sum(1), rtol=1e-5)
+    cosine = (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    np.testing.assert_allclose(found.agreement[0], cosine, rtol=1e-6)
+    assert np.isnan(found.nll).all()
+    assert found.summary().keys().isdisjoint({"perplexity", "bits_per_byte"})
+
+
+def test_a_prompt_needs_a_token_to_predict(loaded, tokens):
+    short = dataclasses.replace(tokens, scored_from=22)
+    assert compare(loaded.system, {}, short)[0].nll.shape == (1, 10)
+    with pytest.raises(ConfigError, match="at least two tokens after 23"):
+        compare(loaded.system, {}, dataclasses.replace(tokens, scored_from=23))
+    with pytest.raises(ConfigError, match=r"at least two tokens$"):
+        compare(loaded.system, {}, from_ids([[1, 2], [3]]))
 
 
 def test_bits_per_byte_divide_by_the_bytes_of_the_tokens_that_are_predicted(loaded, tokens):

@@ -103,6 +103,8 @@ def test_inputs_of_zeros_and_of_one_step_have_no_shares():
     assert (still["step0_trace_share"], still["trace_ratio_0_1"], still["rank_gain"]) == (None, None, None)
     assert still["all"] == {"rank": 0, "trace": 0.0, "largest": 0.0, "stable_rank": 0.0}
     assert rank.layer_ranks(ArrayHessians.of_rows([np.eye(4)]))["trace_ratio_0_1"] is None
+    ended = rank.layer_ranks(ArrayHessians.of_rows([np.eye(4), np.zeros((4, 4))]))
+    assert (ended["step0_trace_share"], ended["trace_ratio_0_1"]) == (1.0, None)
     small = rank.layer_ranks(ArrayHessians.of_rows([0.1 * np.eye(4), 0.2 * np.eye(4)]))
     assert small["step0_trace_share"] == pytest.approx(0.2)
     assert small["trace_ratio_0_1"] == pytest.approx(0.25)
@@ -140,6 +142,7 @@ def test_wide_layers_are_counted_at_a_few_steps_only():
     assert rank.steps_to_count(32, 10_560) == [0, 1, 4, 8, 16, 31]
     assert rank.steps_to_count(31, 10_560) == [0, 1, 3, 7, 15, 30]
     assert rank.steps_to_count(32, 2048) == list(range(32))
+    assert len(rank.steps_to_count(32, 2049)) == 6
     assert rank.steps_to_count(1, 10_560) == [0]
 
 
@@ -162,11 +165,12 @@ def test_long_spectra_are_thinned_with_their_ends():
     assert (points["index"][0], points["index"][-1]) == (1, 10_000)
     assert (points["value"][0], points["value"][-1]) == (5.0, 1.0)
     assert rank.curve(np.linspace(5, 1, 400))["index"] == list(range(1, 401))
+    assert len(rank.curve(np.linspace(5, 1, 401))["index"]) < 400
 
 
 def test_damaged_hessian_is_refused():
     h = np.eye(3)
-    h[1, 2] = np.nan
+    h[1, 2] = h[2, 2] = np.nan
     with pytest.raises(NonFiniteError, match=r"H\[1, 2\]"):
         rank.spectrum(h)
     with pytest.raises(ConfigError, match="threshold"):
@@ -197,6 +201,7 @@ def test_spaces_have_at_least_one_and_at_most_all_dimensions():
 def test_moments_of_states_are_summed_over_prompts_and_positions():
     system, data = LinearSystem(LinearLoop()), tokens(n_prompts=3, n_tokens=5)
     found = overlap.state_moments(system, data, 8, (0, 3), seed=2, batch_size=2)
+    assert set(found) == {0, 3}
     for step, moment in found.items():
         states = [rollouts.trace(system, batch, 8).states[step].numpy() for batch in data.batches(1, 2)]
         rows = np.concatenate(states).reshape(15, 6)

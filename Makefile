@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak fuzz sanitize audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak mutation fuzz sanitize audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -121,6 +121,10 @@ soak: setup ## Hours: kills, pairs of writers, full disks, hostile files, bit fl
 	$(PY) -m pytest --hypothesis-profile=soak tests/checkpoint/test_any_bytes.py tests/calibrate/test_data.py
 
 FUZZ_SECONDS ?= 600
+
+mutation: setup ## Change the measuring modules one place at a time and list what no test sees: an hour of one core
+	@$(PY) -c 'import cosmic_ray' 2>/dev/null || $(PY) -m pip install -q "cosmic-ray>=8.4"
+	$(PY) -m benches.mutation
 
 fuzz: ## The parsers of the core, by coverage: needs nightly Rust and cargo-fuzz
 	@cargo +nightly fuzz --version >/dev/null 2>&1 || \

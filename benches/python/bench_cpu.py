@@ -139,6 +139,36 @@ def bench_layer(layer: Projection, tokens: int, cold: int, trials: int) -> dict[
     return found
 
 
+def bench_trellis(layer: Projection, tokens: int, trials: int) -> list[dict[str, Any]]:
+    """One layer in cache with codes on a trellis of 1,024 states, beside plain codes and torch's bfloat16."""
+    rng, rows = np.random.default_rng(0), []
+    groups = -(-layer.in_features // GROUP)
+    x = torch.randn(tokens, layer.in_features, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for bits in (2, 3, 4):
+        top = 1 << (bits - 1)
+        codes = rng.integers(-top, top, (layer.out_features, layer.in_features), dtype=np.int8)
+        scales = rng.uniform(0.5, 1.5, (layer.out_features, groups)).astype(np.float16).astype(np.float32)
+        given = (codes, scales, GROUP, bits)
+        coded = QuantLinear.from_codes(*given, layout="lq-cpu", trellis=(10, 512))
+        plain = QuantLinear.from_codes(*given, layout="lq-cpu")
+        exact = x.double() @ coded.dequantize().double().t()
+        error = float((coded(x).double() - exact).norm() / exact.norm())
+        assert error < BOUNDS["loopq"], error
+        dense = coded.dequantize().bfloat16()
+        runs: dict[str, list[Callable[[], object]]] = {
+            "trellis": [lambda coded=coded: coded(x)],  # type: ignore[misc]
+            "plain": [lambda plain=plain: plain(x)],  # type: ignore[misc]
+            "torch bf16": [lambda dense=dense: torch.nn.functional.linear(x, dense)],  # type: ignore[misc]
+        }
+        times = {way: statistics.median(t) for way, t in interleaved(runs, trials).items()}
+        rows.append({
+            "layer": layer.name, "in": layer.in_features, "out": layer.out_features, "tokens": tokens, "bits": bits,
+            "bytes_per_weight": coded.qweight.numel() / layer.n_weights, "error": error,
+            "us": {way: round(1e6 * t, 1) for way, t in times.items()},
+        })  # fmt: skip
+    return rows
+
+
 class Core(torch.nn.Module):
     """The looped core of a model, for one token: attention is its value, since there is nothing else to attend to."""
 
@@ -220,6 +250,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--loops", nargs="*", default=["parcae-140m", "parcae-1.3b:1", "loopformer-278m", "parcae-1.3b"]
     )
     parser.add_argument("--steps", type=int, nargs="*", default=[8, 32])
+    parser.add_argument(
+        "--trellis", type=int, nargs="*", default=[1, 16], help="tokens, for codes on a trellis"
+    )
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args(argv)
@@ -246,13 +279,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                         }
                         print(line(found), flush=True)
                         results.append(found)
-        loops = [bench_loop(model, n, 3) for model in args.loops for n in args.steps]
-    for found in loops:
+        loops = [bench_loop(model, n, args.trials) for model in args.loops for n in args.steps]
+        ouro = next(iter(shapes_of("ouro").values()))
+        on_trellis = [row for n in args.trellis for x in ouro for row in bench_trellis(x, n, args.trials)]
+    for found in [*loops, *on_trellis]:
         print(found)
     write(
         args.record,
         results,
         loops=loops,
+        trellis=on_trellis,
         speeds=speeds,
         threads=args.threads,
         note=args.note,

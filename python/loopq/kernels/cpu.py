@@ -1,8 +1,9 @@
 """The layout ``lq-cpu``: products with packed codes on the processor, by the core.
 
 Codes and scales of 32 outputs lie side by side, in the order in which a core reads them; codes on a trellis lie in
-their streams and are decoded where they are multiplied. Activations become integers block by block, sums of products are
-exact, and the result has the same bits on any instruction set, in any batch and on any number of threads: `docs/cpu.md`.
+their streams and are decoded where they are multiplied. Activations become integers block by block, sums of products
+are exact, and the result has the same bits on any instruction set, in any batch and on any number of threads:
+`docs/cpu.md`.
 """
 
 from __future__ import annotations

@@ -237,6 +237,7 @@ def test_sign_flip_keeps_its_level():
 
 def test_holm_textbook_and_monotone():
     np.testing.assert_allclose(stats.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(stats.holm([0.6, 0.3, 0.9]), [1.0, 0.9, 1.0])
     raw = np.random.default_rng(7).uniform(size=20)
     adjusted = stats.holm(raw)
     assert (adjusted >= raw).all()
@@ -299,6 +300,9 @@ def test_gap_closed_of_its_own_ends():
         lambda: stats.paired_proportion_difference(-1, 6, 10),
         lambda: stats.paired_proportion_difference(0, 0, 0),
         lambda: stats.geometric_mean_ratio([1.0], [0.0]),
+        lambda: stats.geometric_mean_ratio([0.0], [1.0]),
+        lambda: stats.median_ratio([1.0], [0.0]),
+        lambda: stats.median_ratio([0.0], [1.0]),
         lambda: stats.geometric_mean_ratio([1.0, 2.0], [1.0]),
         lambda: stats.mean_interval([]),
         lambda: stats.mean_interval([1.0, math.nan]),

@@ -359,6 +359,7 @@ def test_a_curve_says_where_it_falls():
     assert falling["ratio"]["estimate"] == pytest.approx(np.sqrt(0.4))
     mixed = said([1.0, 2.0], [0.5, 2.5], [1.0, 3.0])
     assert (mixed["mean_is_monotone"], mixed["monotone_prompts"]) == (True, 1)
+    assert said([1e-6, 2e-6], [0.999e-6, 3e-6], [2e-6, 4e-6])["monotone_prompts"] == 1
     # Within rounding nothing falls.
     assert said([1.0, 1.0], [1.0, 1.0 - 1e-10], [1.0, 1.0])["monotone_prompts"] == 2
     assert said([0.0, 1.0], [1.0, 1.0], [1.0, 1.0])["ratio"] is None

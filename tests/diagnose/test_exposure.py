@@ -363,6 +363,7 @@ def test_a_curve_says_where_it_falls():
     # Within rounding nothing falls.
     assert said([1.0, 1.0], [1.0, 1.0 - 1e-10], [1.0, 1.0])["monotone_prompts"] == 2
     assert said([0.0, 1.0], [1.0, 1.0], [1.0, 1.0])["ratio"] is None
+    assert said([1.0, 1.0], [1.0, 1.0], [0.0, 1.0])["ratio"] is None
 
 
 def test_split_columns_partition_the_error(system):
@@ -382,7 +383,23 @@ def test_feedback_study_is_plain_data(system):
     assert set(found["per channel"]) == {"all columns", "state columns", "embedding columns"}
     assert found["per channel"]["all columns"]["lambdas"] == [0, 1]
     with pytest.raises(ConfigError, match="between 0 and 1"):
-        feedback.feedback_curve(system, tokens(), 8, {}, lambdas=(0, 1.5))
+        feedback.feedback_curve(system, tokens(), 8, {}, lambdas=(0, 0.5, 1.5))
+    for bad in ((), (-0.5, 1)):
+        with pytest.raises(ConfigError, match="between 0 and 1"):
+            feedback.feedback_curve(system, tokens(), 8, {}, lambdas=bad)
+
+
+def test_a_fixed_initial_state_needs_one_seed(system):
+    def n_seeds():
+        settings = {"per channel": INT4}
+        found = feedback.feedback_study(
+            system, tokens(), 2, settings, rounder=numpy_rounder, lambdas=(1,), seeds=(0, 1)
+        )
+        return found["per channel"]["all columns"]["n_seeds"]
+
+    assert n_seeds() == 2
+    system.state_is_random = False
+    assert n_seeds() == 1
 
 
 def test_displacement_converges_to_its_closed_form(system):

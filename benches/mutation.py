@@ -112,7 +112,7 @@ def operators() -> Iterator[tuple[str, Any]]:
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Yield every change of what a module computes: not of annotations and arguments' defaults."""
+    """Yield every change of what a module computes: not of annotations and of arguments' defaults and kinds."""
     from cosmic_ray.mutating import mutate_code
 
     known = {meaning(source)}
@@ -128,7 +128,7 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def meaning(source: str) -> str:
-    """Return the program of a module without annotations, what only they need, and the defaults of arguments."""
+    """Return the program of a module without annotations, what only they need, and how arguments may be given."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
@@ -136,7 +136,8 @@ def meaning(source: str) -> str:
         elif isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
         elif isinstance(node, ast.arguments):
-            node.defaults, node.kw_defaults = [], []
+            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.posonlyargs, node.kwonlyargs, node.defaults, node.kw_defaults = [], [], [], []
         elif isinstance(node, ast.FunctionDef):
             node.returns = None
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):

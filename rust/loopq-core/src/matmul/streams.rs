@@ -324,6 +324,9 @@ unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: 
                 }
                 let x = p.spread.as_ptr().add(token * L * p.rows.stride + block.at);
                 for k in 0..block.len {
+                    // The same rows in the next block: no hardware foresees a jump from record to record. Without it 4 bits took 3.5 times as
+                    // long where the records were not in the second-level cache.
+                    V::prefetch(at.wrapping_add(block.len * p.record));
                     let codes = [V::mixed(at.add(2 * bits), p.windows), V::mixed(at, p.windows)];
                     for (t, sums) in sums.iter_mut().enumerate() {
                         for (limb, pair) in sums.iter_mut().enumerate() {

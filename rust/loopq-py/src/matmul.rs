@@ -62,7 +62,6 @@ impl CpuLayout {
     #[pyo3(signature = (
         out_features, in_features, group_size, bits, *, symmetric = true, scale_dtype = "float32", trellis = None
     ))]
-    #[expect(clippy::too_many_arguments)] // keywords of a Python function
     fn new(
         py: Python<'_>,
         out_features: usize,

@@ -23,7 +23,7 @@ use crate::trellis::Trellis;
 use crate::{dims, Error, Result};
 
 /// Tokens whose activations are quantized at once.
-const TOKENS: usize = 16;
+const TOKENS: usize = 8;
 /// Panels whose results are kept at once.
 const PANELS: usize = 16;
 /// Bytes of a record above its codes.

@@ -15,14 +15,18 @@ from benches.quality.run import table
 Rows = list[dict[str, Any]]
 #: By model and variant.
 Means = dict[tuple[str, str], float]
-WHAT = """KL to full precision in nats per token on text of another author, two initial states where a model draws
-them; means over draws of the calibration text. Other tools run by their own code, except GPTQModel, whose solver is
-given the inputs of all calls. "over the best other tool": geometric mean over models of the ratio to the least KL of
-another tool at equal bits (HQQ has more bits); a model without a result of another tool is left out, and one with a
-planted activation or column stands apart. CPU seconds and peak memory of calibration and solve, mean over models, one
-thread; memory is what the process takes beyond the loaded model and libraries, and the rows of a tool share a process,
-so that what one keeps counts for the next. Other work on the machine makes seconds longer. Other depths and other text
-are measured on eight prompts: a trend, not a ranking."""
+#: A model and a draw of its calibration text: what ratios are taken on, since not every row has every draw.
+Unit = tuple[str, int]
+ByDraw = dict[tuple[Unit, str], float]
+WHAT = """KL to full precision in nats per token on text of another author, two initial states where a model draws them;
+means over draws of the calibration text. Other tools run by their own code, except GPTQModel, whose solver is
+given the inputs of all calls. "over the best other tool": geometric mean over models, for each over its draws,
+of the ratio to the least KL of another tool on the same draw at equal bits (HQQ has more bits); a model without
+a result of another tool is left out, and one with a planted activation or column stands apart. CPU seconds and
+peak memory of calibration and solve, mean over models, one thread; memory is what the process takes beyond the
+loaded model and libraries, and the rows of a tool share a process, so that what one keeps counts for the next.
+Other work on the machine makes seconds longer. Other depths and other text are measured on eight prompts: a
+trend, not a ranking."""
 #: It stores zero points besides: more bits than the others.
 NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
@@ -106,26 +110,34 @@ def means(rows: Rows, value: str = "kl") -> Means:
     return {k: float(np.mean(v)) for k, v in found.items()}
 
 
-def best_other(found: Means, ours: list[str]) -> dict[str, float]:
-    """Least KL of any other tool at equal bits, by model."""
-    best: dict[str, float] = {}
-    for (model, variant), kl in found.items():
+def by_draw(rows: Rows, value: str = "kl") -> ByDraw:
+    """Values by model, draw and variant."""
+    return {((r["model"], r["draw"]), r["variant"]): r[value] for r in rows if r.get(value) is not None}
+
+
+def best_other(found: ByDraw, ours: list[str]) -> dict[Unit, float]:
+    """Least KL of any other tool at equal bits, by model and draw."""
+    best: dict[Unit, float] = {}
+    for (unit, variant), kl in found.items():
         if variant not in ours and variant not in NOT_EQUAL and np.isfinite(kl):
-            best[model] = min(best.get(model, np.inf), kl)
+            best[unit] = min(best.get(unit, np.inf), kl)
     return best
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """KL of a variant over another KL: geometric mean over models, and the worst model."""
+    """KL of a variant over another KL: geometric mean over draws, then over models, and the worst model."""
 
     by_model: Mapping[str, float]
 
     @classmethod
-    def of(cls, kl: Means, variant: str, base: Mapping[str, float]) -> Ratio | None:
-        """Ratios of the models that have both; None where there is none."""
-        found = {m: kl[m, variant] / base[m] for m in base if (m, variant) in kl and base[m] > 0}
-        return cls(found) if found else None
+    def of(cls, kl: ByDraw, variant: str, base: Mapping[Unit, float]) -> Ratio | None:
+        """Ratios of the models and draws that have both; None where there is none."""
+        logs: dict[str, list[float]] = {}
+        for unit in base:
+            if (unit, variant) in kl and base[unit] > 0:
+                logs.setdefault(unit[0], []).append(np.log(kl[unit, variant] / base[unit]))
+        return cls({m: float(np.exp(np.mean(found))) for m, found in logs.items()}) if logs else None
 
     @property
     def mean(self) -> float:
@@ -141,12 +153,13 @@ class Ratio:
 
 def _ratios(rows: Rows, ours: list[str]) -> str:
     kl, costs = means(rows), {c: means(rows, c) for c in ("seconds", "memory_mib")}
-    best = best_other(kl, ours)
+    drawn = by_draw(rows)
+    best = best_other(drawn, ours)
     models, variants = list(dict.fromkeys(m for m, _ in kl)), list(dict.fromkeys(v for _, v in kl))
     lines = []
     for v in variants:
         line: dict[str, Any] = {"variant": v} | {m: kl[m, v] for m in models if (m, v) in kl}
-        if ratio := Ratio.of(kl, v, best):
+        if ratio := Ratio.of(drawn, v, best):
             line |= {"ratio": ratio.mean, "worst": ratio.worst}
         lines.append(line | _costs(costs, v))
     columns = [
@@ -169,15 +182,16 @@ def _summary(rows: Rows, ours: list[str]) -> str:
     lines: dict[str, dict[str, Any]] = {}
     heads = []
     for (bits, group), here in grids.items():
-        kl = means(here)
+        kl = by_draw(here)
         best = best_other(kl, ours)
+        n_models = len({model for model, _ in best})
         name = f"INT{bits} g{group}"
-        heads.append((name, f"{name}, {len(best)} models" if len(best) > 1 else name, ""))
+        heads.append((name, f"{name}, {n_models} models" if n_models > 1 else name, ""))
         costs = {c: means(here, c) for c in ("seconds", "memory_mib")}
         for v in SHOWN:
             line = lines.setdefault(v, {"variant": f"{v} (more bits)" if v in NOT_EQUAL else v})
             if ratio := Ratio.of(kl, v, best):
-                some = f" of {len(ratio.by_model)}" if len(ratio.by_model) < len(best) else ""
+                some = f" of {len(ratio.by_model)}" if len(ratio.by_model) < n_models else ""
                 line[name] = f"{ratio.mean:.2f}{some} ({ratio.worst})"
                 line |= _costs(costs, v) if (bits, group) == last else {}
     done = [line for line in lines.values() if len(line) > 1]
@@ -190,8 +204,8 @@ def _bars(rows: Rows, ours: list[str]) -> str:
     for variant, over, bars in BARS:
         line: dict[str, Any] = {"what": f"{variant} over {over or 'the best other tool'}"}
         for grid, bar in bars.items():
-            kl = means(grids.get(grid, []))
-            base = best_other(kl, ours) if over is None else {m: x for (m, v), x in kl.items() if v == over}
+            kl = by_draw(grids.get(grid, []))
+            base = best_other(kl, ours) if over is None else {u: x for (u, v), x in kl.items() if v == over}
             if ratio := Ratio.of(kl, variant, base):
                 within = sum(x <= bar for x in ratio.by_model.values())
                 said = "reached" if ratio.mean <= bar else "missed"
@@ -208,7 +222,7 @@ def _beside(rows: Rows, ours: list[str]) -> str:
         for variant in OURS_BESIDE:
             line: dict[str, Any] = {"grid": f"INT{bits} g{group}", "variant": variant}
             for value in BESIDE:
-                kl = means(here, value)
+                kl = by_draw(here, value)
                 if ratio := Ratio.of(kl, variant, best_other(kl, ours)):
                     line[value] = f"{ratio.mean:.2f} ({ratio.worst})"
             lines.append(line)

@@ -32,12 +32,20 @@ RECORDS = [
 
 
 def test_ratios_are_to_the_best_other_tool_at_equal_bits():
-    kl = peers_table.means(RECORDS)
+    kl = peers_table.by_draw(RECORDS)
     best = peers_table.best_other(kl, OURS)
-    assert best == {"a": 0.5, "b": 1.0, "a+spike": 1.0}
-    ratio = peers_table.Ratio.of(kl, "loopq best", {m: best[m] for m in "ab"})
+    assert best == {("a", 0): 0.5, ("b", 0): 1.0, ("a+spike", 0): 1.0}
+    ratio = peers_table.Ratio.of(kl, "loopq best", {(m, 0): best[m, 0] for m in "ab"})
     assert ratio.mean == pytest.approx((0.2 * 0.8) ** 0.5)
     assert ratio.worst == "0.80, b"
+
+
+def test_ratios_are_taken_draw_by_draw_where_both_are_known():
+    other = [row("a", "llm-compressor", kl, draw=draw) for draw, kl in enumerate((1.0, 4.0, 100.0))]
+    mine = [row("a", "loopq best", kl, draw=draw) for draw, kl in enumerate((0.5, 0.5))]
+    kl = peers_table.by_draw([*other, *mine])
+    ratio = peers_table.Ratio.of(kl, "loopq best", peers_table.best_other(kl, OURS))
+    assert ratio.by_model == {"a": pytest.approx((0.5 * 0.125) ** 0.5)}
 
 
 def test_planted_models_stand_apart_and_bars_are_judged_without_them():

@@ -119,13 +119,18 @@ def first_trainings(rows: Ratios) -> Ratios:
 
 
 def curves(records: Rows) -> tuple[dict[str, list[float]], list[str], list[str]]:
-    """Mean KL of each tool at each width, the models of the mean, and tools that lack some of them."""
+    """Mean KL of each tool at each width, the models of the mean, and tools that lack some of them.
+
+    The models are those with the most rows at every width: curves of all tools, rather than of more models.
+    """
     kl = {b: means([r for r in records if (r["bits"], r["group"]) == (b, GROUP)]) for b in BITS}
     everywhere = [
         model
         for model in dict.fromkeys(m for m, _ in kl[BITS[0]])
         if "+" not in model and all((model, v) in kl[b] for b in BITS for v in NEEDED)
     ]
+    known = {m: sum(all((m, v) in kl[b] for b in BITS) for v, *_ in CURVES) for m in everywhere}
+    everywhere = [m for m in everywhere if known[m] == max(known.values())]
     drawn, lacking = {}, []
     for variant, *_ in CURVES:
         if everywhere and all((m, variant) in kl[b] for b in BITS for m in everywhere):

@@ -1,4 +1,4 @@
-"""Screenshots of `docs/page.md`, light and dark: `python -m docs.screenshots`, which needs Chromium."""
+"""Screenshots of the page and of the site, light and dark: `make docs`, then `python -m docs.screenshots` with Chromium."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from loopq.cli import main
 from tests.support.browser import opened
 
 _OUT = Path(__file__).parent / "_static"
+_SITE = Path(__file__).parents[1] / "target" / "html" / "why.html"
 
 
 def write() -> None:
-    """Quantize and evaluate the embedded model, and write the top of the page in both schemes."""
+    """Quantize and evaluate the embedded model; write the top of its page and of a page of the site, in both schemes."""
     with tempfile.TemporaryDirectory() as folder:
         q, page = Path(folder, "Q"), Path(folder, "page.html")
         main(["quantize", "huginn_small", "--out", str(q), "--group-size", "32", "--n-prompts", "32"])
         main(["evaluate", "huginn_small", str(q), "--html", str(page)])
         with opened(Path(folder, "profile")) as browser:
-            for scheme in ("light", "dark"):
-                browser.show(page, scheme=scheme)
-                clip = {"x": 0, "y": 0, "width": 1280, "height": 1780, "scale": 1}
-                shot = browser("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-                image = Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")
-                # Few colours: a third of the bytes.
-                image.quantize(64).save(_OUT / f"page-{scheme}.png", optimize=True)
+            for name, shown, height in (("page", page, 1780), ("site", _SITE, 1000)):
+                for scheme in ("light", "dark"):
+                    browser.show(shown, scheme=scheme)
+                    clip = {"x": 0, "y": 0, "width": 1280, "height": height, "scale": 1}
+                    shot = browser("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+                    image = Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")
+                    # Few colours: a third of the bytes.
+                    image.quantize(64).save(_OUT / f"{name}-{scheme}.png", optimize=True)
 
 
 if __name__ == "__main__":

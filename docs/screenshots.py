@@ -1,4 +1,4 @@
-"""Screenshots of the page and of the site, light and dark: `make docs`, then `python -m docs.screenshots` with Chromium."""
+"""Screenshots of the page and of the site: `python -m docs.screenshots` after `make docs`, with Chromium."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SITE = Path(__file__).parents[1] / "target" / "html" / "why.html"
 
 
 def write() -> None:
-    """Quantize and evaluate the embedded model; write the top of its page and of a page of the site, in both schemes."""
+    """Quantize and evaluate the embedded model; write the top of its page and of one of the site, in both schemes."""
     with tempfile.TemporaryDirectory() as folder:
         q, page = Path(folder, "Q"), Path(folder, "page.html")
         main(["quantize", "huginn_small", "--out", str(q), "--group-size", "32", "--n-prompts", "32"])
@@ -30,7 +30,7 @@ def write() -> None:
                     shot = browser("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
                     image = Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")
                     # Few colours: a third of the bytes.
-                    image.quantize(64).save(_OUT / f"{name}-{scheme}.png", optimize=True)
+                    image.quantize(128).save(_OUT / f"{name}-{scheme}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod amx;
-mod crew;
 mod engine;
 mod layout;
 mod pack;
@@ -26,10 +25,10 @@ pub use read::read;
 
 use half::bf16;
 
+use crate::execution::pool;
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
 use activations::Rows;
-use crew::Crew;
 use tile::Panel;
 
 /// Tokens whose activations are quantized at once.
@@ -125,7 +124,10 @@ fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usiz
         return Ok(());
     }
     let run = |i: usize| work(n * i / of..n * (i + 1) / of);
-    Crew::of(of - 1)?.run(&run);
+    pool(of - 1)?.in_place_scope(|scope| {
+        scope.spawn_broadcast(|_, thread| run(thread.index() + 1));
+        run(0);
+    });
     Ok(())
 }
 

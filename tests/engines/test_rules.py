@@ -88,8 +88,10 @@ def test_what_no_rule_speaks_of_is_taken():
 
 def test_systems_and_formats_that_an_engine_does_not_have_are_refused():
     plain = layers(mlp__down_proj={})
-    with pytest.raises(CheckpointError, match=r"vllm does not run ouro: vLLM removed it after 0\.26\.0"):
-        check_engine("vllm", "gptq", plain, "ouro")
+    with pytest.raises(
+        CheckpointError, match=r"sglang does not run ouro: its fallback to transformers breaks"
+    ):
+        check_engine("sglang", "gptq", plain, "ouro")
     with pytest.raises(CheckpointError, match=r"llama\.cpp does not run huginn: no support is known"):
         check_engine("llama.cpp", "gguf", plain, "huginn")
     with pytest.raises(CheckpointError, match=r"vllm reads compressed-tensors, gptq, not marlin"):

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import loopq
 from loopq.engines.gguf import Shape
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.systems.base import Batch
 from loopq.systems.load import load_model
 
@@ -65,7 +65,9 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
     spec = f"looped:{folder}[1:3]x2"
     ids = [row.tolist() for row in _ids()]
     loopq.quantize(spec, ids, out=tmp_path / "q", group_size=16, preset="fast", seq_len=12)
-    assert json.loads((tmp_path / "q" / "config.json").read_text())["looped_layers"] == [1, 3, 2]
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    # Named for what it is, so that engines that go by this name do not take it for a dense model.
+    assert (config["looped_layers"], config["architectures"]) == ([1, 3, 2], ["LoopedLlamaForCausalLM"])
     opened = loopq.load(tmp_path / "q")
     assert (opened.system.name, opened.system.n_steps) == ("looped", 2)
     filled = loopq.load(tmp_path / "q", load_model(spec))
@@ -73,6 +75,21 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(opened.system.rollout(batch, 2), filled.system.rollout(batch, 2))
     calls = {p.name.split(".")[2]: p.invocations for p in opened.system.shared_parameters(2)}
     assert calls == {"0": 1, "1": 2, "2": 2, "3": 1, "4": 1}
+
+
+def test_transformers_is_not_let_run_every_layer_once(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import loopq.transformers
+
+    ids = [row.tolist() for row in _ids()]
+    loopq.quantize(
+        f"looped:{folder}[1:3]x2", ids, out=tmp_path / "q", group_size=16, preset="fast", seq_len=12
+    )
+    with pytest.raises(
+        CheckpointError, match=r"looped_layers \[1, 3, 2\], and transformers would run every layer once"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "q")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.schema import checked, parse_json
 from loopq.errors import CheckpointError
 from loopq.lazy import require
-from loopq.systems.looped import LOOP, layer_order
+from loopq.systems.looped import LOOP, PREFIX, layer_order
 
 #: Classes whose layers are Llama's, and what llama.cpp calls them.
 ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
@@ -65,7 +65,8 @@ class Shape:
             llama.cpp has no such architecture, or a setting has no place in the file.
         """
         names = config.get("architectures") or []
-        found = next((ARCHITECTURES[n] for n in names if n in ARCHITECTURES), None)
+        dense = [str(n).removeprefix(PREFIX) for n in names]
+        found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
         if found is None:
             raise CheckpointError(
                 f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, and loopq writes "

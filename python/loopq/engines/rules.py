@@ -158,6 +158,8 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         "generic": "where the model is one of transformers'",
     },
     "vllm": {
+        **dict.fromkeys(("ouro", "huginn"), "loopq's plugin (loopq.vllm): run on 0.32"),
+        "looped": "loopq's plugin (loopq.vllm): Llama, Mistral, Qwen2, Qwen3; run on 0.32",
         "nanbeige": "transformers backend (vLLM #56071)",
         "iquest": "its own class (vLLM #31575): run on 0.32",
         "zamba": "Zamba2, its own class",
@@ -182,17 +184,15 @@ RUNS: Mapping[str, Mapping[str, str]] = {
 }
 #: Why a system that people ask for is not run.
 WHY_NOT: Mapping[tuple[str, str], str] = {
-    ("vllm", "ouro"): "vLLM removed it after 0.26.0 (#49786); that version and those before run it",
     (
         "vllm",
         "hrm_text",
     ): "its file has gate, q, k and v as one matrix, an export of loopq as transformers splits them",
-    ("vllm", "huginn"): "its authors have a plugin (seal-rg/recurrent-pretraining), which was not tried",
     ("sglang", "ouro"): "its fallback to transformers breaks the cache of the loops (SGLang #32894)",
     ("llama.cpp", "ouro"): "llama.cpp has no such architecture",
     ("llama.cpp", "hrm_text"): "llama.cpp #27625 was open",
     **dict.fromkeys(
-        [(engine, "looped") for engine in ("transformers", "vllm", "sglang", "gptqmodel")],
+        [(engine, "looped") for engine in ("transformers", "sglang", "gptqmodel")],
         "it would run every layer once: it does not read looped_layers",
     ),
 }

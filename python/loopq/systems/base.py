@@ -81,9 +81,10 @@ class Batch:
 
         def draw(number: int, size: tuple[int, ...]) -> Tensor:
             generator = torch.Generator().manual_seed(number % (1 << 63))
+            # Named, since the defaults of torch are whatever the program around has set.
+            row = torch.empty(*size, dtype=torch.float32, device="cpu")
             if cut is None:
-                return torch.randn(*size, generator=generator)
-            row = torch.empty(*size)
+                return row.normal_(generator=generator)
             torch.nn.init.trunc_normal_(row, std=1.0, a=-cut, b=cut, generator=generator)
             return row
 

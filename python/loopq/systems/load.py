@@ -16,7 +16,7 @@ from loopq.lazy import require
 from loopq.systems import SYSTEMS, hf
 from loopq.systems.base import LoopedSystem, find_system
 from loopq.systems.classes import Encode, ModelClass, find_class, load_registered, register_model
-from loopq.systems.looped import LOOP, parse_spec
+from loopq.systems.looped import LOOP, parse_spec, with_loop
 
 if TYPE_CHECKING:
     import numpy as np
@@ -291,7 +291,7 @@ def load_model(
             dtype=wanted,
         )
     if loop is not None:
-        config[LOOP] = loop
+        config = with_loop(config, loop)
         setattr(model.config, LOOP, loop)
     model = _to_device(model, device).eval()
     check_values(model)

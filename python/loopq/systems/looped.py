@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Key of a ``config.json`` that makes a dense model a looped one: first layer, the one after the last, times.
 LOOP = "looped_layers"
+#: Before the names under "architectures" of such a config.json: the dense model's name would be another model's.
+PREFIX = "Looped"
 _SPEC = re.compile(
     r"looped:(?P<model>.+)\[(?P<first>[0-9]{1,4}):(?P<last>[0-9]{1,4})\]x(?P<times>[0-9]{1,4})"
 )
@@ -50,6 +52,12 @@ def parse_spec(spec: str) -> tuple[str, list[int] | None]:
             f"{spec!r}: write looped:MODEL[FIRST:LAST]xTIMES; looped:MODEL[8:20]x2 runs layers 8 to 19 twice"
         )
     return found["model"], [int(found[name]) for name in ("first", "last", "times")]
+
+
+def with_loop(config: Mapping[str, Any], loop: Sequence[int]) -> dict[str, Any]:
+    """Return the ``config.json`` of a dense model with a loop; its architectures are named for what it is now."""
+    names = config.get("architectures") or []
+    return {**config, LOOP: list(loop), "architectures": [PREFIX + n.removeprefix(PREFIX) for n in names]}
 
 
 def layer_order(loop: Any, n_layers: int, times: int | None = None) -> list[int]:
@@ -85,8 +93,9 @@ class Looped(StepwiseSystem):
     """Dense decoders with ``model.layers`` (Llama, Qwen, Mistral, SmolLM, ...), looped without training.
 
     ``looped:MODEL[8:20]x2`` runs layers 8 to 19 twice; the others once, before and after. All of them are
-    quantized, each over its own invocations. The loop is kept in ``config.json`` as ``looped_layers``. Other tools
-    do not know that key: they run every layer once.
+    quantized, each over its own invocations. The loop is kept in ``config.json`` as ``looped_layers``, and the
+    architecture is called ``LoopedLlamaForCausalLM`` there. vLLM runs it by `loopq.vllm`; tools that go by
+    ``model_type`` alone, as transformers does, run every layer once.
     """
 
     name = "looped"
@@ -140,8 +149,8 @@ class Looped(StepwiseSystem):
     def describe_loop(self) -> tuple[str, ...]:
         """What runs how often, and who knows."""
         return (
-            f"layers {self._first} to {self._last - 1} run {self._times} times; other tools that open config.json run "
-            "every layer once (export --format gguf writes the loop out)",
+            f"layers {self._first} to {self._last - 1} run {self._times} times; transformers runs every layer once, "
+            "vLLM has the loop from loopq's plugin, and export --format gguf writes it out",
         )
 
     def left_out(self) -> dict[str, str]:

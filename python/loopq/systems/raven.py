@@ -20,6 +20,26 @@ BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+def initial_noise(batch: Batch, width: int, std: float) -> Tensor:
+    """Truncated normal noise of the initial state, cut at three standard deviations.
+
+    Parameters
+    ----------
+    batch : Batch
+        Says which prompts and how many tokens.
+    width : int
+        Width of the state.
+    std : float
+        Standard deviation before the cut.
+
+    Returns
+    -------
+    Tensor, float32, shape (n_prompts, n_tokens, width)
+        On the CPU.
+    """
+    return batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0)
+
+
 class Raven(StepwiseSystem):
     """Base of the adapters for the `raven` classes.
 
@@ -67,10 +87,9 @@ class Raven(StepwiseSystem):
         return float(self.model.config.init_values["std"]) * scale
 
     def noise(self, batch: Batch) -> Tensor:
-        """Truncated normal noise, cut at three standard deviations, (n_prompts, n_tokens, width)."""
+        """The initial state (n_prompts, n_tokens, width), on the model's device."""
         width = int(self.model.transformer.adapter.out_features)
-        noise = batch.noise(batch.input_ids.shape[1], width, std=self.state_std(), cut=3.0)
-        return self.to_device(noise, dtype=True)
+        return self.to_device(initial_noise(batch, width, self.state_std()), dtype=True)
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         # A plain number runs without gradient, the second number of a pair with it.

@@ -14,11 +14,11 @@ import pytest
 import loopq
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = {"ct": "compressed_tensors", "gptq": "gptqmodel"}
+PACKAGES = {"ct": "compressed_tensors", "gptq": "gptqmodel", "vllm": "vllm"}
 
 
 def interpreter(kind):
-    """Python with the library: LOOPQ_CT_PYTHON / LOOPQ_GPTQ_PYTHON, `.cache/venv-*`, or this one."""
+    """Python with the library: LOOPQ_CT_PYTHON and its like, `.cache/venv-*`, or this one."""
     named = os.environ.get(f"LOOPQ_{kind.upper()}_PYTHON")
     if named:
         return named
@@ -35,7 +35,7 @@ def interpreter(kind):
         return sys.executable
     pytest.skip(
         f"NOT RUN: {PACKAGES[kind]} is not installed, so nothing here shows that it loads our files; "
-        "run `make interop`"
+        f"run `make {'interop-vllm' if kind == 'vllm' else 'interop'}`"
     )
 
 

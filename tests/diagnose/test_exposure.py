@@ -322,9 +322,11 @@ def test_error_rises_with_feedback_where_errors_add_up():
     assert (np.diff(curve.error, axis=0) > 0).all()
 
 
-def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system):
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system, first):
     changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
-    data, strengths = tokens(n_prompts=3), (0.5, 0.0, 1.0)
+    data = dataclasses.replace(tokens(n_prompts=3), scored_from=first)
+    strengths = (0.5, 0.0, 1.0)
     curve = feedback.feedback_curve(system, data, 8, changed, lambdas=strengths, seeds=(0, 1), batch_size=2)
     assert curve.lambdas == (0.0, 0.5, 1.0)
     errors, agreements = np.zeros((2, 3)), np.zeros((2, 3))
@@ -339,7 +341,7 @@ def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system):
             ).norm(dim=1)
             errors[row] += apart.numpy() / 2
             same = system.predict(state, None).argmax(-1) == reference.outputs[8].argmax(-1)
-            agreements[row] += same.double().mean(1).detach().numpy() / 2
+            agreements[row] += same[:, first:].double().mean(1).detach().numpy() / 2
     np.testing.assert_allclose(curve.error[1:], errors, rtol=1e-9)
     np.testing.assert_allclose(curve.agreement[1:], agreements)
     assert curve.agreement.min() < 1

@@ -252,5 +252,5 @@ def _bypass_agreement(system: LoopedSystem, tokens: TokenSet, n_steps: int, seed
             with Bypass(system, n_steps) as bypass:
                 _, state = final_state(system, batch, n_steps, bypass)
             same = system.predict(state, embedding).argmax(-1) == top
-        shares.append(float(same.double().mean()))
+        shares.append(float(same[:, tokens.scored_from :].double().mean()))
     return float(np.mean(shares))

@@ -83,7 +83,7 @@ class FeedbackCurve:
     error : ndarray, float64, shape (n_lambdas, n_prompts)
         Relative error of the final state, mean over initial-state seeds.
     agreement : ndarray, float64, shape (n_lambdas, n_prompts), or None
-        Top-1 agreement at the end, mean over seeds.
+        Top-1 agreement at the end, of the positions that are scored, mean over seeds.
     n_seeds : int
         Initial-state seeds.
     """
@@ -166,7 +166,7 @@ def feedback_curve(
     errors, agreements = [], []
     for seed in seeds:
         parts = [
-            _one_batch(system, batch, n_steps, weights, chosen, progress)
+            _one_batch(system, batch, n_steps, weights, chosen, progress, tokens.scored_from)
             for batch in tokens.batches(batch_size, seed)
         ]
         errors.append(np.concatenate([p[0] for p in parts], axis=1))
@@ -184,18 +184,19 @@ def _one_batch(
     weights: Weights,
     lambdas: Sequence[float],
     progress: Progress,
+    scored_from: int,
 ) -> tuple[Floats, Floats]:
     torch = require("torch")
     reference = trace(system, batch, n_steps, read=(n_steps,))
     progress.advance()
-    top = reference.outputs[n_steps].argmax(-1)
+    top = reference.outputs[n_steps].argmax(-1)[:, scored_from:]
     errors, agreements = [], []
     with replaced(system, as_stored(system, weights, n_steps)), torch.no_grad():
         embedding = system.embed(batch)
         for strength in lambdas:
             state = intervened(system, batch, n_steps, reference, strength)
             errors.append(relative_error(state, reference.states[-1]))
-            same = system.predict(state, embedding).argmax(-1) == top
+            same = system.predict(state, embedding).argmax(-1)[:, scored_from:] == top
             agreements.append(same.double().mean(dim=1).cpu().numpy())
             progress.advance()
     return np.stack(errors), np.stack(agreements)

@@ -21,6 +21,7 @@ _CAUSAL = {name: case for name, case in CASES.items() if case.system not in _SIL
 _CACHED = (
     "COCONUT",
     "IQuest",
+    "LoopUS",
     "looped Llama",
     "looped Qwen2, windows",
     "transformers GPT-2 COCONUT",

@@ -226,6 +226,27 @@ def _gpt_neox(**changes: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def loopus_config() -> dict[str, Any]:
+    """``config.json`` of a tiny LoopUS around Qwen3."""
+    base = {
+        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "tie_word_embeddings": False, "transformers_version": "4.57.1",
+    }  # fmt: skip
+    layers = {"encoder_layer_indices": [0], "reasoning_layer_indices": [1, 2], "decoder_layer_indices": [3]}
+    return {"model_type": "lds", "base_config_dict": base, "N": 3, "q_threshold": 0.9, **layers}
+
+
+def _loopus() -> nn.Module:
+    from loopq.systems.loopus import build_loopus
+
+    model = build_loopus(loopus_config())
+    with torch.no_grad():
+        # Untrained the gate keeps almost all of a step.
+        model.reasoning.gate.delta_proj.bias.fill_(-2.0)
+    return model
+
+
 CASES: dict[str, Case] = {
     "Huginn": Case(
         "huginn", small("huginn", n_prelude=1, n_coda=1, mean_recurrence=3), (3, 1, 5), n_shared=9
@@ -275,6 +296,7 @@ CASES: dict[str, Case] = {
     "looped Qwen2, windows": Case(
         "looped", _looped("Qwen2", 0, 4, 2, **_WINDOWS), (2, 1), n_shared=28, variant=True
     ),
+    "LoopUS": Case("loopus", _loopus, (3, 1, 4), n_shared=28),
     "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
     "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
     "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4,), n_shared=6, variant=True),

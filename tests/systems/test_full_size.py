@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems.loopus import build_loopus
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -96,6 +97,18 @@ def _iquest() -> nn.Module:
         skeleton({"weight!": (40, 128), "bias!": (40,)}) for _ in range(80)
     )
     return model
+
+
+def _loopus() -> nn.Module:
+    base = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    parts = {"encoder": [0, 1], "reasoning": list(range(2, 27)), "decoder": [27]}
+    layers = {f"{part}_layer_indices": numbers for part, numbers in parts.items()}
+    with torch.device("meta"):
+        return build_loopus({"base_config_dict": base, "N": 6, **layers})
 
 
 def _loopformer() -> nn.Module:
@@ -212,6 +225,14 @@ FULL_SIZE: dict[str, tuple[Any, str, int, dict[str, int], int, set[int]]] = {
         {"gptq": 560},
         80 * (2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120),
         {5120, 27648},
+    ),
+    "LoopUS-Qwen3-1.7B": (
+        _loopus,
+        "loopus",
+        6,
+        {"gptq": 196},
+        28 * (2 * 2048 * 2048 + 2 * 1024 * 2048 + 3 * 6144 * 2048),
+        {2048, 6144},
     ),
     "Ouro-1.4B": (lambda: _ouro(24), "ouro", 4, {"gptq": 168}, 1_233_125_376, {2048, 5632}),
     "Ouro-2.6B": (lambda: _ouro(48), "ouro", 4, {"gptq": 336}, 2_466_250_752, {2048, 5632}),

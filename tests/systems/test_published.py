@@ -21,7 +21,7 @@ import transformers
 import loopq
 from loopq.systems.base import Batch, find_system
 from loopq.systems.check import check_model
-from tests.support.systems import as_loaded
+from tests.support.systems import as_loaded, loopus_config
 
 _RAVEN = {
     "n_embd": 64, "n_heads": 4, "n_layers": 4, "block_size": 64, "vocab_size": 128, "intermediate_size": 96,
@@ -82,6 +82,17 @@ CLASSES = {
         "iquest",
         14,
     ),
+    "LoopUS": Published(
+        "LoopUS/models",
+        ("configuration_lds", "modeling_lds"),
+        "LDSConfig",
+        "LDSForCausalLM",
+        {k: v for k, v in loopus_config().items() if k != "model_type"},
+        "loopus",
+        28,
+        # Its forward stops where the exit head is this sure: never.
+        {"q_threshold": 2.0},
+    ),
 }
 
 
@@ -120,9 +131,21 @@ def test_checks_pass(published):
 
 
 @torch.no_grad()
+def test_layers_that_the_adapter_runs_give_what_the_class_gives(published):
+    case, system = published
+    if case.system != "loopus":
+        pytest.skip(
+            "the adapter's rollout is the class's forward, or the class has none that runs all tokens"
+        )
+    ids = torch.randint(0, 60, (2, 11), generator=torch.Generator().manual_seed(1))
+    expected = system.model(ids).logits
+    torch.testing.assert_close(system.rollout(Batch(ids, (0, 1)), system.n_steps), expected)
+
+
+@torch.no_grad()
 def test_the_cache_gives_the_logits_of_a_rollout(published):
     _, system = published
-    ids = torch.randint(0, 100, (2, 11), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, 60, (2, 11), generator=torch.Generator().manual_seed(1))
     whole = Batch(ids, (0, 1), 0, by_token=True)
     first, cache = system.extend(Batch(ids[:, :8], (0, 1), 0, by_token=True), system.n_steps, 0, None)
     rest = [first]
@@ -136,6 +159,6 @@ def test_the_cache_gives_the_logits_of_a_rollout(published):
 
 def test_all_its_weights_are_quantized_over_all_steps(published):
     case, system = published
-    prompts = [np.random.default_rng(i).integers(0, 100, 16) for i in range(8)]
+    prompts = [np.random.default_rng(i).integers(0, 60, 16) for i in range(8)]
     result = loopq.quantize(system.model, prompts, group_size=16, rank_threshold=None)
     assert len(result.layers) == case.n_shared

@@ -175,6 +175,8 @@ class LoopedSystem(ABC):
         Layers that no identity path leads around, in words.
     idle : tuple of str
         Beginnings of names of parameters that no rollout uses: a checkpoint may lack them.
+    model_types : tuple of str
+        ``model_type`` of each ``config.json`` whose class `model_class` builds.
     has_steps : bool
         Whether `embed`, `initial_state`, `step` and `predict` are there; diagnoses that intervene in the
         loop need them.
@@ -194,6 +196,7 @@ class LoopedSystem(ABC):
     also: ClassVar[str] = ""
     exposed: ClassVar[tuple[str, ...]] = ()
     idle: ClassVar[tuple[str, ...]] = ()
+    model_types: ClassVar[tuple[str, ...]] = ()
     has_steps: bool = False
     output: Literal["logits", "hidden"] = "logits"
     state_is_random: bool = False

@@ -83,11 +83,15 @@ def register_model(
 
 
 def find_class(config: Mapping[str, Any], system: str | None) -> ModelClass | None:
-    """Return the registered class of a ``config.json``, else that of the adapter named, else None (transformers)."""
-    known = _CLASSES.get(str(config.get("model_type", "")))
-    if known is None and system is not None:
-        return SYSTEMS.get(system).model_class()
-    return known
+    """Return the registered class of a ``config.json``, else that of an adapter, else None (transformers).
+
+    An adapter has one for its `model_types`, and for any folder that it is named for.
+    """
+    kind = str(config.get("model_type", ""))
+    if kind in _CLASSES:
+        return _CLASSES[kind]
+    named = None if system is None else SYSTEMS.get(system).model_class()
+    return named or next((cls.model_class() for _, cls in SYSTEMS if kind in cls.model_types), None)
 
 
 def load_registered(

@@ -1,0 +1,211 @@
+"""LoopUS: a pre-trained decoder whose middle layers run several times, mixed with the state before by a gate."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from loopq.errors import ConfigError
+from loopq.lazy import require
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, ExitRule, SharedParameter, declare
+from loopq.systems.classes import ModelClass
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_PARTS = ("encoder", "reasoning", "decoder")
+_MARKS = ("encoder.embed_tokens", "reasoning.gate.dt_input_proj", "decoder.lm_head")
+
+
+@SYSTEMS.register("loopus")
+class LoopUS(StepwiseSystem):
+    """LoopUS-Qwen3-1.7B and its like: `encoder`, `reasoning` and `decoder` hold the layers of a dense model.
+
+    ``s_0 = encoder(ids)``; ``s_{t+1} = a x + (1 - a) s_t`` with ``x = layers(s_t)`` and, for each token and channel,
+    ``a = exp(-softplus(P R (x - s_t) + b) exp(A_log))``; the decoder reads ``s_N``. The published class stops when its
+    `q_head` says so; here every prompt runs all N steps. The class is no class of transformers, so the model is built
+    from ``config.json`` (`build_loopus`); the published one is taken as well.
+    """
+
+    name = "loopus"
+    summary = "layers of a dense model; s = gate(middle layers(s), s), then the last layers"
+    checkpoints = (("LoopUS-Qwen3-1.7B", 196),)
+    code = "own"
+    model_types: ClassVar = ("lds",)
+    idle = ("q_head.",)
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by the gate beside encoder and decoder."""
+        return set(_MARKS) <= set(dict(model.named_modules()))
+
+    @classmethod
+    def model_class(cls) -> ModelClass:
+        """The published ``config.json`` holds that of the dense model, and names which layers are where."""
+        return ModelClass(build_loopus, rename=_current_names)
+
+    @property
+    def n_steps(self) -> int:
+        """`config.N`."""
+        return int(self.model.config.N)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Every linear of every layer, 196 of 28; those of encoder and decoder are called once."""
+        from torch import nn
+
+        modules = []
+        for part in _PARTS:
+            for i, layer in enumerate(self.model.get_submodule(part).layers):
+                modules += [
+                    (
+                        f"{part}.layers.{i}.{name}",
+                        {
+                            "role": name.split(".")[0].replace("self_attn", "attention"),
+                            "invocations": n_steps if part == "reasoning" else 1,
+                        },
+                    )
+                    for name, module in layer.named_modules()
+                    if isinstance(module, nn.Linear)
+                ]
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """Gate, exit head and output head."""
+        gate = "the gate: says how much of every step is kept, one weight in two thousand"
+        return {
+            "reasoning.gate.dt_input_proj.weight": gate,
+            "reasoning.gate.delta_proj.weight": gate,
+            "q_head.1.weight": "chooses a step to leave at; all steps are run",
+            "decoder.lm_head.weight": "runs once, after all layers",
+        }
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        return self._run(ids, n_steps, 0, None)
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by keys and values: of the layers outside the loop, and of those inside for each step."""
+        if cache is None:
+            dynamic = require("transformers").DynamicCache
+            cache = [dynamic() for _ in range(n_steps + 1)]
+        return self._run(self.to_device(batch.input_ids[:, n_seen:]), n_steps, n_seen, cache), cache
+
+    def _run(self, ids: Tensor, n_steps: int, n_seen: int, cache: Any) -> Tensor:
+        outside, inside = (None, [None] * n_steps) if cache is None else (cache[0], cache[1:])
+        state = self._layers("encoder", self.model.encoder.embed_tokens(ids), n_seen, outside)
+        for t in range(n_steps):
+            state = self._gated(state, n_seen, inside[t])
+        return self._read(state, n_seen, outside)
+
+    def _layers(self, part: str, x: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
+        """Run the layers of a part on tokens that follow the `n_seen` of a cache."""
+        import torch
+
+        end = n_seen + x.shape[1]
+        at, keys = torch.arange(n_seen, end, device=x.device), torch.arange(end, device=x.device)
+        rope = self.model.encoder.rotary_emb(x, at[None])
+        # Named even where no cache is kept: without a mask some kinds of attention would read ahead.
+        unseen = x.new_full((len(at), end), torch.finfo(x.dtype).min)
+        mask = unseen.masked_fill(at[:, None] >= keys, 0.0)[None, None]
+        for layer in self.model.get_submodule(part).layers:
+            out = layer(
+                x,
+                attention_mask=mask,
+                position_ids=at[None],
+                position_embeddings=rope,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                cache_position=at,
+            )
+            x = out[0] if isinstance(out, tuple) else out
+        return x
+
+    def _gated(self, state: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
+        from torch.nn import functional as F
+
+        gate = self.model.reasoning.gate
+        # The gate may have been left in float32.
+        before = state.to(gate.A_log.dtype)
+        after = self._layers("reasoning", state, n_seen, cache).to(gate.A_log.dtype)
+        delta = F.softplus(gate.delta_proj(gate.dt_input_proj(after - before)))
+        kept = (-delta * gate.A_log.exp()).exp()
+        return (kept * after + (1 - kept) * before).to(state.dtype)
+
+    def _read(self, state: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
+        decoder = self.model.decoder
+        logits: Tensor = decoder.lm_head(decoder.norm(self._layers("decoder", state, n_seen, cache)))
+        return logits
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._layers("encoder", self.model.encoder.embed_tokens(ids))
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """The middle layers, then the gate."""
+        return self._gated(state)
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """The last layers, the norm and the head."""
+        return self._read(state)
+
+    def exit_rule(self) -> ExitRule:
+        """Leave when `q_head`'s probability reaches the threshold."""
+
+        def sure(state: Tensor, logits: Tensor, threshold: float) -> bool:
+            return float(self.model.q_head(state).sigmoid()) >= threshold
+
+        return sure
+
+
+def build_loopus(config: dict[str, Any]) -> nn.Module:
+    """Build the model that a LoopUS ``config.json`` describes, untrained.
+
+    Parameters
+    ----------
+    config : dict
+        With `base_config_dict`, the ``config.json`` of the dense model, with `encoder_layer_indices`,
+        `reasoning_layer_indices` and `decoder_layer_indices`, which divide its layers, and `N`, the steps.
+
+    Raises
+    ------
+    ConfigError
+        A setting is missing, or the three lists do not divide the layers.
+    """
+    transformers = require("transformers")
+    import torch
+    from torch import nn
+
+    absent = {"base_config_dict", "N", *(f"{part}_layer_indices" for part in _PARTS)} - set(config)
+    if absent:
+        raise ConfigError(f"config.json of LoopUS: no {', '.join(sorted(absent))}")
+    base_config = {k: v for k, v in config["base_config_dict"].items() if k != "transformers_version"}
+    settings = transformers.AutoConfig.for_model(**base_config)
+    base = transformers.AutoModelForCausalLM.from_config(settings)
+    numbers = {part: sorted(config[f"{part}_layer_indices"]) for part in _PARTS}
+    if sorted(i for part in _PARTS for i in numbers[part]) != list(range(len(base.model.layers))):
+        raise ConfigError(
+            f"config.json of LoopUS: {numbers} do not divide the {len(base.model.layers)} layers of the dense model"
+        )
+    model = nn.Module()
+    for part in _PARTS:
+        block = nn.Module()
+        block.layers = nn.ModuleList(base.model.layers[i] for i in numbers[part])
+        model.add_module(part, block)
+    width = int(settings.hidden_size)
+    model.encoder.embed_tokens, model.encoder.rotary_emb = base.model.embed_tokens, base.model.rotary_emb
+    # Under the published names; `LoopUS` computes with it.
+    gate = model.reasoning.gate = nn.Module()
+    gate.A_log = nn.Parameter(torch.arange(1, width + 1, dtype=torch.float32).log())
+    gate.dt_input_proj = nn.Linear(width, -(-width // 16), bias=False)
+    gate.delta_proj = nn.Linear(-(-width // 16), width)
+    model.decoder.norm, model.decoder.lm_head = base.model.norm, base.lm_head
+    model.q_head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 1))
+    model.config = SimpleNamespace(**base_config, **{k: v for k, v in config.items() if k not in base_config})
+    return model.eval()
+
+
+def _current_names(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Early checkpoints call the loop "plateau", and those saved by several processes have "module" in a name."""
+    plain = {name.replace(".module.", "."): tensor for name, tensor in tensors.items()}
+    return {re.sub(r"^plateau\.", "reasoning.", name): tensor for name, tensor in plain.items()}

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 import loopq
@@ -17,6 +18,7 @@ from loopq.checkpoint.layer import Trellis
 from loopq.checkpoint.native import load_into
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
+from loopq.systems.hf import unfuse
 from tests.support.interop import models
 from tests.support.systems import CASES, build
 
@@ -36,6 +38,21 @@ def _from_case(name):
     return model, config, {}
 
 
+def _experts(kind):
+    """A model as the loader gives it: each expert's matrices apart, named as in its files."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**sizes)
+    ).eval()
+    unfuse(model)
+    return model, model.config.to_dict() | {"architectures": [type(model).__name__]}, {}
+
+
 def _code():
     return models.looped_code()
 
@@ -46,9 +63,11 @@ BUILT = {
     "code of its own": _code,
     "Zamba, tied modules": lambda: _from_case("transformers Zamba"),
     "GPT-NeoX, biases": lambda: _from_case("transformers GPT-NeoX Ponder"),
+    "OLMoE, experts": lambda: _experts("Olmoe"),
+    "Mixtral, experts under other names": lambda: _experts("Mixtral"),
 }
 #: Models that no looped system fits: `loopq.load` takes them with the generic one.
-GENERIC = ("Llama", "code of its own")
+GENERIC = ("Llama", "code of its own", "OLMoE, experts", "Mixtral, experts under other names")
 GRIDS = {
     "INT4": {"bits": 4, "group_size": 16},
     "INT3 asymmetric, ragged": {"bits": 3, "group_size": 24, "symmetric": False},

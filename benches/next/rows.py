@@ -122,6 +122,7 @@ def low_rank(bench: Bench, bits: int) -> Made:
     weight = subject.run.weights.oriented(task.parameter)
     hessian = subject.hessian(task)
     metric = subject.run.metrics[task.metric_key]
+    assert metric is not None
     right = metric.combined(hessian)
     right = right + np.diag(0.01 * np.diag(right))
     problem = Problem(name, weight, hessian, task.config.grid, metric=metric)

@@ -17,6 +17,7 @@ from loopq.checkpoint.model_files import TENSORS, to_torch
 from loopq.checkpoint.schema import Object, checked
 from loopq.errors import CheckpointError
 from loopq.lazy import require
+from loopq.systems.hf import unfuse
 from loopq.systems.looped import LOOP
 from loopq.systems.quantized import has_product, quantized_linear
 
@@ -95,6 +96,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
                 f"{self._files[0].parent}: config.json has {LOOP} {loop}, and transformers would run every layer "
                 "once; loopq.load(DIR) and `loopq run DIR` run the loop"
             )
+        unfuse(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         self._placed: dict[str, list[str]] = {}
         for group in self.quantization_config.groups:

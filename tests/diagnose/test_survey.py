@@ -6,9 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from loopq.diagnose import rank, sections, survey, verdict
+from loopq.diagnose import rank, sections, sensitivity, survey, verdict
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError, MissingExtraError
+from loopq.systems.from_python import wrap
+from tests.support.experts import routed_loop
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(
@@ -266,4 +268,25 @@ def test_not_finite_numbers_become_none():
         "a": None,
         "b": [1, None],
         "c": 3,
+    }
+
+
+def test_experts_are_judged_by_the_rows_that_they_get():
+    system, prompts = wrap(routed_loop(closed=(2,))).system, tokens(n_prompts=2, n_tokens=4, vocab=60)
+    config = dataclasses.replace(QUICK, group_size=8)
+    found = survey.diagnose(system, prompts, config=config, only=["ranks"], name="experts")
+    layers = {layer["name"]: layer for layer in found["layers"]}
+    closed = layers["block.experts.2.up_proj.weight"]
+    assert closed["verdict"]["text"] == "Its input was not measured (no token was sent to it)."
+    assert (closed["proxy"], closed["solved"], closed["verdict"]["blind"]) == (None, None, None)
+    ranks = found["sections"]["ranks"]["layers"]["block.experts.0.gate_proj.weight"]
+    rows = [step["n_rows"] for step in ranks["per_step"]]
+    said = (
+        f"An expert: {min(rows)} rows at least and {np.median(rows):g} typically at a step, fewer than it has"
+    )
+    assert layers["block.experts.0.up_proj.weight"]["verdict"]["text"].startswith(said)
+    assert "An expert" not in layers["block.mix.weight"]["verdict"]["text"]
+    weights = {name: system.model.get_parameter(name).detach().numpy() for name in layers}
+    assert set(layers) - set(sensitivity.gains(system, prompts, system.n_steps, weights=weights)) == {
+        f"block.experts.2.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")
     }

@@ -14,6 +14,7 @@ import benches.zoo.models
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, find_system
 from loopq.systems.load import LoadedModel, describe, encode_bytes
+from tests.support.experts import routed_loop, unfused_olmoe
 from tests.support.recursive import RecursiveModel
 
 
@@ -297,6 +298,7 @@ CASES: dict[str, Case] = {
         "looped", _looped("Qwen2", 0, 4, 2, **_WINDOWS), (2, 1), n_shared=28, variant=True
     ),
     "LoopUS": Case("loopus", _loopus, (3, 1, 4), n_shared=28),
+    "looped OLMoE, experts": Case("looped", unfused_olmoe, (2, 1, 3), n_shared=112, variant=True),
     "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
     "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
     "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4,), n_shared=6, variant=True),
@@ -311,5 +313,8 @@ CASES: dict[str, Case] = {
     "TRM": Case("trm", lambda: RecursiveModel(two=False), (4, 1), n_shared=8),
     "HRM": Case("trm", lambda: RecursiveModel(two=True), (4,), n_shared=16, variant=True),
     "generic HRM-Text": Case("generic", _hrm_text, (6,), n_shared=32, steps=False),
+    "generic, experts": Case(
+        "generic", lambda: routed_loop(closed=(2,)), (3,), n_shared=13, steps=False, variant=True
+    ),
     "generic Zamba": Case("generic", _zamba, (3,), n_shared=7, steps=False, variant=True),
 }

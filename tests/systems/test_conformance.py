@@ -42,14 +42,16 @@ each_core = pytest.mark.parametrize("case", _CORE.values(), ids=_CORE.keys())
 each_stepping = pytest.mark.parametrize("case", _STEPPING.values(), ids=_STEPPING.keys())
 
 
-def _watch(system: LoopedSystem, n_steps: int, run_at: int, case: Case) -> dict[str, list[int]]:
+def _watch(system: LoopedSystem, n_steps: int, run_at: int, case: Case) -> dict[str, dict[int, int]]:
     """Rows that each parameter saw at each step, declared for `n_steps` and run at `run_at`."""
-    rows: dict[str, list[int]] = {}
+    rows: dict[str, dict[int, int]] = {}
 
     def sink(parameter: Any, step: int, values: torch.Tensor) -> None:
         assert values.shape[1] == parameter.in_features
-        assert step == len(rows.setdefault(parameter.name, []))
-        rows[parameter.name].append(values.shape[0])
+        found = rows.setdefault(parameter.name, {})
+        # An expert may be left out by any step; no other weight is.
+        assert step > max(found, default=-1) if parameter.routed_in else step == len(found)
+        found[step] = values.shape[0]
 
     batch = prompts(case)
     with (
@@ -102,8 +104,14 @@ def test_hooks_see_what_is_declared_in_its_order(case: Case) -> None:
     shared = system.shared_parameters(n_steps)
     rows = _watch(system, n_steps, n_steps, case)
     assert len(shared) == case.n_shared
-    assert [(p.name, p.invocations) for p in shared] == [(name, len(r)) for name, r in rows.items()]
-    assert all(r > 0 for steps in rows.values() for r in steps)
+    experts = {p.name: p.invocations for p in shared if p.routed_in}
+    assert [(p.name, p.invocations) for p in shared if not p.routed_in] == [
+        (name, len(r)) for name, r in rows.items() if name not in experts
+    ]
+    assert all(r > 0 for steps in rows.values() for r in steps.values())
+    assert all(step < n for name, n in experts.items() for step in rows.get(name, ()))
+    whole = prompts(case).input_ids.numel()
+    assert all(r <= whole for name in experts for r in rows.get(name, {}).values())
 
 
 @each

@@ -119,7 +119,7 @@ class _GroupFilter:
         if input_group == parameter.name:
             self._last[input_group] = (step, input_key(rows), rows)
             self._sink(input_group, step, rows)
-        elif self._last[input_group][:2] != (step, input_key(rows)):
+        elif self._last.get(input_group, ())[:2] != (step, input_key(rows)):
             raise CalibrationError(
                 f"layer {parameter.name}, step {step}: reads another input than {input_group}, which it shared in "
                 "the probe rollout; the model branches on its input: exclude this layer, or keep prompts of "
@@ -391,8 +391,11 @@ def collect_rows(
 
 
 def _rows_bytes(job: Collection, kind: str) -> int:
-    width = sum(p.in_features * p.invocations for p in job.selection.distinct_inputs)
-    return job.tokens.n_tokens * width * (4 if kind == "float32" else 2)
+    shares = job.selection.shares
+    width = sum(
+        p.in_features * p.invocations * shares.get(p.name, 1.0) for p in job.selection.distinct_inputs
+    )
+    return int(job.tokens.n_tokens * width) * (4 if kind == "float32" else 2)
 
 
 def _begin(out: Path, key: str) -> bool:
@@ -453,7 +456,11 @@ def _write_shard(
 
 
 def _finish_rows(job: Collection, out: Path, dtype: str) -> Manifest:
-    rows: Rows = {p.name: {} for p in job.selection.distinct_inputs}
+    # A shard has no rows of a step that sent none to an expert.
+    rows: Rows = {
+        p.name: dict.fromkeys(range(p.invocations) if p.routed_in else (), 0)
+        for p in job.selection.distinct_inputs
+    }
     files = []
     for path in sorted((out / "shards").glob("*.json")):
         journal = checked(_ShardJournal, read_json(path, DumpError), path, DumpError)

@@ -226,7 +226,9 @@ class Dump:
 
     def _check_rows(self) -> None:
         dims = {p.name: p.in_features for p in self.manifest.parameters}
-        found: Rows = {input_group: {} for input_group in self.manifest.rows}
+        found: Rows = {
+            k: {step: 0 for step, n in steps.items() if not n} for k, steps in self.manifest.rows.items()
+        }
         for entry in self.manifest.files:
             path = self.folder / entry.file
             header, _ = read_header(path, DumpError)

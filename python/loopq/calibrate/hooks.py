@@ -1,8 +1,13 @@
-"""Owned forward hooks: step t of a parameter is its t-th invocation within one rollout."""
+"""Owned forward hooks: step t of a parameter is its t-th invocation within one rollout.
+
+An expert is called for some steps only: its steps are the calls of the module that sends rows to it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +35,8 @@ class Observer:
     parameters : sequence of SharedParameter
         Parameters to watch.
     sink : callable
-        Called with parameter, step and input rows, Tensor (n_rows, in_features), in the order of the calls.
+        Called with parameter, step and input rows, Tensor (n_rows, in_features), in the order of the calls; not for
+        calls of an expert without rows.
     check_finite : bool
         Refuse NaN and infinity.
     """
@@ -63,6 +69,10 @@ class Observer:
                 if id(module) not in hooked:
                     hooked.add(id(module))
                     self._handles.append(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
+        for name, invocations in {p.routed_in: p.invocations for p in self._parameters.values()}.items():
+            if name:
+                count = functools.partial(self._on_step, name, invocations)
+                self._handles.append(names[name].register_forward_pre_hook(count))
         return self
 
     def __exit__(
@@ -85,7 +95,7 @@ class Observer:
         if not self._handles:
             raise CalibrationError("the observer is used outside its block: its hooks are not attached")
         self._batch = batch
-        self._counts = {p.name: 0 for p in self._parameters.values()}
+        self._counts = {p.routed_in or p.name: 0 for p in self._parameters.values()}
         self._last = "before the first layer"
         self._failed.clear()
         try:
@@ -102,12 +112,12 @@ class Observer:
 
     def _check_counts(self) -> None:
         for parameter in self._parameters.values():
-            count = self._counts[parameter.name]
+            count = self._counts[parameter.routed_in or parameter.name]
             if count == 0:
+                modules = parameter.routed_in or ", ".join(parameter.owners)
                 raise CalibrationError(
                     f"layer {parameter.name}: selected but never observed: no hooked module that holds it was "
-                    f"called (modules: {', '.join(parameter.owners)}). Exclude it, or declare it as used "
-                    "without a call"
+                    f"called (modules: {modules}). Exclude it, or declare it as used without a call"
                 )
             if count != parameter.invocations:
                 raise CalibrationError(
@@ -115,21 +125,40 @@ class Observer:
                     f"{parameter.invocations}; depth, caching or chunking differ from what was declared"
                 )
 
+    def _on_step(self, name: str, invocations: int, *_: Any) -> None:
+        """Count a call of a module that sends rows to experts."""
+        if self._batch is not None:
+            self._next(name, f"module {name}", invocations)
+
+    def _next(self, counted: str, what: str, invocations: int) -> int:
+        """Step of a call of what is counted under a name."""
+        step = self._counts[counted]
+        self._counts[counted] = step + 1
+        if step >= invocations:
+            raise CalibrationError(
+                f"{what}: invocation {step} in one rollout, its system declares "
+                f"{invocations}; depth, caching or chunking differ from what was declared"
+            )
+        return step
+
     def _on_call(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A call outside a rollout scope (a warm-up, generation) belongs to no step.
         if self._batch is None:
             return
         parameter = self._parameters[id(module.weight)]
-        step = self._counts[parameter.name]
-        self._counts[parameter.name] = step + 1
-        if step >= parameter.invocations:
+        if parameter.routed_in:
+            step = self._counts[parameter.routed_in] - 1
+        else:
+            step = self._next(parameter.name, f"layer {parameter.name}", parameter.invocations)
+        if step < 0:
             raise CalibrationError(
-                f"layer {parameter.name}: invocation {step} in one rollout, its system declares "
-                f"{parameter.invocations}; depth, caching or chunking differ from what was declared"
+                f"layer {parameter.name}: called before {parameter.routed_in}, whose calls are its steps"
             )
         self._last = f"after layer {parameter.name} was called at step {step}"
         value = args[0] if args else next(iter(kwargs.values()))
         rows = value.detach().reshape(-1, parameter.in_features)
+        if parameter.routed_in and not rows.shape[0]:
+            return
         if self._check_finite:
             self._refuse_non_finite(parameter, step, rows)
         try:
@@ -148,9 +177,10 @@ class Observer:
         assert self._batch is not None
         per_prompt = max(1, rows.shape[0] // len(self._batch.prompts))
         prompt = self._batch.prompts[min(row // per_prompt, len(self._batch.prompts) - 1)]
+        where = f" (prompt {prompt}, position {row % per_prompt})" * (not parameter.routed_in)
         raise NonFiniteError(
-            f"layer {parameter.name}, step {step}, row {row} (prompt {prompt}, position {row % per_prompt}), "
-            f"column {column}: {float(rows[row, column])}; {self._cause()}"
+            f"layer {parameter.name}, step {step}, row {row}{where}, column {column}: {float(rows[row, column])}; "
+            f"{self._cause()}"
         )
 
     def _cause(self) -> str:
@@ -169,8 +199,8 @@ def input_key(value: Tensor) -> InputKey:
 
 def find_input_groups(
     system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
-) -> dict[str, str]:
-    """Find the parameters that read the very same input at every invocation, as q, k and v do.
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Find the parameters that read the very same input at every invocation, as q, k and v do, and what experts get.
 
     Parameters
     ----------
@@ -185,18 +215,53 @@ def find_input_groups(
 
     Returns
     -------
-    dict of str to str
+    input_groups : dict of str to str
         Parameter name to the name of its group's first parameter.
+    shares : dict of str to float
+        Of each expert's parameter: its rows, mean over the steps, as a share of the tokens.
     """
     inputs: dict[str, list[InputKey]] = {p.name: [] for p in parameters}
+    n_rows = {p.name: 0 for p in parameters if p.routed_in}
     alive = []
 
     def keep(parameter: SharedParameter, step: int, rows: Tensor) -> None:
         # Holding every input keeps its memory from being given to another tensor, so addresses identify.
         alive.append(rows)
         inputs[parameter.name].append(input_key(rows))
+        if parameter.routed_in:
+            n_rows[parameter.name] += rows.shape[0]
 
     with Observer(system, parameters, keep) as observer, observer.rollout(batch):
         system.rollout(batch, n_steps)
     input_groups: dict[tuple[InputKey, ...], str] = {}
-    return {p.name: input_groups.setdefault(tuple(inputs[p.name]), p.name) for p in parameters}
+    found = {
+        p.name: input_groups.setdefault(tuple(inputs[p.name]), p.name) for p in parameters if inputs[p.name]
+    }
+    like = _experts_alike(parameters, found)
+    tokens = batch.input_ids.numel()
+    shares = {p.name: n_rows[p.name] / (tokens * p.invocations) for p in parameters if p.routed_in}
+    return {p.name: found.get(p.name) or like.get(p.name, p.name) for p in parameters}, shares
+
+
+def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str]) -> dict[str, str]:
+    """Input groups of experts that got no row, as those of another expert of the same module that got some."""
+    names = {p.name: place for p in parameters if (place := _in_list(p)) is not None}
+    within: dict[tuple[str, str], str] = {}
+    for name, (before, number, after) in names.items():
+        group = found.get(name, "")
+        if group.startswith(f"{before}{number}."):
+            within.setdefault((before, after), group.removeprefix(f"{before}{number}"))
+    like = {}
+    for name, (before, number, after) in names.items():
+        group = f"{before}{number}{within.get((before, after), after)}"
+        if group in names:
+            like[name] = group
+    return like
+
+
+def _in_list(parameter: SharedParameter) -> tuple[str, str, str] | None:
+    """Name of an expert's weight: up to the expert's number, the number, and the rest."""
+    if not parameter.routed_in:
+        return None
+    parts = re.fullmatch(rf"({re.escape(parameter.routed_in)}\..*?)(\d+)(\..*)", parameter.name)
+    return (parts[1], parts[2], parts[3]) if parts else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import find_input_groups
@@ -25,11 +25,14 @@ class Selection:
         For every parameter that is observed, the first parameter that reads the same input.
     n_steps : int
         Depth of the rollout.
+    shares : dict of str to float
+        Of the parameters of experts: rows of a step, in the rollout of one prompt, as a share of its tokens.
     """
 
     parameters: tuple[SharedParameter, ...]
     input_groups: dict[str, str]
     n_steps: int
+    shares: dict[str, float] = field(default_factory=dict)
 
     @property
     def observed(self) -> tuple[SharedParameter, ...]:
@@ -100,5 +103,5 @@ def select(
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
     # A copy: prompts of a file are read-only, which torch warns of.
     probe = Batch(torch.from_numpy(tokens.sequences[0][None].copy()), (0,), seed)
-    input_groups = find_input_groups(system, observed, probe, depth) if observed else {}
-    return Selection(parameters, input_groups, depth)
+    input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
+    return Selection(parameters, input_groups, depth, shares)

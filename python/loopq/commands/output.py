@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from loopq.checkpoint.schema import checked
 from loopq.errors import CheckpointError
 from loopq.table import render, short, size
+
+#: Names shown of experts that the same is said of.
+_N_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,12 @@ class _Report:
     damping: float | None = None
     n_rows: int | None = None
     steps: tuple[int, ...] = ()
+    step_rows: tuple[int, ...] | None = None
     rank: int | None = None
     proxy: float | None = None
     proxy_rtn: float | None = None
     proxy_total: float | None = None
+    metric: str | None = None
 
     def loss(self, value: float | None) -> str | None:
         """A proxy loss relative to that of the weight itself."""
@@ -36,7 +42,8 @@ class _Report:
 
 
 def layer_table(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the table of a run: one line for each layer."""
+    """Return the table of a run: one line for each layer; and what is to be said of experts."""
+    layers = [checked(_Report, report, "report.jsonl", others=True) for report in reports]
     rows = [
         (
             r.layer,
@@ -46,20 +53,51 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
             f"INT{r.bits}",
             r.group_size if r.group_size != -1 else "row",
             short(r.damping),
-            r.n_rows,
+            _rows(r.n_rows, r.step_rows),
             spans(r.steps),
             r.rank,
             r.loss(r.proxy_rtn),
             r.loss(r.proxy),
             size(r.n_bytes),
         )
-        for r in (checked(_Report, report, "report.jsonl", others=True) for report in reports)
+        for r in layers
     ]
     header = (
         "layer", "shape", "asked", "done", "grid", "group", "damping", "rows", "steps", "rank",
         "loss RTN", "loss", "bytes",
     )  # fmt: skip
-    return render(header, rows)
+    return "\n".join([render(header, rows), *_of_experts(layers)])
+
+
+def _rows(total: int | None, by_step: Sequence[int] | None) -> str | int | None:
+    """Rows in all; of an expert also the fewest of a step, and their median."""
+    if not by_step:
+        return total
+    return f"{sum(by_step)} ({min(by_step)}, {statistics.median(by_step):g})"
+
+
+def _of_experts(layers: Sequence[_Report]) -> list[str]:
+    """What became of experts that few tokens were sent to."""
+    experts = [r for r in layers if r.step_rows is not None]
+    none = [r.layer for r in experts if not sum(r.step_rows or ())]
+    few = [r.layer for r in experts if 0 < sum(r.step_rows or ()) < r.shape[1]]
+    # Of the tasks that asked for gradients some experts have no metric.
+    plain = [r.layer for r in experts if r.metric is None and r.layer not in none]
+    if all(r.metric is None for r in layers):
+        plain = []
+    said = ["rows of an expert: in all (fewest of a step, median of the steps)"] * bool(experts)
+    for names, what in (
+        (
+            none,
+            "got no row, and are rounded to nearest, which calibration cannot help: take more or other prompts",
+        ),
+        (few, "got fewer rows than they have inputs: what those do not show is left to the damping of H"),
+        (plain, "got rows and no gradient: solved with metric inputs"),
+    ):
+        if names:
+            more = f" and {len(names) - _N_NAMES} more" if len(names) > _N_NAMES else ""
+            said.append(f"{len(names)} weights of experts {what}: {', '.join(names[:_N_NAMES])}{more}")
+    return said
 
 
 def spans(steps: Sequence[int]) -> str:
@@ -152,6 +190,12 @@ def extras(settings: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _dumped_rows(parameter: Any, rows: dict[int, int] | None) -> str | int | None:
+    found = rows or {}
+    by_step = [found.get(step, 0) for step in range(parameter.invocations)]
+    return _rows(sum(found.values()) or None, by_step if parameter.routed_in and rows is not None else None)
+
+
 def print_dump(manifest: Any) -> None:
     rows = [
         (
@@ -161,7 +205,7 @@ def print_dump(manifest: Any) -> None:
             p.treatment,
             p.invocations,
             manifest.input_groups.get(p.name),
-            sum(manifest.rows.get(manifest.input_groups.get(p.name, ""), {}).values()) or None,
+            _dumped_rows(p, manifest.rows.get(manifest.input_groups.get(p.name, ""))),
         )
         for p in manifest.parameters
     ]

@@ -108,6 +108,9 @@ def _ranks(
         progress.start("ranks", len(names), "inputs")
         for name in names:
             h = take(name)
+            if not any(map(h.n_rows, h.steps)):  # an expert that no token was sent to
+                progress.advance()
+                continue
             count = rank.steps_to_count(len(list(h.steps)), h.dim)
             layers[name] = rank.layer_ranks(h, input_blocks(by_name[name]), count, threads)
             drawn = rank.drawn(layers, exposed)
@@ -136,7 +139,11 @@ def _ranks(
         "bottleneck": rank.bottleneck(layers),
         "largest_gain": rank.largest_gain(layers),
         "drawn": rank.drawn(layers, exposed),
-        "traces": {name: layers[input_groups[name]]["all"]["trace"] for name in by_name},
+        "traces": {
+            name: layers[input_groups[name]]["all"]["trace"]
+            for name in by_name
+            if input_groups[name] in layers
+        },
         "solved": losses,
         "proxies": {name: values.tolist() for name, values in proxies.items()},
         "outputs": {name: values.tolist() for name, values in outputs.items()},

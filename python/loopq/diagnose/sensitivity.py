@@ -162,7 +162,7 @@ def gains(
     n_draws: int = 10,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Random-direction gain of every layer named in `weights`, mean over prompts (Li, App. G).
+    """Random-direction gain of every layer named in `weights` that has inputs, mean over prompts (Li, App. G).
 
     Parameters
     ----------
@@ -180,7 +180,9 @@ def gains(
             random_direction_gain(lambda x, w=w: x @ w.T, x, n_draws, seed=seed + i)  # type: ignore[misc]
             for i, x in enumerate(inputs[p.name])
         ]
-        out[p.name] = float(np.mean(per_prompt))
+        # An expert may be given no row of the last step.
+        if per_prompt:
+            out[p.name] = float(np.mean(per_prompt))
     return out
 
 

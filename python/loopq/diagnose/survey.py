@@ -256,7 +256,9 @@ def _layers(
             "invocations": p.invocations,
             "exposed": p.exposed,
             "treatment": p.treatment,
-            "reason": p.reason,
+            "reason": p.reason
+            or "no token was sent to it" * bool(p.routed_in and ranks and layer_ranks is None),
+            "routed_in": p.routed_in,
             "input_of": group,
             "feedback_ratio": ratio if p.exposed else None,
             "noise": noise if p.exposed and input_blocks(p) else None,

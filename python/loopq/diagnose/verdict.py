@@ -20,7 +20,7 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
     Parameters
     ----------
     layer : mapping
-        The layer's `name`, `role`, `exposed`, `treatment`, `reason`, and where measured `solved`
+        The layer's `name`, `role`, `exposed`, `treatment`, `reason`, `routed_in`, and where measured `solved`
         (`blindness.solved_losses`), `ablation` (`changed`,
         `place`, `of`, `setting`, `output_error_last`), `feedback_ratio`, and `noise` (`overlap`, `chance`) where
         the state at step 0 overlaps with that of the last step no more than by chance.
@@ -39,7 +39,7 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
         texts.append(f"Its input was not measured{_because(layer)}.")
     else:
         dominated, text = _coverage(ranks)
-        texts.append(text)
+        texts += [_few(ranks), text] if layer.get("routed_in") else [text]
     if layer.get("solved"):
         blind, text = _solved(layer["solved"])
         texts.append(text)
@@ -61,6 +61,13 @@ def judge(layer: Mapping[str, Any], ranks: Mapping[str, Any] | None) -> dict[str
 
 def _because(layer: Mapping[str, Any]) -> str:
     return f" ({layer['reason']})" if layer.get("reason") else ""
+
+
+def _few(ranks: Mapping[str, Any]) -> str:
+    """How many rows an expert gets, by which its ranks are to be read."""
+    rows = [int(s["n_rows"]) for s in ranks["per_step"]]
+    few = ", fewer than it has inputs" * (sum(rows) < ranks["dim"])
+    return f"An expert: {min(rows):,} rows at least and {np.median(rows):,g} typically at a step{few}."
 
 
 def _solved(losses: Mapping[str, float]) -> tuple[bool, str]:

@@ -197,7 +197,7 @@ def collect_metrics(
     Returns
     -------
     dict of str to LoopMetric
-        By parameter name.
+        By parameter name; without experts that no gradient reaches.
 
     Raises
     ------
@@ -210,6 +210,7 @@ def collect_metrics(
     precision; the same number of threads gives the same bits, another number may change last bits.
     """
     (most, n_draws), chosen = _chosen(tasks)
+    chosen = [t for t in chosen if not t.parameter.routed_in or _n_rows(hessians, t)]
     if not chosen:
         return {}
     tokens = tokens.take(0, n_gradient_prompts(most, len(tokens.sequences)))
@@ -227,15 +228,18 @@ def collect_metrics(
                     blocks = [g[b] @ inverses[name] @ g[b].T for b in _blocks(len(g))]
                 sums.add_left(name, blocks)
             source.snapshot(sums, number)
-        missing = [n for n in names if n not in sums.left]
-        if missing:
-            raise SystemContractError(f"no gradient reaches {', '.join(missing)}: use metric 'inputs' there")
+        # An expert that was given no row has no gradient, or one of zeros.
+        for t in chosen:
+            if t.parameter.routed_in and not any(a.any() for a in sums.left.get(t.name, ())):
+                sums.left.pop(t.name, None)
+            elif t.name not in sums.left:
+                raise SystemContractError(f"no gradient reaches {t.name}: use metric 'inputs' there")
         sums.begin_round(1)
     if sums.round == 1:
         back = {n: [_inverse(a, RIDGE, threads) for a in blocks] for n, blocks in sums.left.items()}
         for number, found in source.each(sums.done):
             for name, g in found:
-                for b, a in zip(_blocks(len(g)), back[name], strict=True):
+                for b, a in zip(_blocks(len(g)), back.get(name, ()), strict=name in back):
                     with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
                         add = g[b].T @ a @ g[b]
                     sums.add_right(name, add)
@@ -243,8 +247,13 @@ def collect_metrics(
         sums.begin_round(2)
         sums.save()
     execution.progress.stop()
-    left = {n: tuple(ridged(a, RIDGE) for a in sums.left[n]) for n in names}
-    return {n: LoopMetric(left[n], sums.right[n], source.total) for n in names}
+    left = {n: tuple(ridged(a, RIDGE) for a in sums.left[n]) for n in names if n in sums.left}
+    return {n: LoopMetric(left[n], sums.right[n], source.total) for n in left}
+
+
+def _n_rows(hessians: Hessians, task: Task) -> int:
+    found = hessians.accumulator(str(task.input_group), task.steps)
+    return sum(found.n_rows(step) for step in task.steps)
 
 
 def _summed(hessians: Hessians, task: Task) -> Matrix:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.evaluate.compare import compare
 from loopq.execution import Execution
 from loopq.gradients.unroll import linked, unroll
@@ -114,6 +114,7 @@ def loop_fisher(
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     layers = sorted({layer for layer, _ in candidates})
     parameters = {name: system.model.get_parameter(name) for name in layers}
+    experts = {p.name for p in system.shared_parameters(depth) if p.routed_in}
     errors = {
         key: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()
         - parameters[key[0]].detach().double()
@@ -135,10 +136,16 @@ def loop_fisher(
                 labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
                 picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
                 last = sample + 1 == n_draws
-                grads = torch.autograd.grad(picked, [leaves[n] for n in layers], retain_graph=not last)
+                grads = torch.autograd.grad(
+                    picked, [leaves[n] for n in layers], retain_graph=not last, allow_unused=True
+                )
                 by_name = dict(zip(layers, grads, strict=True))
                 for key, error in errors.items():
-                    totals[key] += float((by_name[key[0]].double() * error).sum()) ** 2
+                    gradient = by_name[key[0]]
+                    if gradient is not None:
+                        totals[key] += float((gradient.double() * error).sum()) ** 2
+                    elif key[0] not in experts:
+                        raise SystemContractError(f"no gradient reaches {key[0]}: use measured scores")
         positions += logp.shape[0] * logp.shape[1]
         journal.save("fisher", totals=list(totals.values()), positions=positions, done=number)
         progress.advance()

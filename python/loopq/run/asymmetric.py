@@ -16,6 +16,7 @@ from loopq.quantizers.base import Problem
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
+from loopq.run.open_loop import solve_open
 from loopq.run.plan import steps_apart
 from loopq.run.solver import account, relative_error, save_layer, saved_layer
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
@@ -48,6 +49,9 @@ class Asymmetric(Inputs):
     so any solver does, given W* for W and S^ for H; step weights multiply both sums, and are taken from the
     full-precision rollout. The layer that is being solved is at full precision while its inputs are collected; what
     it will do to its own input through the loop is not seen.
+
+    Experts come first, from the inputs of the full-precision rollout: a quantized one may send other tokens to them, so
+    that their rows have no pairs.
     """
 
     name: ClassVar[str] = "asymmetric"
@@ -62,10 +66,12 @@ class Asymmetric(Inputs):
         """Solve all layers; return them by parameter name, in the order of the tasks."""
         _collect_metrics(run)
         journal, progress = run.journal("layers"), run.execution.progress
-        done: Layers = {}
-        progress.start("solve", self.sweeps * len(run.tasks), "layers")
+        experts = [t for t in run.tasks if t.parameter.routed_in]
+        others = [t for t in run.tasks if not t.parameter.routed_in]
+        done = solve_open(run, experts) if experts else {}
+        progress.start("solve", self.sweeps * len(others), "layers")
         for sweep in range(self.sweeps):
-            for group in _groups(run.tasks):
+            for group in _groups(others):
                 part = f"sweep-{sweep}/"
                 saved = {t.name: saved_layer(journal, t.name, part) for t in group}
                 solved = {name: layer for name, layer in saved.items() if layer is not None}

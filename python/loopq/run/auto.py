@@ -57,17 +57,18 @@ def choose_metric(run: Run) -> Run:
 
 def cost_of_gradients(run: Run) -> float:
     """Multiply-adds of the loop metrics, over those of a run of GPTQ: rollouts, Hessians, solves."""
-    tokens, tasks = run.job.tokens, run.tasks
-    rollout = (
-        sum(p.in_features * p.out_features * p.invocations for p in run.job.selection.parameters)
-        * tokens.n_tokens
+    tokens, tasks, shares = run.job.tokens, run.tasks, run.job.selection.shares
+    rollout = tokens.n_tokens * sum(
+        p.in_features * p.out_features * p.invocations * shares.get(p.name, 1.0)
+        for p in run.job.selection.parameters
     )
-    n_inputs = len({t.input_group for t in tasks if t.input_group})
+    n_inputs = len({t.input_group for t in tasks if t.input_group and not t.parameter.routed_in})
     runs = run.config.inputs.n_runs(len(passes(run, run.sums())), n_inputs)
     metric = metric_cost(tasks, len(tokens.sequences), run.execution.memory)
     rollouts = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
     gradients = rollout / len(tokens.sequences) * rollouts + DOUBLE * metric.multiply_adds
-    return gradients / (rollout * runs + hessian_work(tasks, tokens.n_tokens) + solve_work(tasks, GPTQ()))
+    hessian = hessian_work(tasks, tokens.n_tokens, shares)
+    return gradients / (rollout * runs + hessian + solve_work(tasks, GPTQ()))
 
 
 def why_not(run: Run) -> str:
@@ -96,5 +97,6 @@ def _tried(run: Run, tasks: Sequence[Task]) -> str:
     except RuntimeError as error:
         # torch's word for a graph that does not reach the weights.
         return f"a backward pass fails: {str(error).splitlines()[0]}"
-    missing = sorted(set(names) - set(found))
+    # An expert may be given no token of this prompt.
+    missing = sorted({t.name for t in tasks if not t.parameter.routed_in} - set(found))
     return f"no gradient reaches {missing[0]}" if missing else ""

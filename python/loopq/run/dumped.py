@@ -114,8 +114,8 @@ def loop_metric(dump: Dump, name: str, steps: Sequence[int]) -> LoopMetric:
     return LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
 
 
-def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric]:
-    """Read the loop metric of every layer that asks for one.
+def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric | None]:
+    """Read the loop metric of every layer that asks for one; None of an expert that no gradient reached.
 
     Raises
     ------
@@ -124,9 +124,13 @@ def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric]
     ConfigError
         Other counts of prompts or draws are asked for than the dump's.
     """
-    found = {}
+    found: dict[MetricKey, LoopMetric | None] = {}
+    measured = {m.parameter for m in dump.manifest.metrics}
     for task in tasks:
         if task.gradients is None:
+            continue
+        if measured and task.parameter.routed_in and task.name not in measured:
+            found[task.metric_key] = None
             continue
         metric = loop_metric(dump, task.name, task.steps)
         first, most = dump.manifest.metrics[0], task.gradients[0]

@@ -41,13 +41,14 @@ class Run:
     probe_seconds : float
         Seconds that a rollout of the first prompt took.
     metrics : dict
-        Loop metrics that were collected, by `Task.metric_key`. Runs of the same collection share them.
+        Loop metrics that were collected, by `Task.metric_key`; None of an expert that no gradient reaches. Runs of the
+        same collection share them.
     """
 
     job: Collection
     config: QuantConfig
     probe_seconds: float = 0.0
-    metrics: dict[MetricKey, LoopMetric] = field(default_factory=dict)
+    metrics: dict[MetricKey, LoopMetric | None] = field(default_factory=dict)
 
     @classmethod
     def prepare(
@@ -104,13 +105,17 @@ class Run:
         folder = self.execution.folder(name)
         return Journal(folder, self.key() if folder else "")
 
-    def sums(self, *, per_step: bool | None = None) -> HessianSet:
-        """Empty accumulators: one sum for each input, or each step apart where layers choose or weigh differently."""
-        steps = steps_by_input(self.tasks)
+    def sums(self, *, per_step: bool | None = None, tasks: Sequence[Task] | None = None) -> HessianSet:
+        """Empty accumulators: one sum for each input, or each step apart where layers choose or weigh differently.
+
+        They are of all tasks, or of those given.
+        """
+        tasks = self.tasks if tasks is None else tasks
+        steps = steps_by_input(tasks)
         if per_step is None:
             per_step = any(
                 t.input_group and (list(t.steps) != steps[t.input_group] or t.step_weights != "sum")
-                for t in self.tasks
+                for t in tasks
             )
         return HessianSet(self.job, steps, per_step=per_step)
 
@@ -170,7 +175,7 @@ class Run:
             self.execution,
             self.journal(name),
         )
-        self.metrics.update({t.metric_key: found[t.name] for t in missing})
+        self.metrics.update({t.metric_key: found.get(t.name) for t in missing})
 
     def work(self, name: str) -> Path | None:
         """A folder within the work folder."""

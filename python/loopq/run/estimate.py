@@ -78,12 +78,12 @@ def estimate(run: Run) -> Estimate:
     tokens = run.job.tokens
     n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
     once = run.probe_seconds * tokens.n_tokens / per_prompt
-    inputs = {t.input_group for t in run.tasks if t.input_group}
+    inputs = {t.input_group for t in run.tasks if t.input_group and not t.parameter.routed_in}
     metric = metric_cost(run.tasks, n_prompts, run.execution.memory)
     runs = run.config.inputs.n_runs(len(passes(run, sums)), len(inputs))
     runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
     metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
-    work = hessian_work(run.tasks, tokens.n_tokens) + solve_work(run.tasks)
+    work = hessian_work(run.tasks, tokens.n_tokens, run.job.selection.shares) + solve_work(run.tasks)
     core = work / _core_rate(run.execution.threads)
     peak = resident_bytes() + weights + memory
     seconds = once * runs + metric_seconds + core

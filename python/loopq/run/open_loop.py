@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +13,7 @@ from loopq.run.memory import passes
 from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
+    from loopq.quantizers.task import Task
     from loopq.run.engine import Layers, Run
 
 
@@ -24,21 +26,24 @@ class Open(Inputs):
 
     def solve(self, run: Run) -> Layers:
         """Collect and solve, pass by pass."""
-        sums = run.sums()
-        solver = run.solver(sums, run.journal("layers"))
-        done: Layers = {}
-        unobserved = [t for t in run.tasks if t.input_group is None]
-        for number, input_groups in enumerate(passes(run, sums) or [[]]):
-            if input_groups:
-                sums.run_pass(input_groups, work=run.work(f"pass-{number}"))
-            chosen = [t for t in run.tasks if t.input_group in input_groups] + (
-                unobserved if number == 0 else []
-            )
-            run.collect_metrics(sums, chosen, f"metric-{number}")
-            done.update(solver.run(chosen))
-            for input_group in input_groups:
-                sums.drop(input_group)
-        return {t.name: done[t.name] for t in run.tasks}
+        return solve_open(run, run.tasks)
+
+
+def solve_open(run: Run, tasks: Sequence[Task]) -> Layers:
+    """Collect the inputs of some layers in the full-precision rollout and solve them, pass by pass."""
+    sums = run.sums(tasks=tasks)
+    solver = run.solver(sums, run.journal("layers"))
+    done: Layers = {}
+    unobserved = [t for t in tasks if t.input_group is None]
+    for number, input_groups in enumerate(passes(run, sums) or [[]]):
+        if input_groups:
+            sums.run_pass(input_groups, work=run.work(f"pass-{number}"))
+        chosen = [t for t in tasks if t.input_group in input_groups] + (unobserved if number == 0 else [])
+        run.collect_metrics(sums, chosen, f"metric-{number}")
+        done.update(solver.run(chosen))
+        for input_group in input_groups:
+            sums.drop(input_group)
+    return {t.name: done[t.name] for t in tasks}
 
 
 @INPUTS.register("closed-loop")
@@ -73,6 +78,11 @@ class EqualBudget(Inputs):
 
     def solve(self, run: Run) -> Layers:
         """Collect and solve."""
+        if any(t.parameter.routed_in for t in run.tasks):
+            raise ConfigError(
+                "inputs 'equal-rows' count a token at one step only, and experts have other tokens at each step: take "
+                "inputs 'open', or --exclude the experts"
+            )
         if any(t.gradients for t in run.tasks):
             raise ConfigError(
                 "inputs 'equal-rows' are a control for the paper's method: they go with metric 'inputs'"

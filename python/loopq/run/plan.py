@@ -88,11 +88,12 @@ def solve_work(tasks: Sequence[Task], method: Method | None = None) -> float:
     return sum(factors.values()) + rest
 
 
-def hessian_work(tasks: Sequence[Task], n_tokens: int) -> float:
-    """Multiply-adds of the Hessians over some tokens."""
+def hessian_work(tasks: Sequence[Task], n_tokens: int, shares: Mapping[str, float]) -> float:
+    """Multiply-adds of the Hessians over some tokens, of which experts get `shares`."""
     widths = {task.input_group: task.parameter.in_features for task in tasks}
     steps = steps_by_input(tasks).items()
-    return float(n_tokens * sum(len(steps) * widths[group] ** 2 for group, steps in steps))
+    work = sum(shares.get(group, 1.0) * len(steps) * widths[group] ** 2 for group, steps in steps)
+    return float(n_tokens * work)
 
 
 def steps_by_input(tasks: Sequence[Task]) -> dict[str, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Solver:
     rank_threshold : float or None
         Threshold of the rank in the report, relative to the largest eigenvalue; None leaves it out.
     metrics : mapping
-        Loop metrics of the layers that ask for one, by `Task.metric_key`.
+        Loop metrics of the layers that ask for one, by `Task.metric_key`; None of an expert that no gradient reaches.
     journal : Journal
         Where solved layers are saved, so that a killed run can be resumed.
     """
@@ -50,7 +50,7 @@ class Solver:
     hessians: Hessians
     execution: Execution = field(default_factory=Execution)
     rank_threshold: float | None = None
-    metrics: Mapping[MetricKey, LoopMetric] = field(default_factory=dict)
+    metrics: Mapping[MetricKey, LoopMetric | None] = field(default_factory=dict)
     journal: Journal = field(default_factory=lambda: Journal(None))
 
     def run(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
@@ -135,8 +135,15 @@ class Solver:
         if task.input_group and shared.hessian is None:
             apart = task.step_weights != "sum"
             found = self.hessians.accumulator(task.input_group, task.steps, per_step=apart)
-            shared.hessian = weighted(found, task, step_weights(found, task))
+            # Of an expert that got no row no step has a weight.
+            known = any(found.n_rows(t) for t in task.steps)
+            shared.hessian = weighted(found, task, step_weights(found, task) if known else None)
         summed = shared.hessian if task.input_group else None
+        facts: dict[str, Any] = {}
+        if summed and task.parameter.routed_in:
+            facts = {"method_asked": task.config.method.name, "step_rows": list(summed.rows.values())}
+            task = _as_routed(task, summed, metric)
+            summed = summed if task.input_group else None
         problem = Problem(
             name=task.name,
             target=weight,
@@ -150,7 +157,7 @@ class Solver:
         layer = task.config.quantize(problem)
         rank = None if summed is None else self._rank(problem)
         return layer.with_report(
-            **account(task, layer, weight, summed, threads),
+            **account(task, layer, weight, summed, threads) | facts,
             rank=rank,
             rank_threshold=None if rank is None else self.rank_threshold,
         )
@@ -165,6 +172,17 @@ class Solver:
             return above
 
         return problem.once("rank", rank)
+
+
+def _as_routed(task: Task, summed: WeightedHessian, metric: LoopMetric | None) -> Task:
+    """An expert's task as the rows that it got allow: rounded without any, without gradients where none reaches it."""
+    if not sum(summed.rows.values()):
+        reason = "no token of the calibration was sent to it"
+        parameter = replace(task.parameter, reason=reason)
+        return Task(parameter, task.config.changed(method=rounding_like(task.config)), (), None)
+    if task.gradients and metric is None:
+        return replace(task, config=task.config.changed(metric="inputs"))
+    return task
 
 
 @dataclass

@@ -127,6 +127,9 @@ class SharedParameter:
     fused : str
         Blocks of output rows that one weight holds, in order, joined by "+" ("q+k+v", "gate+up"); "/head" at
         the end says that they repeat head by head. Empty where the weight is one projection.
+    routed_in : str
+        Of an expert: the module that chooses which of its rows go to which expert. Its calls are the steps then, and
+        `invocations` counts them; a step may give the expert any number of rows, or none.
     """
 
     name: str
@@ -140,6 +143,7 @@ class SharedParameter:
     treatment: Treatment = "gptq"
     reason: str = ""
     fused: str = ""
+    routed_in: str = ""
 
     def __post_init__(self) -> None:
         """Refuse a name that cannot stand for a file, as it does in a dump and while layers are solved."""
@@ -456,6 +460,66 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
         if weight is not None:
             owners.setdefault(id(weight), []).append(name)
     return owners
+
+
+def routing_module(model: nn.Module, name: str, layer: str = "") -> str | None:
+    """Name of the module whose list of experts (`nn.ModuleList`) a module stands in; None where it stands in none.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The whole model.
+    name : str
+        Name of the module.
+    layer : str
+        Module around it: lists that hold this one too are none of experts.
+    """
+    from torch import nn
+
+    def is_list(module: str) -> bool:
+        return module != layer and isinstance(model.get_submodule(module), nn.ModuleList)
+
+    while name != layer:
+        name = name.rpartition(".")[0]
+        if is_list(name):
+            while is_list(name):
+                name = name.rpartition(".")[0]
+            return name
+    return None
+
+
+def gates(model: nn.Module, routing: Iterable[str]) -> dict[str, str]:
+    """Weights by which modules choose experts or weigh them, and why they stay as they are.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The whole model.
+    routing : iterable of str
+        Modules that choose experts. What stands in them beside the experts and has an output for each, or one alone, is
+        a gate.
+    """
+    from torch import nn
+
+    found = {}
+    for name in routing:
+        block = model.get_submodule(name)
+        n_experts = max((len(m) for m in block.children() if isinstance(m, nn.ModuleList)), default=0)
+        for child, module in block.named_children():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.ndim == 2 and weight.shape[0] in (1, n_experts):
+                found[f"{name}.{child}.weight".lstrip(".")] = "a gate, which chooses or weighs experts"
+    return found
+
+
+def stacked_experts(model: nn.Module) -> dict[str, str]:
+    """Experts that a model keeps in tensors of three dimensions, which no module is called with, and what to do."""
+    return {
+        name: "experts in one tensor of three dimensions: `loopq.systems.experts.unfuse(model)` takes apart those of "
+        "classes of transformers 5 whose files have a matrix for each; no other layout can be quantized"
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3 and name.rpartition(".")[0].endswith("experts")
+    }
 
 
 def declare(

@@ -68,4 +68,5 @@ def _from_config(folder: Path, config: Mapping[str, Any], trust_remote_code: boo
     auto = getattr(transformers, hf.auto_class(config, trust_remote_code))
     settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code)
+    hf.unfuse(model)
     return model

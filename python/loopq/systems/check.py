@@ -174,13 +174,17 @@ class _Probe:
     def counted(self) -> str:
         """Every declared weight is called as often as declared."""
         assert self.seen is not None
-        rows = self.seen.rows
+        rows, entered = self.seen.rows, self.seen.entered
         for parameter in self.shared:
-            got = len(rows.get(parameter.name, ()))
+            routing = parameter.routed_in
+            got = entered.get(routing, 0) if routing else len(rows.get(parameter.name, ()))
             if got != parameter.invocations:
-                raise _Failed(f"{parameter.name}: called {got} times, declared {parameter.invocations}")
+                what = routing or parameter.name
+                raise _Failed(f"{what}: called {got} times, declared {parameter.invocations}")
         calls = sorted({p.invocations for p in self.shared})
-        return f"{' and '.join(map(str, calls))} calls of each weight, as declared"
+        experts = sum(bool(p.routed_in) for p in self.shared)
+        also = f"; {experts} weights of experts, which get some rows of a call" if experts else ""
+        return f"{' and '.join(map(str, calls))} calls of each weight, as declared{also}"
 
     def complete(self) -> str:
         """No weight is called repeatedly without being declared."""
@@ -242,7 +246,9 @@ class _Probe:
             other = trace(self.system.model, lambda: self.system.rollout(self.batch, self.n_steps - 1))
         except ConfigError:
             return "every other depth is refused"
-        if all(len(other.rows.get(p.name, ())) == p.invocations for p in self.shared):
+        assert self.seen is not None
+        before, after = self.seen.rows, other.rows
+        if all(len(after.get(p.name, ())) == len(before.get(p.name, ())) for p in self.shared):
             raise _Failed(
                 f"a rollout of depth {self.n_steps - 1} makes as many calls as one of {self.n_steps}"
             )

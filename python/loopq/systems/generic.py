@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, SystemContractError
@@ -16,8 +16,10 @@ from loopq.systems.base import (
     SharedParameter,
     cached,
     declare,
+    gates,
     owners_of_parameters,
     past,
+    stacked_experts,
 )
 from loopq.systems.trace import Trace, trace
 
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 _PROBE_TOKENS = 8
 _PROBE_PROMPTS = 2
+_UNCLEAR = (
+    "expert of a module that is called once, so that its steps cannot be told apart: put gate and experts into a "
+    "module that each step calls"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,12 @@ class Discovery:
         Matrices used without a call of their module: they may be looped too, but no hook sees their input.
     computed : tuple of str
         Modules whose weight is computed from other parameters, by weight_norm and the like.
+    routed_in : dict of str to str
+        Weights of experts, and the module that sends rows to them, whose calls are their steps.
+    unclear : tuple of str
+        Weights of experts that one call of such a module calls several times: their steps cannot be told apart.
+    gates : dict of str to str
+        Weights that choose experts, and why they stay as they are.
     """
 
     order: tuple[str, ...]
@@ -52,6 +64,9 @@ class Discovery:
     n_tokens: int
     uncalled: tuple[str, ...]
     computed: tuple[str, ...] = ()
+    routed_in: dict[str, str] = field(default_factory=dict)
+    unclear: tuple[str, ...] = ()
+    gates: dict[str, str] = field(default_factory=dict)
 
     @property
     def depth(self) -> int:
@@ -70,7 +85,9 @@ class Discovery:
         for name in self.order:
             rows = self.rows[name]
             shown = f"{rows[0]} each" if len(set(rows)) == 1 else ", ".join(map(str, rows))
-            text.append(f"{name}: {len(rows)} calls, rows {shown}")
+            what = f"an expert of {self.routed_in[name]}, " if name in self.routed_in else ""
+            text.append(f"{name}: {what}{len(rows)} {'steps' if what else 'calls'}, rows {shown}")
+        text += [f"{name}: {_UNCLEAR}" for name in self.unclear]
         text += [f"used without a call, cannot be calibrated: {name}" for name in self.uncalled]
         return text + [
             f"{name}: its weight is computed from other parameters (weight_norm, spectral_norm or another "
@@ -121,9 +138,23 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | No
     core.weight: 2 calls, rows 6 each
     """
     found: Trace = trace(model, lambda: run(batch) if run else call_plain(model, batch.input_ids))
-    loop = found.repeated
+    routed = {name: sent.module for name, sent in found.routed.items()}
+    gate = gates(model, dict.fromkeys(routed.values()))
+    loop = {name: rows for name, rows in found.repeated.items() if name not in gate}
+    own = found.rows
+    unclear = tuple(n for n, sent in found.routed.items() if len(sent.rows) == 1 < len(own.get(n, ())))
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
-    return Discovery(tuple(loop), loop, n_prompts, n_tokens, found.uncalled, computed_weights(model))
+    return Discovery(
+        tuple(loop),
+        loop,
+        n_prompts,
+        n_tokens,
+        found.uncalled,
+        computed_weights(model),
+        {name: routed[name] for name in loop if name in routed},
+        unclear,
+        gate,
+    )
 
 
 def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **arguments: int) -> Tensor:
@@ -135,9 +166,9 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **argum
     cached = "use_cache" in parameters
     with torch.set_grad_enabled(keeps_graph):
         out = model(ids, use_cache=False, **arguments) if cached else model(ids, **arguments)
-    for field in ("logits", "last_hidden_state"):
-        if getattr(out, field, None) is not None:
-            out = getattr(out, field)
+    for name in ("logits", "last_hidden_state"):
+        if getattr(out, name, None) is not None:
+            out = getattr(out, name)
             break
     if isinstance(out, tuple | list):
         out = out[0]
@@ -242,14 +273,27 @@ class Generic(LoopedSystem):
         taken = [n for n in found.order if any(fnmatch.fnmatchcase(n, p) for p in self._select)]
         by_name = dict(self.model.named_parameters())
         modules = [
-            (owners[id(by_name[name])][0], {"role": "looped", "invocations": len(found.rows[name])})
+            (
+                owners[id(by_name[name])][0],
+                {
+                    "role": "expert" if name in found.routed_in else "looped",
+                    "invocations": len(found.rows[name]),
+                    "routed_in": found.routed_in.get(name, ""),
+                },
+            )
             for name in taken
         ]
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """Matrices that the run used without a call."""
-        return dict.fromkeys(self.discovery().uncalled, "used without a call of its module")
+        """Matrices that the run used without a call, gates of experts, and experts whose inputs cannot be had."""
+        found = self.discovery()
+        return (
+            dict.fromkeys(found.uncalled, "used without a call of its module")
+            | dict.fromkeys(found.unclear, _UNCLEAR)
+            | found.gates
+            | stacked_experts(self.model)
+        )
 
     def describe_loop(self) -> tuple[str, ...]:
         """Order, depth and row counts, as the run showed them."""

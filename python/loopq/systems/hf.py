@@ -171,9 +171,17 @@ def load_hf(
         "missing": _names(info, "missing_keys"),
         "unexpected": _names(info, "unexpected_keys"),
         "repaired": repair_buffers(model),
-        "notes": (f"class {type(model).__module__}.{type(model).__name__}",),
+        "notes": (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
     }
     return model, findings
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Make experts of transformers 5 modules of their own; see `loopq.systems.experts.unfuse`."""
+    # torch is needed for a model alone; systems are listed without it.
+    from loopq.systems import experts
+
+    return experts.unfuse(model)
 
 
 def _version_advice(config: Mapping[str, Any], trust_remote_code: bool) -> str:

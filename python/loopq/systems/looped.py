@@ -16,10 +16,13 @@ from loopq.systems.base import (
     SharedParameter,
     cached,
     declare,
+    gates,
     is_embedding,
     logits_of,
     past,
+    routing_module,
     setting,
+    stacked_experts,
 )
 from loopq.systems.stepwise import StepwiseSystem
 
@@ -133,18 +136,31 @@ class Looped(StepwiseSystem):
         """Every linear of every layer; those outside the loop are called once."""
         from torch import nn
 
+        gate = gates(self.model, self._routing())
         modules = []
         for i, layer in enumerate(self._inner.layers):
             times = n_steps if self._first <= i < self._last else 1
-            modules += [
-                (
-                    f"model.layers.{i}.{name}",
-                    {"role": name.split(".")[0].replace("self_attn", "attention"), "invocations": times},
-                )
-                for name, module in layer.named_modules()
-                if isinstance(module, nn.Linear)
-            ]
+            for part, module in layer.named_modules():
+                name = f"model.layers.{i}.{part}"
+                if not isinstance(module, nn.Linear) or f"{name}.weight" in gate:
+                    continue
+                fields: dict[str, Any] = {
+                    "role": part.split(".")[0].replace("self_attn", "attention"),
+                    "invocations": times,
+                }
+                block = routing_module(self.model, name, f"model.layers.{i}")
+                if block is not None:
+                    fields |= {"role": "expert", "routed_in": block}
+                modules.append((name, fields))
         return declare(self.model, modules, n_steps)
+
+    def _routing(self) -> list[str]:
+        """Modules that choose experts."""
+        found: dict[str | None, None] = {}
+        for i, layer in enumerate(self._inner.layers):
+            parts = (f"model.layers.{i}.{part}" for part, _ in layer.named_modules() if part)
+            found |= dict.fromkeys(routing_module(self.model, part, f"model.layers.{i}") for part in parts)
+        return [name for name in found if name is not None]
 
     def describe_loop(self) -> tuple[str, ...]:
         """What runs how often, and who knows."""
@@ -154,13 +170,11 @@ class Looped(StepwiseSystem):
         )
 
     def left_out(self) -> dict[str, str]:
-        """The head, which runs once."""
+        """The head, which runs once; gates of experts, and experts that are no modules."""
         tied = is_embedding(self.model, "lm_head")
-        return {
-            "lm_head.weight": "is the input embedding, which stays as it is"
-            if tied
-            else "runs once, after all layers"
-        }
+        head = "is the input embedding, which stays as it is" if tied else "runs once, after all layers"
+        gate = gates(self.model, self._routing())
+        return {"lm_head.weight": head} | gate | stacked_experts(self.model)
 
     @contextlib.contextmanager
     def _layers(self, order: Sequence[int], *, norm: bool = True) -> Iterator[None]:

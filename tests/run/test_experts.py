@@ -1,0 +1,272 @@
+"""Experts: rows of their own at each step, and what becomes of those that get few, or none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import loopq
+from loopq.calibrate.collect import collect_hessians, collect_rows
+from loopq.calibrate.data import from_ids
+from loopq.calibrate.hooks import Observer, find_input_groups
+from loopq.commands.output import layer_table
+from loopq.errors import CalibrationError, ConfigError, NonFiniteError
+from loopq.quantizers import Problem
+from loopq.quantizers.rtn import RTN
+from loopq.run.config import QuantConfig
+from loopq.run.dumped import MetricOfDump
+from loopq.run.result import DumpRun
+from loopq.systems.base import Batch
+from loopq.systems.from_python import wrap
+from tests.support.experts import N_STEPS, routed_loop
+from tests.support.kills import Kill, Killer
+from tests.support.runs import digest, job_of, run_of
+
+GRID = {"bits": 3, "group_size": 8}
+CLOSED = "block.experts.2."
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return from_ids(np.random.default_rng(0).integers(0, 60, (7, 12)), "ids")
+
+
+@pytest.fixture
+def loaded():
+    return wrap(routed_loop(closed=(2,)))
+
+
+def inputs_of(loaded, tokens):
+    """Rows of each expert and step as the block itself shows them: {(expert, step): rows}."""
+    block, found = loaded.model.block, {}
+    step = -1
+
+    def enter(module, args):
+        nonlocal step
+        step += 1
+        for number in range(4):
+            rows = args[0][module.chosen(args[0]) == number]
+            found.setdefault((number, step % N_STEPS), []).append(rows.detach().numpy())
+
+    handle = block.register_forward_pre_hook(enter)
+    for batch in tokens.batches(3, 0):
+        loaded.system.rollout(batch, N_STEPS)
+    handle.remove()
+    return {key: np.concatenate(parts) for key, parts in found.items()}
+
+
+def _reports(result):
+    return [
+        {**x.report, **x.settings(), "layer": name, "n_bytes": x.n_bytes} for name, x in result.layers.items()
+    ]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["not called", "called with no rows"])
+def test_the_hessian_of_a_step_is_that_of_the_rows_routed(tokens, empty):
+    loaded = wrap(routed_loop(closed=(2,), empty=empty))
+    run = run_of(loaded, tokens, batch_size=3)
+    sums, rows = run.all_steps(), inputs_of(loaded, tokens)
+    assert len({len(x) for x in rows.values()}) > 3
+    for (expert, step), x in rows.items():
+        for name in ("gate_proj", "up_proj"):
+            group = run.job.selection.input_groups[f"block.experts.{expert}.{name}.weight"]
+            assert group == f"block.experts.{expert}.gate_proj.weight"
+        acc = sums.accumulator(group, [step])
+        assert acc.n_rows(step) == len(x)
+        np.testing.assert_allclose(acc.matrix([step]), x.T @ x, rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_that_the_probe_leaves_out_shares_its_input_as_the_others_do(loaded):
+    shared = loaded.system.shared_parameters(N_STEPS)
+    probe = Batch(torch.zeros(1, 1, dtype=torch.long), (0,))
+    groups, shares = find_input_groups(loaded.system, shared, probe, N_STEPS)
+    for number in range(4):
+        inner = f"block.experts.{number}"
+        assert (
+            groups[f"{inner}.up_proj.weight"]
+            == groups[f"{inner}.gate_proj.weight"]
+            == f"{inner}.gate_proj.weight"
+        )
+        assert groups[f"{inner}.down_proj.weight"] == f"{inner}.down_proj.weight"
+    assert sum(shares[f"block.experts.{n}.down_proj.weight"] for n in range(4)) == 1.0
+    assert "block.mix.weight" not in shares
+
+
+def test_calls_outside_their_module_and_too_many_of_it_are_refused(loaded):
+    shared = loaded.system.shared_parameters(N_STEPS)
+    batch = Batch(torch.zeros(1, 3, dtype=torch.long), (0,))
+    expert = loaded.model.block.experts[0]
+    with Observer(loaded.system, shared, lambda *_: None) as observer:
+        with (
+            pytest.raises(CalibrationError, match="called before block, whose calls are its steps"),
+            observer.rollout(batch),
+        ):
+            expert(torch.zeros(1, 16))
+        with (
+            pytest.raises(CalibrationError, match=r"module block: invocation 3 .* declares 3"),
+            observer.rollout(batch),
+        ):
+            loaded.model(batch.input_ids)
+            loaded.model(batch.input_ids)
+        with pytest.raises(CalibrationError, match=r"selected but never observed"), observer.rollout(batch):
+            pass
+
+
+def test_a_row_that_is_not_finite_is_named_without_a_position(loaded):
+    batch = Batch(torch.zeros(1, 3, dtype=torch.long), (0,))
+    with (
+        Observer(loaded.system, loaded.system.shared_parameters(N_STEPS), lambda *_: None) as observer,
+        pytest.raises(NonFiniteError, match=r"experts\.0\.gate_proj\.weight, step 0, row 1, column 2: inf"),
+        observer.rollout(batch),
+    ):
+        rows = torch.zeros(2, 16)
+        rows[1, 2] = torch.inf
+        loaded.model.block.register_forward_pre_hook(lambda module, args: module.experts[0](rows) and None)
+        loaded.system.rollout(batch, N_STEPS)
+
+
+@pytest.mark.parametrize("method", ["gptq-cd", "gptq", "awq", "trellis"])
+def test_an_expert_without_rows_is_rounded_and_said_so(loaded, tokens, method):
+    options = {"metric": "inputs"} if method == "gptq-cd" else {}
+    result = loopq.quantize(loaded, tokens, method=method, **options, **GRID)
+    for name, layer in result.layers.items():
+        if not name.startswith(CLOSED):
+            assert layer.report["method_done"] == method
+            continue
+        weight = loaded.model.get_parameter(name).detach().numpy()
+        config = QuantConfig.of(method=method, **options, **GRID).layer
+        search = getattr(config.method, "scale_search", "mse")
+        rounded = RTN(scale_search=search).quantize(Problem(name, weight, None, config.grid))
+        np.testing.assert_array_equal(layer.codes, rounded.codes)
+        np.testing.assert_array_equal(layer.scales, rounded.scales)
+        assert layer.report["method_asked"] == method
+        assert layer.report["method_done"] == "rtn"
+        assert layer.report["reason"] == "no token of the calibration was sent to it"
+        assert layer.report["step_rows"] == [0, 0, 0]
+    said = layer_table(_reports(result))
+    assert "3 weights of experts got no row, and are rounded to nearest" in said
+    assert f"{CLOSED}gate_proj.weight, {CLOSED}up_proj.weight, {CLOSED}down_proj.weight" in said
+
+
+def test_rows_of_experts_are_told_by_step(loaded, tokens):
+    result = loopq.quantize(loaded, tokens, method="gptq", **GRID)
+    rows = inputs_of(loaded, tokens)
+    for number in range(4):
+        report = result.layers[f"block.experts.{number}.down_proj.weight"].report
+        assert report["step_rows"] == [len(rows[number, step]) for step in range(N_STEPS)]
+    assert "step_rows" not in result.layers["block.mix.weight"].report
+    few = loopq.quantize(loaded, tokens, method="gptq", n_prompts=1, **GRID)
+    named = [n for n, x in few.layers.items() if 0 < sum(x.report.get("step_rows", [])) < x.shape[1]]
+    assert named
+    said = layer_table(_reports(few))
+    assert f"{len(named)} weights of experts got fewer rows than they have inputs" in said
+    assert all(name in said.split("fewer rows")[1] for name in named[:12])
+
+
+@pytest.mark.parametrize("weights", ["sum", "balanced"])
+def test_dumps_of_rows_and_hessians_give_the_bytes_of_the_direct_run(loaded, tokens, tmp_path, weights):
+    settings = {"method": "gptq", "step_weights": weights, "steps": "1:", **GRID}
+    loopq.quantize(loaded, tokens, out=tmp_path / "direct", batch_size=2, threads=1, **settings)
+    expected = digest(tmp_path / "direct")
+    for shards in (1, 3):
+        collect_rows(job_of(loaded, tokens, batch_size=2), tmp_path / f"rows-{shards}", shard_batches=shards)
+        loopq.solve(tmp_path / f"rows-{shards}", out=tmp_path / f"q-{shards}", threads=2, **settings)
+        assert digest(tmp_path / f"q-{shards}") == expected
+    collect_hessians(job_of(loaded, tokens, batch_size=2), tmp_path / "sums", steps=[1, 2], per_step=True)
+    loopq.solve(tmp_path / "sums", out=tmp_path / "q", **settings)
+    assert digest(tmp_path / "q") == expected
+    manifest = DumpRun.open(tmp_path / "rows-1", QuantConfig.of(**settings), run_of(loaded, tokens).execution)
+    assert manifest.dump.manifest.rows[f"{CLOSED}gate_proj.weight"] == {0: 0, 1: 0, 2: 0}
+
+
+def test_a_loop_metric_in_a_dump_leaves_out_what_no_gradient_reaches(loaded, tokens, tmp_path):
+    settings = {"method": "gptq-cd", "metric": "loop", "metric_prompts": 2, "metric_draws": 1, **GRID}
+    direct = loopq.quantize(loaded, tokens, threads=1, **settings)
+    job = job_of(loaded, tokens, threads=1)
+    collect_hessians(job, tmp_path / "dump", gradients=MetricOfDump.of(job, 2, 1))
+    again = loopq.solve(tmp_path / "dump", threads=1, **settings)
+    for name, layer in direct.layers.items():
+        assert layer.same_as(again.layers[name]), name
+        assert layer.report.get("metric") == (None if name.startswith(CLOSED) else "loop")
+
+
+def test_an_expert_with_rows_and_without_gradients_takes_the_metric_of_its_inputs(loaded):
+    """Its rows come from prompts that no gradient is taken on."""
+
+    def used(ids):
+        rows = inputs_of(loaded, from_ids(ids, "ids"))
+        return {n for n in range(4) if any(len(rows[n, t]) for t in range(N_STEPS))}
+
+    # The first prompt is one token that leaves out an expert which others are sent to.
+    ids = np.random.default_rng(0).integers(0, 60, (9, 2))
+    ids[0] = next(i for i in range(60) if used(np.array([[i, i]])) < {0, 1, 3})
+    tokens = from_ids(ids, "ids")
+    without = used(ids) - used(ids[:1])
+    assert without
+    result = loopq.quantize(loaded, tokens, metric="loop", metric_prompts=1, metric_draws=1, **GRID)
+    plain = loopq.quantize(loaded, tokens, metric="inputs", **GRID)
+    for number in without:
+        name = f"block.experts.{number}.up_proj.weight"
+        assert result.layers[name].report.get("metric") is None
+        assert result.layers[name].same_as(plain.layers[name])
+    assert f"{3 * len(without)} weights of experts got rows and no gradient" in layer_table(_reports(result))
+    assert "no gradient" not in layer_table(_reports(plain))
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 12])
+def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch, at):
+    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", 0.0)
+    settings = {"method": "gptq", "batch_size": 2, "threads": 1, **GRID}
+    loopq.quantize(loaded, tokens, out=tmp_path / "whole", **settings)
+    with pytest.raises(Kill):
+        loopq.quantize(loaded, tokens, out=tmp_path / "killed", progress=Killer(at), **settings)
+    loopq.quantize(loaded, tokens, out=tmp_path / "killed", **settings)
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+def test_layer_by_layer_calibration_solves_experts_first(loaded, tokens):
+    """Pairs of rows exist only where both rollouts send the same tokens."""
+    settings = {"method": "gptq", "inputs": "asymmetric", **GRID}
+    result = loopq.quantize(loaded, tokens, **settings)
+    plain = loopq.quantize(loaded, tokens, method="gptq", **GRID)
+    for name, layer in result.layers.items():
+        expert = ".experts." in name
+        assert layer.report.get("inputs") == (None if expert else "asymmetric")
+        assert layer.same_as(plain.layers[name]) == expert
+    assert list(result.layers) == list(plain.layers)
+
+
+def test_inputs_of_the_quantized_rollout_count_its_own_rows(loaded, tokens):
+    result = loopq.quantize(loaded, tokens, method="gptq", inputs="closed-loop", **GRID)
+    plain = loopq.quantize(loaded, tokens, method="gptq", **GRID)
+    rows = [
+        [r.layers[f"block.experts.{n}.up_proj.weight"].report["step_rows"] for n in range(4)]
+        for r in (result, plain)
+    ]
+    assert rows[0] != rows[1]
+    assert np.sum(rows[0]) == np.sum(rows[1]) == 7 * 12 * N_STEPS
+
+
+def test_one_row_for_each_position_cannot_be_had_of_experts(loaded, tokens):
+    with pytest.raises(ConfigError, match="experts have other tokens at each step"):
+        loopq.quantize(loaded, tokens, method="gptq", inputs="equal-rows", **GRID)
+
+
+@pytest.mark.parametrize("score", ["fisher", "ablation"])
+def test_bits_can_be_divided_between_experts(loaded, tokens, score):
+    result = loopq.quantize(
+        loaded, tokens, method="gptq", group_size=8, allocate=7.6, allocate_score=score,
+        allocate_bits=(3, 4), allocate_group_sizes=(8,), allocate_n_prompts=2,
+    )  # fmt: skip
+    assert {layer.bits for layer in result.layers.values()} <= {3, 4}
+
+
+def test_the_quantized_model_runs_with_packed_codes(loaded, tokens, tmp_path):
+    loopq.quantize(loaded, tokens, method="gptq", out=tmp_path / "q", **GRID)
+    batch = next(iter(tokens.batches(7, 0)))
+    dense = loopq.load(tmp_path / "q", wrap(routed_loop(closed=(2,))))
+    packed = loopq.load(tmp_path / "q", wrap(routed_loop(closed=(2,), empty=True)), quantized=True)
+    assert type(packed.model.block.experts[2].up_proj).__name__ == "QuantLinear"
+    expected = dense.system.rollout(batch, N_STEPS)
+    torch.testing.assert_close(packed.system.rollout(batch, N_STEPS), expected, rtol=1e-4, atol=1e-4)

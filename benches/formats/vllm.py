@@ -31,6 +31,7 @@ import loopq
 from benches.python.record import write
 from benches.zoo.models.iquest import IQuestConfig, SmallIQuest
 from benches.zoo.models.llama_loops import OuroConfig, SmallOuro
+from benches.zoo.models.rllama import RLlamaConfig, SmallRLlama
 from loopq.checkpoint.convert import is_checkpoint
 from loopq.systems.base import Batch
 from loopq.systems.classes import register_model
@@ -57,6 +58,10 @@ HUGINN = {
     "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 2, "n_layers_in_coda": 1, "mean_recurrence": 6,
     "intermediate_size": 512, "block_size": 512, "vocab_size": 512, "rope_base": 50_000, "norm_eps": 1e-6,
     "qk_bias": False, "bias": False, "tie_word_embeddings": True, "state_init": "like-init",
+}  # fmt: skip
+RLLAMA = {
+    **HUGINN, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 512,
+    "rope_theta": 10_000.0, "init_values": {"std": (2 / (5 * 256)) ** 0.5, "embed_scale": 1.0},
 }  # fmt: skip
 LOOPED = {
     **LLAMA,
@@ -144,7 +149,7 @@ def ouro(config: dict[str, Any]) -> torch.nn.Module:
 
 
 def huginn(config: dict[str, Any]) -> torch.nn.Module:
-    """Build Huginn's class in small from a published ``config.json``; it has no biases of q and k."""
+    """Build Huginn's class in small, or R-Llama's, from a published ``config.json``; without biases of q and k."""
     own = {
         "n_prelude": "n_layers_in_prelude", "n_core": "n_layers_in_recurrent_block", "n_coda": "n_layers_in_coda",
         "tie_embeddings": "tie_word_embeddings",
@@ -159,11 +164,15 @@ def huginn(config: dict[str, Any]) -> torch.nn.Module:
         "rope_base",
         "norm_eps",
     )
-    return SmallHuginn(HuginnConfig(**{k: config[v] for k, v in own.items()}, **{k: config[k] for k in same}))
+    settings = {k: config[v] for k, v in own.items()} | {k: config[k] for k in same}
+    if config.get("init_values", {}).get("embed_scale") == 1.0:
+        rope = {"rope_base": config["rope_theta"], "n_kv_heads": config["num_key_value_heads"]}
+        return SmallRLlama(RLlamaConfig(**(settings | rope)))
+    return SmallHuginn(HuginnConfig(**settings))
 
 
 CLASSES = {"iquestloopcoder": iquest, "ouro": ouro, "huginn_raven": huginn}
-LOOPS = {"Ouro": OURO, "Huginn": HUGINN, "Llama with a loop": LOOPED, "IQuest": IQUEST}
+LOOPS = {"Ouro": OURO, "Huginn": HUGINN, "R-Llama": RLLAMA, "Llama with a loop": LOOPED, "IQuest": IQUEST}
 MODELS = {**LOOPS, "Llama": LLAMA}
 
 

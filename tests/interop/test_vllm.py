@@ -15,7 +15,7 @@ import loopq.vllm
 from benches.formats import vllm as bench
 from tests.support.interop.environments import interpreter
 
-LOOPS = ("Ouro", "Huginn", "Llama with a loop")
+LOOPS = ("Ouro", "Huginn", "R-Llama", "Llama with a loop")
 
 
 @pytest.mark.parametrize("model", LOOPS)

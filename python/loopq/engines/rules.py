@@ -159,6 +159,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     },
     "vllm": {
         **dict.fromkeys(("ouro", "huginn"), "loopq's plugin (loopq.vllm): run on 0.32"),
+        "rllama": "loopq's plugin (loopq.vllm): Llama's blocks, run on 0.32; not OLMo's",
         "looped": "loopq's plugin (loopq.vllm): Llama, Mistral, Qwen2, Qwen3; run on 0.32",
         "nanbeige": "transformers backend (vLLM #56071)",
         "iquest": "its own class (vLLM #31575): run on 0.32",

@@ -1,9 +1,9 @@
 """vLLM serves looped models with all their loops: a plugin that vLLM finds once loopq is installed beside it.
 
-``vllm serve DIR`` takes Ouro, Huginn and dense decoders with a loop (`loopq.systems.looped`), in full precision or
-as ``loopq export`` wrote them. Each call of an attention layer in a forward pass has a key/value cache of its own,
-which is what vLLM's own fallbacks lack. The depth is that of ``config.json``; ``--hf-overrides`` changes it
-(``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'``). Checked with vLLM 0.32 (docs/formats/interop.md).
+``vllm serve DIR`` takes Ouro, Huginn, R-Llama and dense decoders with a loop (`loopq.systems.looped`), in full
+precision or as ``loopq export`` wrote them. Each call of an attention layer in a forward pass has a key/value cache
+of its own, which is what vLLM's own fallbacks lack. The depth is that of ``config.json``; ``--hf-overrides`` changes
+it (``'{"total_ut_steps": 3}'``, ``'{"mean_recurrence": 16}'``). Checked with vLLM 0.32 (docs/formats/interop.md).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 #: Names in a ``config.json`` under "architectures", and the classes of `loopq.vllm.models` that run them.
 MODELS = {
     "OuroForCausalLM": "Ouro",
-    "RavenForCausalLM": "Huginn",
+    "RavenForCausalLM": "Raven",
     "LoopedLlamaForCausalLM": "LoopedLlama",
     "LoopedMistralForCausalLM": "LoopedMistral",
     "LoopedQwen2ForCausalLM": "LoopedQwen2",

@@ -18,18 +18,18 @@ class OuroConfig(PretrainedConfig):
 
 
 class HuginnConfig(PretrainedConfig):
-    """Huginn's ``config.json``: other names for width, heads and longest text."""
+    """The ``config.json`` of Huginn and R-Llama: other names for width and heads."""
 
     model_type = "huginn_raven"
     attribute_map: ClassVar[dict[str, str]] = {
         "hidden_size": "n_embd",
         "num_attention_heads": "n_heads",
-        "num_key_value_heads": "n_heads",
         "num_hidden_layers": "n_layers",
-        "max_position_embeddings": "block_size",
     }
 
     def __init__(self, **settings: Any) -> None:
-        # What is worked out from other settings in the published class is left to it.
-        self.head_dim = settings.get("n_embd", 5280) // settings.get("n_heads", 55)
-        super().__init__(**settings)
+        heads = settings.get("n_heads", 55)
+        self.head_dim = settings.get("n_embd", 5280) // heads
+        # R-Llama has both; Huginn's file may leave them to its class.
+        own = {"num_key_value_heads": heads, "max_position_embeddings": settings.get("block_size", 4096)}
+        super().__init__(**(own | settings))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -267,10 +267,10 @@ class Ouro(_Causal):
         return self.model.embed_tokens
 
 
-class HuginnAttention(nn.Module):
-    """Attention with one matrix for q, k and v, biases of q and k, and rotary positions of neighbours."""
+class RavenAttention(nn.Module):
+    """Attention with one matrix for q, k and v; `rotary` turns queries and keys by their positions."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str) -> None:
+    def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str, rotary: nn.Module) -> None:
         super().__init__()
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         head = config.n_embd // config.n_heads
@@ -278,6 +278,7 @@ class HuginnAttention(nn.Module):
             config.n_embd,
             head,
             config.n_heads,
+            config.num_key_value_heads,
             bias=False,
             quant_config=quant_config,
             prefix=f"{prefix}.Wqkv",
@@ -285,28 +286,25 @@ class HuginnAttention(nn.Module):
         self.proj = RowParallelLinear(
             config.n_embd, config.n_embd, bias=False, quant_config=quant_config, prefix=f"{prefix}.proj"
         )
-        n_heads = config.n_heads // get_tensor_model_parallel_world_size()
+        n_heads, n_kv_heads = self.Wqkv.num_heads, self.Wqkv.num_kv_heads
+        self.widths = [n_heads * head, n_kv_heads * head, n_kv_heads * head]
         self.qk_bias = None
         if getattr(config, "qk_bias", True):
             self.qk_bias = nn.Parameter(torch.zeros(2, 1, n_heads, head), requires_grad=False)
             self.qk_bias.weight_loader = _load_own_heads
-        self.rotary = get_rope(
-            head,
-            config.block_size,
-            is_neox_style=False,
-            rope_parameters={"rope_type": "default", "rope_theta": float(config.rope_base)},
-        )
+        self.rotary = rotary
         self.attn = Attention(
             n_heads,
             head,
             head**-0.5,
+            num_kv_heads=n_kv_heads,
             cache_config=vllm_config.cache_config,
             quant_config=quant_config,
             prefix=slot,
         )
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
-        q, k, v = self.Wqkv(x)[0].chunk(3, -1)
+        q, k, v = self.Wqkv(x)[0].split(self.widths, -1)
         if self.qk_bias is not None:
             q, k = (part + bias.flatten() for part, bias in zip((q, k), self.qk_bias, strict=True))
         q, k = self.rotary(positions, q, k)
@@ -320,7 +318,7 @@ def _load_own_heads(parameter: nn.Parameter, stored: Tensor) -> None:
     parameter.data.copy_(stored.narrow(2, n * get_tensor_model_parallel_rank(), n))
 
 
-class HuginnMLP(nn.Module):
+class RavenMLP(nn.Module):
     """Gated MLP; gate and up are one matrix."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
@@ -347,16 +345,24 @@ class HuginnMLP(nn.Module):
         return out
 
 
-class HuginnBlock(nn.Module):
-    """``x = norm_2(attn(norm_1(x)) + x); x = norm_4(mlp(norm_3(x)) + x)``."""
+class RavenBlock(nn.Module):
+    """What blocks of Huginn and R-Llama have: attention, MLP and norms."""
 
-    def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str) -> None:
+    n_norms: ClassVar[int]
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str, rotary: nn.Module) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        self.attn = HuginnAttention(vllm_config, f"{prefix}.attn", slot)
-        self.mlp = HuginnMLP(vllm_config, f"{prefix}.mlp")
-        for i in range(1, 5):
+        self.attn = RavenAttention(vllm_config, f"{prefix}.attn", slot, rotary)
+        self.mlp = RavenMLP(vllm_config, f"{prefix}.mlp")
+        for i in range(1, self.n_norms + 1):
             self.add_module(f"norm_{i}", RMSNorm(config.n_embd, config.norm_eps))
+
+
+class HuginnBlock(RavenBlock):
+    """``x = norm_2(attn(norm_1(x)) + x); x = norm_4(mlp(norm_3(x)) + x)``."""
+
+    n_norms = 4
 
     def forward(self, positions: Tensor, x: Tensor) -> Tensor:
         x = self.norm_2(self.attn(positions, self.norm_1(x)) + x)
@@ -364,9 +370,22 @@ class HuginnBlock(nn.Module):
         return out
 
 
+class RLlamaBlock(RavenBlock):
+    """``x += attn(norm_1(x)); x += mlp(norm_2(x))``."""
+
+    n_norms = 2
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        x = x + self.attn(positions, self.norm_1(x))
+        out: Tensor = x + self.mlp(self.norm_2(x))
+        return out
+
+
 @support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
-class HuginnModel(nn.Module):
-    """Prelude, noise, adapter and core blocks `mean_recurrence` times, norm, coda, norm.
+class RavenModel(nn.Module):
+    """Prelude, noise, adapter and core blocks `mean_recurrence` times, coda, norm; Huginn's has a norm after the loop.
+
+    R-Llama is told by its embeddings, which are not scaled: both call their class and their ``model_type`` alike.
 
     The initial state of a token is noise drawn from its position, as `loopq run` draws it with seed 0: the same text
     has the same logits whatever it is batched with.
@@ -379,6 +398,21 @@ class HuginnModel(nn.Module):
             raise ConfigError(
                 "config.json: test_time_noise and another state_init than 'like-init' are not served"
             )
+        initial = getattr(config, "init_values", None) or {}
+        self.scale = float(initial.get("embed_scale", config.n_embd**0.5))
+        self.huginn = self.scale != 1.0
+        if not self.huginn and "olmo" in str(getattr(config, "auto_map", "")):
+            raise ConfigError(
+                "config.json: Recurrent-OLMo-2, whose blocks have their norms elsewhere, is not served"
+            )
+        own = {"rope_type": "default", "rope_theta": float(config.rope_base)} if self.huginn else None
+        rotary = get_rope(
+            config.n_embd // config.n_heads,
+            config.max_position_embeddings,
+            is_neox_style=not self.huginn,
+            rope_parameters=own or config.rope_parameters,
+        )
+        kind = HuginnBlock if self.huginn else RLlamaBlock
         counts = [config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda]
         n_steps = config.mean_recurrence
         self.wte = VocabParallelEmbedding(
@@ -398,17 +432,17 @@ class HuginnModel(nn.Module):
         first = 0
         for part, n in zip(("prelude", "core_block", "coda"), counts, strict=True):
             blocks = nn.ModuleList(
-                HuginnBlock(vllm_config, f"{prefix}.{part}.{i}", f"slots.{first + i}.attn") for i in range(n)
+                kind(vllm_config, f"{prefix}.{part}.{i}", f"slots.{first + i}.attn", rotary) for i in range(n)
             )
             if part == "core_block":
                 blocks = Loops(blocks, list(range(n)) * n_steps, "slots", sum(counts), vllm_config)
             self.add_module(part, blocks)
             first += n
         self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
-        self.n_core, self.scale = counts[1], config.n_embd**0.5
+        self.n_core = counts[1]
         longest = vllm_config.model_config.max_model_len
         text = Batch(torch.zeros(1, longest, dtype=torch.long), (0,), by_token=True)
-        std = (2.0 / (5.0 * config.n_embd)) ** 0.5 * self.scale
+        std = float(initial.get("std", (2.0 / (5.0 * config.n_embd)) ** 0.5)) * self.scale
         noise = initial_noise(text, config.n_embd, std)[0].to(device=self.ln_f.weight.device)
         self.register_buffer("noise", noise.to(self.ln_f.weight.dtype), persistent=False)
 
@@ -432,21 +466,22 @@ class HuginnModel(nn.Module):
             if i % self.n_core == 0:
                 x = self.adapter(torch.cat((x, embedding), -1))[0]
             x = block(positions, x)
-        x = self.ln_f(x)
+        if self.huginn:
+            x = self.ln_f(x)
         for block in self.coda:
             x = block(positions, x)
         out: Tensor = self.ln_f(x)
         return out
 
 
-class Huginn(_Causal):
-    """Huginn-3.5B; the depth is `mean_recurrence`, without adaptive exit."""
+class Raven(_Causal):
+    """Huginn-3.5B and R-Llama; the depth is `mean_recurrence`, without adaptive exit."""
 
     hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={"freqs_cis": None})
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
 
     def build(self, vllm_config: VllmConfig, prefix: str) -> None:
-        self.transformer = HuginnModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer"))
+        self.transformer = RavenModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer"))
 
     @property
     def inner(self) -> Any:

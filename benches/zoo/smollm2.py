@@ -304,7 +304,7 @@ def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) 
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)
     test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
-    # What takes gradients is left out: they are not in the dump, and on this model loopq takes none unless asked.
+    # What takes gradients is left out: there are none in the dump.
     rows = {name: settings for name, settings in VARIANTS if settings and settings != PRESETS["best"]}
     rows["loopq"] = dict(PRESETS["fast"])
     found = {}

@@ -179,7 +179,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
     },
     "llama.cpp": {
         "nanbeige": "its own class (llama.cpp #25994)",
-        "looped": "Llama, the loop written out",
+        "looped": "Llama, the loop written out: run (xllamacpp 2026.10)",
         "generic": "Llama alone",
     },
 }

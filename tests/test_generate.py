@@ -23,6 +23,7 @@ _CACHED = (
     "IQuest",
     "LoopUS",
     "looped Llama",
+    "looped OLMoE, experts",
     "looped Qwen2, windows",
     "transformers GPT-2 COCONUT",
     "transformers GPT-NeoX Ponder",

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 __all__ = [
     "BLOCK_ROWS",
     "CpuLayout",
+    "CpuRunner",
     "DampedFactor",
     "GptqCdSettings",
     "HessianAccumulator",
@@ -712,6 +713,83 @@ def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int
     int
         Sum of its 64-bit words, modulo 2**64, over all repeats.
     """
+
+@final
+class CpuRunner:
+    """A looped decoder as one program, with keys and values of its own (`loopq.kernels.runner`).
+
+    Parameters
+    ----------
+    weights : list of tuple
+        Layout and codes, or None and a float32 or uint16 (bfloat16 bits) matrix (out, in); bias, float32 (out,), or
+        None. The arrays are kept, not copied.
+    norms : list of tuple
+        Weight and what is added to the mean of squares: RMS norms.
+    blocks : list of dict
+        `heads`, `kv_heads`, `head`, `neighbours`, `scale`, `qk_bias`, and numbers of weights and norms: `qkv`, `out`,
+        `gate_up`, `down`, `qk_norms`, and `norms`, three (input, branch, stream) for attention and three for the MLP.
+    order : list of tuple
+        ("block", number), ("norm", number), ("keep", 0), ("start", 0), ("adapter", number of a weight).
+    head : int
+        Number of the weight that gives logits.
+    precision : str
+        See `CpuLayout.multiply`.
+    half : bool
+        Keep keys and values as bfloat16, not float32.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        Numbers or shapes that do not fit together.
+    """
+
+    def __new__(
+        cls,
+        weights: list[tuple[CpuLayout | None, NDArray[Any], NDArray[np.float32] | None]],
+        norms: list[tuple[list[float], float]],
+        blocks: list[dict[str, Any]],
+        order: list[tuple[str, int]],
+        head: int,
+        *,
+        precision: Literal["int8", "fixed16", "fixed24"],
+        half: bool,
+    ) -> CpuRunner: ...
+    @property
+    def seen(self) -> int:
+        """Tokens whose keys and values are kept."""
+
+    def keep(self, seen: int = 0) -> None:
+        """Forget all tokens but the first ones."""
+
+    def run(
+        self,
+        x: NDArray[np.float32],
+        angles: NDArray[np.float32],
+        logits: NDArray[np.float32],
+        start: NDArray[np.float32] | None = None,
+        *,
+        threads: int = 0,
+    ) -> None:
+        """Go on by some tokens.
+
+        Parameters
+        ----------
+        x : ndarray of float32, shape (tokens, width)
+            Embeddings.
+        angles : ndarray of float32, shape (positions, head)
+            Cosine and sine of each pair, for all positions so far at least.
+        logits : ndarray of float32, shape (n, vocabulary)
+            Filled with those of the last n tokens; n may be 0.
+        start : ndarray of float32, shape (tokens, width), optional
+            Initial states, where the order has a step "start".
+        threads : int
+            0 for all. Changes no bit of the result.
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            Shapes that do not fit together. All tokens are forgotten then.
+        """
 
 @final
 class CpuLayout:

@@ -15,11 +15,13 @@ from loopq.systems.load import LoadedModel, encode_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Tokens of a run that is tried before anything is generated, and those that follow it one by one.
-_PROBE, _MORE = (1, 2, 3, 4, 5, 6, 7, 8), (2, 4, 6)
-#: Largest difference from the logits of a rollout, relative to the largest logit. In 16 bits, sums over other shapes
-#: round otherwise, and a loop multiplies that.
-_TOLERANCE = {"float32": 1e-4, "float64": 1e-6, "bfloat16": 5e-2, "float16": 1e-2}
+    from loopq.kernels.runner import Runner
+
+#: Tokens of a run that is tried before anything is generated, and how many follow it one by one.
+_PROBE, _MORE = 8, 3
+#: Largest difference from the logits of a rollout, relative to them (root mean square). In 16 bits, sums over
+#: other shapes round otherwise, and a loop multiplies that.
+_TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class Decoder:
     Attributes
     ----------
     no_cache : str
-        Why every token is computed from all tokens before it; empty where the model's own cache is used.
+        Why every token is computed from all tokens before it; empty where there is a cache.
+    no_runner : str
+        Why the model's modules are called; empty where the core runs it as one program, with a cache of its own.
     depths : list of int
         Steps that were run for each call.
 
@@ -76,6 +80,7 @@ class Decoder:
     def __init__(self, system: LoopedSystem, n_steps: int, settings: Generation) -> None:
         self.system, self.n_steps, self.settings = system, system.check_depth(n_steps), settings
         self.depths: list[int] = []
+        self._runner: Runner | None = None
         self.restart()
         if system.output != "logits" or system.prompt_length is not None:
             what = "hidden states" if system.output != "logits" else "answers to prompts of one length"
@@ -83,13 +88,19 @@ class Decoder:
         self._refuse_two_directions()
         if settings.exit is not None and system.exit_rule() is None:
             raise ConfigError(f"exit: {system.name} has no rule of its own for leaving the loop early")
-        self.no_cache = "left early" if settings.exit is not None else self._why_no_cache()
+        self.no_cache = self.no_runner = "left early"
+        if settings.exit is None:
+            self.no_runner = self._why_no_runner()
+            self.no_cache = self._why_no_cache() if self.no_runner else ""
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
         """Logits after the last token, float32 (vocabulary)."""
         with require("torch").no_grad():
             if self.settings.exit is not None:
                 logits = self._leave_early(self._batch(ids), self.settings.exit)
+            elif self._runner is not None:
+                logits = self._run(self._runner, ids)
+                self.depths.append(self.n_steps)
             elif self.no_cache:
                 logits = self.system.rollout(self._batch(ids), self.n_steps)[0, -1]
                 self.depths.append(self.n_steps)
@@ -101,6 +112,8 @@ class Decoder:
     def restart(self) -> None:
         """Forget the text so far: the next one need not begin with it."""
         self._n_seen, self._cache = 0, None
+        if self._runner is not None:
+            self._runner.restart()
 
     def _batch(self, ids: Sequence[int]) -> Batch:
         torch = require("torch")
@@ -114,6 +127,12 @@ class Decoder:
         logits, self._cache = found
         self._n_seen = len(ids)
         return logits
+
+    def _run(self, runner: Runner, ids: Sequence[int]) -> Tensor:
+        """Logits after the last token, by the core."""
+        batch, seen = self._batch(ids), runner.seen
+        start = self.system.initial_states(batch, seen)
+        return runner.extend(batch.input_ids[0, seen:], None if start is None else start[0])
 
     def _leave_early(self, batch: Batch, threshold: float) -> Tensor:
         """Logits at the step that the model's rule chooses for the last token; all tokens are run to it."""
@@ -131,23 +150,55 @@ class Decoder:
 
     def _refuse_two_directions(self) -> None:
         """Another last token must not change the logits of those before it."""
+        first = range(1, _PROBE + 1)
         with require("torch").no_grad():
-            texts = (self._batch(_PROBE), self._batch((*_PROBE[:-1], 1)))
+            texts = (self._batch(first), self._batch((*first[:-1], 1)))
             a, b = (self.system.rollout(text, self.n_steps)[0, :-1] for text in texts)
+        # Far apart, since the first ones often are marks, after which logits depend on every rounding.
+        apart = max(1, a.shape[-1] // (_PROBE + _MORE + 1))
+        self._tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
         if not _close(a, b):
             raise ConfigError(
                 f"{self.system.name}: a later token changes the logits of earlier ones: "
                 f"{type(self.system.model).__name__} reads in both directions and cannot generate text"
             )
 
+    def _growing(self) -> list[list[int]]:
+        """A prompt, and the same with one token more, and so on."""
+        start, more = self.system.prompt_ids(self._tried[:_PROBE]), self._tried[_PROBE:]
+        return [[*start, *more[:n]] for n in range(_MORE + 1)]
+
+    def _why_no_runner(self) -> str:
+        """Try the core's runner, whose description of a model goes by the names of its modules."""
+        torch, system = require("torch"), self.system
+        if system.device.type != "cpu" or not any(hasattr(m, "qweight") for m in system.model.modules()):
+            return "the runner takes models with codes, on the processor"
+        try:
+            program = system.program(self.n_steps)
+            if program is None:
+                return f"the runner does not know the blocks of {type(system.model).__name__}"
+            from loopq.kernels.runner import Runner
+
+            runner = Runner(program)
+            texts = self._growing()
+            with torch.no_grad():
+                parts = [self._run(runner, text) for text in texts]
+                whole = system.rollout(self._batch(texts[-1]), self.n_steps)[0, -len(parts) :]
+        except LoopqError as cause:
+            return str(cause)
+        runner.restart()
+        if not _close(torch.stack(parts), whole):
+            return "the runner gives other logits"
+        self._runner = runner
+        return ""
+
     def _why_no_cache(self) -> str:
         """Try the model's cache: published ones differ from version to version, and some give other logits."""
-        torch = require("torch")
-        start = self.system.prompt_ids(_PROBE)
+        torch, texts = require("torch"), self._growing()
         try:
             with torch.no_grad():
-                parts = [self._extended([*start, *_MORE[:n]]) for n in range(len(_MORE) + 1)]
-                whole = self.system.rollout(self._batch([*start, *_MORE]), self.n_steps)
+                parts = [self._extended(text) for text in texts]
+                whole = self.system.rollout(self._batch(texts[-1]), self.n_steps)
         except LoopqError as cause:
             return str(cause)
         # Any error of code that is not ours says the same: this cache cannot be used here.
@@ -160,7 +211,7 @@ class Decoder:
 
 def _close(found: Tensor, expected: Tensor) -> bool:
     tolerance = _TOLERANCE[str(expected.dtype).removeprefix("torch.")]
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+    return bool((found - expected).float().norm() <= tolerance * expected.float().norm())
 
 
 def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
@@ -181,7 +232,7 @@ def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
         Token id.
     """
     if settings.temperature == 0.0:
-        return int(logits.argmax())
+        return int(logits.numpy().argmax())
     probability, order = (logits / settings.temperature).softmax(-1).sort(descending=True)
     # A token is kept while those before it have less than top_p together: the first one always is.
     kept = probability * (probability.cumsum(-1) - probability < settings.top_p)

@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     ids = prompt_ids(loaded, sys.stdin.read() if args.prompt == "-" else args.prompt)
     decoder = Decoder(loaded.system, n_steps, settings)
     cache = f"no cache ({decoder.no_cache})" if decoder.no_cache else "the model's own cache"
+    if not decoder.no_runner:
+        cache = "loopq's runner"
     _say(f"{loaded.system.name}, {n_steps} steps, {len(ids)} tokens of prompt; {cache}")
     start = time.perf_counter()
     times = [start]

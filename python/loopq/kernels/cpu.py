@@ -77,6 +77,10 @@ class CpuPanels:
         """A layer's codes again, int8 or uint8, (out, in)."""
         return torch.from_numpy(_layout(layer.grid, layer.scales.dtype).unpack(layer.qweight.numpy()))
 
+    def layout_of(self, layer: QuantLinear) -> native.CpuLayout:
+        """Where a layer's codes and scales lie in its `qweight`."""
+        return _layout(layer.grid, layer.scales.dtype)
+
     def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         """``T x W^T + bias`` in x's type.
 

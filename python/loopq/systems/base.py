@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from loopq.kernels.runner import Program
     from loopq.systems.classes import ModelClass
 
 Orientation = Literal["out_in", "in_out", "table"]
@@ -60,7 +61,7 @@ class Batch:
                 f"shape {tuple(self.input_ids.shape)} and {len(self.prompts)} numbers"
             )
 
-    def noise(self, *shape: int, std: float = 1.0, cut: float | None = None) -> Tensor:
+    def noise(self, *shape: int, std: float = 1.0, cut: float | None = None, first: int = 0) -> Tensor:
         """Draw Gaussian noise, prompt by prompt, from generators of its own.
 
         Parameters
@@ -71,10 +72,12 @@ class Batch:
             Standard deviation.
         cut : float, optional
             Draw from the normal distribution truncated at +- `cut` standard deviations.
+        first : int
+            Leave out the tokens before this one.
 
         Returns
         -------
-        Tensor, float32, shape ``(n_prompts, *shape)``, on the CPU
+        Tensor, float32, shape ``(n_prompts, *shape)``, tokens without those left out, on the CPU
             The same numbers for a prompt in whatever batch it runs; the global generator is not touched.
         """
         import torch
@@ -92,10 +95,10 @@ class Batch:
         for prompt in self.prompts:
             number = self.seed * 1_000_003 + prompt
             if self.by_token:
-                tokens = [draw(number * 1_000_033 + 1 + i, shape[1:]) for i in range(shape[0])]
+                tokens = [draw(number * 1_000_033 + 1 + i, shape[1:]) for i in range(first, shape[0])]
                 rows.append(torch.stack(tokens) * std)
             else:
-                rows.append(draw(number, shape) * std)
+                rows.append(draw(number, shape)[first:] * std)
         return torch.stack(rows)
 
 
@@ -270,6 +273,14 @@ class LoopedSystem(ABC):
         cache : object
             That of all tokens. None instead of the pair: the model has no cache.
         """
+        return None
+
+    def program(self, n_steps: int) -> Program | None:
+        """Describe the model as a program of the core, which generates text on the processor; None where it is none."""
+        return None
+
+    def initial_states(self, batch: Batch, first: int) -> Tensor | None:
+        """Initial states (n_prompts, n, width) of the tokens from `first` on, where they are drawn, else None."""
         return None
 
     def exit_rule(self) -> ExitRule | None:

@@ -34,6 +34,13 @@ class Huginn(Raven):
     def _rotary(self, state: Tensor) -> Any:
         return self.model.freqs_cis[:, : state.shape[1]]
 
+    def _angles(self, n_positions: int) -> Tensor:
+        angles: Tensor = self.model.freqs_cis[0, :n_positions, 0]
+        return angles
+
+    def _norms_after_loop(self) -> list[tuple[str, Any]]:
+        return [("norm", self.model.transformer.ln_f)]
+
     def _leave(self, state: Tensor) -> Tensor:
         after: Tensor = self.model.transformer.ln_f(state)
         return after

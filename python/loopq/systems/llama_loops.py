@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems.base import SharedParameter, declare
+from loopq.systems.blocks import angles_of, llama_block
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from loopq.kernels.runner import Program
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -35,6 +38,19 @@ class LlamaLoops(StepwiseSystem):
     def layers(self, n_steps: int, *others: tuple[str, dict[str, Any]]) -> tuple[SharedParameter, ...]:
         """Seven linears of every layer, then `others`."""
         return declare(self.model, [*llama_linears(self.model), *others], n_steps)
+
+    def program(self, n_steps: int) -> Program | None:
+        """All layers, then the norm, as often as the loop runs."""
+        from loopq.kernels.runner import Program
+
+        inner = self.model.model
+        blocks = [llama_block(layer, self.model.config) for layer in inner.layers]
+        if not all(blocks):
+            return None
+        order = [*(("block", block) for block in blocks), ("norm", inner.norm)] * n_steps
+        return Program(
+            inner.embed_tokens, order, self.model.lm_head, lambda n: angles_of(inner.rotary_emb, n)
+        )
 
     def _embed(self, ids: Tensor) -> Tensor:
         embedding: Tensor = self.model.model.embed_tokens(ids)

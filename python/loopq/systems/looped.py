@@ -24,10 +24,13 @@ from loopq.systems.base import (
     setting,
     stacked_experts,
 )
+from loopq.systems.blocks import angles_of, llama_block
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from loopq.kernels.runner import Program
 
 #: Key of a ``config.json`` that makes a dense model a looped one: first layer, the one after the last, times.
 LOOP = "looped_layers"
@@ -209,6 +212,19 @@ class Looped(StepwiseSystem):
         """Go on by the model's cache: a slot for each layer each time that it runs."""
         with self._layers(self._order(n_steps)):
             return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))
+
+    def program(self, n_steps: int) -> Program | None:
+        """The layers in their order, then the norm."""
+        from loopq.kernels.runner import Program
+
+        inner = self._inner
+        blocks = [llama_block(layer, self.model.config) for layer in inner.layers]
+        if not all(blocks):
+            return None
+        order = [*(("block", blocks[i]) for i in self._order(n_steps)), ("norm", inner.norm)]
+        return Program(
+            inner.embed_tokens, order, self.model.lm_head, lambda n: angles_of(inner.rotary_emb, n)
+        )
 
     def _embed(self, ids: Tensor) -> Tensor:
         with self._layers(range(self._first), norm=False):

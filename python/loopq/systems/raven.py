@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import SystemContractError
 from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, declare, logits_of, past, setting
+from loopq.systems.blocks import raven_block
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from loopq.kernels.runner import Program
 
 BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attn.Wqkv", {"role": "attention", "fused": "q+k+v"}),
@@ -20,7 +23,7 @@ BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def initial_noise(batch: Batch, width: int, std: float) -> Tensor:
+def initial_noise(batch: Batch, width: int, std: float, first: int = 0) -> Tensor:
     """Truncated normal noise of the initial state, cut at three standard deviations.
 
     Parameters
@@ -31,13 +34,15 @@ def initial_noise(batch: Batch, width: int, std: float) -> Tensor:
         Width of the state.
     std : float
         Standard deviation before the cut.
+    first : int
+        Leave out the tokens before this one.
 
     Returns
     -------
-    Tensor, float32, shape (n_prompts, n_tokens, width)
+    Tensor, float32, shape (n_prompts, n_tokens - first, width)
         On the CPU.
     """
-    return batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0)
+    return batch.noise(batch.input_ids.shape[1], width, std=std, cut=3.0, first=first)
 
 
 class Raven(StepwiseSystem):
@@ -86,10 +91,12 @@ class Raven(StepwiseSystem):
         scale = float(self.model.emb_scale) if hasattr(self.model, "emb_scale") else 1.0
         return float(self.model.config.init_values["std"]) * scale
 
-    def noise(self, batch: Batch) -> Tensor:
-        """The initial state (n_prompts, n_tokens, width), on the model's device."""
+    def noise(self, batch: Batch, first: int = 0) -> Tensor:
+        """Initial states (n_prompts, n, width) of the n tokens from `first` on, on the model's device."""
         width = int(self.model.transformer.adapter.out_features)
-        return self.to_device(initial_noise(batch, width, self.state_std()), dtype=True)
+        return self.to_device(initial_noise(batch, width, self.state_std(), first), dtype=True)
+
+    initial_states = noise
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         # A plain number runs without gradient, the second number of a pair with it.
@@ -101,8 +108,32 @@ class Raven(StepwiseSystem):
         import torch
 
         where = {} if cache is None else {"cache_position": torch.arange(n_seen, batch.input_ids.shape[1])}
-        ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch)[:, n_seen:]
+        ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch, n_seen)
         return cached(self.model(ids, num_steps=n_steps, input_states=noise, **where, **past(cache)))
+
+    def program(self, n_steps: int) -> Program | None:
+        """Prelude; adapter and core blocks; coda."""
+        from loopq.kernels.runner import Program
+
+        parts = self.model.transformer
+        inside, *around = (
+            [raven_block(block, self.model.config) for block in parts[name]]
+            for name in ("core_block", "prelude", "coda")
+        )
+        if not all((*inside, *around[0], *around[1])):
+            return None
+        step = [("adapter", parts.adapter), *(("block", block) for block in inside)]
+        order = [
+            *(("block", block) for block in around[0]),
+            ("keep", None),
+            ("start", None),
+            *step * n_steps,
+            *self._norms_after_loop(),
+            *(("block", block) for block in around[1]),
+            ("norm", parts.ln_f),
+        ]
+        scale = float(getattr(self.model, "emb_scale", 1.0))
+        return Program(lambda ids: parts.wte(ids) * scale, order, self.model.lm_head, self._angles)
 
     def exit_rule(self) -> ExitRule:
         """Leave when the prediction has settled: KL between those of two steps below the threshold."""
@@ -150,6 +181,14 @@ class Raven(StepwiseSystem):
     @abstractmethod
     def _rotary(self, state: Tensor) -> Any:
         """What blocks are handed down for the positions of a state."""
+
+    @abstractmethod
+    def _angles(self, n_positions: int) -> Tensor:
+        """Cosines and sines of the positions, (n, head / 2, 2)."""
+
+    @abstractmethod
+    def _norms_after_loop(self) -> list[tuple[str, Any]]:
+        """Steps of a program between loop and coda."""
 
     @abstractmethod
     def _leave(self, state: Tensor) -> Tensor:

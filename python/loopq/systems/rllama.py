@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
+from loopq.systems.blocks import angles_of
 from loopq.systems.raven import Raven
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class RLlama(Raven):
 
         positions = torch.arange(state.shape[1], device=state.device).unsqueeze(0)
         return self.model.rotary_emb(state, positions)
+
+    def _angles(self, n_positions: int) -> Tensor:
+        return angles_of(self.model.rotary_emb, n_positions)
+
+    def _norms_after_loop(self) -> list[tuple[str, Any]]:
+        return []
 
     def _leave(self, state: Tensor) -> Tensor:
         return state

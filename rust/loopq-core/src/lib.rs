@@ -16,6 +16,7 @@
 //! | [`trellis`] | codes on a trellis, column after column |
 //! | [`pack`] | bit layouts of stored codes |
 //! | [`matmul`] | activations times packed codes, on this machine's processor |
+//! | [`runner`] | a looped decoder from embedding to logits, made of those products |
 //! | [`simd`] | instruction sets and the register tile; uses nothing else of this crate |
 //!
 //! Three promises hold everywhere and are tested:
@@ -45,6 +46,7 @@ pub mod matmul;
 mod memory;
 pub mod pack;
 mod proxy;
+pub mod runner;
 pub mod simd;
 pub mod trellis;
 mod weight;

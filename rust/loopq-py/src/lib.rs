@@ -10,6 +10,7 @@ mod kernels;
 mod matmul;
 mod packing;
 mod reserve;
+mod runner;
 mod solve;
 
 use loopq_core::simd::Isa;
@@ -32,6 +33,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<matmul::CpuLayout>()?;
     m.add_function(wrap_pyfunction!(matmul::cpu_engines, m)?)?;
     m.add_function(wrap_pyfunction!(matmul::cpu_read, m)?)?;
+    m.add_class::<runner::CpuRunner>()?;
     m.add_class::<solve::Settings>()?;
     m.add_function(wrap_pyfunction!(factor::count_above, m)?)?;
     m.add_function(wrap_pyfunction!(factor::eigvalsh, m)?)?;

@@ -35,10 +35,10 @@ pub(crate) fn cpu_read(
 /// Where the codes and scales of a layer lie for products on the processor.
 #[pyclass(frozen, module = "loopq._native")]
 pub(crate) struct CpuLayout {
-    inner: Layout,
+    pub(crate) inner: Layout,
 }
 
-fn precision_of(name: &str) -> Result<Precision, Error> {
+pub(crate) fn precision_of(name: &str) -> Result<Precision, Error> {
     match name {
         "int8" => Ok(Precision::Int8),
         "fixed16" => Ok(Precision::Fixed16),

@@ -75,7 +75,7 @@ pub(super) const TILE_BYTES: usize = TILE * LINE;
 
 /// In which order bytes of activations lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Order {
+pub(crate) enum Order {
     /// Token by token: row `token * limbs + i` holds limb `i`, with zeros between blocks.
     Rows,
     /// Sixteen tokens at a time: for every 64 inputs of a block the tiles of all limbs, with zeros at the end of blocks and for
@@ -86,7 +86,7 @@ pub(super) enum Order {
 /// Some tokens' activations as integers.
 ///
 /// Activation `k` of a block is `scale * sum_i limb_i[k] * 256^i`.
-pub(super) struct Rows {
+pub(crate) struct Rows {
     pub(super) order: Order,
     pub(super) limbs: usize,
     /// Bytes of a row.
@@ -107,7 +107,7 @@ pub(super) struct Rows {
 
 impl Rows {
     /// Room for `tokens` of them.
-    pub(super) fn new(layout: &Layout, tokens: usize, precision: Precision, order: Order) -> Result<Self> {
+    pub(crate) fn new(layout: &Layout, tokens: usize, precision: Precision, order: Order) -> Result<Self> {
         const WHAT: &str = "quantized activations";
         let (limbs, n_blocks) = (precision.limbs(), layout.blocks.len());
         let rows = dims::product(WHAT, tokens, limbs)?;
@@ -132,7 +132,7 @@ impl Rows {
     }
 
     /// Quantizes some tokens of `x`, no more than there is room for.
-    pub(super) fn fill(&mut self, layout: &Layout, x: Inputs<'_>, tokens: std::ops::Range<usize>, isa: Isa) {
+    pub(crate) fn fill(&mut self, layout: &Layout, x: Inputs<'_>, tokens: std::ops::Range<usize>, isa: Isa) {
         let (limbs, stride) = (self.limbs, self.stride);
         let scales = self.scales.chunks_exact_mut(self.n_blocks);
         let sums = self.minus_sums.chunks_exact_mut(self.n_blocks * limbs);

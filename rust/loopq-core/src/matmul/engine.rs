@@ -109,7 +109,7 @@ impl Engine {
     }
 
     /// The order in which activations of so many tokens are read.
-    pub(super) fn order(self, tokens: usize) -> Order {
+    pub(crate) fn order(self, tokens: usize) -> Order {
         match self.0 {
             // A tile has sixteen tokens; for one or two it would be mostly empty.
             #[cfg(target_arch = "x86_64")]

@@ -197,7 +197,7 @@ impl Layout {
         self.blocks.last().map_or(0, |b| b.group + 1)
     }
 
-    pub(super) fn n_panels(&self) -> usize {
+    pub(crate) fn n_panels(&self) -> usize {
         self.grid.outputs.div_ceil(PANEL)
     }
 
@@ -207,12 +207,23 @@ impl Layout {
         self.streams.map_or(self.n_panels() * self.panel, |streams| self.stream_bytes(streams))
     }
 
+    /// Whether its codes are on a trellis.
+    pub(crate) fn is_streams(&self) -> bool {
+        self.streams.is_some()
+    }
+
+    /// Whether quantized activations of the other layout are those of this one.
+    pub(crate) fn has_rows_of(&self, other: &Self) -> bool {
+        let row = |l: &Self| (l.grid.inputs, l.grid.group_size, l.grid.bits);
+        row(self) == row(other)
+    }
+
     /// Offset of zero points after the scales.
     pub(super) fn zeros_after_scales(&self) -> usize {
         self.grid.scales.lines() * LINE
     }
 
-    pub(super) fn check(&self, packed: &[u8]) -> Result<()> {
+    pub(crate) fn check(&self, packed: &[u8]) -> Result<()> {
         match self.streams {
             Some(_) => dims::check_matrix("the packed weight", packed, 1, self.n_bytes()),
             None => dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel),

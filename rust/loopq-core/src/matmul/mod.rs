@@ -28,7 +28,7 @@ use half::bf16;
 use crate::execution::pool;
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
-use activations::Rows;
+pub(crate) use activations::Rows;
 use tile::Panel;
 
 /// Tokens whose activations are quantized at once.
@@ -87,29 +87,55 @@ pub fn multiply(
         plan.execution.check()?;
         let count = TOKENS.min(tokens - first);
         rows.fill(layout, x, first..first + count, isa);
-        let rows = &rows;
+        let weight = Weight { layout, packed, bias, engine: plan.engine };
         share(layout.n_panels(), &plan.execution, |panels| {
-            let mut results = Results([0.0; GROUP * FEW * PANEL]);
-            for p in panels.clone().step_by(GROUP) {
-                let n = GROUP.min(panels.end - p);
-                let bytes = &packed[p * layout.panel..][..n * layout.panel];
-                for token in (0..count).step_by(FEW) {
-                    let few = FEW.min(count - token);
-                    let out = &mut results.0[..n * few * PANEL];
-                    plan.engine.run(Panel { layout, bytes, rows, token, out });
-                    for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
-                        let column = (p + i / few) * PANEL;
-                        let values = &mut values[..PANEL.min(outputs - column)];
-                        if let Some(bias) = bias {
-                            values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
-                        }
-                        columns.write(first + token + i % few, column, values);
-                    }
-                }
-            }
+            weight.run(&rows, count, panels, |token, column, values| {
+                columns.write(first + token, column, values);
+            });
         })?;
     }
     Ok(())
+}
+
+/// A packed weight in panels, and what multiplies with it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Weight<'a> {
+    pub(crate) layout: &'a Layout,
+    pub(crate) packed: &'a [u8],
+    pub(crate) bias: Option<&'a [f32]>,
+    pub(crate) engine: Engine,
+}
+
+impl Weight<'_> {
+    /// Multiplies some panels by the first `count` of the tokens; `write` is given a token, the first of some outputs, and
+    /// their values.
+    pub(crate) fn run(
+        &self,
+        rows: &Rows,
+        count: usize,
+        panels: std::ops::Range<usize>,
+        mut write: impl FnMut(usize, usize, &[f32]),
+    ) {
+        let Self { layout, packed, bias, engine } = *self;
+        let mut results = Results([0.0; GROUP * FEW * PANEL]);
+        for p in panels.clone().step_by(GROUP) {
+            let n = GROUP.min(panels.end - p);
+            let bytes = &packed[p * layout.panel..][..n * layout.panel];
+            for token in (0..count).step_by(FEW) {
+                let few = FEW.min(count - token);
+                let out = &mut results.0[..n * few * PANEL];
+                engine.run(Panel { layout, bytes, rows, token, out });
+                for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
+                    let column = (p + i / few) * PANEL;
+                    let values = &mut values[..PANEL.min(layout.grid.outputs - column)];
+                    if let Some(bias) = bias {
+                        values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
+                    }
+                    write(token + i % few, column, values);
+                }
+            }
+        }
+    }
 }
 
 /// Cuts `0..n` into equal runs, one per thread. The caller takes the first, and each of the others always goes to the same

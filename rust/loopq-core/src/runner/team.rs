@@ -1,0 +1,175 @@
+//! Threads that run one function together and meet at barriers.
+//!
+//! A token passes through hundreds of products of some tens of microseconds. To wake a thread for each takes as long as
+//! its part of it; so threads are woken once a call, and wait for each other awake.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::execution::pool;
+use crate::{Error, Result};
+
+/// Looks at the barrier before a waiting thread lets others have its processor: some tens of microseconds.
+const SPINS: u32 = 1 << 13;
+
+/// One team at a time: two that wait for each other's threads would wait for ever.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// A barrier, and who of the team a thread is.
+#[derive(Debug)]
+pub(super) struct Member<'a> {
+    team: &'a Team,
+    index: usize,
+}
+
+#[derive(Debug)]
+struct Team {
+    of: usize,
+    arrived: AtomicUsize,
+    round: AtomicUsize,
+    broken: AtomicBool,
+}
+
+impl Member<'_> {
+    /// Waits until all have come here. An error when one of them will not come.
+    pub(super) fn meet(&self) -> Result<()> {
+        let team = self.team;
+        let round = team.round.load(Ordering::Acquire);
+        if team.arrived.fetch_add(1, Ordering::AcqRel) + 1 == team.of {
+            team.arrived.store(0, Ordering::Relaxed);
+            team.round.store(round.wrapping_add(1), Ordering::Release);
+            return Ok(());
+        }
+        let mut looked = 0;
+        while team.round.load(Ordering::Acquire) == round {
+            if team.broken.load(Ordering::Relaxed) {
+                return Err(Error::Interrupted);
+            }
+            looked += 1;
+            if looked < SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    /// Its part of `0..n`: the same at every call, so that what it reads stays in its processor's cache.
+    pub(super) fn part(&self, n: usize) -> std::ops::Range<usize> {
+        let of = self.team.of;
+        n * self.index / of..n * (self.index + 1) / of
+    }
+}
+
+impl Drop for Member<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.team.broken.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Runs `work` on so many threads at once, the caller's among them; 0 for as many as there are.
+///
+/// The first error is returned; `work` returns one at once, and who waits for it returns too.
+pub(super) fn together(threads: usize, work: impl Fn(&Member<'_>) -> Result<()> + Sync) -> Result<()> {
+    let of = match threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    };
+    let team =
+        Team { of, arrived: AtomicUsize::new(0), round: AtomicUsize::new(0), broken: AtomicBool::new(false) };
+    let failed = Mutex::new(None);
+    let run = |index: usize| {
+        if let Err(error) = work(&Member { team: &team, index }) {
+            // Whoever waits finds the flag after the error, so that the cause comes first.
+            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            team.broken.store(true, Ordering::Relaxed);
+        }
+    };
+    if of == 1 {
+        run(0);
+    } else {
+        let pool = pool(of - 1)?;
+        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        pool.in_place_scope(|scope| {
+            scope.spawn_broadcast(|_, thread| run(thread.index() + 1));
+            run(0);
+        });
+    }
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+/// Numbers that the threads of a team write in turns: between two meetings each has one writer and no reader, or
+/// readers only.
+#[derive(Debug)]
+pub(super) struct Board {
+    at: *mut f32,
+    len: usize,
+}
+
+#[allow(unsafe_code)]
+// SAFETY: the rule above, which the callers keep.
+unsafe impl Sync for Board {}
+
+impl Board {
+    /// Over a buffer that nobody else touches as long as the board lives.
+    pub(super) fn over(buffer: &mut [f32]) -> Self {
+        Self { at: buffer.as_mut_ptr(), len: buffer.len() }
+    }
+
+    /// Writes numbers that no other thread reads or writes before the next meeting.
+    #[allow(unsafe_code)]
+    pub(super) fn write(&self, first: usize, values: &[f32]) {
+        assert!(first <= self.len && values.len() <= self.len - first);
+        // SAFETY: within the buffer, as was just asserted; alone with these numbers by the rule.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.at.add(first), values.len()) }
+    }
+
+    /// Numbers that no thread writes before the next meeting.
+    #[allow(unsafe_code)]
+    pub(super) fn read(&self, range: std::ops::Range<usize>) -> &[f32] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: within the buffer, as was just asserted; not written meanwhile by the rule.
+        unsafe { std::slice::from_raw_parts(self.at.add(range.start), range.len()) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::{together, Board};
+    use crate::Error;
+
+    #[test]
+    fn what_one_thread_writes_all_read_after_a_meeting() {
+        for threads in [1, 2, 5] {
+            let mut numbers = vec![0.0; 40];
+            let board = Board::over(&mut numbers);
+            together(threads, |member| {
+                for round in 0..200 {
+                    let part = member.part(40);
+                    board.write(part.start, &vec![round as f32; part.len()]);
+                    member.meet()?;
+                    assert!(board.read(0..40).iter().all(|&v| v == round as f32));
+                    member.meet()?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        }
+    }
+
+    #[test]
+    fn an_error_of_one_ends_all_and_is_the_one_returned() {
+        let error = Error::setting("threads", 3, "none");
+        let found = together(3, |member| {
+            if member.index == 0 {
+                return Err(error.clone());
+            }
+            member.meet()
+        });
+        assert_eq!(found.unwrap_err(), error);
+    }
+}

@@ -1,0 +1,183 @@
+//! A looped decoder as one program.
+
+use loopq_core::runner::{Block, Matrix, Norm, Norms, Op, Program, Runner, Tokens, Values};
+use loopq_core::{Cancel, Error, Execution};
+use numpy::Ix2;
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::arrays::{writable, InputRows, Matrix as Array, Vector};
+use crate::gil::raise;
+use crate::matmul::{precision_of, CpuLayout};
+
+/// A weight as Python holds it.
+struct Held {
+    layout: Option<Py<CpuLayout>>,
+    values: Py<PyAny>,
+    bias: Option<Py<PyAny>>,
+}
+
+/// A weight as it is given: its layout, unless it is a plain matrix; codes or numbers; its bias.
+type Given = (Option<Py<CpuLayout>>, Py<PyAny>, Option<Py<PyAny>>);
+
+/// Runs a looped decoder by its codes, with keys and values of its own.
+#[pyclass(module = "loopq._native")]
+pub(crate) struct CpuRunner {
+    runner: Runner,
+    held: Vec<Held>,
+}
+
+fn field<'py, T: FromPyObject<'py>>(of: &Bound<'py, PyDict>, name: &str) -> PyResult<T> {
+    of.get_item(name)?.ok_or_else(|| PyTypeError::new_err(format!("a block lacks {name:?}")))?.extract()
+}
+
+fn block_of(of: &Bound<'_, PyDict>) -> PyResult<Block> {
+    let norms: [[Option<usize>; 3]; 2] = field(of, "norms")?;
+    Ok(Block {
+        heads: field(of, "heads")?,
+        kv_heads: field(of, "kv_heads")?,
+        head: field(of, "head")?,
+        neighbours: field(of, "neighbours")?,
+        scale: field(of, "scale")?,
+        qkv: field(of, "qkv")?,
+        qk_bias: field(of, "qk_bias")?,
+        qk_norms: field(of, "qk_norms")?,
+        out: field(of, "out")?,
+        gate_up: field(of, "gate_up")?,
+        down: field(of, "down")?,
+        norms: norms.map(|[input, branch, stream]| Norms { input, branch, stream }),
+    })
+}
+
+fn op_of(name: &str, number: usize) -> PyResult<Op> {
+    Ok(match name {
+        "block" => Op::Block(number),
+        "norm" => Op::Norm(number),
+        "keep" => Op::Keep,
+        "start" => Op::Start,
+        "adapter" => Op::Adapter(number),
+        _ => return Err(PyTypeError::new_err(format!("no step of a program is called {name:?}"))),
+    })
+}
+
+#[pymethods]
+impl CpuRunner {
+    #[new]
+    #[pyo3(signature = (weights, norms, blocks, order, head, *, precision, half))]
+    fn new(
+        py: Python<'_>,
+        weights: Vec<Given>,
+        norms: Vec<(Vec<f32>, f32)>,
+        blocks: Vec<Bound<'_, PyDict>>,
+        order: Vec<(String, usize)>,
+        head: usize,
+        precision: &str,
+        half: bool,
+    ) -> PyResult<Self> {
+        let mut held = Vec::with_capacity(weights.len());
+        let mut shapes = Vec::with_capacity(weights.len());
+        for (layout, values, bias) in weights {
+            shapes.push(match &layout {
+                Some(layout) => {
+                    let grid = layout.get().inner.grid();
+                    [grid.outputs, grid.inputs]
+                }
+                None => InputRows::take(values.bind(py))?.shape(),
+            });
+            held.push(Held { layout, values, bias });
+        }
+        let width = shapes.get(head).map_or(0, |&[_, inputs]| inputs);
+        let program = Program {
+            width,
+            shapes,
+            norms: norms.into_iter().map(|(weight, epsilon)| Norm { weight, epsilon }).collect(),
+            blocks: blocks.iter().map(block_of).collect::<PyResult<_>>()?,
+            order: order.iter().map(|(name, number)| op_of(name, *number)).collect::<PyResult<_>>()?,
+            head,
+            precision: precision_of(precision).map_err(|e| raise(py, &e))?,
+            half,
+        };
+        let runner = Runner::new(program).map_err(|e| raise(py, &e))?;
+        Ok(Self { runner, held })
+    }
+
+    /// Tokens whose keys and values are kept.
+    #[getter]
+    fn seen(&self) -> usize {
+        self.runner.seen()
+    }
+
+    /// Forgets all tokens but the first ones.
+    #[pyo3(signature = (seen = 0))]
+    fn keep(&mut self, seen: usize) {
+        self.runner.keep(seen);
+    }
+
+    /// Calls are short, so they look for no signals.
+    #[pyo3(signature = (x, angles, logits, start = None, *, threads = 0))]
+    fn run(
+        &mut self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        angles: &Bound<'_, PyAny>,
+        logits: &Bound<'_, PyAny>,
+        start: Option<&Bound<'_, PyAny>>,
+        threads: usize,
+    ) -> PyResult<()> {
+        let (x, angles) = (Array::<f32>::take("x", x)?, Array::<f32>::take("angles", angles)?);
+        let start = start.map(|s| Array::<f32>::take("start", s)).transpose()?;
+        let Some(mut logits) = writable::<f32, Ix2>(logits) else {
+            return Err(PyTypeError::new_err("logits must be a writable, contiguous matrix of float32"));
+        };
+        let taken: Vec<_> = self.held.iter().map(|held| Taken::of(py, held)).collect::<PyResult<_>>()?;
+        let matrices: Vec<_> = taken.iter().map(Taken::matrix).collect::<PyResult<_>>()?;
+        let tokens = Tokens {
+            x: x.values()?,
+            start: start.as_ref().map(Array::values).transpose()?,
+            angles: angles.values()?,
+        };
+        let (runner, logits) = (&mut self.runner, logits.as_slice_mut()?);
+        let done = py.detach(|| {
+            let cancel = Cancel::new();
+            runner.run(&matrices, &tokens, logits, &Execution { threads, cancel: &cancel })
+        });
+        done.map_err(|e: Error| raise(py, &e))
+    }
+}
+
+/// A weight's arrays, borrowed for a call.
+struct Taken<'py> {
+    layout: Option<&'py CpuLayout>,
+    codes: Option<Vector<'py, u8>>,
+    rows: Option<InputRows<'py>>,
+    bias: Option<Vector<'py, f32>>,
+}
+
+impl<'py> Taken<'py> {
+    fn of(py: Python<'py>, held: &'py Held) -> PyResult<Self> {
+        let values = held.values.bind(py);
+        let bias = held.bias.as_ref().map(|b| Vector::take("bias", b.bind(py))).transpose()?;
+        Ok(match &held.layout {
+            Some(layout) => {
+                let codes = Some(Vector::take("codes", values)?);
+                Self { layout: Some(layout.get()), codes, rows: None, bias }
+            }
+            None => Self { layout: None, codes: None, rows: Some(InputRows::take(values)?), bias },
+        })
+    }
+
+    fn matrix(&self) -> PyResult<Matrix<'_>> {
+        let values = match (self.layout, &self.codes, &self.rows) {
+            (Some(layout), Some(codes), _) => Values::Codes(&layout.inner, codes.values()?),
+            (_, _, Some(InputRows::F32(rows))) => Values::F32(rows.values()?),
+            (_, _, Some(InputRows::Bf16(rows))) => Values::Bf16(rows.values()?),
+            _ => {
+                return Err(PyTypeError::new_err(
+                    "weights are codes, float32 or uint16 (bfloat16 bits); got float16",
+                ))
+            }
+        };
+        Ok(Matrix { values, bias: self.bias.as_ref().map(Vector::values).transpose()? })
+    }
+}

@@ -16,6 +16,7 @@ from loopq.kernels.modules import QuantLinear
 from loopq.kernels.runner import Branch, Runner
 from loopq.rotation import Rotation
 from loopq.systems.base import Batch, find_system
+from loopq.systems.load import load_model
 from tests.support.systems import CASES, open_system
 
 _KNOWN = ("Huginn", "R-Llama", "Ouro", "Nanbeige", "Nanbeige, weighted loops", "looped Llama")
@@ -100,6 +101,24 @@ def test_bits_depend_neither_on_threads_nor_on_how_the_text_comes(name):
     finally:
         torch.set_num_threads(own)
     assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+def test_threads_do_not_overtake_each_other():
+    """A core of two blocks behind an adapter, on more threads than there are processors, again and again."""
+    system = coded(load_model("huginn_small").system)
+    own = torch.get_num_threads()
+    ids = list(b"The sea was calm")
+    try:
+        torch.set_num_threads(1)
+        expected = extended(system, Runner(system.program(8)), ids)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            runner = Runner(system.program(8))
+            for _ in range(10):
+                assert torch.equal(extended(system, runner, ids), expected)
+                runner.restart()
+    finally:
+        torch.set_num_threads(own)
 
 
 def test_a_long_text_is_run_in_pieces_with_angles_for_all_its_positions():

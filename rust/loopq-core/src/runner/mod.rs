@@ -396,6 +396,8 @@ impl Call<'_> {
             to[..width].copy_from_slice(x);
             to[width..].copy_from_slice(e);
         }
+        // Others may still read the branch of the block before.
+        member.meet()?;
         self.multiply(member, &[weight], &state.input, &self.branch)?;
         member.meet()?;
         let size = state.x.len();

@@ -1,0 +1,187 @@
+"""Text from a whole looped model: loopq's runner, the model's modules around its codes, and the dense model, in turn.
+
+    python benches/python/bench_run.py --model .cache/smollm2/looped [--group-size 64] [--record FILE]
+    python benches/python/bench_run.py --shape tinyllama
+    python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
+
+Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
+transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and the
+GGUF file that `loopq export` wrote, llama.cpp generates from the same prompt on as many threads. Logits of all ways are
+compared before anything is timed; speeds are the best of the trials, taken in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from loopq import _native
+from loopq.generate import Decoder, Generation
+from loopq.kernels.modules import QuantLinear
+from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems.load import load_model
+from record import write
+
+#: Shapes of looped models: a Llama of transformers, and which of its layers run how often.
+SHAPES: dict[str, tuple[dict[str, Any], list[int]]] = {
+    # R-Llama's size: 4 layers before a core of 8 that runs 4 times, 4 after it.
+    "tinyllama": (
+        {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 4, "vocab_size": 32000},
+        [4, 12, 4],
+    ),
+}  # fmt: skip
+LLAMA = """
+import json, sys, time
+import xllamacpp
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = sys.argv[1], 2048, 1, True
+settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = int(sys.argv[3])
+server = xllamacpp.Server(settings)
+prompt, n_tokens, trials = json.loads(sys.argv[2])
+seconds = {}
+for _ in range(trials):
+    for n in (1, n_tokens + 1):
+        start = time.perf_counter()
+        server.handle_completions(
+            {"prompt": prompt, "n_predict": n, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+        )
+        seconds[n] = min(seconds.get(n, 1e9), time.perf_counter() - start)
+print(json.dumps([seconds[1], (seconds[n_tokens + 1] - seconds[1]) / n_tokens]))
+"""
+
+
+def random_model(shape: str) -> Any:
+    """A bfloat16 model of a shape, with a loop."""
+    import transformers
+
+    settings, loop = SHAPES[shape]
+    config = transformers.LlamaConfig(**settings, max_position_embeddings=2048)
+    config.looped_layers = loop
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return transformers.LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def coded(model: Any, group_size: int) -> Any:
+    """A copy of a model with four-bit codes in the place of its layers' weights."""
+    made = copy.deepcopy(model)
+    system = find_system(made)
+    for shared in system.shared_parameters(system.n_steps):
+        name = shared.name.removesuffix(".weight")
+        linear = made.get_submodule(name)
+        found = _native.rtn(linear.weight.detach().float().numpy(), bits=4, group_size=group_size)
+        parent, _, child = name.rpartition(".")
+        layer = QuantLinear.from_codes(
+            found["codes"], found["scales"], group_size, 4, linear.bias, layout="lq-cpu", scale_dtype=torch.float16
+        )
+        setattr(made.get_submodule(parent), child, layer)
+    return made
+
+
+def decoder_of(system: LoopedSystem, runner: bool) -> Decoder:
+    """A decoder that runs by the core, or by the model's modules."""
+    if runner:
+        made = Decoder(system, system.n_steps, Generation())
+        if made.no_runner:
+            raise SystemExit(made.no_runner)
+        return made
+    with patch.object(type(system), "program", lambda self, n_steps: None):
+        return Decoder(system, system.n_steps, Generation())
+
+
+def timed(decoder: Decoder, prompt: list[int], n_tokens: int) -> tuple[float, float]:
+    """Seconds of the prompt, and of a token after it."""
+    decoder.restart()
+    ids = list(prompt)
+    start = time.perf_counter()
+    logits = decoder(ids)
+    first = time.perf_counter()
+    for _ in range(n_tokens):
+        ids.append(int(logits.numpy().argmax()))
+        logits = decoder(ids)
+    return first - start, (time.perf_counter() - first) / n_tokens
+
+
+def llama(args: argparse.Namespace, prompt: list[int], threads: int) -> tuple[float, float]:
+    """The same by llama.cpp, whose server's time for the request counts too."""
+    asked = json.dumps([prompt, args.tokens, args.trials])
+    done = subprocess.run(
+        [args.llama, "-c", LLAMA, args.gguf, asked, str(threads)],
+        check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    first, each = json.loads(done.stdout.splitlines()[-1])
+    return first, each
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", type=Path, help="folder of a model in full precision")
+    what.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--llama", help="interpreter of an environment with xllamacpp")
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args(argv)
+
+    dense = random_model(args.shape) if args.shape else load_model(str(args.model)).model.bfloat16()
+    systems = find_system(dense), find_system(coded(dense, args.group_size))
+    ways = {
+        "loopq run": decoder_of(systems[1], True),
+        "modules with codes": decoder_of(systems[1], False),
+        "dense, bfloat16": decoder_of(systems[0], False),
+    }
+    vocabulary = len(ways["loopq run"](list(range(8))))
+    prompt = [int(i) for i in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
+    logits = {name: decoder(prompt) for name, decoder in ways.items()}
+    same = logits["modules with codes"]
+    off = float((logits["loopq run"] - same).norm() / same.norm())
+    print(f"logits of the runner beside those of the modules: {off:.1e} (l2, relative)")
+    size = sum(p.numel() for p in dense.parameters())
+    found = []
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        best: dict[str, tuple[float, float]] = {}
+        for _ in range(args.trials):
+            for name, decoder in ways.items():
+                took = timed(decoder, prompt, args.tokens)
+                best[name] = tuple(map(min, took, best.get(name, took)))  # type: ignore[assignment]
+        if args.llama:
+            best["llama.cpp, Q4_0"] = llama(args, prompt, threads)
+        for name, (first, each) in best.items():
+            row = {
+                "model": args.shape or args.model.name, "weights": size, "steps": systems[0].n_steps, "way": name,
+                "threads": threads, "prompt_tokens_per_s": args.prompt / first, "tokens_per_s": 1 / each, "off": off,
+            }  # fmt: skip
+            found.append(row)
+            print(
+                f"{threads} threads  {name:20}  prompt {args.prompt / first:8.1f} tokens/s   then {1 / each:7.1f} tokens/s"
+                f"   {best['dense, bfloat16'][1] / each:5.2f}x dense",
+                flush=True,
+            )
+    write(args.record, found)
+
+
+if __name__ == "__main__":
+    main()

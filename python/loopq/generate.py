@@ -171,14 +171,16 @@ class Decoder:
     def _why_no_runner(self) -> str:
         """Try the core's runner, whose description of a model goes by the names of its modules."""
         torch, system = require("torch"), self.system
-        if system.device.type != "cpu" or not any(hasattr(m, "qweight") for m in system.model.modules()):
+        from loopq.kernels.modules import QuantLinear
+        from loopq.kernels.runner import Runner
+
+        coded = any(isinstance(m, QuantLinear) for m in system.model.modules())
+        if system.device.type != "cpu" or not coded:
             return "the runner takes models with codes, on the processor"
         try:
             program = system.program(self.n_steps)
             if program is None:
                 return f"the runner does not know the blocks of {type(system.model).__name__}"
-            from loopq.kernels.runner import Runner
-
             runner = Runner(program)
             texts = self._growing()
             with torch.no_grad():

@@ -21,7 +21,7 @@ _ROPES = (None, "default", "linear", "llama3")
 
 def _holds(module: nn.Module, needed: str, optional: str = "") -> bool:
     """Whether a module has exactly the children named, and perhaps the optional ones."""
-    found = {name for name, child in module.named_children()}
+    found = {name for name, _ in module.named_children()}
     return set(needed.split()) <= found <= {*needed.split(), *optional.split()}
 
 

@@ -159,3 +159,33 @@ def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
     for k, i in ((0, 0), (1, 1), (2, 2), (5, 3)):
         again = gguf.quants.dequantize(data[f"blk.{k}.ffn_down.weight"], gguf.GGMLQuantizationType.Q4_0)
         assert np.array_equal(again, layers[i].mlp.down_proj.weight.detach().numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "m")
+    lines = write_gguf(f"looped:{tmp_path / 'm'}[1:3]x2", tmp_path / "m.gguf")
+    assert "the loop is written out: 5 layers in the order in which they run" in lines
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    found = reader.fields["general.file_type"].contents()
+    assert gguf.LlamaFileType(found).name == ("ALL_F32" if kind == "F32" else f"MOSTLY_{kind}")
+    tensors = {t.name: t for t in reader.tensors}
+    assert tensors["blk.4.ffn_up.weight"].tensor_type.name == kind
+    again = gguf.quants.dequantize(
+        tensors["blk.4.ffn_up.weight"].data, tensors["blk.4.ffn_up.weight"].tensor_type
+    )
+    assert np.array_equal(again, model.model.layers[2].mlp.up_proj.weight.detach().float().numpy())
+    # Without a loop, a plain Llama.
+    write_gguf(tmp_path / "m", tmp_path / "plain.gguf")
+    assert gguf.GGUFReader(tmp_path / "plain.gguf").fields["llama.block_count"].contents() == 3
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        write_gguf(tmp_path, tmp_path / "none.gguf")

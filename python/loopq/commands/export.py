@@ -20,7 +20,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
         metavar="DIR",
-        help="checkpoint of any format that loopq reads; for imatrix a calibration dump",
+        help="checkpoint of any format that loopq reads; for gguf a model that is not quantized too; for imatrix a "
+        "calibration dump",
     )
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="new folder; for gguf and imatrix a new file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.checkpoint.base import in_scale_type, split
-from loopq.checkpoint.convert import read_any
+from loopq.checkpoint.convert import is_checkpoint, read_any
 from loopq.checkpoint.files import RawTensor, check_new, replacing
-from loopq.checkpoint.hf_folder import CONFIG
+from loopq.checkpoint.hf_folder import CONFIG, read_all_tensors, read_config
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.native import Checkpoint
 from loopq.checkpoint.schema import checked, parse_json
 from loopq.errors import CheckpointError
 from loopq.lazy import require
-from loopq.systems.looped import LOOP, PREFIX, layer_order
+from loopq.systems.looped import LOOP, PREFIX, layer_order, parse_spec, with_loop
 
 #: Classes whose layers are Llama's, and what llama.cpp calls them.
 ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
@@ -37,6 +38,8 @@ _MODULES = {
     "mlp.down_proj": "ffn_down",
 }
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+#: Types of tensors; a file is called by the first that it has.
+_KINDS = ("Q4_0", "Q8_0", "F16", "BF16", "F32")
 _NEITHER = (
     "llama.cpp has a type for INT4 and INT8 with a float16 scale for 32 weights, and none for this grid"
 )
@@ -175,12 +178,13 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
 
 
 def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | None = None) -> list[str]:
-    """Write a checkpoint of a Llama-shaped loop as one GGUF file, read it back and compare it.
+    """Write a Llama-shaped loop, quantized or not, as one GGUF file, read it back and compare it.
 
     Parameters
     ----------
     source : path
-        Checkpoint of any format that loopq reads.
+        Checkpoint of any format that loopq reads; or a model that is not quantized, whose tensors are written as they
+        are: a folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``.
     out : path
         New file.
     vocabulary : path, optional
@@ -197,7 +201,7 @@ def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | Non
         llama.cpp has no such architecture or grid: the message names the layer and what can be done.
     """
     check_new(Path(out))
-    checkpoint = read_any(source)
+    checkpoint = _read(source)
     shape = Shape.read(checkpoint.side_files)
     stored = dict(_stored(checkpoint, shape))
     with replacing(Path(out)) as temporary:
@@ -212,6 +216,18 @@ def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | Non
             "note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF of the model"
         )
     return [*lines, f"read back from disk by gguf: {n_compared} tensors equal, number by number"]
+
+
+def _read(source: str | Path) -> Checkpoint:
+    """Read a checkpoint, or a model that is not quantized as one without quantized layers."""
+    name, loop = parse_spec(str(source))
+    folder = Path(name)
+    if loop is None and (is_checkpoint(folder) or not (folder / CONFIG).is_file()):
+        return read_any(folder)
+    config, _ = read_config(folder)
+    config = with_loop(config, loop) if loop else config
+    side_files = {CONFIG: json.dumps(config).encode()}
+    return Checkpoint({}, read_all_tensors(folder), {}, {"system": None}, side_files).check(folder)
 
 
 def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[str, NDArray[Any]]]]:
@@ -260,8 +276,8 @@ def _write(
     if shape.architecture == "nanbeige":
         writer.add_uint32("nanbeige.num_loops", shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
-    file_type = gguf.LlamaFileType
-    writer.add_file_type(file_type.MOSTLY_Q4_0 if "Q4_0" in kinds else file_type.MOSTLY_Q8_0)
+    kind = next(k for k in _KINDS if k in kinds)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if vocabulary is None:
         writer.add_tokenizer_model("none")

@@ -15,7 +15,7 @@ from loopq.errors import CheckpointError
 Layers = Mapping[str, QuantizedLayer]
 
 #: Day of the newest entry.
-DATE = "2026-11-22"
+DATE = "2026-11-23"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
     "transformers": (NATIVE, "compressed-tensors", "gptq", "gptq_v2"),
@@ -178,7 +178,7 @@ RUNS: Mapping[str, Mapping[str, str]] = {
         "generic": "layers in numbered blocks, by transformers' class",
     },
     "llama.cpp": {
-        "nanbeige": "its own class (llama.cpp #25994)",
+        "nanbeige": "its own class (llama.cpp #25994): run (xllamacpp 2026.10)",
         "looped": "Llama, the loop written out: run (xllamacpp 2026.10)",
         "generic": "Llama alone",
     },

@@ -87,7 +87,13 @@ def coded(model: Any, group_size: int) -> Any:
         found = _native.rtn(linear.weight.detach().float().numpy(), bits=4, group_size=group_size)
         parent, _, child = name.rpartition(".")
         layer = QuantLinear.from_codes(
-            found["codes"], found["scales"], group_size, 4, linear.bias, layout="lq-cpu", scale_dtype=torch.float16
+            found["codes"],
+            found["scales"],
+            group_size,
+            4,
+            linear.bias,
+            layout="lq-cpu",
+            scale_dtype=torch.float16,
         )
         setattr(made.get_submodule(parent), child, layer)
     return made

@@ -9,6 +9,7 @@ import torch
 import loopq
 from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.calibrate.data import from_ids
+from loopq.calibrate.dump import Dump, merge
 from loopq.calibrate.hooks import Observer, find_input_groups
 from loopq.commands.output import layer_table
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
@@ -178,6 +179,23 @@ def test_dumps_of_rows_and_hessians_give_the_bytes_of_the_direct_run(loaded, tok
     assert digest(tmp_path / "q") == expected
     manifest = DumpRun.open(tmp_path / "rows-1", QuantConfig.of(**settings), run_of(loaded, tokens).execution)
     assert manifest.dump.manifest.rows[f"{CLOSED}gate_proj.weight"] == {0: 0, 1: 0, 2: 0}
+
+
+def test_parts_of_prompts_that_send_an_expert_other_rows_merge_to_the_whole(loaded, tokens, tmp_path):
+    collect_hessians(job_of(loaded, tokens, batch_size=3), tmp_path / "whole")
+    for i, (first, last) in enumerate([(0, 3), (3, 7)]):
+        collect_hessians(job_of(loaded, tokens.take(first, last), batch_size=3), tmp_path / f"part{i}")
+    merge([tmp_path / "part1", tmp_path / "part0"], tmp_path / "merged")
+    whole, merged = (Dump(tmp_path / name).manifest.rows for name in ("whole", "merged"))
+    assert merged == whole
+    assert {sum(steps.values()) for steps in merged.values()} > {0}
+    for input_group, steps in whole.items():
+        if sum(steps.values()):
+            a, b = (
+                Dump(tmp_path / name).accumulator(input_group, list(steps)).matrix()
+                for name in ("whole", "merged")
+            )
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(a).max())
 
 
 def test_a_loop_metric_in_a_dump_leaves_out_what_no_gradient_reaches(loaded, tokens, tmp_path):

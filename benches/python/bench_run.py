@@ -5,9 +5,9 @@
     python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
 
 Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
-transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and the
-GGUF file that `loopq export` wrote, llama.cpp generates from the same prompt on as many threads. Logits of all ways are
-compared before anything is timed; speeds are the best of the trials, taken in turn.
+transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and
+the GGUF file that `loopq export` wrote, llama.cpp generates from the same prompt on as many threads. Logits with codes
+are compared before anything is timed; speeds are the best of the trials, taken in turn, llama.cpp's behind them.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "modules with codes": decoder_of(systems[1], False),
         "dense, bfloat16": decoder_of(systems[0], False),
     }
-    vocabulary = len(ways["loopq run"](list(range(8))))
+    vocabulary = dense.get_input_embeddings().num_embeddings
     prompt = [int(i) for i in np.random.default_rng(0).integers(3, vocabulary, args.prompt)]
     logits = {name: decoder(prompt) for name, decoder in ways.items()}
     same = logits["modules with codes"]
@@ -182,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             }  # fmt: skip
             found.append(row)
             print(
-                f"{threads} threads  {name:20}  prompt {args.prompt / first:8.1f} tokens/s   then {1 / each:7.1f} tokens/s"
-                f"   {best['dense, bfloat16'][1] / each:5.2f}x dense",
+                f"{threads} threads  {name:20}  prompt {args.prompt / first:8.1f} tokens/s   then {1 / each:7.1f} "
+                f"tokens/s   {best['dense, bfloat16'][1] / each:5.2f}x dense",
                 flush=True,
             )
     write(args.record, found)

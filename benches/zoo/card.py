@@ -79,7 +79,7 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         f"# {name}",
         "",
         f"A `{recipe['model_type']}` model, {results['n_parameters']:,} parameters "
-        f"({size}), byte level, weights stored in float16.",
+        f"({size}), {_level(results)}, weights stored in float16.",
         "",
         verdict,
         "",
@@ -92,7 +92,7 @@ def card_text(name: str, results: dict[str, Any]) -> str:
         "",
         "## Training",
         "",
-        f"`python -m benches.zoo.train {name}`: {cost['n_steps']:,} steps, {cost['n_tokens']:,} bytes, "
+        f"`python -m benches.zoo.train {name}`: {cost['n_steps']:,} steps, {cost['n_tokens']:,} {_unit(results)}, "
         f"{cost['wall_s'] / 60:.1f} minutes on {cost['threads']} CPU thread ({cost['machine']}, torch "
         f"{cost['torch']}), seed {recipe['seed']}, depth drawn from {recipe['depth'][0]} to "
         f"{recipe['depth'][1]} at each step, gradient through all steps.",
@@ -107,6 +107,17 @@ def card_text(name: str, results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _unit(results: dict[str, Any]) -> str:
+    return "tokens" if results["recipe"]["data"] == "subwords" else "bytes"
+
+
+def _level(results: dict[str, Any]) -> str:
+    """What a token is."""
+    if _unit(results) == "bytes":
+        return "byte level"
+    return f"subwords of {results['bytes_per_token']:.2f} bytes on the mean"
+
+
 def _movement(moves: list[float]) -> list[str]:
     if not moves:
         return []
@@ -119,7 +130,8 @@ def _movement(moves: list[float]) -> list[str]:
 
 
 def _measured_on(results: dict[str, Any]) -> str:
-    text = f"Measured on {results['n_sequences']} sequences of {results['seq_len']} bytes spread over the "
+    text = f"Measured on {results['n_sequences']} sequences of {results['seq_len']} {_unit(results)} "
+    text += "spread over the "
     text += f"held-out novels ({', '.join(results['held_out_novels'])})"
     if results["recipe"]["data"] == "chains":
         text = (

@@ -17,7 +17,7 @@ MARK = "trained models"
 def table() -> str:
     """Return the table as Markdown, one row per trained model."""
     rows = [
-        "| name | parameters | N | bits per byte at N = 1 | N / 2 | N | state moves at N / 2 | minutes | bytes |",
+        "| name | parameters | N | bits per byte at N = 1 | N / 2 | N | state moves at N / 2 | minutes | tokens |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted((p for f in FOLDERS for p in f.glob("*/measured.json")), key=lambda p: p.parent.name):

@@ -102,6 +102,19 @@ def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarr
     return out
 
 
+def program(
+    w: np.ndarray, bias: np.ndarray, x: np.ndarray, start: np.ndarray, angles: np.ndarray
+) -> np.ndarray:
+    """Logits of a decoder without blocks."""
+    made = native.CpuRunner(
+        [(None, w, bias), (None, np.tile(w[:1], (w.shape[1], 2)), None)],
+        [], [], [("keep", 0), ("start", 0), ("adapter", 1)], 0, precision="fixed24", half=False,
+    )  # fmt: skip
+    logits = np.zeros((len(x), len(w)), np.float32)
+    made.run(x, angles, logits, start)
+    return logits
+
+
 def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[..., Any], Arrays]]:
     """Functions of arrays, with arrays in C order; the keys begin with the name of what they call."""
     w, h, mu = weight(rng, m, d), spd(rng, d), rng.random(d) + 1
@@ -144,6 +157,10 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
             [codes.view(np.uint8), scales, zeros.astype(np.uint8)],
         ),
         "CpuLayout": (product, [codes, scales, weight(rng, 2, d), weight(rng, 1, m)[0]]),
+        "CpuRunner": (
+            program,
+            [w, weight(rng, 1, m)[0], weight(rng, 3, d), weight(rng, 3, d), weight(rng, 3, 2)],
+        ),
         "cpu_read": (native.cpu_read, [codes.view(np.uint8).ravel()]),
         "pack_dense": (lambda c: native.pack_dense(c, 4, 8), [codes]),
         "pack_dense of uint8": (lambda c: native.pack_dense(c, 8), [codes.view(np.uint8)]),

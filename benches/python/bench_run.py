@@ -3,6 +3,7 @@
     python benches/python/bench_run.py --model .cache/smollm2/looped [--group-size 64] [--record FILE]
     python benches/python/bench_run.py --shape tinyllama
     python benches/python/bench_run.py --model FOLDER --llama PYTHON --gguf FILE
+    python benches/python/bench_run.py --model FOLDER --checkpoint Q     # only: what loading takes
 
 Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
 transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and
@@ -16,6 +17,7 @@ import argparse
 import copy
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +61,39 @@ for _ in range(trials):
         seconds[n] = min(seconds.get(n, 1e9), time.perf_counter() - start)
 print(json.dumps([seconds[1], (seconds[n_tokens + 1] - seconds[1]) / n_tokens]))
 """
+LOAD = """
+import resource, sys, time
+import torch
+import loopq
+from loopq.systems.load import load_model
+folder, how = sys.argv[1:]
+import transformers
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+before, start = peak(), time.perf_counter()
+loaded = load_model(folder) if how == "dense" else loopq.load(folder, quantized=how == "codes")
+took = time.perf_counter() - start
+with torch.inference_mode():
+    loaded.system.model(torch.arange(8)[None])
+print(took, peak() - before)
+"""
+
+
+def loading(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds and peak memory of loading, and of one call, each in a process of its own."""
+    found = []
+    for name, folder, how in (
+        ("codes", args.checkpoint, "codes"),
+        ("codes, dequantized", args.checkpoint, "weights"),
+        ("the model in full precision", args.model, "dense"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, folder, how], check=True, stdout=subprocess.PIPE, text=True
+        )
+        seconds, mib = map(float, done.stdout.split()[-2:])
+        found.append({"way": name, "load_s": seconds, "peak_mib": mib})
+        print(f"{name:30}  {seconds:6.2f} s  {mib:8.0f} MiB at the peak, beyond the libraries")
+    return found
 
 
 def random_model(shape: str) -> Any:
@@ -148,9 +183,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--llama", help="interpreter of an environment with xllamacpp")
     parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint of the model: measure loading alone")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args(argv)
 
+    if args.checkpoint:
+        write(args.record, loading(args))
+        return
     dense = random_model(args.shape) if args.shape else load_model(str(args.model)).model.bfloat16()
     systems = find_system(dense), find_system(coded(dense, args.group_size))
     ways = {

@@ -219,6 +219,11 @@ class QuantizedLayer:
         """Name of the module that holds the weight."""
         return self.name.removesuffix(".weight")
 
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """Shape of the weight as the model stores it."""
+        return self.shape[::-1] if self.orientation == "in_out" else self.shape
+
     def in_model_orientation(self) -> NDArray[np.float32]:
         """Return the dequantized weight as the model stores it, float32, C-contiguous."""
         values = self.dequantize()

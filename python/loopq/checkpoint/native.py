@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,13 +83,6 @@ class Checkpoint:
         return sum(layer.n_bytes for layer in self.layers.values()) + sum(
             t.data.size for t in self.dense.values()
         )
-
-    def state(self, weight_dtypes: Mapping[str, str]) -> dict[str, RawTensor]:
-        """Return a full state dict with dequantized weights in the types given, float32 where none is."""
-        out = dict(self.dense)
-        for name, layer in self.layers.items():
-            out[name] = float_to_raw(layer.in_model_orientation(), weight_dtypes.get(name, "F32"))
-        return out
 
     def check(self, where: object) -> Checkpoint:
         """Return the checkpoint if its parts fit together; asked before it is written and after it was read.
@@ -195,11 +188,20 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(layers, dense, index.ties, index.settings, files).check(folder)
 
 
-def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
+def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str] = ()) -> None:
     """Put a checkpoint's tensors into a model, quantized weights dequantized in the model's own type.
 
-    Weights are written in place, so that ties stay ties and modules that use their weight without being
-    called see it too.
+    Weights are written in place, one after another, so that ties stay ties and modules that use their weight without
+    being called see it too.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of the checkpoint's kind.
+    checkpoint : Checkpoint
+        Its tensors.
+    without : collection of str
+        Quantized layers to leave as they are, since other modules will hold their codes.
 
     Raises
     ------
@@ -209,21 +211,31 @@ def load_into(model: nn.Module, checkpoint: Checkpoint) -> None:
     import torch
 
     own = dict(model.state_dict(keep_vars=True))
-    half = (torch.float16, torch.bfloat16)
-    state = checkpoint.state({n: DTYPE_NAMES[str(t.dtype)[6:]] for n, t in own.items() if t.dtype in half})
+    stored: dict[str, RawTensor | QuantizedLayer] = {**checkpoint.dense, **checkpoint.layers}
+    sources = {name: name for name in stored}
     # A model that does not tie what the checkpoint ties gets the value under both names.
-    state |= {n: state[source] for n, source in checkpoint.ties.items() if own.get(n) is not own.get(source)}
-    names = set(state) | set(checkpoint.ties)
+    sources |= {n: source for n, source in checkpoint.ties.items() if own.get(n) is not own.get(source)}
+    names = set(sources) | set(checkpoint.ties)
     # Files of other tools store a tied tensor once and leave its other names to the model.
     filled = {id(own[name]) for name in names if name in own}
     names |= {name for name, tensor in own.items() if id(tensor) in filled}
     if names != set(own):
         missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
         raise CheckpointError(f"the checkpoint does not fit the model: missing {missing}, unexpected {more}")
-    for name, tensor in state.items():
-        if tuple(own[name].shape) != tensor.shape:
+    for name, source in sources.items():
+        what = stored[source]
+        given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape
+        if tuple(own[name].shape) != given:
             shape = list(own[name].shape)
-            raise CheckpointError(f"tensor {name!r}: shape {list(tensor.shape)}, the model has {shape}")
+            raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
+    half = (torch.float16, torch.bfloat16)
     with torch.no_grad():
-        for name, tensor in state.items():
-            own[name].copy_(to_torch(tensor))
+        for name, source in sources.items():
+            what = stored[source]
+            if isinstance(what, QuantizedLayer):
+                if source in without:
+                    continue
+                dtype = own[source].dtype
+                kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
+                what = float_to_raw(what.in_model_orientation(), kind)
+            own[name].copy_(to_torch(what))

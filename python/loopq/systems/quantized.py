@@ -37,21 +37,16 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     CheckpointError
         A layer of the checkpoint is no module of the model, or of another shape.
     """
-    torch = require("torch")
     modules = dict(model.named_modules(remove_duplicate=False))
     made: dict[int, Any] = {}
     kept: dict[str, str] = {}
     for layer in checkpoint.layers.values():
-        owners = [layer.name, *(tied for tied, source in checkpoint.ties.items() if source == layer.name)]
-        found = [modules.get(name.removesuffix(".weight")) for name in owners]
+        found = _owners(modules, checkpoint, layer.name)
         if any(module is None for module in found):
             raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
-        strange = {type(module).__name__ for module in found if type(module) is not torch.nn.Linear}
-        if strange:
-            kept[layer.name] = f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
-            continue
-        if not all(has_product(layer, module.weight.device) for module in found if module is not None):
-            kept[layer.name] = "codes on a trellis, whose products run on the processor"
+        why = _why_kept(layer, found)
+        if why:
+            kept[layer.name] = why
             continue
         for module in found:
             # One quantized module stands for one linear module, however many names that has.
@@ -62,6 +57,34 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
             parent, _, child = name.rpartition(".")
             setattr(modules[parent], child, made[id(module)])
     return kept
+
+
+def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Names of the layers whose codes `install` will put into modules of their own."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
+    return {
+        name
+        for name, owners in found.items()
+        if None not in owners and not _why_kept(checkpoint.layers[name], owners)
+    }
+
+
+def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
+    """Modules that hold a layer's weight, under its own name and those tied to it; None for one that is not there."""
+    names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
+    return [modules.get(n.removesuffix(".weight")) for n in names]
+
+
+def _why_kept(layer: QuantizedLayer, owners: list[Any]) -> str:
+    """Why a layer keeps a dequantized weight; empty where its modules are replaced."""
+    torch = require("torch")
+    strange = {type(module).__name__ for module in owners if type(module) is not torch.nn.Linear}
+    if strange:
+        return f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
+    if not all(has_product(layer, module.weight.device) for module in owners):
+        return "codes on a trellis, whose products run on the processor"
+    return ""
 
 
 def has_product(layer: QuantizedLayer, device: Any) -> bool:

@@ -29,16 +29,17 @@ def load_checkpoint(
         system=checkpoint.settings.get("system"),
         trust_remote_code=trust_remote_code,
     )
-    store.load_into(loaded.model, checkpoint)
     if not quantized:
         if activations != "float":
             raise ConfigError(
                 f"activations={activations!r} is for loading codes: give quantized=True as well"
             )
+        store.load_into(loaded.model, checkpoint)
         return loaded
     # torch is needed for modules that hold codes, and for nothing before.
-    from loopq.systems.quantized import install
+    from loopq.systems.quantized import coded, install
 
+    store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
     kept = install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))

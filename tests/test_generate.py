@@ -56,6 +56,31 @@ def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
         assert decoder.depths == [n_steps] * 5
 
 
+@pytest.mark.parametrize("name", ["looped Llama", "Ouro"])
+def test_a_text_may_begin_otherwise_than_the_one_before_or_be_the_same(name):
+    system = open_system(CASES[name])
+    decoder = Decoder(system, 2, Generation())
+    for text in (_TEXT, [*_TEXT, 8], [3, *_TEXT], _TEXT[:4], _TEXT[:4]):
+        torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_whose_run_was_stopped_is_run_anew(monkeypatch):
+    system = open_system(CASES["looped Llama"])
+    decoder, right = Decoder(system, 2, Generation()), system.extend
+    decoder(_TEXT)
+
+    def stopped(*args):
+        right(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(system, "extend", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        decoder([*_TEXT, 8])
+    monkeypatch.setattr(system, "extend", right)
+    text = [*_TEXT, 8]
+    torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-5, atol=1e-5)
+
+
 def test_a_token_starts_from_the_same_state_however_many_follow():
     system = open_system(CASES["Huginn"])
     ids = torch.tensor([_TEXT])

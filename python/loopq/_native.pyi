@@ -758,8 +758,8 @@ class CpuRunner:
     def seen(self) -> int:
         """Tokens whose keys and values are kept."""
 
-    def keep(self, seen: int = 0) -> None:
-        """Forget all tokens but the first ones."""
+    def restart(self) -> None:
+        """Forget all tokens."""
 
     def run(
         self,

@@ -81,37 +81,36 @@ class Decoder:
         self.system, self.n_steps, self.settings = system, system.check_depth(n_steps), settings
         self.depths: list[int] = []
         self._runner: Runner | None = None
-        self.restart()
+        self._cache: Any = None
+        self._seen: list[int] = []
         if system.output != "logits" or system.prompt_length is not None:
             what = "hidden states" if system.output != "logits" else "answers to prompts of one length"
             raise ConfigError(f"{system.name}: gives {what}, so there is no text to generate")
-        self._refuse_two_directions()
+        vocabulary = self._refuse_two_directions()
         if settings.exit is not None and system.exit_rule() is None:
             raise ConfigError(f"exit: {system.name} has no rule of its own for leaving the loop early")
         self.no_cache = self.no_runner = "left early"
         if settings.exit is None:
-            self.no_runner = self._why_no_runner()
-            self.no_cache = self._why_no_cache() if self.no_runner else ""
+            texts = self._growing(vocabulary)
+            self.no_runner = self._why_no_runner(texts)
+            self.no_cache = self._why_no_cache(texts) if self.no_runner else ""
 
     def __call__(self, ids: Sequence[int]) -> Tensor:
-        """Logits after the last token, float32 (vocabulary)."""
+        """Logits after the last token, float32 (vocabulary).
+
+        Of a text that goes on from the one before, only the new tokens are run.
+        """
         with require("torch").no_grad():
             if self.settings.exit is not None:
                 logits = self._leave_early(self._batch(ids), self.settings.exit)
-            elif self._runner is not None:
-                logits = self._run(self._runner, ids)
-                self.depths.append(self.n_steps)
-            elif self.no_cache:
-                logits = self.system.rollout(self._batch(ids), self.n_steps)[0, -1]
-                self.depths.append(self.n_steps)
             else:
-                logits = self._extended(ids)[0, -1]
+                logits = self._rolled_out(ids) if self.no_cache else self._extended(ids)
                 self.depths.append(self.n_steps)
         return logits.float().cpu()
 
     def restart(self) -> None:
-        """Forget the text so far: the next one need not begin with it."""
-        self._n_seen, self._cache = 0, None
+        """Forget the text so far."""
+        self._seen, self._cache = [], None
         if self._runner is not None:
             self._runner.restart()
 
@@ -119,20 +118,29 @@ class Decoder:
         torch = require("torch")
         return Batch(torch.tensor([list(ids)]), (0,), self.settings.seed, by_token=True)
 
-    def _extended(self, ids: Sequence[int]) -> Tensor:
-        """Logits of the tokens that the cache does not hold."""
-        found = self.system.extend(self._batch(ids), self.n_steps, self._n_seen, self._cache)
-        if found is None:
-            raise ConfigError("the model has no cache")
-        logits, self._cache = found
-        self._n_seen = len(ids)
-        return logits
+    def _rolled_out(self, ids: Sequence[int]) -> Tensor:
+        return self.system.rollout(self._batch(ids), self.n_steps)[0, -1]
 
-    def _run(self, runner: Runner, ids: Sequence[int]) -> Tensor:
-        """Logits after the last token, by the core."""
-        batch, seen = self._batch(ids), runner.seen
-        start = self.system.initial_states(batch, seen)
-        return runner.extend(batch.input_ids[0, seen:], None if start is None else start[0])
+    def _extended(self, ids: Sequence[int]) -> Tensor:
+        """The same, from the keys and values of the tokens seen, the runner's or the model's own."""
+        seen, now = self._seen, list(ids)
+        # Empty also after a call that was stopped: what it left is not gone on from.
+        if not seen or now[: len(seen)] != seen or len(now) == len(seen):
+            self.restart()
+        n_seen, self._seen = len(self._seen), []
+        batch = self._batch(now)
+        if self._runner is not None:
+            states = self._runner.program.start
+            logits = self._runner.extend(
+                batch.input_ids[0, n_seen:], None if states is None else states(batch, n_seen)[0]
+            )
+        else:
+            found = self.system.extend(batch, self.n_steps, n_seen, self._cache)
+            if found is None:
+                raise ConfigError("the model has no cache")
+            logits, self._cache = found[0][0, -1], found[1]
+        self._seen = now
+        return logits
 
     def _leave_early(self, batch: Batch, threshold: float) -> Tensor:
         """Logits at the step that the model's rule chooses for the last token; all tokens are run to it."""
@@ -148,29 +156,39 @@ class Decoder:
         self.depths.append(t + 1)
         return logits
 
-    def _refuse_two_directions(self) -> None:
-        """Another last token must not change the logits of those before it."""
+    def _refuse_two_directions(self) -> int:
+        """Another last token must not change the logits of those before it; returns the number of these."""
         first = range(1, _PROBE + 1)
         with require("torch").no_grad():
             texts = (self._batch(first), self._batch((*first[:-1], 1)))
             a, b = (self.system.rollout(text, self.n_steps)[0, :-1] for text in texts)
-        # Far apart, since the first ones often are marks, after which logits depend on every rounding.
-        apart = max(1, a.shape[-1] // (_PROBE + _MORE + 1))
-        self._tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
         if not _close(a, b):
             raise ConfigError(
                 f"{self.system.name}: a later token changes the logits of earlier ones: "
                 f"{type(self.system.model).__name__} reads in both directions and cannot generate text"
             )
+        return int(a.shape[-1])
 
-    def _growing(self) -> list[list[int]]:
+    def _growing(self, vocabulary: int) -> list[list[int]]:
         """A prompt, and the same with one token more, and so on."""
-        start, more = self.system.prompt_ids(self._tried[:_PROBE]), self._tried[_PROBE:]
+        # Far apart, since the first ones often are marks, after which logits depend on every rounding.
+        apart = max(1, vocabulary // (_PROBE + _MORE + 1))
+        tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
+        start, more = self.system.prompt_ids(tried[:_PROBE]), tried[_PROBE:]
         return [[*start, *more[:n]] for n in range(_MORE + 1)]
 
-    def _why_no_runner(self) -> str:
+    def _as_rolled_out(self, texts: Sequence[Sequence[int]]) -> bool:
+        """Whether texts that go on from each other have the logits of a rollout."""
+        torch = require("torch")
+        with torch.no_grad():
+            found = torch.stack([self._extended(text) for text in texts])
+            whole = self.system.rollout(self._batch(texts[-1]), self.n_steps)[0, -len(texts) :]
+        self.restart()
+        return _close(found, whole)
+
+    def _why_no_runner(self, texts: Sequence[Sequence[int]]) -> str:
         """Try the core's runner, whose description of a model goes by the names of its modules."""
-        torch, system = require("torch"), self.system
+        system = self.system
         from loopq.kernels.modules import QuantLinear
         from loopq.kernels.runner import Runner
 
@@ -181,26 +199,19 @@ class Decoder:
             program = system.program(self.n_steps)
             if program is None:
                 return f"the runner does not know the blocks of {type(system.model).__name__}"
-            runner = Runner(program)
-            texts = self._growing()
-            with torch.no_grad():
-                parts = [self._run(runner, text) for text in texts]
-                whole = system.rollout(self._batch(texts[-1]), self.n_steps)[0, -len(parts) :]
+            self._runner = Runner(program)
+            why = "" if self._as_rolled_out(texts) else "the runner gives other logits"
         except LoopqError as cause:
-            return str(cause)
-        runner.restart()
-        if not _close(torch.stack(parts), whole):
-            return "the runner gives other logits"
-        self._runner = runner
-        return ""
+            why = str(cause)
+        if why:
+            self._runner = None
+            self.restart()
+        return why
 
-    def _why_no_cache(self) -> str:
+    def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
         """Try the model's cache: published ones differ from version to version, and some give other logits."""
-        torch, texts = require("torch"), self._growing()
         try:
-            with torch.no_grad():
-                parts = [self._extended(text) for text in texts]
-                whole = self.system.rollout(self._batch(texts[-1]), self.n_steps)
+            return "" if self._as_rolled_out(texts) else "the model's own cache gives other logits"
         except LoopqError as cause:
             return str(cause)
         # Any error of code that is not ours says the same: this cache cannot be used here.
@@ -208,7 +219,6 @@ class Decoder:
             return f"the model's own cache cannot be used ({type(cause).__name__}: {cause})"
         finally:
             self.restart()
-        return "" if _close(torch.cat(parts, 1), whole) else "the model's own cache gives other logits"
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -15,6 +15,7 @@ from benches.zoo import WEIGHTS
 from loopq.checkpoint import native as store
 from loopq.checkpoint.convert import RECORD, read_any, write_as
 from loopq.checkpoint.files import read_tensors, write_tensors
+from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import CheckpointError
 from loopq.kernels.modules import QuantLinear
 from loopq.run.export import export
@@ -93,6 +94,16 @@ def test_quantized_modules_hold_codes_and_give_the_same_logits(solved):
         np.testing.assert_array_equal(module.dequantize().numpy(), layer.dequantize())
     assert torch.allclose(logits(dense), logits(packed), rtol=1e-5, atol=1e-5)
     assert not any(n.endswith("adapter.weight") for n in packed.model.state_dict())
+
+
+def test_layers_whose_codes_are_kept_are_not_dequantized(solved, monkeypatch):
+    def refuse(layer):
+        raise AssertionError(f"{layer.name} was dequantized")
+
+    monkeypatch.setattr(QuantizedLayer, "in_model_orientation", refuse)
+    loopq.load(solved, quantized=True)
+    with pytest.raises(AssertionError, match="was dequantized"):
+        loopq.load(solved)
 
 
 @pytest.mark.parametrize(

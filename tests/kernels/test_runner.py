@@ -13,7 +13,7 @@ import loopq._native as native
 from loopq.errors import ConfigError, KernelError
 from loopq.generate import Decoder, Generation
 from loopq.kernels.modules import QuantLinear
-from loopq.kernels.runner import Branch, Runner
+from loopq.kernels.runner import Branch, Runner, _Threads
 from loopq.rotation import Rotation
 from loopq.systems.base import Batch, find_system
 from loopq.systems.load import load_model
@@ -65,9 +65,10 @@ def rolled_out(system, ids, n_steps):
     return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0].float()
 
 
-def extended(system, runner, ids, first=0):
-    start = system.initial_states(Batch(torch.tensor([ids]), (0,), by_token=True), first)
-    return runner.extend(torch.tensor(ids[first:]), None if start is None else start[0])
+def extended(runner, ids):
+    batch, start = Batch(torch.tensor([ids]), (0,), by_token=True), runner.program.start
+    states = None if start is None else start(batch, runner.seen)[0]
+    return runner.extend(batch.input_ids[0, runner.seen :], states)
 
 
 @pytest.mark.parametrize("name", [*_KNOWN, "Qwen2", "Qwen3", "Mistral"])
@@ -78,7 +79,7 @@ def test_it_gives_the_logits_of_a_rollout_at_any_depth(name):
         runner = Runner(system.program(n_steps))
         whole = rolled_out(system, _TEXT, n_steps)
         for n in range(1, len(_TEXT) + 1):
-            found = extended(system, runner, _TEXT[:n], n - 1)
+            found = extended(runner, _TEXT[:n])
             torch.testing.assert_close(found, whole[n - 1], rtol=2e-5, atol=2e-5)
         assert runner.seen == len(_TEXT)
 
@@ -92,12 +93,12 @@ def test_bits_depend_neither_on_threads_nor_on_how_the_text_comes(name):
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
             for parts in ((13,), (4, 13), (1, 2, 3, 13), (12, 13)):
-                runner, first = Runner(system.program(2)), 0
+                runner = Runner(system.program(2))
                 for last in parts:
-                    logits, first = extended(system, runner, _TEXT[:last], first), last
+                    logits = extended(runner, _TEXT[:last])
                 found.append(logits)
                 runner.restart()
-                assert torch.equal(extended(system, runner, _TEXT), logits)
+                assert torch.equal(extended(runner, _TEXT), logits)
     finally:
         torch.set_num_threads(own)
     assert all(torch.equal(logits, found[0]) for logits in found)
@@ -110,12 +111,12 @@ def test_threads_do_not_overtake_each_other():
     ids = list(b"The sea was calm")
     try:
         torch.set_num_threads(1)
-        expected = extended(system, Runner(system.program(8)), ids)
+        expected = extended(Runner(system.program(8)), ids)
         for threads in (2, 3):
             torch.set_num_threads(threads)
             runner = Runner(system.program(8))
             for _ in range(10):
-                assert torch.equal(extended(system, runner, ids), expected)
+                assert torch.equal(extended(runner, ids), expected)
                 runner.restart()
     finally:
         torch.set_num_threads(own)
@@ -125,9 +126,7 @@ def test_a_long_text_is_run_in_pieces_with_angles_for_all_its_positions():
     system = coded(looped("Llama"))
     long = [(7 * i) % 50 for i in range(700)]
     runner = Runner(system.program(1))
-    torch.testing.assert_close(
-        extended(system, runner, long), rolled_out(system, long, 1)[-1], rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(extended(runner, long), rolled_out(system, long, 1)[-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
@@ -135,14 +134,14 @@ def test_models_in_sixteen_bits_differ_by_their_own_rounding(dtype, tolerance):
     system = coded(open_system(CASES["looped Llama"]))
     system.model.to(dtype)
     whole = rolled_out(system, _TEXT, 2)
-    found = extended(system, Runner(system.program(2)), _TEXT)
+    found = extended(Runner(system.program(2)), _TEXT)
     assert (found - whole[-1]).norm() < tolerance * whole[-1].norm()
 
 
 def test_eight_bit_activations_are_those_of_the_layers():
     system = coded(open_system(CASES["looped Llama"]), activations="int8")
     exact, whole = coded(open_system(CASES["looped Llama"])), rolled_out(system, _TEXT, 2)[-1]
-    found = extended(system, Runner(system.program(2)), _TEXT)
+    found = extended(Runner(system.program(2)), _TEXT)
     torch.testing.assert_close(found, whole, rtol=2e-3, atol=2e-3)
     assert (found - whole).norm() < 0.2 * (whole - rolled_out(exact, _TEXT, 2)[-1]).norm()
 
@@ -155,8 +154,9 @@ def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
         torch.testing.assert_close(
             decoder(_TEXT[:n]), rolled_out(system, _TEXT[:n], 3)[-1], rtol=2e-5, atol=2e-5
         )
-    decoder.restart()
-    assert decoder._runner.seen == 0
+    other = [3, *_TEXT[1:]]
+    for text in (other, other[:9], other[:9]):
+        torch.testing.assert_close(decoder(text), rolled_out(system, text, 3)[-1], rtol=2e-5, atol=2e-5)
     right = system.program
 
     def without_branch_norms(n_steps):
@@ -173,6 +173,38 @@ def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
     wrong = Decoder(system, 3, Generation())
     assert wrong.no_runner == "the runner gives other logits"
     torch.testing.assert_close(wrong(_TEXT), rolled_out(system, _TEXT, 3)[-1])
+
+
+def test_a_text_without_new_tokens_is_refused_by_the_runner():
+    system = coded(open_system(CASES["Ouro"]))
+    runner = Runner(system.program(2))
+    extended(runner, _TEXT)
+    with pytest.raises(ConfigError, match="no tokens to go on by, after 13"):
+        extended(runner, _TEXT)
+
+
+def test_tokens_run_on_one_thread_where_more_take_longer(monkeypatch):
+    clock, most = [0.0], 4
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: most)
+    threads = _Threads()
+
+    def ran(n_calls, seconds, n_tokens=1):
+        given = []
+        for _ in range(n_calls):
+            with threads.of(n_tokens) as n:
+                clock[0] += seconds[n]
+            given.append(n)
+        return given
+
+    assert ran(3, {4: 1.0}, n_tokens=2) == [4] * 3
+    assert ran(64, {4: 1.0, 1: 0.5}) == [4, 4] + [1] * 62
+    # They are timed anew, since other work may have ended.
+    assert ran(64, {4: 0.2, 1: 0.5}) == [4, 4, 1, 1] + [4] * 60
+    # One slow call does not decide.
+    assert ran(1, {4: 9.0}) + ran(63, {4: 0.2, 1: 0.5}) == [4, 4, 1, 1] + [4] * 60
+    most = 1
+    assert ran(5, {1: 1.0}) == [1] * 5
 
 
 def test_what_it_does_not_know_is_run_by_the_models_modules():
@@ -205,7 +237,7 @@ def test_linear_layers_without_codes_and_unlike_activations():
     weight = layer.q_proj.dequantize()
     layer.q_proj = nn.Linear(weight.shape[1], weight.shape[0])
     layer.q_proj.weight.data, layer.q_proj.bias.data = weight, torch.linspace(-1, 1, len(weight))
-    found = extended(system, Runner(system.program(2)), _TEXT)
+    found = extended(Runner(system.program(2)), _TEXT)
     torch.testing.assert_close(found, rolled_out(system, _TEXT, 2)[-1], rtol=2e-5, atol=2e-5)
     layer.k_proj.activations = "int8"
     with pytest.raises(KernelError, match="found float, int8"):

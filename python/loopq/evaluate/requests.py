@@ -164,7 +164,7 @@ def generate_until(
     context : str
         Text before it, cut at its left where both would be longer than the model reads.
     decoder : Decoder
-        Gives the logits; what it holds of another text is forgotten.
+        Gives the logits.
     settings : Generation
         How many tokens (`n_generated` of them), and how they are chosen.
     stops : sequence of str
@@ -176,7 +176,6 @@ def generate_until(
     settings = dataclasses.replace(settings, n_tokens=n_generated(settings.n_tokens, longest))
     prompt = list(loaded.encode(context)) or [prefix_id(loaded)]
     prompt = loaded.system.prompt_ids(prompt[-max(1, longest - settings.n_tokens) :])
-    decoder.restart()
     ids: list[int] = []
     for token in generate(loaded, prompt, decoder, settings):
         ids.append(token)

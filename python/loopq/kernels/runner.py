@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import loopq._native as native
-from loopq.errors import KernelError
+from loopq.errors import ConfigError, KernelError
 from loopq.kernels.cpu import CpuPanels
 from loopq.kernels.modules import LAYOUTS, QuantLinear
 
@@ -107,12 +107,16 @@ class Program:
         Linear layer that gives the logits.
     angles : callable
         Number of positions to cosines and sines, float32 (n, head / 2, 2).
+    start : callable, optional
+        A batch of one text, and how many of its tokens have been seen, to the initial states (1, n, width) of the
+        others: for a step "start".
     """
 
     embed: Callable[[Tensor], Tensor]
     order: Sequence[Step]
     head: nn.Module
     angles: Callable[[int], Tensor]
+    start: Callable[[Any, int], Tensor] | None = None
 
 
 class Runner:
@@ -160,7 +164,7 @@ class Runner:
 
     def restart(self) -> None:
         """Forget all tokens."""
-        self._core.keep(0)
+        self._core.restart()
 
     def extend(self, ids: Tensor, start: Tensor | None = None) -> Tensor:
         """Go on by some tokens.
@@ -168,7 +172,7 @@ class Runner:
         Parameters
         ----------
         ids : Tensor, int64, shape (n)
-            Those that it has not seen, one or more.
+            Those that it has not seen.
         start : Tensor, shape (n, width), optional
             Their initial states, where the program has a step "start".
 
@@ -176,7 +180,14 @@ class Runner:
         -------
         Tensor, float32, shape (vocabulary)
             Logits after the last one.
+
+        Raises
+        ------
+        ConfigError
+            There are no tokens.
         """
+        if not len(ids):
+            raise ConfigError(f"no tokens to go on by, after {self.seen}")
         logits = np.empty((1, self._vocabulary), np.float32)
         self._turn_to(self.seen + len(ids))
         with torch.no_grad():

@@ -279,10 +279,6 @@ class LoopedSystem(ABC):
         """Describe the model as a program of the core, which generates text on the processor; None where it is none."""
         return None
 
-    def initial_states(self, batch: Batch, first: int) -> Tensor | None:
-        """Initial states (n_prompts, n, width) of the tokens from `first` on, where they are drawn, else None."""
-        return None
-
     def exit_rule(self) -> ExitRule | None:
         """Return the model's own rule for leaving the loop early, new for each token; None where it has none."""
         return None

@@ -96,8 +96,6 @@ class Raven(StepwiseSystem):
         width = int(self.model.transformer.adapter.out_features)
         return self.to_device(initial_noise(batch, width, self.state_std(), first), dtype=True)
 
-    initial_states = noise
-
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         # A plain number runs without gradient, the second number of a pair with it.
         depth = (0, n_steps) if self.keeps_graph else n_steps
@@ -133,7 +131,9 @@ class Raven(StepwiseSystem):
             ("norm", parts.ln_f),
         ]
         scale = float(getattr(self.model, "emb_scale", 1.0))
-        return Program(lambda ids: parts.wte(ids) * scale, order, self.model.lm_head, self._angles)
+        return Program(
+            lambda ids: parts.wte(ids) * scale, order, self.model.lm_head, self._angles, self.noise
+        )
 
     def exit_rule(self) -> ExitRule:
         """Leave when the prediction has settled: KL between those of two steps below the threshold."""

@@ -62,12 +62,20 @@ impl Execution<'_> {
     }
 }
 
+/// How many threads a setting means: 0 is as many as the machine gives this process.
+pub(crate) fn number(threads: usize) -> usize {
+    match threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
+    }
+}
+
 /// A pool of exactly `threads` threads, or of all for 0.
 pub(crate) fn pool(threads: usize) -> Result<Arc<ThreadPool>> {
     if threads > MAX_THREADS {
         return Err(Error::setting("threads", threads, format!("0 (all) to {MAX_THREADS}")));
     }
-    let n = if threads == 0 { std::thread::available_parallelism().map_or(1, usize::from) } else { threads };
+    let n = number(threads);
     let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
     let pools = pools.get_or_insert_with(HashMap::new);
     if let Some(found) = pools.get(&n) {

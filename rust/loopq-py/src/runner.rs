@@ -108,10 +108,9 @@ impl CpuRunner {
         self.runner.seen()
     }
 
-    /// Forgets all tokens but the first ones.
-    #[pyo3(signature = (seen = 0))]
-    fn keep(&mut self, seen: usize) {
-        self.runner.keep(seen);
+    /// Forgets all tokens.
+    fn restart(&mut self) {
+        self.runner.restart();
     }
 
     /// Calls are short, so they look for no signals.

@@ -25,7 +25,7 @@ pub use read::read;
 
 use half::bf16;
 
-use crate::execution::pool;
+use crate::execution::{number, pool};
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
 pub(crate) use activations::Rows;
@@ -141,10 +141,7 @@ impl Weight<'_> {
 /// Cuts `0..n` into equal runs, one per thread. The caller takes the first, and each of the others always goes to the same
 /// thread: what it reads is in that core's cache when the same weight comes again.
 fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usize>) + Sync) -> Result<()> {
-    let of = match execution.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
-    };
+    let of = number(execution.threads);
     if of == 1 {
         work(0..n);
         return Ok(());

@@ -2,8 +2,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::vector::{attend, isa, Half, Number};
+use super::vector::{attend, Half, Number};
 use super::{Op, Program};
+use crate::simd::Isa;
 use crate::{Error, Result};
 
 /// Keys and values of one head.
@@ -29,7 +30,7 @@ impl<T: Number> KeyValue for Kept<T> {
 
     fn attend(&self, query: &[f32], weights: &mut [f32], out: &mut [f32]) {
         let n = weights.len() * query.len();
-        attend(isa(), query, &self.keys[..n], &self.values[..n], weights, out);
+        attend(Isa::best(), query, &self.keys[..n], &self.values[..n], weights, out);
     }
 }
 
@@ -105,19 +106,19 @@ impl Cache {
         })
     }
 
-    /// Forgets all tokens but the first `seen`.
-    pub(super) fn keep(&mut self, seen: usize) {
-        fn cut<T>(kept: &mut Kept<T>, n: usize) {
-            kept.keys.truncate(n);
-            kept.values.truncate(n);
+    /// Forgets all tokens; the room for them stays.
+    pub(super) fn restart(&mut self) {
+        fn clear<T>(kept: &mut Kept<T>) {
+            kept.keys.clear();
+            kept.values.clear();
         }
-        let _ = self.each(|head, width| {
+        let _ = self.each(|head, _| {
             match head {
-                Head::F32(kept) => cut(kept, seen * width),
-                Head::Half(kept) => cut(kept, seen * width),
+                Head::F32(kept) => clear(kept),
+                Head::Half(kept) => clear(kept),
             }
             Ok(())
         });
-        self.seen = self.seen.min(seen);
+        self.seen = 0;
     }
 }

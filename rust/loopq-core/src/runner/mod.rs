@@ -12,10 +12,11 @@ mod vector;
 
 use crate::matmul::{Engine, Inputs, Layout, Precision, Rows, Weight};
 use crate::memory::zeros;
+use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
 use cache::{Cache, KeyValue};
 use team::{together, Board, Member};
-use vector::{gated, isa, norm, rotate, rows, Half};
+use vector::{gated, norm, rotate, rows, Half};
 
 /// What a weight is made of; which one it is, is known by its number.
 #[derive(Clone, Copy, Debug)]
@@ -218,21 +219,15 @@ impl Runner {
         Ok(Self { program, cache })
     }
 
-    /// What it was made of.
-    #[must_use]
-    pub fn program(&self) -> &Program {
-        &self.program
-    }
-
     /// Tokens whose keys and values it keeps.
     #[must_use]
     pub fn seen(&self) -> usize {
         self.cache.seen
     }
 
-    /// Forgets all tokens but the first `seen`.
-    pub fn keep(&mut self, seen: usize) {
-        self.cache.keep(seen);
+    /// Forgets all tokens.
+    pub fn restart(&mut self) {
+        self.cache.restart();
     }
 
     /// Goes on by some tokens; gives the logits of the last ones, as many as `logits` has room for.
@@ -247,7 +242,7 @@ impl Runner {
     ) -> Result<()> {
         let done = self.checked_run(matrices, tokens, logits, execution);
         if done.is_err() {
-            self.keep(0);
+            self.restart();
         }
         done
     }
@@ -426,7 +421,7 @@ impl Call<'_> {
         let mut input = zeros("inputs of a product", self.count * wide)?;
         let gates = self.gates.read(0..self.count * 2 * wide);
         for (to, both) in input.chunks_exact_mut(wide).zip(gates.chunks_exact(2 * wide)) {
-            gated(isa(), &both[..wide], &both[wide..], to);
+            gated(Isa::best(), &both[..wide], &both[wide..], to);
         }
         self.multiply(member, &[block.down], &input, &self.branch)?;
         member.meet()?;
@@ -465,7 +460,7 @@ impl Call<'_> {
     fn norm(&self, i: usize, x: &[f32], y: &mut [f32]) {
         let Norm { weight, epsilon } = &self.program.norms[i];
         for (x, y) in x.chunks_exact(weight.len()).zip(y.chunks_exact_mut(weight.len())) {
-            norm(isa(), x, weight, *epsilon, y);
+            norm(Isa::best(), x, weight, *epsilon, y);
         }
     }
 
@@ -489,7 +484,7 @@ impl Call<'_> {
                         _ => {
                             let order = self.engine.order(tokens);
                             let mut rows = Rows::new(layout, tokens, self.program.precision, order)?;
-                            rows.fill(layout, Inputs::F32(x), 0..tokens, isa());
+                            rows.fill(layout, Inputs::F32(x), 0..tokens, Isa::best());
                             rows
                         }
                     };
@@ -579,7 +574,7 @@ impl<T: vector::Number> Plain<'_, T> {
             let n = OUTPUTS.min(part.end - first);
             let weights = &self.values[first * self.inputs..(first + n) * self.inputs];
             for (token, x) in x.chunks_exact(self.inputs).enumerate() {
-                rows(isa(), weights, x, &mut values[..n]);
+                rows(Isa::best(), weights, x, &mut values[..n]);
                 if let Some(bias) = self.bias {
                     values.iter_mut().zip(&bias[first..first + n]).for_each(|(v, b)| *v += b);
                 }

@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::execution::pool;
+use crate::execution::{number, pool};
 use crate::{Error, Result};
 
 /// Looks at the barrier before a waiting thread lets others have its processor: some tens of microseconds.
@@ -74,10 +74,7 @@ impl Drop for Member<'_> {
 ///
 /// The first error is returned; `work` returns one at once, and who waits for it returns too.
 pub(super) fn together(threads: usize, work: impl Fn(&Member<'_>) -> Result<()> + Sync) -> Result<()> {
-    let of = match threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        threads => threads,
-    };
+    let of = number(threads);
     let team =
         Team { of, arrived: AtomicUsize::new(0), round: AtomicUsize::new(0), broken: AtomicBool::new(false) };
     let failed = Mutex::new(None);

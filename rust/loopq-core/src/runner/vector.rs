@@ -1,6 +1,6 @@
 //! What happens between products, element by element: norms, gates, the exponential function, sums of products.
 
-use crate::simd::{per_isa, Isa};
+use crate::simd::per_isa;
 
 /// Sums that are taken side by side; their number fixes the bits of a result on every machine.
 const LANES: usize = 32;
@@ -163,11 +163,6 @@ pub(super) fn rotate(x: &mut [f32], angles: &[f32], neighbours: bool) {
         let (cos, sin) = (angle[0], angle[1]);
         (x[a], x[b]) = (x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin);
     }
-}
-
-/// The best instruction set, asked for once a call.
-pub(super) fn isa() -> Isa {
-    Isa::best()
 }
 
 #[cfg(test)]

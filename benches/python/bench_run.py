@@ -7,8 +7,10 @@
 
 Codes are rounded to nearest: speed does not depend on what they are. The dense model is bfloat16 and runs by
 transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and
-the GGUF file that `loopq export` wrote, llama.cpp generates from the same prompt on as many threads. Logits with codes
-are compared before anything is timed; speeds are the best of the trials, taken in turn, llama.cpp's behind them.
+the GGUF file that `loopq export` wrote of the model's checkpoint, llama.cpp generates from the same prompt on as many
+threads: its Q4_0 is `--group-size 32`. Logits with codes are compared before anything is timed; speeds are the best of
+the trials, taken in turn, llama.cpp's behind them. Last stands what of the runner's time for a token is the head's, and
+what a token takes whose blocks are all the same one, which stays in cache.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +33,7 @@ import torch
 from loopq import _native
 from loopq.generate import Decoder, Generation
 from loopq.kernels.modules import QuantLinear
+from loopq.kernels.runner import Runner
 from loopq.systems.base import LoopedSystem, find_system
 from loopq.systems.load import load_model
 from record import write
@@ -145,6 +149,24 @@ def decoder_of(system: LoopedSystem, runner: bool) -> Decoder:
         return Decoder(system, system.n_steps, Generation())
 
 
+def parts(decoder: Decoder, trials: int) -> dict[str, float]:
+    """Milliseconds of a token by the runner: whole; of the head alone; with one block in the place of each."""
+    program = decoder.system.program(decoder.n_steps)
+    if program is None:
+        raise SystemExit("no program")
+    blocks = [step for step in program.order if step[0] == "block"]
+    pieces = {"token": program.order, "head": [], "one block again and again": blocks[:1] * len(blocks)}
+    runners = {name: Runner(replace(program, order=order)) for name, order in pieces.items()}
+    best = dict.fromkeys(runners, float("inf"))
+    for _ in range(20 * trials):
+        for name, runner in runners.items():
+            runner.restart()
+            start = time.perf_counter()
+            runner.extend(torch.tensor([5]))
+            best[name] = min(best[name], time.perf_counter() - start)
+    return {f"{name}, ms": 1e3 * seconds for name, seconds in best.items()} | {"blocks": len(blocks)}
+
+
 def timed(decoder: Decoder, prompt: list[int], n_tokens: int) -> tuple[float, float]:
     """Seconds of the prompt, and of a token after it."""
     decoder.restart()
@@ -186,6 +208,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=Path, help="a checkpoint of the model: measure loading alone")
     parser.add_argument("--record", type=Path)
     args = parser.parse_args(argv)
+    if args.checkpoint and not args.model:
+        parser.error("--checkpoint: beside it, --model names the model in full precision")
+    if bool(args.llama) != bool(args.gguf):
+        parser.error("--llama and --gguf: the one needs the other")
 
     if args.checkpoint:
         write(args.record, loading(args))
@@ -225,6 +251,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"tokens/s   {best['dense, bfloat16'][1] / each:5.2f}x dense",
                 flush=True,
             )
+        spent = parts(ways["loopq run"], args.trials)
+        found.append({"threads": threads, "way": "loopq run, in parts", **spent})
+        print(f"{threads} threads  {', '.join(f'{name} {value:.2f}' for name, value in spent.items())}")
     write(args.record, found)
 
 

@@ -46,9 +46,9 @@ _SHORT: dict[str, Any] = {"steps": 1200, "warmup": 50, "batch": 8}
 _HUGINN = Recipe("loopq-zoo-huginn", {**_SMALL, "mean_recurrence": 8}, depth=(6, 10), steps=3000)
 _OURO = Recipe("loopq-zoo-ouro", {**_SMALL, "n_layers": 2, "total_ut_steps": 4}, depth=(4, 4), steps=1300)
 
-# As wide as a group of 128 is narrow: trained for as long as the machine has, ended by `--finish`.
+# So wide that a group of 128 is a part of a row; `--finish` ended their training after these steps.
 _MEDIUM: dict[str, Any] = {
-    **{"steps": 100_000, "fall": 200, "warmup": 60, "batch": 8, "seq_len": 128, "data": "subwords"},
+    **{"fall": 200, "warmup": 60, "batch": 8, "seq_len": 128, "data": "subwords"},
     "matrix_lr": 0.01,
     "vector_lr": 2e-3,
 }
@@ -94,10 +94,10 @@ RECIPES: dict[str, Recipe] = {
     ),
     # One step costs 0.155 bits per byte more than six, 0.54 bits per token.
     "huginn_medium": Recipe(
-        "loopq-zoo-huginn", {**_WIDE, "mean_recurrence": 6}, depth=(4, 6), margin=0.1, **_MEDIUM
+        "loopq-zoo-huginn", {**_WIDE, "mean_recurrence": 6}, depth=(4, 6), margin=0.1, **_MEDIUM, steps=1250
     ),
     "ouro_medium": Recipe(
-        "loopq-zoo-ouro", {**_WIDE, "n_layers": 2, "total_ut_steps": 4}, depth=(3, 4), **_MEDIUM
+        "loopq-zoo-ouro", {**_WIDE, "n_layers": 2, "total_ut_steps": 4}, depth=(3, 4), **_MEDIUM, steps=1500
     ),
     "mamba_small": Recipe(
         "loopq-zoo-mamba",

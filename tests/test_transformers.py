@@ -17,7 +17,7 @@ from loopq.checkpoint.hf_folder import read_all_tensors
 from loopq.checkpoint.layer import Trellis
 from loopq.checkpoint.native import load_into
 from loopq.errors import CheckpointError
-from loopq.kernels.modules import QuantLinear
+from loopq.kernels.modules import QuantEmbedding, QuantLinear
 from loopq.systems.hf import unfuse
 from tests.support.interop import models
 from tests.support.systems import CASES, build
@@ -132,7 +132,7 @@ def test_codes_on_a_trellis_are_kept_and_saved_as_they_were(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_embedding_tables_are_dequantized_and_saved_as_they_were(tied, tmp_path):
+def test_embedding_tables_keep_their_codes_and_are_saved_as_they_were(tied, tmp_path):
     model, config = models.tiny_llama(tie_word_embeddings=tied)
     checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
     name = "model.embed_tokens.weight"
@@ -148,7 +148,8 @@ def test_embedding_tables_are_dequantized_and_saved_as_they_were(tied, tmp_path)
     )
     assert not said["missing_keys"]
     assert torch.equal(found.get_input_embeddings().weight, model.get_input_embeddings().weight)
-    assert (found.lm_head.weight is found.get_input_embeddings().weight) == tied
+    assert isinstance(found.get_input_embeddings(), QuantEmbedding)
+    assert (found.lm_head is found.get_input_embeddings().table) == tied
     assert torch.equal(_logits(found), _logits(loopq.load(tmp_path / "q", quantized=True).model))
     found.save_pretrained(tmp_path / "saved")
     packed, saved = (read_all_tensors(tmp_path / folder) for folder in ("q", "saved"))

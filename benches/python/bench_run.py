@@ -9,8 +9,8 @@ Codes are rounded to nearest: speed does not depend on what they are. The dense 
 transformers with its own cache. A shape has random weights. With `--llama`, an interpreter that has `xllamacpp`, and
 the GGUF file that `loopq export` wrote of the model's checkpoint, llama.cpp generates from the same prompt on as many
 threads: its Q4_0 is `--group-size 32`. Logits with codes are compared before anything is timed; speeds are the best of
-the trials, taken in turn, llama.cpp's behind them. Last stands what of the runner's time for a token is the head's, and
-what a token takes whose blocks are all the same one, which stays in cache.
+the trials, taken in turn, llama.cpp's behind them. Last stands what the runner takes for a token, for one block and the
+head, and for a token whose blocks are all the same one, which stays in cache.
 """
 
 from __future__ import annotations
@@ -150,12 +150,16 @@ def decoder_of(system: LoopedSystem, runner: bool) -> Decoder:
 
 
 def parts(decoder: Decoder, trials: int) -> dict[str, float]:
-    """Milliseconds of a token by the runner: whole; of the head alone; with one block in the place of each."""
+    """Milliseconds of a token by the runner: whole; with one block only; with that block in the place of each."""
     program = decoder.system.program(decoder.n_steps)
     if program is None:
         raise SystemExit("no program")
     blocks = [step for step in program.order if step[0] == "block"]
-    pieces = {"token": program.order, "head": [], "one block again and again": blocks[:1] * len(blocks)}
+    pieces = {
+        "token": program.order,
+        "one block": blocks[:1],
+        "one block again and again": blocks[:1] * len(blocks),
+    }
     runners = {name: Runner(replace(program, order=order)) for name, order in pieces.items()}
     best = dict.fromkeys(runners, float("inf"))
     for _ in range(20 * trials):

@@ -868,6 +868,17 @@ class CpuLayout:
             `packed` has another size.
         """
 
+    def rows(
+        self, packed: NDArray[np.uint8], numbers: NDArray[np.int64]
+    ) -> NDArray[np.int8] | NDArray[np.uint8]:
+        """Codes (n, in) of some outputs, in the order of their numbers; as `unpack`.
+
+        Raises
+        ------
+        loopq.errors.ConfigError
+            `packed` has another size, there is no such output, or the codes are on a trellis.
+        """
+
     def multiply(
         self,
         packed: NDArray[np.uint8],

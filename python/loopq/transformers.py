@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.files import RawTensor, read_tensors
@@ -28,6 +29,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils import cached_file  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
+
+from loopq.kernels.modules import QuantEmbedding  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -137,9 +140,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         for layer in self.quantization_config.layers(reader):
             stored = model.get_submodule(self._placed[layer.name][0])
             if layer.orientation == "table":
-                weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
-                for owner in self._placed[layer.name]:
-                    model.get_submodule(owner).weight = weight
+                self._put_table(layer, model)
                 continue
             # Only its shape and device are asked for.
             stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
@@ -149,13 +150,29 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
                 _put(model, owner, made)
         return model
 
+    def _put_table(self, layer: QuantizedLayer, model: nn.Module) -> None:
+        """Replace an embedding table and the heads that are tied to it."""
+        owners = {name: model.get_submodule(name) for name in self._placed[layer.name]}
+        if {type(owner) for owner in owners.values()} <= {torch.nn.Embedding, torch.nn.Linear}:
+            (dtype,) = {owner.weight.dtype for owner in owners.values()}
+            place = torch.empty(1, device=model.device).expand(layer.shape)
+            linear = quantized_linear(layer, SimpleNamespace(weight=place))
+            for name, owner in owners.items():
+                table = type(owner) is torch.nn.Embedding
+                _put(model, name, QuantEmbedding(linear, dtype) if table else linear)
+            return
+        weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
+        for owner in owners.values():
+            owner.weight = weight
+
     def get_state_dict_and_metadata(
         self, model: nn.Module, *_: Any
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return the tensors to save: codes and scales byte for byte as they were loaded."""
         owners = {owner for owners in self._placed.values() for owner in owners}
         stored = self._tensors()
-        state = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in owners}
+        coded = owners | {f"{owner}.table" for owner in owners}
+        state = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in coded}
         # transformers 4 refuses tied weights of code that it does not know, or keeps another of their names.
         kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}
         state = {n: t for n, t in state.items() if n in stored or t.untyped_storage().data_ptr() not in kept}

@@ -61,6 +61,21 @@ def test_products_of_asymmetric_and_transformed_layers(bits: int, transform: Rot
     assert torch.equal(layer.codes(), torch.from_numpy(given["codes"]))
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("layout", ["lq-cpu", "codes"])
+def test_rows_are_those_of_the_dequantized_weight(bits: int, layout: str) -> None:
+    given, _ = asymmetric(bits)
+    codes, scales = layer_parts()
+    for layer in (
+        QuantLinear.from_codes(**given, layout=layout),
+        QuantLinear.from_codes(
+            codes >> 8 - bits if bits > 4 else codes >> 4 - bits, scales, 64, bits, layout=layout
+        ),
+    ):
+        ids = torch.tensor([layer.out_features - 1, 0, 33 % layer.out_features, 0])
+        assert torch.equal(layer.rows(ids), layer.dequantize()[ids])
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_are_read_in_the_type_that_they_are_stored_in(scale_dtype: torch.dtype) -> None:
     layer = layer_of(scale_dtype=scale_dtype)
@@ -150,6 +165,11 @@ def test_the_layouts_own_refusals() -> None:
         layout.multiply(packed, x, out, precision="int4")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="out must be a writable"):
         layout.multiply(packed, x, out.astype(np.float64), precision="int8")
+    with pytest.raises(ConfigError, match="the packed weight: expected 2 x"):
+        layout.rows(packed[:-1], np.array([0]))
+    streams = _native.CpuLayout(64, 32, 32, 2, trellis=(8, 32))
+    with pytest.raises(ConfigError, match=r"rows = .*plain grid"):
+        streams.rows(np.zeros(streams.n_bytes, np.uint8), np.array([0]))
     with pytest.raises(TypeError, match="x must be a matrix"):
         layout.multiply(packed, x.astype(np.float16), out, precision="int8")
 

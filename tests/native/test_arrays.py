@@ -102,6 +102,14 @@ def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarr
     return out
 
 
+def rows(codes: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Some rows of packed codes."""
+    layout = native.CpuLayout(*codes.shape, 8, 4)
+    packed = np.zeros(layout.n_bytes, np.uint8)
+    layout.pack(codes, scales, packed)
+    return layout.rows(packed, numbers)
+
+
 def program(
     w: np.ndarray, bias: np.ndarray, x: np.ndarray, start: np.ndarray, angles: np.ndarray
 ) -> np.ndarray:
@@ -156,6 +164,7 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
             lambda c, s, z: native.dequantize(c, s, z, 8),
             [codes.view(np.uint8), scales, zeros.astype(np.uint8)],
         ),
+        "CpuLayout.rows": (rows, [codes, scales, np.array([0, len(codes) - 1, 0])]),
         "CpuLayout": (product, [codes, scales, weight(rng, 2, d), weight(rng, 1, m)[0]]),
         "CpuRunner": (
             program,

@@ -13,7 +13,7 @@ import loopq
 from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError, ConfigError
-from loopq.kernels.modules import QuantLinear
+from loopq.kernels.modules import QuantEmbedding, QuantLinear
 from loopq.quantizers.config import Override
 from loopq.rotation import Rotation
 from loopq.systems.quantized import install
@@ -54,9 +54,39 @@ def test_a_module_is_replaced_under_all_its_names_and_others_are_kept():
     assert install(model, checkpoint(layer())) == {}
     assert model["a"] is model["b"]
     assert isinstance(model["a"], QuantLinear)
-    assert install(model, checkpoint(layer("c.weight"))) == {
-        "c.weight": "held by Embedding, which is not nn.Linear"
+    model["d"] = torch.nn.EmbeddingBag(6, 20)
+    assert install(model, checkpoint(layer("d.weight"))) == {
+        "d.weight": "held by EmbeddingBag, which is not nn.Linear"
     }
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_table_gives_rows_of_its_codes_in_the_models_type(symmetric, tied):
+    given = layer("c.weight", symmetric)
+    model = torch.nn.ModuleDict({"c": torch.nn.Embedding(6, 20), "head": torch.nn.Linear(20, 6, bias=False)})
+    ties = {"head.weight": "c.weight"} if tied else {}
+    assert install(model, dataclasses.replace(checkpoint(given), ties=ties)) == {}
+    table = model["c"]
+    assert isinstance(table, QuantEmbedding)
+    assert (table.table is model["head"]) == tied
+    values, ids = torch.from_numpy(given.dequantize()), torch.tensor([[5, 0, 5], [2, 3, 1]])
+    assert torch.equal(table(ids), values[ids])
+    assert torch.equal(table.weight, values)
+    assert table(ids[:, :0]).shape == (2, 0, 20)
+    assert torch.equal(model.bfloat16()["c"](ids), values.bfloat16()[ids])
+    with pytest.raises(ConfigError, match="a row's number: expected 0 to 5, got 6"):
+        table(torch.tensor([6]))
+
+
+def test_tables_that_are_more_than_rows_keep_their_weights():
+    model = torch.nn.ModuleDict({"c": torch.nn.Embedding(6, 20)})
+    trellis = dataclasses.replace(layer("c.weight"), trellis=Trellis(8, 512))
+    reason = "rows of a table are read from codes on a plain grid, without a transform"
+    assert install(model, checkpoint(trellis)) == {"c.weight": reason}
+    reason = "the model uses it without calling its module"
+    assert install(model, checkpoint(layer("c.weight")), dense=("c.weight",)) == {"c.weight": reason}
+    assert type(model["c"]) is torch.nn.Embedding
 
 
 def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():

@@ -77,6 +77,11 @@ class CpuPanels:
         """A layer's codes again, int8 or uint8, (out, in)."""
         return torch.from_numpy(_layout(layer.grid, layer.scales.dtype).unpack(layer.qweight.numpy()))
 
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Codes of some outputs, (n, in)."""
+        layout = _layout(layer.grid, layer.scales.dtype)
+        return torch.from_numpy(layout.rows(layer.qweight.numpy(), ids.numpy()))
+
     def layout_of(self, layer: QuantLinear) -> native.CpuLayout:
         """Where a layer's codes and scales lie in its `qweight`."""
         return _layout(layer.grid, layer.scales.dtype)

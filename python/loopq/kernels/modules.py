@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from loopq.rotation import Transform
 
-__all__ = ["LAYOUTS", "Grid", "Layout", "QuantLinear"]
+__all__ = ["LAYOUTS", "Grid", "Layout", "QuantEmbedding", "QuantLinear"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,9 @@ class Layout(Protocol):
     def unpack(self, layer: QuantLinear) -> torch.Tensor:
         """A layer's codes again, int8 or uint8, (out, in)."""
 
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Codes of some outputs, (n, in)."""
+
     def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         """``T x W^T + bias`` in x's type: float32 sums, one rounding."""
 
@@ -100,6 +103,9 @@ class _Int4Tiles:
         codes = native.w4_unpack(layer.qweight.cpu().numpy(), layer.in_features)
         return torch.from_numpy(codes).to(layer.qweight.device)
 
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        return self.unpack(layer)[ids]
+
     def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         size = {"in_features": layer.in_features, "group_size": layer.group_size}
         return w4a16_linear(x, layer.qweight, layer.scales, layer.bias, **size)
@@ -120,6 +126,9 @@ class _PlainCodes:
 
     def unpack(self, layer: QuantLinear) -> torch.Tensor:
         return layer.qweight
+
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        return layer.qweight[ids]
 
     def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         inputs = x.float() if layer.transform is None else layer.transform(x)
@@ -330,10 +339,17 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
                 group_size=self.in_features if group == -1 else group, state_bits=state_bits, stream_rows=rows,
             )  # fmt: skip
             return torch.from_numpy(values)
-        weight = self.codes().float()
+        return self._values(self.codes(), slice(None))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (n, in) of `dequantize`, of a layer on a plain grid, by their int64 numbers (n,)."""
+        return self._values(LAYOUTS[self.layout].rows(self, ids), ids)
+
+    def _values(self, codes: torch.Tensor, outputs: torch.Tensor | slice) -> torch.Tensor:
+        weight = codes.float()
         if self.zeros is not None:
-            weight = weight - spread_scales(self.zeros, self.in_features, self.group_size)
-        return weight * spread_scales(self.scales, self.in_features, self.group_size)
+            weight = weight - spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)
+        return weight * spread_scales(self.scales[:, outputs], self.in_features, self.group_size)
 
     def product(self, x: torch.Tensor) -> Product:
         """The operands of the int4 kernel, for a layer in its layout."""
@@ -382,6 +398,36 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             f"layout={self.layout!r}, "
             f"activations={self.activations!r}, bias={self.bias is not None}"
         )
+
+
+class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Embedding table over integer codes.
+
+    Parameters
+    ----------
+    table : QuantLinear
+        On a plain grid, without a transform, (vocabulary, width); a tied head's own layer, where there is one.
+    dtype : torch.dtype
+        Of the rows that it gives; follows the model's.
+    """
+
+    like: torch.Tensor
+
+    def __init__(self, table: QuantLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = table
+        self.num_embeddings, self.embedding_dim = table.out_features, table.in_features
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All rows, made at each use."""
+        return self.table.dequantize().to(self.like.dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (..., width) for int64 ids (...)."""
+        found = self.table.rows(ids.reshape(-1)).to(self.like.dtype)
+        return found.view(*ids.shape, self.embedding_dim)
 
 
 def _bias(bias: torch.Tensor | NDArray[Any] | None, out_features: int) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.layer import QuantizedLayer
@@ -15,8 +16,13 @@ if TYPE_CHECKING:
     from loopq.kernels.cpu import Activations
 
 
-def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
-    """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`.
+def install(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    activations: Activations = "float",
+    dense: Collection[str] = (),
+) -> dict[str, str]:
+    """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`, every table by a `QuantEmbedding`.
 
     Parameters
     ----------
@@ -26,6 +32,8 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         Its layers.
     activations : "float" or "int8"
         See `loopq.kernels.modules.QuantLinear.from_codes`.
+    dense : collection of str
+        Weights that the model uses without calling their module (`LoopedSystem.used_whole`).
 
     Returns
     -------
@@ -42,16 +50,18 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     kept: dict[str, str] = {}
     for layer in checkpoint.layers.values():
         found = _owners(modules, checkpoint, layer.name)
-        if any(module is None for module in found):
+        if None in found.values():
             raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
-        why = _why_kept(layer, found)
+        why = _why_kept(layer, found, dense)
         if why:
             kept[layer.name] = why
             continue
-        for module in found:
-            # One quantized module stands for one linear module, however many names that has.
+        # A table comes last: it reads the codes of the head that it is tied to.
+        for module in sorted(found.values(), key=_is_table):
+            # One quantized module stands for one module, however many names that has.
             if id(module) not in made:
-                made[id(module)] = quantized_linear(layer, module, activations)
+                heads = [made.get(id(m)) for m in found.values()]
+                made[id(module)] = _quantized(layer, module, activations, heads)
     for name, module in modules.items():
         if id(module) in made:
             parent, _, child = name.rpartition(".")
@@ -59,32 +69,52 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     return kept
 
 
-def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+def coded(model: nn.Module, checkpoint: Checkpoint, dense: Collection[str] = ()) -> set[str]:
     """Names of the layers whose codes `install` will put into modules of their own."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
     return {
         name
         for name, owners in found.items()
-        if None not in owners and not _why_kept(checkpoint.layers[name], owners)
+        if None not in owners.values() and not _why_kept(checkpoint.layers[name], owners, dense)
     }
 
 
-def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
-    """Modules that hold a layer's weight, under its own name and those tied to it; None for one that is not there."""
+def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    """Modules that hold a layer's weight, by its name and those tied to it; None for one that is not there."""
     names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
-    return [modules.get(n.removesuffix(".weight")) for n in names]
+    return {n: modules.get(n.removesuffix(".weight")) for n in names}
 
 
-def _why_kept(layer: QuantizedLayer, owners: list[Any]) -> str:
+def _is_table(module: nn.Module) -> bool:
+    return type(module) is require("torch").nn.Embedding and module.max_norm is None
+
+
+def _why_kept(layer: QuantizedLayer, owners: dict[str, Any], dense: Collection[str]) -> str:
     """Why a layer keeps a dequantized weight; empty where its modules are replaced."""
     torch = require("torch")
-    strange = {type(module).__name__ for module in owners if type(module) is not torch.nn.Linear}
+    tables = [module for module in owners.values() if _is_table(module)]
+    linear = (m for m in owners.values() if not _is_table(m))
+    strange = {type(m).__name__ for m in linear if type(m) is not torch.nn.Linear}
+    if not owners.keys().isdisjoint(dense):
+        return "the model uses it without calling its module"
     if strange:
         return f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
-    if not all(has_product(layer, module.weight.device) for module in owners):
+    if tables and (layer.trellis is not None or layer.transform is not None):
+        return "rows of a table are read from codes on a plain grid, without a transform"
+    if not all(has_product(layer, module.weight.device) for module in owners.values()):
         return "codes on a trellis, whose products run on the processor"
     return ""
+
+
+def _quantized(layer: QuantizedLayer, module: Any, activations: Activations, made: list[Any]) -> Any:
+    """What holds a layer's codes in a module's place."""
+    from loopq.kernels.modules import QuantEmbedding, QuantLinear
+
+    if not _is_table(module):
+        return quantized_linear(layer, module, activations)
+    heads = (head for head in made if isinstance(head, QuantLinear))
+    return QuantEmbedding(next(heads, None) or quantized_linear(layer, module), module.weight.dtype)
 
 
 def has_product(layer: QuantizedLayer, device: Any) -> bool:
@@ -107,7 +137,7 @@ def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activation
             f"layer {layer.name}: of shape {list(layer.shape)}, the model has {list(linear.weight.shape)}"
         )
     module = QuantLinear.from_codes(
-        layer.codes, layer.scales, layer.group_size, layer.bits, linear.bias,
+        layer.codes, layer.scales, layer.group_size, layer.bits, getattr(linear, "bias", None),
         zeros=layer.zeros, transform=layer.transform, layout="lq-cpu", activations=activations,
         trellis=None if layer.trellis is None else (layer.trellis.state_bits, layer.trellis.stream_rows),
     )  # fmt: skip

@@ -39,8 +39,9 @@ def load_checkpoint(
     # torch is needed for modules that hold codes, and for nothing before.
     from loopq.systems.quantized import coded, install
 
-    store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
-    kept = install(loaded.model, checkpoint, activations)
+    dense = loaded.system.used_whole
+    store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint, dense))
+    kept = install(loaded.model, checkpoint, activations, dense)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)

@@ -56,6 +56,18 @@ enum Target<'py> {
     Bf16(PyReadwriteArray<'py, u16, Ix2>),
 }
 
+impl CpuLayout {
+    /// Codes as Python has them: signed on a symmetric grid.
+    fn codes<'py>(&self, py: Python<'py>, codes: Vec<u8>, shape: [usize; 2]) -> PyResult<Bound<'py, PyAny>> {
+        let grid = self.inner.grid();
+        if grid.symmetric {
+            let signed: Bound<'py, PyArray2<i8>> = matrix(py, grid::to_signed(codes, grid.bits), shape)?;
+            return Ok(signed.into_any());
+        }
+        Ok(matrix(py, codes, shape)?.into_any())
+    }
+}
+
 #[pymethods]
 impl CpuLayout {
     #[new]
@@ -124,14 +136,23 @@ impl CpuLayout {
         threads: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (grid, packed) = (self.inner.grid(), Vector::take("packed", packed)?);
-        let (packed, shape) = (packed.values()?, [grid.outputs, grid.inputs]);
+        let packed = packed.values()?;
         let codes =
             allow_threads(py, |cancel| matmul::unpack(&self.inner, packed, &Execution { threads, cancel }))?;
-        if grid.symmetric {
-            let signed: Bound<'py, PyArray2<i8>> = matrix(py, grid::to_signed(codes, grid.bits), shape)?;
-            return Ok(signed.into_any());
-        }
-        Ok(matrix(py, codes, shape)?.into_any())
+        self.codes(py, codes, [grid.outputs, grid.inputs])
+    }
+
+    fn rows<'py>(
+        &self,
+        py: Python<'py>,
+        packed: &Bound<'py, PyAny>,
+        numbers: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (grid, packed) = (self.inner.grid(), Vector::take("packed", packed)?);
+        let numbers = Vector::<i64>::take("numbers", numbers)?;
+        let (packed, numbers) = (packed.values()?, numbers.values()?);
+        let codes = py.detach(|| matmul::rows(&self.inner, packed, numbers)).map_err(|e| raise(py, &e))?;
+        self.codes(py, codes, [numbers.len(), grid.inputs])
     }
 
     /// Calls are short, so they look for no signals.

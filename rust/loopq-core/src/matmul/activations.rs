@@ -246,6 +246,10 @@ fn scale_of(largest: u32, limbs: usize) -> (f32, f32) {
 /// Activations that are taken at once: their loops become vector instructions.
 const CHUNK: usize = 64;
 
+/// Added to a number of magnitude up to `2^22`, it leaves no room for a fraction: the sum is rounded, half to even, and its
+/// bits count up from the constant's own. A conversion would ask first what is too large or NaN.
+const WHOLE: f32 = 12_582_912.0;
+
 /// Rounds to integers, half to even, and cuts them into signed bytes, lowest first.
 #[inline(always)]
 fn split<const L: usize>(x: &[f32], inverse: f32, bytes: &mut [i8], stride: usize, minus_sums: &mut [i32]) {
@@ -255,7 +259,7 @@ fn split<const L: usize>(x: &[f32], inverse: f32, bytes: &mut [i8], stride: usiz
         values[..given.len()].copy_from_slice(given);
         let mut rest = [0_i32; CHUNK];
         for (rest, value) in rest.iter_mut().zip(&values) {
-            *rest = (value * inverse).round_ties_even() as i32;
+            *rest = (value * inverse + WHOLE).to_bits().wrapping_sub(WHOLE.to_bits()) as i32;
         }
         for (i, sum) in sums.iter_mut().enumerate() {
             let mut limbs = [0_i8; CHUNK];

@@ -20,7 +20,7 @@ pub use activations::{Inputs, Precision};
 pub use engine::Engine;
 use engine::{for_bits_and_limbs, for_limbs};
 pub use layout::{Grid, Layout, ScaleFormat, PANEL};
-pub use pack::{pack, unpack, Codes};
+pub use pack::{pack, rows, unpack, Codes};
 pub use read::read;
 
 use half::bf16;

@@ -112,6 +112,24 @@ pub fn unpack(layout: &Layout, packed: &[u8], execution: &Execution<'_>) -> Resu
     Ok(codes)
 }
 
+/// The biased codes (rows, inputs) of some outputs of a weight on a plain grid.
+pub fn rows(layout: &Layout, packed: &[u8], numbers: &[i64]) -> Result<Vec<u8>> {
+    layout.check(packed)?;
+    if layout.is_streams() {
+        return Err(Error::setting("rows", "codes on a trellis", "codes of a plain grid"));
+    }
+    let grid = layout.grid;
+    let mut codes = zeros("codes", dims::product("codes", numbers.len(), grid.inputs)?)?;
+    for (row, &number) in codes.chunks_exact_mut(grid.inputs).zip(numbers) {
+        let n = usize::try_from(number)
+            .ok()
+            .filter(|&n| n < grid.outputs)
+            .ok_or_else(|| Error::shape("a row's number", format!("0 to {}", grid.outputs - 1), number))?;
+        unpack_row(layout, &packed[n / PANEL * layout.panel..][..layout.panel], n % PANEL, row);
+    }
+    Ok(codes)
+}
+
 fn unpack_row(layout: &Layout, panel: &[u8], lane: usize, row: &mut [u8]) {
     let bits = layout.grid.bits;
     let (unit, lines) = (unit_inputs(bits), unit_lines(bits));

@@ -121,8 +121,8 @@ impl Panel<'_> {
     }
 }
 
-/// Bytes between what is read and what is asked for: memory answers in about the time in which a core reads them.
-pub(super) const AHEAD: usize = 2048;
+/// Bytes between what is read and what is asked for: as long as memory takes to answer when it is read at full speed.
+pub(super) const AHEAD: usize = 8192;
 
 /// All tokens of each panel, `T` at a time and then one at a time.
 ///

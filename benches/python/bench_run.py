@@ -32,7 +32,7 @@ import torch
 
 from loopq import _native
 from loopq.generate import Decoder, Generation
-from loopq.kernels.modules import QuantLinear
+from loopq.kernels.modules import QuantEmbedding, QuantLinear
 from loopq.kernels.runner import Runner
 from loopq.systems.base import LoopedSystem, find_system
 from loopq.systems.load import load_model
@@ -116,25 +116,28 @@ def random_model(shape: str) -> Any:
         torch.set_default_dtype(default)
 
 
-def coded(model: Any, group_size: int) -> Any:
-    """A copy of a model with four-bit codes in the place of its layers' weights."""
+def rounded(module: Any, bits: int, group_size: int) -> QuantLinear:
+    """A layer's weight in codes."""
+    found = _native.rtn(module.weight.detach().float().numpy(), bits=bits, group_size=group_size)
+    return QuantLinear.from_codes(
+        found["codes"], found["scales"], group_size, bits, getattr(module, "bias", None),
+        layout="lq-cpu", scale_dtype=torch.float16,
+    )  # fmt: skip
+
+
+def coded(model: Any, group_size: int, outside: bool = False) -> Any:
+    """A copy of a model with four-bit codes in the place of its layers' weights, and eight-bit ones of its table's."""
     made = copy.deepcopy(model)
     system = find_system(made)
     for shared in system.shared_parameters(system.n_steps):
         name = shared.name.removesuffix(".weight")
-        linear = made.get_submodule(name)
-        found = _native.rtn(linear.weight.detach().float().numpy(), bits=4, group_size=group_size)
         parent, _, child = name.rpartition(".")
-        layer = QuantLinear.from_codes(
-            found["codes"],
-            found["scales"],
-            group_size,
-            4,
-            linear.bias,
-            layout="lq-cpu",
-            scale_dtype=torch.float16,
-        )
-        setattr(made.get_submodule(parent), child, layer)
+        setattr(made.get_submodule(parent), child, rounded(made.get_submodule(name), 4, group_size))
+    if outside:
+        table, head = made.get_input_embeddings(), made.lm_head
+        made.lm_head = rounded(head, 8, group_size)
+        own = made.lm_head if head.weight is table.weight else rounded(table, 8, group_size)
+        made.set_input_embeddings(QuantEmbedding(own, torch.bfloat16))
     return made
 
 
@@ -221,9 +224,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         write(args.record, loading(args))
         return
     dense = random_model(args.shape) if args.shape else load_model(str(args.model)).model.bfloat16()
-    systems = find_system(dense), find_system(coded(dense, args.group_size))
+    systems = [
+        find_system(m) for m in (dense, *(coded(dense, args.group_size, table) for table in (False, True)))
+    ]
     ways = {
         "loopq run": decoder_of(systems[1], True),
+        "loopq run, table in 8 bits": decoder_of(systems[2], True),
         "modules with codes": decoder_of(systems[1], False),
         "dense, bfloat16": decoder_of(systems[0], False),
     }
@@ -251,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             }  # fmt: skip
             found.append(row)
             print(
-                f"{threads} threads  {name:20}  prompt {args.prompt / first:8.1f} tokens/s   then {1 / each:7.1f} "
+                f"{threads} threads  {name:26}  prompt {args.prompt / first:8.1f} tokens/s   then {1 / each:7.1f} "
                 f"tokens/s   {best['dense, bfloat16'][1] / each:5.2f}x dense",
                 flush=True,
             )

@@ -12,7 +12,7 @@ import torch
 import loopq
 from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.checkpoint.native import Checkpoint
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, KernelError
 from loopq.kernels.modules import QuantEmbedding, QuantLinear
 from loopq.quantizers.config import Override
 from loopq.rotation import Rotation
@@ -79,13 +79,21 @@ def test_a_table_gives_rows_of_its_codes_in_the_models_type(symmetric, tied):
         table(torch.tensor([6]))
 
 
+def test_a_table_beside_a_head_in_the_kernels_words_has_codes_of_its_own():
+    codes = np.random.default_rng(1).integers(-8, 8, (32, 64)).astype(np.int8)
+    head = QuantLinear.from_codes(codes, np.full((32, 2), 0.1, np.float32), 32, 4, layout="lq-w4")
+    with pytest.raises(KernelError, match="have no rows"):
+        QuantEmbedding(head, torch.float32)(torch.tensor([3]))
+    table = QuantEmbedding(head, torch.float32).to(torch.bfloat16)
+    assert head.layout == "lq-w4"
+    assert torch.equal(table(torch.tensor([31, 3])), head.dequantize()[[31, 3]].bfloat16())
+
+
 def test_tables_that_are_more_than_rows_keep_their_weights():
     model = torch.nn.ModuleDict({"c": torch.nn.Embedding(6, 20)})
     trellis = dataclasses.replace(layer("c.weight"), trellis=Trellis(8, 512))
     reason = "rows of a table are read from codes on a plain grid, without a transform"
     assert install(model, checkpoint(trellis)) == {"c.weight": reason}
-    reason = "the model uses it without calling its module"
-    assert install(model, checkpoint(layer("c.weight")), dense=("c.weight",)) == {"c.weight": reason}
     assert type(model["c"]) is torch.nn.Embedding
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import loopq._native as native
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, KernelError
 from loopq.grid import BITS
 from loopq.kernels.cpu import Activations, CpuPanels
 from loopq.kernels.layout import K_STEP, N_STEP, marlin_scales_to_rows
@@ -104,7 +104,7 @@ class _Int4Tiles:
         return torch.from_numpy(codes).to(layer.qweight.device)
 
     def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
-        return self.unpack(layer)[ids]
+        raise KernelError("the int4 kernel's words have no rows")
 
     def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
         size = {"in_features": layer.in_features, "group_size": layer.group_size}
@@ -423,6 +423,14 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
     def weight(self) -> torch.Tensor:
         """All rows, made at each use."""
         return self.table.dequantize().to(self.like.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantEmbedding:
+        """Takes codes of its own where a tied head's, on a GPU, are the kernel's words, which have no rows."""
+        super()._apply(fn, recurse)
+        if self.table.layout == "lq-w4":
+            own = self.table
+            self.table = QuantLinear("codes", own.codes(), own.scales, grid=own.grid)
+        return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows (..., width) for int64 ids (...)."""

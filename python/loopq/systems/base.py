@@ -182,8 +182,6 @@ class LoopedSystem(ABC):
         Layers that no identity path leads around, in words.
     idle : tuple of str
         Beginnings of names of parameters that no rollout uses: a checkpoint may lack them.
-    used_whole : tuple of str
-        Weights of tables or layers that the model uses without calling them: loading keeps them dense.
     model_types : tuple of str
         ``model_type`` of each ``config.json`` whose class `model_class` builds.
     has_steps : bool
@@ -210,7 +208,6 @@ class LoopedSystem(ABC):
     output: Literal["logits", "hidden"] = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False
-    used_whole: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -67,6 +68,19 @@ def _from_config(folder: Path, config: Mapping[str, Any], trust_remote_code: boo
     transformers = require("transformers")
     auto = getattr(transformers, hf.auto_class(config, trust_remote_code))
     settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code)
+    with _no_initial_values():
+        model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code)
+    # What is tied is tied where values are drawn.
+    model.tie_weights()
     hf.unfuse(model)
     return model
+
+
+def _no_initial_values() -> contextlib.AbstractContextManager[None]:
+    """Parameters are not drawn inside the block, so that memory which codes take the place of is never touched."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    found: contextlib.AbstractContextManager[None] = no_init_weights()
+    return found

@@ -35,7 +35,6 @@ class Ponder(StepwiseSystem):
     code = "checkpoint"
     exposed = ("embed_out (lm_head in transformers 5)",)
     idle = ("adapter.",)
-    used_whole = ("gpt_neox.embed_in.weight",)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:

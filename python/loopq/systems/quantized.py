@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.layer import QuantizedLayer
@@ -16,12 +15,7 @@ if TYPE_CHECKING:
     from loopq.kernels.cpu import Activations
 
 
-def install(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    activations: Activations = "float",
-    dense: Collection[str] = (),
-) -> dict[str, str]:
+def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
     """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`, every table by a `QuantEmbedding`.
 
     Parameters
@@ -32,8 +26,6 @@ def install(
         Its layers.
     activations : "float" or "int8"
         See `loopq.kernels.modules.QuantLinear.from_codes`.
-    dense : collection of str
-        Weights that the model uses without calling their module (`LoopedSystem.used_whole`).
 
     Returns
     -------
@@ -50,17 +42,17 @@ def install(
     kept: dict[str, str] = {}
     for layer in checkpoint.layers.values():
         found = _owners(modules, checkpoint, layer.name)
-        if None in found.values():
+        if any(module is None for module in found):
             raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
-        why = _why_kept(layer, found, dense)
+        why = _why_kept(layer, found)
         if why:
             kept[layer.name] = why
             continue
         # A table comes last: it reads the codes of the head that it is tied to.
-        for module in sorted(found.values(), key=_is_table):
+        for module in sorted(found, key=_is_table):
             # One quantized module stands for one module, however many names that has.
             if id(module) not in made:
-                heads = [made.get(id(m)) for m in found.values()]
+                heads = [made.get(id(m)) for m in found]
                 made[id(module)] = _quantized(layer, module, activations, heads)
     for name, module in modules.items():
         if id(module) in made:
@@ -69,40 +61,37 @@ def install(
     return kept
 
 
-def coded(model: nn.Module, checkpoint: Checkpoint, dense: Collection[str] = ()) -> set[str]:
+def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
     """Names of the layers whose codes `install` will put into modules of their own."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
     return {
         name
         for name, owners in found.items()
-        if None not in owners.values() and not _why_kept(checkpoint.layers[name], owners, dense)
+        if None not in owners and not _why_kept(checkpoint.layers[name], owners)
     }
 
 
-def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-    """Modules that hold a layer's weight, by its name and those tied to it; None for one that is not there."""
+def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
+    """Modules that hold a layer's weight, under its own name and those tied to it; None for one that is not there."""
     names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
-    return {n: modules.get(n.removesuffix(".weight")) for n in names}
+    return [modules.get(n.removesuffix(".weight")) for n in names]
 
 
 def _is_table(module: nn.Module) -> bool:
     return type(module) is require("torch").nn.Embedding and module.max_norm is None
 
 
-def _why_kept(layer: QuantizedLayer, owners: dict[str, Any], dense: Collection[str]) -> str:
+def _why_kept(layer: QuantizedLayer, owners: list[Any]) -> str:
     """Why a layer keeps a dequantized weight; empty where its modules are replaced."""
     torch = require("torch")
-    tables = [module for module in owners.values() if _is_table(module)]
-    linear = (m for m in owners.values() if not _is_table(m))
-    strange = {type(m).__name__ for m in linear if type(m) is not torch.nn.Linear}
-    if not owners.keys().isdisjoint(dense):
-        return "the model uses it without calling its module"
+    others = [module for module in owners if not _is_table(module)]
+    strange = {type(module).__name__ for module in others if type(module) is not torch.nn.Linear}
     if strange:
         return f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
-    if tables and (layer.trellis is not None or layer.transform is not None):
+    if len(others) < len(owners) and (layer.trellis is not None or layer.transform is not None):
         return "rows of a table are read from codes on a plain grid, without a transform"
-    if not all(has_product(layer, module.weight.device) for module in owners.values()):
+    if not all(has_product(layer, module.weight.device) for module in owners):
         return "codes on a trellis, whose products run on the processor"
     return ""
 

@@ -39,9 +39,8 @@ def load_checkpoint(
     # torch is needed for modules that hold codes, and for nothing before.
     from loopq.systems.quantized import coded, install
 
-    dense = loaded.system.used_whole
-    store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint, dense))
-    kept = install(loaded.model, checkpoint, activations, dense)
+    store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
+    kept = install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))
     return dataclasses.replace(loaded, report=report)

@@ -726,10 +726,11 @@ class CpuRunner:
     norms : list of tuple
         Weight and what is added to the mean of squares: RMS norms.
     blocks : list of dict
-        `heads`, `kv_heads`, `head`, `neighbours`, `scale`, `qk_bias`, and numbers of weights and norms: `qkv`, `out`,
-        `gate_up`, `down`, `qk_norms`, and `norms`, three (input, branch, stream) for attention and three for the MLP.
+        `heads`, `kv_heads`, `head`, `neighbours`, `scale`, `qk_bias`, `gates`, and numbers of weights and norms: `qkv`,
+        `out`, `gate_up`, `down`, `qk_norms`, and `norms`, three (input, branch, stream) for attention and for the MLP.
     order : list of tuple
-        ("block", number), ("norm", number), ("keep", 0), ("start", 0), ("adapter", number of a weight).
+        ("block", number), ("norm", number), ("keep", 0 or 1), ("take", 0 or 1), ("add", 0 or 1), ("start", 0),
+        ("adapter", number of a weight).
     head : int
         Number of the weight that gives logits.
     precision : str

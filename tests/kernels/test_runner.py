@@ -19,7 +19,15 @@ from loopq.systems.base import Batch, find_system
 from loopq.systems.load import load_model
 from tests.support.systems import CASES, open_system
 
-_KNOWN = ("Huginn", "R-Llama", "Ouro", "Nanbeige", "Nanbeige, weighted loops", "looped Llama")
+_KNOWN = (
+    "Huginn",
+    "R-Llama",
+    "Ouro",
+    "Nanbeige",
+    "Nanbeige, weighted loops",
+    "looped Llama",
+    "transformers HRM-Text",
+)
 _TEXT = [5, 9, 7, 30, 11, 12, 8, 21, 4, 17, 3, 2, 40]
 
 
@@ -75,6 +83,8 @@ def extended(runner, ids):
 def test_it_gives_the_logits_of_a_rollout_at_any_depth(name):
     own = {"Mistral": {"sliding_window": None}}.get(name, {})
     system = coded(open_system(CASES[name]) if name in CASES else looped(name, **own))
+    if name == "transformers HRM-Text":
+        system.model.model.z_L_init.data.normal_()
     for n_steps in (1, 3):
         runner = Runner(system.program(n_steps))
         whole = rolled_out(system, _TEXT, n_steps)
@@ -249,6 +259,7 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
     block = {
         "heads": 2, "kv_heads": 1, "head": 2, "neighbours": False, "scale": 1.0, "qkv": [1, 1], "out": 1,
         "gate_up": [1, 1], "down": 1, "norms": [[None] * 3] * 2, "qk_bias": [], "qk_norms": None,
+        "gates": False,
     }  # fmt: skip
 
     def make(block=block, order=(("block", 0),), norms=(), head=0):
@@ -269,10 +280,18 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
     for wrong in (
         {"heads": 3}, {"head": 3}, {"kv_heads": 0}, {"qkv": [1]}, {"out": 0}, {"gate_up": [1]}, {"down": 7},
         {"qk_bias": [1.0]}, {"qk_norms": [0, 0]}, {"norms": [[0, None, None], [None] * 3]},
+        {"gates": True},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match="expected"):
             make({**block, **wrong})
-    for order in ([("block", 1)], [("norm", 0)], [("adapter", 1)]):
+    for order in (
+        [("block", 1)],
+        [("norm", 0)],
+        [("adapter", 1)],
+        [("keep", 2)],
+        [("take", 2)],
+        [("add", 2)],
+    ):
         with pytest.raises(ConfigError, match="expected"):
             make(order=order)
     with pytest.raises(ConfigError, match="a norm: expected 4, got 3"):

@@ -57,7 +57,7 @@ class Block:
     neighbours : bool
         Whether rotary positions turn neighbours, or the halves of a head.
     qkv : tuple of nn.Module
-        Linear layers whose outputs, one after another, are queries, keys and values.
+        Linear layers whose outputs, one after another, are queries, keys and values, and gates where there are any.
     out : nn.Module
         Linear layer behind attention.
     gate_up : tuple of nn.Module
@@ -72,6 +72,8 @@ class Block:
         Added to queries and keys.
     qk_norms : tuple of nn.Module, optional
         Norms of each query and of each key.
+    gates : bool
+        Whether values attended to are multiplied by the sigmoids of gates, one for each.
     """
 
     heads: int
@@ -86,10 +88,11 @@ class Block:
     scale: float
     qk_bias: Tensor | None = None
     qk_norms: tuple[nn.Module, nn.Module] | None = None
+    gates: bool = False
 
 
 #: Its name, and what it is about.
-Step = tuple[str, Block | nn.Module | None]
+Step = tuple[str, Block | nn.Module | int | None]
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,9 @@ class Program:
     embed : callable
         Token ids (n) to embeddings (n, width).
     order : sequence
-        Steps: ("block", Block), ("norm", module), ("keep", None) keeps the state as e, ("start", None) begins with the
-        initial state s, ("adapter", module) is ``x = W [x; e]``.
+        Steps: ("block", Block); ("norm", module); ("keep", i) keeps the state x under 0 or 1, ("take", i) goes back to
+        what was kept, ("add", i) adds it; ("start", None) begins with the initial state; ("adapter", module) is
+        ``x = W [x; e]``, e what was kept under 0.
     head : nn.Module
         Linear layer that gives the logits.
     angles : callable
@@ -139,7 +143,7 @@ class Runner:
     def __init__(self, program: Program) -> None:
         self.program = program
         first = program.embed(torch.zeros(1, dtype=torch.long))
-        parts = _Parts()
+        parts = _Parts(first.shape[-1])
         order = [(name, parts.number(name, what)) for name, what in program.order]
         head = parts.weight(program.head)
         if len(parts.activations) != 1:
@@ -241,7 +245,8 @@ class _Threads:
 class _Parts:
     """A program's layers, norms and blocks by their numbers: each stands once, however often it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
+        self._width = width
         self.weights: list[tuple[native.CpuLayout | None, NDArray[Any], NDArray[np.float32] | None]] = []
         self.norms: list[tuple[list[float], float]] = []
         self.blocks: list[dict[str, Any]] = []
@@ -250,8 +255,8 @@ class _Parts:
 
     def number(self, name: str, what: Any) -> int:
         """Number of what a step is about."""
-        if what is None:
-            return 0
+        if what is None or isinstance(what, int):
+            return what or 0
         return {"block": self._block, "norm": self._norm, "adapter": self.weight}[name](what)
 
     def _add(self, to: list[Any], what: Any, made: Callable[[], Any]) -> int:
@@ -291,7 +296,8 @@ class _Parts:
             epsilon = next((float(v) for n in _EPSILON if (v := getattr(module, n, None)) is not None), None)
             if epsilon is None or "RMSNorm" not in type(module).__name__:
                 raise KernelError(f"the runner takes RMS norms, no {type(module).__name__}")
-            return module.weight.detach().float().tolist(), epsilon
+            weight = getattr(module, "weight", None)
+            return [1.0] * self._width if weight is None else weight.detach().float().tolist(), epsilon
 
         return self._add(self.norms, module, values)
 
@@ -304,7 +310,10 @@ class _Parts:
 
         bias, norms = block.qk_bias, block.qk_norms
         return {
-            **{name: getattr(block, name) for name in ("heads", "kv_heads", "head", "neighbours", "scale")},
+            **{
+                name: getattr(block, name)
+                for name in ("heads", "kv_heads", "head", "neighbours", "scale", "gates")
+            },
             "qkv": [self.weight(m) for m in block.qkv],
             "out": self.weight(block.out),
             "gate_up": [self.weight(m) for m in block.gate_up],

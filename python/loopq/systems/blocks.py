@@ -41,12 +41,13 @@ def _plain(config: Any) -> bool:
 
 
 def llama_block(layer: nn.Module, config: Any) -> Block | None:
-    """Describe a layer of Llama, Mistral, Qwen2, Qwen3, Ouro or Nanbeige.
+    """Describe a layer of Llama, Mistral, Qwen2, Qwen3, Ouro, Nanbeige or HRM-Text.
 
     Parameters
     ----------
     layer : nn.Module
-        ``x += attn(norm(x)); x += mlp(norm(x))``, with a second norm on each branch in Ouro.
+        ``x += attn(norm(x)); x += mlp(norm(x))``, with a second norm on each branch in Ouro and gates of the values
+        attended to in HRM-Text.
     config : object
         The model's configuration.
 
@@ -58,10 +59,11 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
     from loopq.kernels.runner import Block, Branch
 
     after = ("input_layernorm_2", "post_attention_layernorm_2")
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj")
     if not _holds(layer, "self_attn mlp input_layernorm post_attention_layernorm", " ".join(after)):
         return None
     attention, mlp = layer.self_attn, layer.mlp
-    known = _holds(attention, "q_proj k_proj v_proj o_proj", "q_norm k_norm rotary_emb")
+    known = _holds(attention, "q_proj k_proj v_proj o_proj", "q_norm k_norm rotary_emb gate_proj")
     if not known or not _holds(mlp, "gate_proj up_proj down_proj", "act_fn") or not _plain(config):
         return None
     if not _is_silu(getattr(mlp, "act_fn", require("torch").nn.functional.silu)):
@@ -74,7 +76,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
         kv_heads=attention.k_proj.out_features // head,
         head=head,
         neighbours=False,
-        qkv=(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=tuple(getattr(attention, name) for name in parts if hasattr(attention, name)),
         out=attention.o_proj,
         gate_up=(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj,
@@ -84,6 +86,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
         ),
         scale=float(getattr(attention, "scaling", head**-0.5)),
         qk_norms=None if norms[0] is None else norms,
+        gates=hasattr(attention, "gate_proj"),
     )
 
 

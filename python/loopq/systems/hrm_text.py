@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past, setting
+from loopq.systems.blocks import angles_of, llama_block
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from loopq.kernels.runner import Program
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -81,6 +84,37 @@ class HrmText(LoopedSystem):
         ids = self.to_device(batch.input_ids[:, n_seen:])
         with setting(config, H_cycles=n_steps, num_hidden_layers=slots):
             return cached(self.model(input_ids=ids, **past(cache)))
+
+    def program(self, n_steps: int) -> Program | None:
+        """Both stacks in their order, each with its norm; z_H is kept under 0, z_L under 1."""
+        from loopq.kernels.runner import Program
+
+        inner, config = self.model.model, self.model.config
+        stacks = []
+        for stack in (inner.L_module, inner.H_module):
+            blocks = [llama_block(layer, config) for layer in stack.layers]
+            if not all(blocks):
+                return None
+            stacks.append([*(("block", block) for block in blocks), ("norm", stack.final_norm)])
+        low, high = stacks
+        cycle = [
+            *[("add", 0), *low] * self._low_cycles,
+            ("keep", 1),
+            ("add", 0),
+            *high,
+            ("keep", 0),
+            ("take", 1),
+        ]
+        order = [("keep", 0), ("start", None), *cycle * n_steps, ("take", 0)]
+
+        def start(batch: Batch, n_seen: int) -> Tensor:
+            first: Tensor = inner.z_L_init
+            return first.expand(1, batch.input_ids.shape[1] - n_seen, -1)
+
+        return Program(
+            lambda ids: inner.embed_tokens(ids) * inner.embedding_scale,
+            order, self.model.lm_head, lambda n: angles_of(inner.rotary_emb, n), start,
+        )  # fmt: skip
 
     def embed(self, batch: Batch) -> Tensor:
         """Scaled token embeddings; they start z_H and are not injected again."""

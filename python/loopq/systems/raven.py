@@ -123,7 +123,7 @@ class Raven(StepwiseSystem):
         step = [("adapter", parts.adapter), *(("block", block) for block in inside)]
         order = [
             *(("block", block) for block in around[0]),
-            ("keep", None),
+            ("keep", 0),
             ("start", None),
             *step * n_steps,
             *self._norms_after_loop(),

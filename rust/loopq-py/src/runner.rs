@@ -41,6 +41,7 @@ fn block_of(of: &Bound<'_, PyDict>) -> PyResult<Block> {
         neighbours: field(of, "neighbours")?,
         scale: field(of, "scale")?,
         qkv: field(of, "qkv")?,
+        gates: field(of, "gates")?,
         qk_bias: field(of, "qk_bias")?,
         qk_norms: field(of, "qk_norms")?,
         out: field(of, "out")?,
@@ -54,7 +55,9 @@ fn op_of(name: &str, number: usize) -> PyResult<Op> {
     Ok(match name {
         "block" => Op::Block(number),
         "norm" => Op::Norm(number),
-        "keep" => Op::Keep,
+        "keep" => Op::Keep(number),
+        "take" => Op::Take(number),
+        "add" => Op::Add(number),
         "start" => Op::Start,
         "adapter" => Op::Adapter(number),
         _ => return Err(PyTypeError::new_err(format!("no step of a program is called {name:?}"))),

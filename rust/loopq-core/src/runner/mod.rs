@@ -16,7 +16,7 @@ use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
 use cache::{Cache, KeyValue};
 use team::{together, Board, Member};
-use vector::{gated, norm, rotate, rows, Half};
+use vector::{gated, norm, opened, rotate, rows, Half};
 
 /// What a weight is made of; which one it is, is known by its number.
 #[derive(Clone, Copy, Debug)]
@@ -71,8 +71,10 @@ pub struct Block {
     pub neighbours: bool,
     /// What a query is multiplied by.
     pub scale: f32,
-    /// Weights whose outputs, one after another, are all queries, all keys, all values.
+    /// Weights whose outputs, one after another, are all queries, all keys, all values, and all gates.
     pub qkv: Vec<usize>,
+    /// Whether there are gates: one for each number attended to, which is multiplied by its sigmoid.
+    pub gates: bool,
     /// Added to queries and keys before anything else: `(heads + kv_heads) x head`, or nothing.
     pub qk_bias: Vec<f32>,
     /// Norms of each query and key, before they are turned.
@@ -87,6 +89,9 @@ pub struct Block {
     pub norms: [Norms; 2],
 }
 
+/// States that a program can keep.
+pub const KEPT: usize = 2;
+
 /// One step of a program, on the state `x`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
@@ -94,11 +99,15 @@ pub enum Op {
     Block(usize),
     /// A norm.
     Norm(usize),
-    /// Keeps `x` as `e`.
-    Keep,
+    /// Keeps `x` under a number below [`KEPT`].
+    Keep(usize),
+    /// `x` is what was kept.
+    Take(usize),
+    /// Adds what was kept to `x`.
+    Add(usize),
     /// Begins anew with the state given, `x = s`.
     Start,
-    /// `x = W [x; e]`.
+    /// `x = W [x; e]`, `e` what was kept under 0.
     Adapter(usize),
 }
 
@@ -169,7 +178,8 @@ impl Program {
             };
             let queries = dims::product("queries", heads, head)?;
             let keys = kv_heads * head;
-            expect("q, k and v", [together(&block.qkv)?, 0], [queries + 2 * keys, 0])?;
+            let gates = if block.gates { queries } else { 0 };
+            expect("q, k, v and gates", [together(&block.qkv)?, 0], [queries + 2 * keys + gates, 0])?;
             expect("the weight behind attention", shape(block.out)?, [self.width, queries])?;
             let gates = together(&block.gate_up)? / 2;
             expect("the weight behind the gate", shape(block.down)?, [self.width, gates])?;
@@ -191,6 +201,9 @@ impl Program {
                     return Err(Error::shape("a block's number", self.blocks.len(), i));
                 }
                 Op::Norm(i) => has_norm(i, self.width)?,
+                Op::Keep(i) | Op::Take(i) | Op::Add(i) if i >= KEPT => {
+                    return Err(Error::shape("the number of a state kept", format!("0 to {}", KEPT - 1), i));
+                }
                 Op::Adapter(i) => expect("the adapter", shape(i)?, [self.width, 2 * self.width])?,
                 _ => {}
             }
@@ -352,7 +365,7 @@ struct Call<'a> {
 /// What each thread has of its own: all have the same states.
 struct State {
     x: Vec<f32>,
-    kept: Vec<f32>,
+    kept: [Vec<f32>; KEPT],
     /// Input of a product.
     input: Vec<f32>,
     slot: usize,
@@ -363,7 +376,7 @@ impl Call<'_> {
         let size = self.count * self.program.width;
         let mut state = State {
             x: zeros("states", size)?,
-            kept: zeros("embeddings", size)?,
+            kept: [zeros("states", size)?, zeros("states", size)?],
             input: zeros("inputs of a product", 2 * size)?,
             slot: 0,
         };
@@ -372,7 +385,9 @@ impl Call<'_> {
             match *op {
                 Op::Block(i) => self.block(member, &self.program.blocks[i], &mut state)?,
                 Op::Norm(i) => self.norm_in_place(i, &mut state.x),
-                Op::Keep => state.kept.copy_from_slice(&state.x),
+                Op::Keep(i) => state.kept[i].copy_from_slice(&state.x),
+                Op::Take(i) => state.x.copy_from_slice(&state.kept[i]),
+                Op::Add(i) => state.x.iter_mut().zip(&state.kept[i]).for_each(|(x, kept)| *x += kept),
                 Op::Start => state.x.copy_from_slice(self.tokens.start.unwrap_or(&[])),
                 Op::Adapter(i) => self.adapter(member, i, &mut state)?,
             }
@@ -386,7 +401,7 @@ impl Call<'_> {
         for (to, (x, e)) in state
             .input
             .chunks_exact_mut(2 * width)
-            .zip(state.x.chunks_exact(width).zip(state.kept.chunks_exact(width)))
+            .zip(state.x.chunks_exact(width).zip(state.kept[0].chunks_exact(width)))
         {
             to[..width].copy_from_slice(x);
             to[width..].copy_from_slice(e);
@@ -511,7 +526,8 @@ impl Call<'_> {
     /// This thread's heads: keys and values of the new tokens are kept, and their queries attend to all before them.
     fn attention(&self, member: &Member<'_>, block: &Block, slot: usize) -> Result<()> {
         let Block { heads, kv_heads, head, .. } = *block;
-        let (stride, group) = ((heads + 2 * kv_heads) * head, heads / kv_heads);
+        let gates = (heads + 2 * kv_heads) * head;
+        let (stride, group) = (self.program.outputs(&block.qkv), heads / kv_heads);
         let mut weights = zeros("attention weights", self.cache.seen + self.count)?;
         let mut out = zeros("values attended to", self.count * group * head)?;
         let mut vector = zeros("a head", head)?;
@@ -533,6 +549,10 @@ impl Call<'_> {
                     }
                     let to = &mut out[(token * group + h) * head..][..head];
                     cached.attend(&vector, &mut weights[..=position], to);
+                    if block.gates {
+                        let at = token * stride + gates + (kv * group + h) * head;
+                        opened(Isa::best(), self.qkv.read(at..at + head), to);
+                    }
                 }
             }
             for (token, out) in out.chunks_exact(group * head).enumerate() {

@@ -115,6 +115,18 @@ per_isa! {
 }
 
 #[inline(always)]
+fn opened_body(gate: &[f32], y: &mut [f32]) {
+    for (y, g) in y.iter_mut().zip(gate) {
+        *y /= 1.0 + exp(-g);
+    }
+}
+
+per_isa! {
+    /// `y = sigmoid(gate) * y`.
+    pub(super) fn opened(gate: &[f32], y: &mut [f32]) = opened_body;
+}
+
+#[inline(always)]
 fn rows_body<T: Number>(weights: &[T], x: &[f32], y: &mut [f32]) {
     for (y, row) in y.iter_mut().zip(weights.chunks_exact(x.len())) {
         *y = dot(x, row);

@@ -38,14 +38,15 @@ from loopq.systems.base import LoopedSystem, find_system
 from loopq.systems.load import load_model
 from record import write
 
-#: Shapes of looped models: a Llama of transformers, and which of its layers run how often.
-SHAPES: dict[str, tuple[dict[str, Any], list[int]]] = {
+#: Shapes of looped models, of classes of transformers.
+SHAPES: dict[str, dict[str, Any]] = {
     # R-Llama's size: 4 layers before a core of 8 that runs 4 times, 4 after it.
-    "tinyllama": (
-        {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "num_key_value_heads": 4, "vocab_size": 32000},
-        [4, 12, 4],
-    ),
+    "tinyllama": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000, "max_position_embeddings": 2048,
+        "looped_layers": [4, 12, 4],
+    },
+    "hrm-text-1b": {"model_type": "hrm_text"},
 }  # fmt: skip
 LLAMA = """
 import json, sys, time
@@ -104,14 +105,12 @@ def random_model(shape: str) -> Any:
     """A bfloat16 model of a shape, with a loop."""
     import transformers
 
-    settings, loop = SHAPES[shape]
-    config = transformers.LlamaConfig(**settings, max_position_embeddings=2048)
-    config.looped_layers = loop
+    config = transformers.AutoConfig.for_model(**SHAPES[shape])
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return transformers.LlamaForCausalLM(config).eval()
+        return transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
     finally:
         torch.set_default_dtype(default)
 

@@ -38,8 +38,8 @@ class FileEntry:
     n_bytes: Count
 
 
-def raw(tensor: Tensor) -> RawTensor:
-    """Copy a torch tensor to bytes.
+def raw(tensor: Tensor, copy: bool = True) -> RawTensor:
+    """Give a torch tensor as bytes; without a copy, its own, where it lies on the processor in row-major order.
 
     Raises
     ------
@@ -52,7 +52,10 @@ def raw(tensor: Tensor) -> RawTensor:
         raise CheckpointError(f"tensors of {tensor.dtype} cannot be stored")
     host = tensor.detach().to("cpu").contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else np.zeros(0, np.uint8)
-    return RawTensor(name, tuple(tensor.shape), np.array(data))
+    if copy:
+        return RawTensor(name, tuple(tensor.shape), np.array(data))
+    data.flags.writeable = False
+    return RawTensor(name, tuple(tensor.shape), data)
 
 
 def to_torch(tensor: RawTensor) -> Tensor:
@@ -65,14 +68,17 @@ def to_torch(tensor: RawTensor) -> Tensor:
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, RawTensor], dict[str, str]]:
-    """Read every tensor of a model's state once, by the first name that holds it; further names go to that name."""
+    """Read every tensor of a model's state once, by the first name that holds it; further names go to that name.
+
+    The bytes are the model's own: they change when it is written to (`loopq.systems.replace` does not).
+    """
     tensors: dict[str, RawTensor] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         source = first.setdefault(id(tensor), name)
         if source == name:
-            tensors[name] = raw(tensor)
+            tensors[name] = raw(tensor, copy=False)
         else:
             ties[name] = source
     return tensors, ties

@@ -46,7 +46,7 @@ class ModelWeights:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> ModelWeights:
-        """Read the state of a torch model."""
+        """The state of a torch model, in its own memory."""
         return cls(*model_tensors(model))
 
     def raw(self, name: str) -> RawTensor:

@@ -27,7 +27,7 @@ class Estimate:
     memory : int
         Bytes held at once for Hessians, metrics and solves: what the limit is for.
     peak : int
-        Bytes of the whole process at most: what it has now, a copy of the model's weights, and `memory`.
+        Bytes of the whole process at most: what it has now and `memory`, or a copy of all weights that get no codes.
     seconds : float
         Everything together, from rates measured on this machine a moment ago.
     n_passes : int
@@ -74,7 +74,8 @@ def estimate(run: Run) -> Estimate:
     """Estimate memory and time of a run from its timed rollout and a short measurement of the core."""
     sums = run.sums()
     memory = run_bytes(run)
-    weights = sum(t.data.size for t in run.weights.tensors.values())
+    coded = {t.name for t in run.tasks}
+    dense = sum(t.data.size for name, t in run.weights.tensors.items() if name not in coded)
     tokens = run.job.tokens
     n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
     once = run.probe_seconds * tokens.n_tokens / per_prompt
@@ -85,7 +86,7 @@ def estimate(run: Run) -> Estimate:
     metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
     work = hessian_work(run.tasks, tokens.n_tokens, run.job.selection.shares) + solve_work(run.tasks)
     core = work / _core_rate(run.execution.threads)
-    peak = resident_bytes() + weights + memory
+    peak = resident_bytes() + max(memory, dense)
     seconds = once * runs + metric_seconds + core
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(run))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,15 @@ def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpo
         "seed": run.execution.seed,
         "calibration": run.job.tokens.describe(),
     }
-    return _assemble(layers | round_outside(run), run.weights, settings, dict(run.job.side_files))
+    found = layers | round_outside(run)
+    # A checkpoint outlives the model, and what is done to it.
+    own = {
+        n: dataclasses.replace(t, data=t.data.copy())
+        for n, t in run.weights.tensors.items()
+        if n not in found
+    }
+    weights = ModelWeights({**run.weights.tensors, **own}, run.weights.ties)
+    return _assemble(found, weights, settings, dict(run.job.side_files))
 
 
 @dataclass(frozen=True)

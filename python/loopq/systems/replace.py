@@ -16,7 +16,9 @@ Weights = Mapping[str, NDArray[np.float32]]
 
 @contextlib.contextmanager
 def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
-    """Put other weights into the model, in place, and the old ones back afterwards, also after an error.
+    """Put other weights into the model, and the old ones back afterwards, also after an error.
+
+    The memory of the old ones is not written to: whoever reads it meanwhile finds what was there.
 
     Parameters
     ----------
@@ -33,13 +35,13 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
             raise CheckpointError(
                 f"layer {name}: weights of shape {list(weights[name].shape)}, the model has {list(parameter.shape)}"
             )
-    saved = {name: p.detach().clone() for name, p in parameters.items()}
+    saved = {name: parameter.data for name, parameter in parameters.items()}
     try:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+        for name, parameter in parameters.items():
+            given = torch.from_numpy(np.ascontiguousarray(weights[name]))
+            # Never the array itself: the caller's.
+            parameter.data = torch.empty_like(parameter.data).copy_(given)
         yield
     finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(saved[name])
+        for name, parameter in parameters.items():
+            parameter.data = saved[name]

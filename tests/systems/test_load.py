@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import loopq
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
 from loopq.systems.base import Batch
 from loopq.systems.buffers import fresh_buffers, repair_buffers, unsaved_buffers, without_weights
@@ -184,6 +185,15 @@ def test_parameters_that_a_rollout_needs_must_be_there(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"lacks .*{gone.split('.layers')[0]}.*random numbers"):
         load_model(folder)
+
+
+def test_codes_are_not_taken_for_a_model_in_full_precision(tmp_path: Path) -> None:
+    folder = _saved("transformers HRM-Text", tmp_path)
+    loopq.quantize(folder, [[1, 2, 3]], out=tmp_path / "q", method="rtn")
+    with pytest.raises(
+        CheckpointError, match=r"q: holds codes, not weights .* name the model that it was made from"
+    ):
+        load_model(tmp_path / "q")
 
 
 def test_unexpected_tensors_are_reported(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loopq.checkpoint import hf_folder
 from loopq.checkpoint.files import check_regular
 from loopq.errors import CheckpointError, ConfigError
 from loopq.lazy import require
@@ -146,6 +147,12 @@ def load_hf(
         "missing", "unexpected", "repaired" and "notes" of the load report.
     """
     transformers = require("transformers")
+    stored = config.get(hf_folder.KEY)
+    if isinstance(stored, Mapping) and stored.get("quant_method") == hf_folder.METHOD:
+        raise CheckpointError(
+            f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
+            "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
+        )
     check_weight_files(folder, allow_pickle)
     check_remote_code(config, source, trust_remote_code)
     auto = getattr(transformers, auto_class(config, trust_remote_code))

@@ -34,7 +34,7 @@ from loopq import _native
 from loopq.generate import Decoder, Generation
 from loopq.kernels.modules import QuantEmbedding, QuantLinear
 from loopq.kernels.runner import Runner
-from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems.base import Batch, LoopedSystem, find_system
 from loopq.systems.load import load_model
 from record import write
 
@@ -163,12 +163,14 @@ def parts(decoder: Decoder, trials: int) -> dict[str, float]:
         "one block again and again": blocks[:1] * len(blocks),
     }
     runners = {name: Runner(replace(program, order=order)) for name, order in pieces.items()}
+    batch = Batch(torch.tensor([[5]]), (0,), by_token=True)
+    states = None if program.start is None else program.start(batch, 0)[0]
     best = dict.fromkeys(runners, float("inf"))
     for _ in range(20 * trials):
         for name, runner in runners.items():
             runner.restart()
             start = time.perf_counter()
-            runner.extend(torch.tensor([5]))
+            runner.extend(batch.input_ids[0], states)
             best[name] = min(best[name], time.perf_counter() - start)
     return {f"{name}, ms": 1e3 * seconds for name, seconds in best.items()} | {"blocks": len(blocks)}
 

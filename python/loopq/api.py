@@ -28,7 +28,7 @@ from loopq.run.config import QuantConfig, flat_names
 from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
-from loopq.run.result import DumpRun, checkpoint_of, killed_late, work_folder
+from loopq.run.result import DumpRun, apart, checkpoint_of, killed_late, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -115,7 +115,8 @@ def quantize(
         run, layers, facts = solve_run(run, held)
         checkpoint = checkpoint_of(run, layers, facts)
         finish(checkpoint)
-    return checkpoint
+    del run, layers
+    return apart(checkpoint)
 
 
 def _quantize_together(run: Run, out: Path) -> Checkpoint:

@@ -46,7 +46,7 @@ def killed_late(out: Path) -> bool:
 
 
 def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
-    """Put a run's layers and the rest of the model together."""
+    """Put a run's layers and the rest of the model, in its own memory, together."""
     settings = {
         **facts,
         "quantization": run.config.to_json(),
@@ -55,15 +55,13 @@ def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpo
         "seed": run.execution.seed,
         "calibration": run.job.tokens.describe(),
     }
-    found = layers | round_outside(run)
-    # A checkpoint outlives the model, and what is done to it.
-    own = {
-        n: dataclasses.replace(t, data=t.data.copy())
-        for n, t in run.weights.tensors.items()
-        if n not in found
-    }
-    weights = ModelWeights({**run.weights.tensors, **own}, run.weights.ties)
-    return _assemble(found, weights, settings, dict(run.job.side_files))
+    return _assemble(layers | round_outside(run), run.weights, settings, dict(run.job.side_files))
+
+
+def apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with memory of its own: it outlives the model that it was made of, and what is done to that."""
+    dense = {n: dataclasses.replace(t, data=t.data.copy()) for n, t in checkpoint.dense.items()}
+    return dataclasses.replace(checkpoint, dense=dense)
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,25 @@ def test_codes_on_a_trellis_are_kept_and_saved_as_they_were(tmp_path):
     )
 
 
+def test_a_table_on_a_trellis_is_dequantized(tmp_path):
+    model, config = models.tiny_llama(tie_word_embeddings=True)
+    checkpoint = models.checkpoint_of(model, config, bits=4, group_size=32)
+    name = "model.embed_tokens.weight"
+    table = models.rounded(
+        name, model.get_parameter(name).detach().numpy(), bits=2, group_size=32, orientation="table"
+    )
+    checkpoint.layers[name] = dataclasses.replace(table, trellis=Trellis(8, 512))
+    checkpoint.settings["weight_dtypes"][name] = "F32"
+    del checkpoint.dense[name]
+    checkpoint.settings["system"] = "generic"
+    write_as(tmp_path / "q", checkpoint, "native")
+    load_into(model, checkpoint)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
+    assert type(found.get_input_embeddings()) is torch.nn.Embedding
+    assert torch.equal(found.lm_head.weight, model.get_input_embeddings().weight)
+    torch.testing.assert_close(_logits(found), _logits(model), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_embedding_tables_keep_their_codes_and_are_saved_as_they_were(tied, tmp_path):
     model, config = models.tiny_llama(tie_word_embeddings=tied)

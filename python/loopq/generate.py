@@ -157,7 +157,7 @@ class Decoder:
         return logits
 
     def _refuse_two_directions(self) -> int:
-        """Another last token must not change the logits of those before it; returns the number of these."""
+        """Another last token must not change the logits of those before it. Gives the size of the vocabulary."""
         first = range(1, _PROBE + 1)
         with require("torch").no_grad():
             texts = (self._batch(first), self._batch((*first[:-1], 1)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.files import RawTensor, read_tensors
@@ -20,7 +19,7 @@ from loopq.errors import CheckpointError
 from loopq.lazy import require
 from loopq.systems.hf import unfuse
 from loopq.systems.looped import LOOP
-from loopq.systems.quantized import has_product, quantized_linear
+from loopq.systems.quantized import has_product, quantized_linear, stand_ins, why_kept
 
 transformers = require("transformers")
 
@@ -29,8 +28,6 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils import cached_file  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
-
-from loopq.kernels.modules import QuantEmbedding  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -153,17 +150,18 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
     def _put_table(self, layer: QuantizedLayer, model: nn.Module) -> None:
         """Replace an embedding table and the heads that are tied to it."""
         owners = {name: model.get_submodule(name) for name in self._placed[layer.name]}
-        if {type(owner) for owner in owners.values()} <= {torch.nn.Embedding, torch.nn.Linear}:
-            (dtype,) = {owner.weight.dtype for owner in owners.values()}
-            place = torch.empty(1, device=model.device).expand(layer.shape)
-            linear = quantized_linear(layer, SimpleNamespace(weight=place))
-            for name, owner in owners.items():
-                table = type(owner) is torch.nn.Embedding
-                _put(model, name, QuantEmbedding(linear, dtype) if table else linear)
-            return
-        weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
         for owner in owners.values():
-            owner.weight = weight
+            # Only its shape, type and device are asked for.
+            place = torch.empty(1, dtype=owner.weight.dtype, device=model.device).expand(owner.weight.shape)
+            owner.weight = torch.nn.Parameter(place, requires_grad=False)
+        if why_kept(layer, list(owners.values())):
+            weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
+            for owner in owners.values():
+                owner.weight = weight
+            return
+        made = stand_ins(layer, list(owners.values()))
+        for name, owner in owners.items():
+            _put(model, name, made[id(owner)])
 
     def get_state_dict_and_metadata(
         self, model: nn.Module, *_: Any

@@ -72,6 +72,7 @@ def test_a_table_gives_rows_of_its_codes_in_the_models_type(symmetric, tied):
     assert (table.table is model["head"]) == tied
     values, ids = torch.from_numpy(given.dequantize()), torch.tensor([[5, 0, 5], [2, 3, 1]])
     assert torch.equal(table(ids), values[ids])
+    assert torch.equal(table(ids.int()), values[ids])
     assert torch.equal(table.weight, values)
     assert table(ids[:, :0]).shape == (2, 0, 20)
     assert torch.equal(model.bfloat16()["c"](ids), values.bfloat16()[ids])

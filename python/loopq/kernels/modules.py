@@ -433,8 +433,8 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
         return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows (..., width) for int64 ids (...)."""
-        found = self.table.rows(ids.reshape(-1)).to(self.like.dtype)
+        """Rows (..., width) for integer ids (...)."""
+        found = self.table.rows(ids.reshape(-1).long()).to(self.like.dtype)
         return found.view(*ids.shape, self.embedding_dim)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopq.checkpoint.layer import QuantizedLayer
@@ -44,16 +45,11 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         found = _owners(modules, checkpoint, layer.name)
         if any(module is None for module in found):
             raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
-        why = _why_kept(layer, found)
+        why = why_kept(layer, found)
         if why:
             kept[layer.name] = why
             continue
-        # A table comes last: it reads the codes of the head that it is tied to.
-        for module in sorted(found, key=_is_table):
-            # One quantized module stands for one module, however many names that has.
-            if id(module) not in made:
-                heads = [made.get(id(m)) for m in found]
-                made[id(module)] = _quantized(layer, module, activations, heads)
+        made |= stand_ins(layer, found, activations)
     for name, module in modules.items():
         if id(module) in made:
             parent, _, child = name.rpartition(".")
@@ -68,7 +64,7 @@ def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
     return {
         name
         for name, owners in found.items()
-        if None not in owners and not _why_kept(checkpoint.layers[name], owners)
+        if None not in owners and not why_kept(checkpoint.layers[name], owners)
     }
 
 
@@ -82,7 +78,7 @@ def _is_table(module: nn.Module) -> bool:
     return type(module) is require("torch").nn.Embedding and module.max_norm is None
 
 
-def _why_kept(layer: QuantizedLayer, owners: list[Any]) -> str:
+def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
     """Why a layer keeps a dequantized weight; empty where its modules are replaced."""
     torch = require("torch")
     others = [module for module in owners if not _is_table(module)]
@@ -96,14 +92,21 @@ def _why_kept(layer: QuantizedLayer, owners: list[Any]) -> str:
     return ""
 
 
-def _quantized(layer: QuantizedLayer, module: Any, activations: Activations, made: list[Any]) -> Any:
-    """What holds a layer's codes in a module's place."""
-    from loopq.kernels.modules import QuantEmbedding, QuantLinear
+def stand_ins(
+    layer: QuantizedLayer, owners: Sequence[Any], activations: Activations = "float"
+) -> dict[int, Any]:
+    """What holds a layer's codes in the place of each of its modules, by the module's `id`.
 
-    if not _is_table(module):
-        return quantized_linear(layer, module, activations)
-    heads = (head for head in made if isinstance(head, QuantLinear))
-    return QuantEmbedding(next(heads, None) or quantized_linear(layer, module), module.weight.dtype)
+    A table reads the codes of the head that it is tied to.
+    """
+    from loopq.kernels.modules import QuantEmbedding
+
+    # A module may have several names.
+    each = {id(module): module for module in owners}
+    made = {i: quantized_linear(layer, m, activations) for i, m in each.items() if not _is_table(m)}
+    head = next(iter(made.values()), None)
+    tables = ((i, m) for i, m in each.items() if _is_table(m))
+    return made | {i: QuantEmbedding(head or quantized_linear(layer, m), m.weight.dtype) for i, m in tables}
 
 
 def has_product(layer: QuantizedLayer, device: Any) -> bool:

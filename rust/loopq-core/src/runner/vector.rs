@@ -179,7 +179,7 @@ pub(super) fn rotate(x: &mut [f32], angles: &[f32], neighbours: bool) {
 
 #[cfg(test)]
 mod tests {
-    use super::{attend, exp, gated, norm, rotate, rows, Half, Number};
+    use super::{attend, exp, gated, norm, opened, rotate, rows, Half, Number};
     use crate::simd::Isa;
 
     fn wave(n: usize, by: f32) -> Vec<f32> {
@@ -201,13 +201,15 @@ mod tests {
         let (x, w) = (wave(77, 0.7), wave(77 * 5, 0.3));
         let half: Vec<Half> = w.iter().map(|&v| Half::of(v)).collect();
         let run = |isa: Isa| {
-            let mut out = vec![0.0; 77 * 4 + 10];
-            let (a, rest) = out.split_at_mut(77);
+            let mut out = vec![1.0; 77 * 5 + 10];
+            let (opening, rest) = out.split_at_mut(77);
+            let (a, rest) = rest.split_at_mut(77);
             let (b, rest) = rest.split_at_mut(77);
             let (c, rest) = rest.split_at_mut(5);
             let (d, rest) = rest.split_at_mut(5);
             norm(isa, &x, &w[..77], 1e-6, a);
             gated(isa, &x, &w[..77], b);
+            opened(isa, &x, opening);
             rows(isa, &w, &x, c);
             rows(isa, &half, &x, d);
             attend(isa, &x, &half, &half, &mut [0.0; 5], &mut rest[..77]);

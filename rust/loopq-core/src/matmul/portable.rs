@@ -20,6 +20,8 @@ impl Lanes for Portable {
     type Ints = [i32; LANES];
     type Floats = [f32; LANES];
 
+    const WAITS: bool = false;
+
     #[inline(never)]
     unsafe fn line(at: *const u8) -> [u8; LINE] {
         // SAFETY: a line of bytes.

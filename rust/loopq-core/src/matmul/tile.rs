@@ -22,6 +22,8 @@ pub(super) trait Lanes {
     type Ints: Copy;
     /// 16 results.
     type Floats: Copy;
+    /// Whether one sum for each output and limb of a single token would wait for itself.
+    const WAITS: bool;
 
     /// Reads a line.
     unsafe fn line(at: *const u8) -> Self::Codes;
@@ -64,6 +66,20 @@ pub(super) trait Lanes {
     unsafe fn mixed(at: *const u8, windows: &Windows) -> Self::Codes;
     /// Asks for the cache line of an address that may lie outside of any slice.
     unsafe fn prefetch(at: *const u8);
+    /// Adds the products of a block: [`multiply`], or the same sums in another way.
+    #[inline(always)]
+    unsafe fn products_of<const BITS: u32, const L: usize, const T: usize, const S: usize>(
+        p: &Panel<'_>,
+        panel: usize,
+        block: &Block,
+        x: *const i8,
+        sums: &mut Sums<Self::Ints, L, T, S>,
+    ) where
+        Self: Sized,
+    {
+        // SAFETY: the caller's.
+        unsafe { multiply::<Self, BITS, L, T, S>(p, panel, block, x, sums) }
+    }
 }
 
 /// Panels and the tokens that they multiply.
@@ -143,11 +159,15 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
                 if T > 1 && tokens - token >= T {
                     tile::<V, BITS, L, T, 1>(&p, number, token, out);
                     token += T;
-                } else {
-                    // Two sums for each output, in turns: one alone would wait for itself.
-                    tile::<V, BITS, L, 1, 2>(&p, number, token, out);
-                    token += 1;
+                    continue;
                 }
+                if V::WAITS {
+                    // Two sums for each output, in turns.
+                    tile::<V, BITS, L, 1, 2>(&p, number, token, out);
+                } else {
+                    tile::<V, BITS, L, 1, 1>(&p, number, token, out);
+                }
+                token += 1;
             }
         }
     }
@@ -170,7 +190,7 @@ unsafe fn tile<V: Lanes, const BITS: u32, const L: usize, const T: usize, const 
         let mut results = [[V::splat_float(0.0); 2]; T];
         for (b, block) in p.layout.blocks.iter().enumerate() {
             let mut sums = start::<V, L, T, S>(p, panel, token, b);
-            multiply::<V, BITS, L, T, S>(p, panel, block, x.add(block.at), &mut sums);
+            V::products_of::<BITS, L, T, S>(p, panel, block, x.add(block.at), &mut sums);
             for half in 0..2 {
                 let weight_scales = p.scales_of::<V>(panel, block, half);
                 for t in 0..T {
@@ -210,7 +230,7 @@ pub(super) unsafe fn value_of<V: Lanes, const L: usize>(digits: [V::Ints; L]) ->
 }
 
 /// Integer sums of a tile: `[set][token][limb][half of the panel]`.
-type Sums<I, const L: usize, const T: usize, const S: usize> = [[[[I; 2]; L]; T]; S];
+pub(super) type Sums<I, const L: usize, const T: usize, const S: usize> = [[[[I; 2]; L]; T]; S];
 
 /// What the zero point takes away: its code times the sum of the activations.
 ///
@@ -247,7 +267,7 @@ unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
 /// # Safety
 /// As [`tile`]; `x` is where the block begins in the first row.
 #[inline(always)]
-unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
+pub(super) unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
     p: &Panel<'_>,
     panel: usize,
     block: &Block,

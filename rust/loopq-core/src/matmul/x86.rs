@@ -4,9 +4,9 @@
 #[allow(clippy::wildcard_imports)] // some sixty intrinsics
 use std::arch::x86_64::*;
 
-use super::layout::{ScaleFormat, LANES, LINE};
+use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
 use super::streams::{Part, Windows};
-use super::tile::{panel, Lanes, Panel};
+use super::tile::{codes_of, lines_of, multiply, panel, Lanes, Panel, Sums, AHEAD};
 use crate::trellis::{FACTOR, OFFSET};
 
 /// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.
@@ -18,6 +18,8 @@ impl Lanes for Vnni {
     type Codes = __m512i;
     type Ints = __m512i;
     type Floats = __m512;
+
+    const WAITS: bool = true;
 
     #[inline(always)]
     unsafe fn line(at: *const u8) -> __m512i {
@@ -190,6 +192,71 @@ impl Lanes for Avx2 {
     type Ints = [__m256i; 2];
     type Floats = [__m256; 2];
 
+    const WAITS: bool = false;
+
+    /// Products of codes of up to 4 bits are added up in 16 bits as far as they fit, and only then in 32.
+    #[inline(always)]
+    unsafe fn products_of<const BITS: u32, const L: usize, const T: usize, const S: usize>(
+        p: &Panel<'_>,
+        panel: usize,
+        block: &Block,
+        x: *const i8,
+        sums: &mut Sums<[__m256i; 2], L, T, S>,
+    ) {
+        let (lines, inputs) = (unit_lines(BITS), unit_inputs(BITS));
+        // What one instruction adds: two products of the largest code and -128.
+        let largest = 2 * 128 * ((1 << BITS) - 1);
+        let units_at_once = i16::MAX as usize / largest / (inputs / 4);
+        // SAFETY: as in `multiply`.
+        unsafe {
+            if units_at_once == 0 {
+                return multiply::<Self, BITS, L, T, S>(p, panel, block, x, sums);
+            }
+            let one = _mm256_set1_epi16(1);
+            let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
+            let mut unit = 0;
+            while unit < block.units {
+                let end = (unit + units_at_once).min(block.units);
+                let mut short = [[[[_mm256_setzero_si256(); 2]; 2]; L]; T];
+                for unit in unit..end {
+                    let x = x.add(unit * inputs);
+                    for line in 0..2 * lines {
+                        Self::prefetch(at.wrapping_add(AHEAD + line * LINE));
+                    }
+                    let strips = lines_of::<Self, BITS>(at);
+                    // One strip after the other: there are sixteen registers.
+                    for half in 0..2 {
+                        for plane in 0..inputs / 4 {
+                            let codes = codes_of::<Self, BITS>(strips[half], plane);
+                            for t in 0..T {
+                                for limb in 0..L {
+                                    let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
+                                    let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+                                    let sum = short[t][limb][half];
+                                    short[t][limb][half] = both!(|sum, codes| {
+                                        _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x))
+                                    });
+                                }
+                            }
+                        }
+                    }
+                    at = at.add(2 * lines * LINE);
+                }
+                // By number: taken by reference, they would be stored at every step.
+                for t in 0..T {
+                    for limb in 0..L {
+                        for half in 0..2 {
+                            let (long, short) = (sums[0][t][limb][half], short[t][limb][half]);
+                            sums[0][t][limb][half] =
+                                both!(|long, short| _mm256_add_epi32(long, _mm256_madd_epi16(short, one)));
+                        }
+                    }
+                }
+                unit = end;
+            }
+        }
+    }
+
     #[inline(always)]
     unsafe fn line(at: *const u8) -> [__m256i; 2] {
         // SAFETY: see above.
@@ -200,7 +267,11 @@ impl Lanes for Avx2 {
     unsafe fn bits(c: [__m256i; 2], by: u32, mask: u8) -> [__m256i; 2] {
         // SAFETY: see above.
         unsafe {
-            let (by, mask) = (_mm_cvtsi32_si128(by as i32), _mm256_set1_epi8(mask as i8));
+            let mask = _mm256_set1_epi8(mask as i8);
+            if by == 0 {
+                return both!(|c| _mm256_and_si256(c, mask));
+            }
+            let by = _mm_cvtsi32_si128(by as i32);
             both!(|c| _mm256_and_si256(_mm256_srl_epi32(c, by), mask))
         }
     }

@@ -33,6 +33,18 @@ LQ_DEVICE int block_y() { return (int)blockIdx.y; }
 LQ_DEVICE int grid_x() { return (int)gridDim.x; }
 LQ_DEVICE int grid_y() { return (int)gridDim.y; }
 
+// Read anew: what was worked out from them earlier need not have stayed in registers.
+LQ_DEVICE int thread_index_anew() {
+    int v;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+    return v;
+}
+LQ_DEVICE int block_x_anew() {
+    int v;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(v));
+    return v;
+}
+
 // ---- shared memory ----------------------------------------------------------------------------------------------
 
 // Address of the block's dynamic shared memory (16-byte aligned) in the shared window.
@@ -101,6 +113,10 @@ LQ_DEVICE Vec4 ld_global4_l2(const void* p) {
 LQ_DEVICE void st_global4(void* p, Vec4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};"
                  :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+LQ_DEVICE void st_global2(void* p, u32 x, u32 y) {
+    asm volatile("st.global.v2.u32 [%0], {%1,%2};" :: "l"(p), "r"(x), "r"(y) : "memory");
 }
 
 LQ_DEVICE void st_global1(void* p, u32 v) {
@@ -282,6 +298,7 @@ LQ_DEVICE float exp_approx(float a) { return expf(a); }
 // ---- across a warp ----------------------------------------------------------------------------------------------
 
 LQ_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+LQ_DEVICE u32 shuffle_xor(u32 v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 LQ_DEVICE u32 shuffle_from(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 
 #endif  // LOOPQ_PRIMITIVES_CUH

@@ -27,7 +27,12 @@ struct Dequantize {
         return kFloat16 ? float_to_f16(product) : float_to_bf16(product);
     }
 
-    // One warp per tile; a lane holds, of each step of 16 inputs, pairs (k, k + 1) at k and k + 8 of two outputs.
+    LQ_DEVICE_MEMBER u32 pair(u32 word, int part, float scale) {
+        return value(word, part, scale) | (value(word, part + 4, scale) << 16);
+    }
+
+    // One warp per tile; a lane holds, of each step of 16 inputs, pairs (k, k + 1) at k and k + 8 of two outputs. Two
+    // neighbours exchange a pair, so that each has four inputs in a row and four lanes fill a sector of 32 bytes.
     LQ_DEVICE_MEMBER void run(const DequantizeArguments& p) {
         // An earlier kernel may still read what `out` held before.
         wait_for_previous_kernel();
@@ -37,19 +42,24 @@ struct Dequantize {
         const int lane = thread_index() % 32;
         for (long long tile = (long long)block_x() * (thread_count() / 32) + thread_index() / 32; tile < tiles; tile += step) {
             const int strip = (int)(tile / p.k_tiles);
-            const int first_k = (int)(tile % p.k_tiles) * 64 + lane % 4 * 2;
+            const int tile_k = (int)(tile % p.k_tiles) * 64;
+            const bool odd = lane % 2 != 0;
             const Vec4 v = ld_global4((const char*)p.weights + tile * 512 + lane * 16);
             const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
+                // The same for all lanes: k ends at a multiple of 32.
+                const int first_k = tile_k + j * 16;
+                if (first_k >= p.k) continue;
 #pragma unroll
-                for (int part = 0; part < 4; ++part) {
-                    const int n = strip * 16 + lane / 4 + (part / 2) * 8;
-                    const int k = first_k + j * 16 + (part & 1) * 8;
-                    if (k >= p.k) continue;
-                    const float scale = scale_at(p, k, n);
-                    const u32 pair = value(words[j], part, scale) | (value(words[j], part + 4, scale) << 16);
-                    st_global1((u16*)p.out + (long long)n * p.k + k, pair);
+                for (int half = 0; half < 2; ++half) {
+                    const int n = strip * 16 + lane / 4 + half * 8;
+                    const float scale = scale_at(p, first_k, n);
+                    const u32 low = pair(words[j], 2 * half, scale);
+                    const u32 high = pair(words[j], 2 * half + 1, scale);
+                    const u32 other = shuffle_xor(odd ? low : high, 1);
+                    const int k = first_k + lane % 4 / 2 * 4 + (odd ? 8 : 0);
+                    st_global2((u16*)p.out + (long long)n * p.k + k, odd ? other : low, odd ? high : other);
                 }
             }
         }

@@ -19,82 +19,12 @@
 // and how weights travel (kBulk: 16-byte cp.async per thread, or one cp.async.bulk per strip and stage on sm_90).
 
 #include "primitives.cuh"
+#include "w4a16.cuh"
 
 namespace loopq {
 
-constexpr int kTileRows = 64;     // K per tile
-constexpr int kTileBytes = 512;   // 64 x 16 int4
 constexpr int kStageTiles = 2;    // tiles of one strip per stage
-constexpr int kPairColumns = 32;
 constexpr int kScaleRowBytes = kPairColumns * 4;
-
-enum Flags : int {
-    kOutFloat32 = 1,  // else the activation type
-    kEvictFirst = 2   // weights leave the L2 first
-};
-
-// Types of scales: bytes as a shift, and the way to float32.
-struct ScaleF32 {
-    static constexpr int kShift = 2;
-    LQ_DEVICE_MEMBER float load(u32 row, int column) { return bits_to_float(ld_shared1(row + (u32)column * 4)); }
-};
-struct ScaleBf16 {
-    static constexpr int kShift = 1;
-    LQ_DEVICE_MEMBER float load(u32 row, int column) { return bf16_to_float(ld_shared_half(row + (u32)column * 2)); }
-};
-struct ScaleFp16 {
-    static constexpr int kShift = 1;
-    LQ_DEVICE_MEMBER float load(u32 row, int column) { return f16_to_float(ld_shared_half(row + (u32)column * 2)); }
-};
-
-// Activation types. Two nibbles of each half-word are read where they stand, at bits 0-3 and 4-7: a 16-bit float that small
-// is subnormal or, in bfloat16 at bit 7, has the lowest exponent, and there its value is its bits times the smallest subnormal.
-// One fused multiply-add makes that (u - 8) / kUnit, exactly; the sums are multiplied by kUnit where they leave.
-struct Bf16 {
-    static constexpr u32 kFromBit0 = 0x7f007f00u;     // 2^127: u * 2^-133 becomes u / 64
-    static constexpr u32 kFromBit4 = 0x7d007d00u;     // 2^123
-    static constexpr u32 kMinusEight = 0xbe00be00u;   // -8 / 64
-    static constexpr float kUnit = 64.0f;
-    LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_bf16x2(a, b, c); }
-    LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16(c, a, b0, b1); }
-    LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_bf16_new(c, a, b0, b1); }
-    LQ_DEVICE_MEMBER u16 round(float v) { return float_to_bf16(v); }
-};
-
-struct Fp16 {
-    static constexpr u32 kFromBit0 = 0x78007800u;     // 2^15: u * 2^-24 becomes u / 512
-    static constexpr u32 kFromBit4 = 0x68006800u;     // 2^11
-    static constexpr u32 kMinusEight = 0xa400a400u;   // -8 / 512
-    static constexpr float kUnit = 512.0f;
-    LQ_DEVICE_MEMBER u32 fma2(u32 a, u32 b, u32 c) { return fma_f16x2(a, b, c); }
-    LQ_DEVICE_MEMBER void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16(c, a, b0, b1); }
-    LQ_DEVICE_MEMBER void mma_new(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_f16_new(c, a, b0, b1); }
-    LQ_DEVICE_MEMBER u16 round(float v) { return float_to_f16(v); }
-};
-
-// Eight codes to an A fragment. Even k sits in the low half-words, odd k in the high ones, so one AND yields a packed pair.
-template <class Act>
-LQ_DEVICE void unpack(u32 word, u32 (&a)[4]) {
-    const u32 high = word >> 8;
-    a[0] = Act::fma2(word & 0x000f000fu, Act::kFromBit0, Act::kMinusEight);
-    a[2] = Act::fma2(word & 0x00f000f0u, Act::kFromBit4, Act::kMinusEight);
-    a[1] = Act::fma2(high & 0x000f000fu, Act::kFromBit0, Act::kMinusEight);
-    a[3] = Act::fma2(high & 0x00f000f0u, Act::kFromBit4, Act::kMinusEight);
-}
-
-struct Arguments {
-    const void* x;             // [m, k_end - k_begin] activations, row stride x_stride elements
-    const void* weights;       // [n/16, k_tiles, 128] words
-    const void* scales;        // [scale_rows, n]
-    void* out;                 // [m, n], row stride out_stride elements
-    const void* bias;          // [n] float32, or null
-    const void* addend;        // [m, n] float32, row stride addend_stride, or null
-    void* partials;            // [slices, pairs, 256 * kMt] float32, unused with one slice
-    void* counters;            // [pairs] u32, zero before and after, unused with one slice
-    int m, n, k_tiles, k_begin, k_end;
-    int x_stride, out_stride, addend_stride;
-    int group_shift, scale_rows, flags;
-};
 
 // One warp's share of a block and the block's share of the problem; all of it uniform across the warp.
 struct Share {
@@ -106,7 +36,6 @@ struct Share {
     int begin, end;          // the warp's run in the block's list of pairs * stages stages
 };
 
-LQ_DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 // 32-bit throughout: a block has at most (n / 32) * (k / 128) * 16 < 2^31 for any weight that fits a GPU.
 LQ_DEVICE int run_start(const Share& s, int warp) { return s.pairs * s.stages * warp / s.warps; }
 
@@ -150,19 +79,21 @@ struct Gemm {
     static constexpr int kScaleRows = kFold == 0 ? 2 * kStageTiles : kFold == 1 ? kStageTiles : 1;
     static constexpr int kStageBytes = 2 * kStageTiles * kTileBytes + kScaleRows * kScaleRowBytes;
     static constexpr int kRingBytes = kStages * kStageBytes;
-    static constexpr int kFragmentBytes = 2 * kMt * 32 * 16;  // one pair of one warp, float32
+    typedef PairOfStrips<Act, Scale, kMt> Pair;
+    typedef typename Pair::Sums Sums;
+    static constexpr int kFragmentBytes = Pair::kFragmentBytes;
     static_assert(kRingBytes >= kFragmentBytes, "a drained ring must hold one pair's sums");
-
-    typedef float Sums[2][kMt][4];  // [strip][token tile][fragment]
 
     const Arguments& p;
     Share s;
+    Pair own;  // what this warp does with a pair
     u32 x_address, x_pitch, head_slots, rings, barriers, scale_pitch;
     u64 policy;
 
     // ---- shared memory: x | one slot of sums per warp | one ring per warp | barriers ----------------------------
 
-    LQ_DEVICE_METHOD Gemm(const Arguments& arguments) : p(arguments), s(make_share(arguments)) {
+    LQ_DEVICE_METHOD Gemm(const Arguments& arguments)
+        : p(arguments), s(make_share(arguments)), own{arguments, s.lane, (arguments.n / 16 + 1) / 2, 0, 0} {
         x_address = shared_base();
         // 16 bytes beyond a multiple of 128 put eight rows of a column on different banks.
         x_pitch = (u32)s.tiles * (kTileRows * 2) + 16;
@@ -307,47 +238,8 @@ struct Gemm {
 
     // ---- products ---------------------------------------------------------------------------------------------------
 
-    // sums += scale * part; part = 0 where groups do not begin with a product that overwrites it (multiply_half_tile).
-    // Fragment elements 0, 1 belong to column lane/4, elements 2, 3 to column lane/4 + 8.
-    LQ_DEVICE_METHOD void fold(u32 row_address, Sums& part, Sums& sums) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float low = Scale::load(row_address, i * 16 + s.lane / 4);
-            const float high = Scale::load(row_address, i * 16 + s.lane / 4 + 8);
-#pragma unroll
-            for (int t = 0; t < kMt; ++t) {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    sums[i][t][r] = fma_rn(r < 2 ? low : high, part[i][t][r], sums[i][t][r]);
-                    if (kFold == 2) part[i][t][r] = 0.0f;
-                }
-            }
-        }
-    }
-
-    // part += products of 32 rows; `fresh`, known when compiled, says that a group begins here and part is overwritten.
-    LQ_DEVICE_METHOD void multiply_half_tile(const u32 (&words)[2][4], int half, bool fresh, u32 x_tile,
-                                             const u32 (&x_rows)[kMt], Sums& part) const {
-        u32 a[2][2][4];  // [k16 step][strip]
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) unpack<Act>(words[i][2 * half + j], a[j][i]);
-#pragma unroll
-        for (int t = 0; t < kMt; ++t) {
-            u32 b[4];
-            load_matrix4(b, x_tile + x_rows[t] + (u32)(half * 64));
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    if (fresh && j == 0) {
-                        Act::mma_new(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
-                    } else {
-                        Act::mma(part[i][t], a[j][i], b[2 * j], b[2 * j + 1]);
-                    }
-                }
-        }
+    LQ_DEVICE_METHOD void fold_row(u32 stage, int row, Sums& part, Sums& sums) const {
+        own.template fold<kFold == 2>(own.scales_at(stage + kScales + (u32)(row * kScaleRowBytes)), part, sums);
     }
 
     LQ_DEVICE_METHOD void consume(int flat, int in_pair, int slot, const u32 (&x_rows)[kMt], Sums& part, Sums& sums) const {
@@ -366,107 +258,32 @@ struct Gemm {
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     const bool fresh = kFold == 0 || (kFold == 1 && half == 0) || (kFold == 3 && t == 0 && half == 0);
-                    multiply_half_tile(words, half, fresh, x_tile, x_rows, part);
-                    if (kFold == 0) fold(stage + kScales + (u32)((2 * t + half) * kScaleRowBytes), part, sums);
+                    typename Pair::Operands a;
+                    own.unpack_half_tile(words, half, a);
+#pragma unroll
+                    for (int m = 0; m < kMt; ++m) own.multiply(a, m, fresh, x_tile + x_rows[m] + (u32)(half * 64), part);
+                    if (kFold == 0) fold_row(stage, 2 * t + half, part, sums);
                 }
-                if (kFold == 1) fold(stage + kScales + (u32)(t * kScaleRowBytes), part, sums);
+                if (kFold == 1) fold_row(stage, t, part, sums);
             }
         }
-        if (kFold == 3 || (kFold == 2 && folds_after(flat, in_pair))) fold(stage + kScales, part, sums);
+        if (kFold == 3 || (kFold == 2 && folds_after(flat, in_pair))) fold_row(stage, 0, part, sums);
     }
 
     // ---- sums on their way out --------------------------------------------------------------------------------------
-
-    LQ_DEVICE_METHOD void clear(Sums& sums) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int t = 0; t < kMt; ++t)
-#pragma unroll
-                for (int r = 0; r < 4; ++r) sums[i][t][r] = 0.0f;
-    }
-
-    // From sums over codes / kUnit to sums over codes: a power of two, so nothing is rounded.
-    LQ_DEVICE_METHOD void to_units(Sums& sums) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int t = 0; t < kMt; ++t)
-#pragma unroll
-                for (int r = 0; r < 4; ++r) sums[i][t][r] *= Act::kUnit;
-    }
 
     LQ_DEVICE_METHOD void put_slot(u32 address, const Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int t = 0; t < kMt; ++t) st_shared4(address + (u32)(((i * kMt + t) * 32 + s.lane) * 16), pack(sums[i][t]));
+            for (int t = 0; t < kMt; ++t) st_shared4(address + (u32)(((i * kMt + t) * 32 + s.lane) * 16), Pair::pack(sums[i][t]));
     }
 
     LQ_DEVICE_METHOD void add_slot(u32 address, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int t = 0; t < kMt; ++t) add(ld_shared4(address + (u32)(((i * kMt + t) * 32 + s.lane) * 16)), sums[i][t]);
-    }
-
-    LQ_DEVICE_METHOD char* partial(int slice, int pair) const {
-        const long long all_pairs = (p.n / 16 + 1) / 2;
-        return (char*)p.partials + (slice * all_pairs + pair) * kFragmentBytes + s.lane * 16;
-    }
-
-    LQ_DEVICE_METHOD static Vec4 pack(const float (&v)[4]) {
-        return Vec4{float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
-    }
-
-    LQ_DEVICE_METHOD static void add(Vec4 v, float (&sum)[4]) {
-        sum[0] += bits_to_float(v.x), sum[1] += bits_to_float(v.y);
-        sum[2] += bits_to_float(v.z), sum[3] += bits_to_float(v.w);
-    }
-
-    // All of the slice is in `sums`: to the output if the slice is all of K, else to the workspace.
-    LQ_DEVICE_METHOD void finish_slice(int pair, const Sums& sums) const {
-        if (grid_y() == 1) {
-            store(pair, sums);
-            return;
-        }
-        char* to = partial(block_y(), pair);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-            for (int t = 0; t < kMt; ++t) st_global4(to + (i * kMt + t) * 512, pack(sums[i][t]));
-    }
-
-    LQ_DEVICE_METHOD void store(int pair, const Sums& sums) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int r = 0; r < 4; r += 2) {
-                const int column = pair * kPairColumns + i * 16 + s.lane / 4 + r * 4;
-                if (column >= p.n) continue;
-                const float bias = p.bias ? bits_to_float(ld_global1((const float*)p.bias + column)) : 0.0f;
-#pragma unroll
-                for (int t = 0; t < kMt; ++t) {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        const int token = t * 8 + (s.lane % 4) * 2 + c;
-                        if (token < p.m) store_one(token, column, sums[i][t][r + c] + bias);
-                    }
-                }
-            }
-        }
-    }
-
-    LQ_DEVICE_METHOD void store_one(int token, int column, float value) const {
-        if (p.addend) {
-            value += bits_to_float(ld_global1((const float*)p.addend + (long long)token * p.addend_stride + column));
-        }
-        const long long at = (long long)token * p.out_stride + column;
-        if (p.flags & kOutFloat32) {
-            st_global1((float*)p.out + at, float_to_bits(value));
-        } else {
-            st_global_half((u16*)p.out + at, Act::round(value));
-        }
+            for (int t = 0; t < kMt; ++t) Pair::add(ld_shared4(address + (u32)(((i * kMt + t) * 32 + s.lane) * 16)), sums[i][t]);
     }
 
     // ---- the launch -------------------------------------------------------------------------------------------------
@@ -502,7 +319,7 @@ struct Gemm {
             x_rows[t] = (u32)smaller(t * 8 + s.lane % 8, p.m - 1) * x_pitch + (u32)(s.lane / 8) * 16;
         }
         Sums part;
-        clear(part);
+        own.clear(part);
         int flat = s.begin;
         int in_pair = s.begin % s.stages;
         int pair = s.pair0 + s.begin / s.stages;
@@ -512,7 +329,7 @@ struct Gemm {
             const int from = in_pair;
             const int to = smaller(s.stages, in_pair + s.end - flat);
             Sums sums;
-            clear(sums);
+            own.clear(sums);
             for (; in_pair < to; ++in_pair, ++flat) {
                 if (kBulk) {
                     barrier_wait(barrier(slot), parity);
@@ -529,7 +346,7 @@ struct Gemm {
                     parity ^= 1;
                 }
             }
-            to_units(sums);
+            own.to_units(sums);
             end_segment(pair, from, to, sums);
             in_pair = 0;
             ++pair;
@@ -540,7 +357,7 @@ struct Gemm {
     // which is drained by then (nothing follows it in the run), any other part in the warp's head slot.
     LQ_DEVICE_METHOD void end_segment(int pair, int from, int to, const Sums& sums) const {
         if (from == 0 && to == s.stages) {
-            finish_slice(pair, sums);
+            own.finish_slice(pair, sums);
         } else if (from == 0) {
             warp_sync();
             put_slot(ring(s.warp), sums);
@@ -555,43 +372,19 @@ struct Gemm {
             const int last = run_owner(s, (i + 1) * s.stages - 1);
             if (first == last) continue;
             Sums sums;
-            clear(sums);
+            own.clear(sums);
             add_slot(ring(first), sums);
             for (int warp = first + 1; warp <= last; ++warp) {
                 if (run_start(s, warp) < run_start(s, warp + 1)) add_slot(head_slot(warp), sums);
             }
-            finish_slice(s.pair0 + i, sums);
-        }
-    }
-
-    // Adds slices [first, first + kAhead) of a pair, in order. All are loaded before the first is added: one after the
-    // other, each would wait for the L2. Beyond the last slice the last is loaded again and not added.
-    static constexpr int kAhead = kMt == 1 ? 8 : kMt == 2 ? 6 : 4;
-
-    LQ_DEVICE_METHOD void add_slices(int first, int pair, Sums& sums) const {
-        Vec4 v[kAhead][2][kMt];
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-            const char* from = partial(smaller(first + a, grid_y() - 1), pair);
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int t = 0; t < kMt; ++t) v[a][i][t] = ld_global4_l2(from + (i * kMt + t) * 512);
-        }
-#pragma unroll
-        for (int a = 0; a < kAhead; ++a) {
-            if (first + a >= grid_y()) break;
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-#pragma unroll
-                for (int t = 0; t < kMt; ++t) add(v[a][i][t], sums[i][t]);
+            own.finish_slice(s.pair0 + i, sums);
         }
     }
 
     // The block that brings a pair's last slice adds all slices of that pair, in order, and leaves the counter at zero.
     LQ_DEVICE_METHOD void join_slices() const {
-        fence_gpu();
         block_sync();
+        fence_gpu();  // in the thread that counts, and behind the barrier: so it covers what the whole block wrote
         for (int base = s.warp; base < s.pairs; base += 32 * s.warps) {
             const int mine = base + s.lane * s.warps;
             u32 last = 0;
@@ -600,15 +393,11 @@ struct Gemm {
                 last = atomic_add(counter, 1) == (u32)grid_y() - 1 ? 1u : 0u;
                 if (last) st_global1(counter, 0);
             }
+            fence_gpu();  // and before the barrier, for the lanes that did not count
             warp_sync();
-            fence_gpu();
             for (int j = 0; j < 32 && base + j * s.warps < s.pairs; ++j) {
                 if (shuffle_from(last, j) == 0) continue;
-                const int pair = s.pair0 + base + j * s.warps;
-                Sums sums;
-                clear(sums);
-                for (int slice = 0; slice < grid_y(); slice += kAhead) add_slices(slice, pair, sums);
-                store(pair, sums);
+                own.join_slices_of(s.pair0 + base + j * s.warps);
             }
         }
     }

@@ -71,10 +71,10 @@ def _time(
     """Issue slots as a share of those that the stream leaves, and bandwidth as a share of the copy's."""
     rate = copy / planner.H200.multiprocessors / GHZ / 1e9
     stream = (2048 + 32 * SCALE_BYTES) / rate
-    slots = planner._SLOTS_PER_CLOCK * min(1.0, plan.warps / planner._BUSY_WARPS)
+    slots = planner.SLOTS_PER_CLOCK * min(1.0, plan.warps / planner._BUSY_WARPS)
     issue = planner._STAGE_SLOTS[plan.fold][shape.token_tiles] / slots
     pairs, stages = -(-shape.pairs // plan.blocks), -(-plan.slice_tiles // 2)
-    x = tokens * plan.slice_tiles * 128 / planner._L2_BYTES_PER_CLOCK
+    x = tokens * plan.slice_tiles * 128 / planner.L2_BYTES_PER_CLOCK
     ring = (plan.stages - 1) * plan.warps * 2048 / rate
     clocks = pairs * stages * max(stream, issue) + max(0.0, x - ring)
     clocks += planner.join_clocks(pairs, plan, shape.token_tiles)

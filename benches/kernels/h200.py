@@ -71,7 +71,7 @@ def on_gpu(seconds: float) -> Setting:
         small_loop=LoopSize(width=480, heads=5, inner=1280, blocks=2),
         n_steps=32,
         tokens=(1, 7, 16),
-        edge_tokens=(1, 8, 9, 24, 33, 64),
+        edge_tokens=(1, 8, 9, 24, 33, 64, 65, 128, 200),
         sweep={"seconds": seconds},
     )
 
@@ -132,7 +132,7 @@ def small(s: Setting) -> dict[str, Any]:
     from loopq.kernels.bench_rollout import verify_rollout
 
     layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
-    tokens = (1, 7, 16, 40)
+    tokens = (1, 7, 16, 40, 130)
     found = [verify_products(s.backend, layers, tokens=tokens, bulk=bulk) for bulk in (False, True)]
     rollout = verify_rollout(s.backend, size=s.small_loop, n_steps=2, tokens=s.tokens, graphs=False)
     return {"products": found, "rollout": rollout}
@@ -184,7 +184,7 @@ def sweep(s: Setting) -> dict[str, Any]:
 
 
 def threshold(s: Setting) -> dict[str, Any]:
-    """Kernel against dequantise-and-multiply, to place config.INT4_KERNEL_TOKENS."""
+    """Kernels against dequantise-and-multiply, to place TOKENS_PER_LAUNCH and INT4_KERNEL_TOKENS."""
     from loopq.kernels.bench_products import find_threshold
 
     return {"threshold": find_threshold(s.backend, s.layers, procedure=s.procedure)}

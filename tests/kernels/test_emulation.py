@@ -53,6 +53,59 @@ def test_every_number_of_tokens(tokens: int) -> None:
     assert relative_l2(result, problem.expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("tokens", [33, 48, 64, 65, 100, 128, 129, 200, 256])
+def test_many_tokens(tokens: int) -> None:
+    """Blocks of 64 and of 128 tokens, whole and in part; the last block's pairs are in part beyond the outputs."""
+    result, problem = solve(Case(k=416, n=304, tokens=tokens, slices=2, seed=tokens))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [40, 130])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("k", [32, 96, 160, 480])
+def test_every_remainder_of_k_with_many_tokens(k: int, group: int, tokens: int) -> None:
+    for slices in (1, 3):
+        case = Case(k=k, n=48, tokens=tokens, group=group, slices=slices, seed=k)
+        result, problem = solve(case)
+        assert relative_l2(result, problem.expected) < TOLERANCE, case
+
+
+@pytest.mark.parametrize(
+    ("activation", "scales", "group"), [("bf16", "bf16", 64), ("fp16", "fp16", 32), ("fp16", "f32", 128)]
+)
+def test_types_with_many_tokens(activation: str, scales: str, group: int) -> None:
+    for tokens in (50, 100):
+        case = Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
+        result, problem = solve(case)
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_other_ring_depths_with_many_tokens(stages: int) -> None:
+    for tokens in (64, 70):
+        result, problem = solve(Case(k=992, n=80, tokens=tokens, stages=stages, slices=2))
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+def test_bias_addend_rounding_and_a_range_of_k_with_many_tokens() -> None:
+    for tokens in (33, 140):
+        case = Case(k=832, n=48, tokens=tokens, k_begin=96, k_end=736, slices=2, bias=True, addend=True)
+        exact, problem = solve(case)
+        assert relative_l2(exact, problem.expected) < TOLERANCE
+        rounded, _ = solve(case, out_float32=False)
+        np.testing.assert_array_equal(rounded, from_bf16(to_bf16(exact)))
+
+
+def test_order_does_not_matter_and_tokens_share_bits_with_many_tokens() -> None:
+    case = Case(k=608, n=272, tokens=120, slices=4)
+    first, _ = solve(case)
+    for seed in (1, 2, 3):
+        again, _ = solve(case, seed=seed)
+        np.testing.assert_array_equal(again, first)
+    part, _ = solve(case, tokens=70)
+    np.testing.assert_array_equal(part, first[:70])
+
+
 def test_a_token_has_the_same_bits_in_any_batch() -> None:
     case = Case(k=1312, n=80, tokens=16, blocks=2, slices=3, warps=5)
     full, _ = solve(case)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from loopq.kernels import plan
+from loopq.kernels import plan, tiled
 from loopq.kernels.plan import Variant
 from loopq.kernels.sources import kernel_sources, translation_unit
+from loopq.kernels.tiled import TiledVariant
 from tests.support.kernels import nvrtc, sass
 
 pytestmark = pytest.mark.skipif(
@@ -47,9 +48,45 @@ def test_gemm_compiles_without_spills(architecture: str, variant: Variant) -> No
     assert used.registers <= LIMIT[variant.threads], f"{variant} for {architecture} needs {used.registers}"
 
 
-@pytest.mark.skipif(
+TILED = [
+    TiledVariant("bf16", warps, fold, 4, scales)
+    for warps in (1, 2)
+    for fold in (0, 1, 2)
+    for scales in ("f32", "bf16")
+]
+TILED += [
+    TiledVariant("fp16", warps, fold, stages, "fp16")
+    for warps, fold, stages in ((1, 2, 6), (2, 0, 4), (2, 2, 2))
+]
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("variant", TILED, ids=str)
+def test_the_tiled_product_compiles_without_spills(architecture: str, variant: TiledVariant) -> None:
+    options = [f"-arch={architecture}", "-std=c++17", *variant.defines]
+    cubin = nvrtc.compile_cubin(translation_unit("w4a16_tiled.cu"), "w4a16_tiled.cu", options)
+    used = nvrtc.resources(cubin, "loopq_w4a16_tiled")
+    assert used.stack_bytes == 0, f"{variant} for {architecture} spills {used}"
+    assert used.registers <= LIMIT[variant.threads], f"{variant} for {architecture} needs {used.registers}"
+
+
+needs_disassembler = pytest.mark.skipif(
     sass.disassembler() is None, reason="no nvdisasm: install it, or triton, to count instructions"
 )
+
+
+@needs_disassembler
+@pytest.mark.parametrize("fold", tiled._STAGE_SLOTS)
+def test_the_planner_knows_what_a_stage_of_many_tokens_costs(fold: int) -> None:
+    for warps in (1, 2):
+        options = ["-arch=sm_90", "-std=c++17", *TiledVariant("bf16", warps, fold, 4, "bf16").defines]
+        cubin = nvrtc.compile_cubin(translation_unit("w4a16_tiled.cu"), "w4a16_tiled.cu", options)
+        counted = sass.stage_slots(sass.disassemble(cubin))
+        assert counted["HMMA"] == 64, "the loop that was counted is not the main loop"
+        assert counted.total() == pytest.approx(tiled._STAGE_SLOTS[fold], rel=0.1), counted
+
+
+@needs_disassembler
 @pytest.mark.parametrize("fold", plan._STAGE_SLOTS)
 def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
     """Other compilers may do a little better or worse; a main loop that grew by a tenth is a change of the kernel."""
@@ -81,7 +118,7 @@ def test_small_kernels_compile_without_spills(architecture: str) -> None:
 
 
 def test_every_kernel_file_is_compiled_here() -> None:
-    compiled = {"w4a16_gemm.cu", "fused_ops.cu", "w4_dequantize.cu"}
+    compiled = {"w4a16_gemm.cu", "w4a16_tiled.cu", "fused_ops.cu", "w4_dequantize.cu"}
     assert {name for name in kernel_sources() if name.endswith(".cu")} == compiled
 
 
@@ -95,7 +132,7 @@ def test_a_spill_would_be_seen() -> None:
 
 def test_errors_name_the_file_and_line() -> None:
     source = translation_unit("w4a16_gemm.cu").replace("kTileBytes = 512;", "kTileBytes = no_such_name;")
-    with pytest.raises(RuntimeError, match=r"kernels/w4a16_gemm\.cu\(\d+\): error"):
+    with pytest.raises(RuntimeError, match=r"kernels/w4a16\.cuh\(\d+\): error"):
         nvrtc.compile_cubin(
             source, "w4a16_gemm.cu", ["-arch=sm_80", *Variant("bf16", 1, 2, 4, False).defines]
         )

@@ -15,6 +15,7 @@ from loopq.kernels import launch, w4a16
 from loopq.kernels.layout import pack_w4
 from loopq.kernels.modules import QuantLinear
 from loopq.kernels.plan import A100, GemmShape, Variant, make_plan
+from loopq.kernels.tiled import TiledVariant
 from tests.support.kernels.backend import EmulatedBackend
 from tests.support.kernels.emulation import compiler
 from tests.support.kernels.layers import dense, layer_parts
@@ -180,7 +181,7 @@ def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **mor
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 33, 64, 65, 130])
 def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> None:
     backend = EmulatedBackend()
     codes, scales = layer_parts(in_features=4128, group_size=128)
@@ -189,7 +190,7 @@ def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> N
     out = emulate(backend, x, layer, out_dtype=torch.float32)
     expected = layer.float().forward(x.float())
     assert torch.linalg.norm(out - expected) < 1e-6 * torch.linalg.norm(expected)
-    assert backend.launches == {"loopq_w4a16_gemm": -(-tokens // 32)}
+    assert backend.launches == {"loopq_w4a16_gemm" if tokens <= 32 else "loopq_w4a16_tiled": 1}
     shape = GemmShape(48, 0, 4128, 128, 1)
     assert make_plan(shape, backend.limits, False, 4).slices > 1, "this case is meant to split K"
 
@@ -199,7 +200,7 @@ def test_many_tokens_are_dequantised_and_multiplied() -> None:
     backend = EmulatedBackend()
     codes, scales = layer_parts(in_features=224, group_size=64)
     layer = QuantLinear.from_codes(codes, scales, 64, 4)
-    x = torch.randn(5, 13, 224, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x = torch.randn(5, 53, 224, generator=torch.Generator().manual_seed(3)).bfloat16()
     out = emulate(backend, x, layer)
     assert backend.launches == {"loopq_w4_dequantize": 1}
     rounded = torch.from_numpy(dense(codes, scales, 64)).float().bfloat16()
@@ -226,7 +227,16 @@ class LyingBackend(EmulatedBackend):
 
 
 # Those that the emulation is built with.
-PROVEN = [
+PROVEN: list[Variant | TiledVariant] = [
+    TiledVariant(activation, token_warps, fold, 4, scales)
+    for activation, scales, fold in (
+        *(("bf16", scales, fold) for scales in ("f32", "bf16") for fold in (0, 1, 2)),
+        ("fp16", "f32", 2),
+        ("fp16", "fp16", 0),
+    )
+    for token_warps in (1, 2)
+]
+PROVEN += [
     Variant("bf16", tiles, fold, 4, bulk)
     for tiles in (1, 2, 4)
     for fold in (0, 1, 2, 3)
@@ -249,5 +259,6 @@ def test_a_good_kernel_is_proven_exactly(variant: Variant) -> None:
 
 @needs_compiler
 def test_a_kernel_that_is_wrong_on_a_device_is_refused() -> None:
-    with pytest.raises(KernelError, match=r"wrong on cpu, in 1 of 384 outputs.*It is not used"):
-        launch.prove(PROVEN[0], LyingBackend())
+    for variant, outputs in ((PROVEN[0], 3072), (PROVEN[-1], 384)):
+        with pytest.raises(KernelError, match=rf"wrong on cpu, in 1 of {outputs} outputs.*It is not used"):
+            launch.prove(variant, LyingBackend())

@@ -6,6 +6,7 @@ import pytest
 
 from loopq.errors import ConfigError
 from loopq.kernels.plan import A100, H200, DeviceLimits, GemmShape, fold_of, make_plan, token_tiles_for
+from loopq.kernels.tiled import make_tiled_plan
 
 ADA = DeviceLimits(128, 101_376, (8, 9))
 SHAPES = {
@@ -57,6 +58,34 @@ def test_a_hopper_chip_has_its_queue_filled(name: str) -> None:
         assert largest * H200.multiprocessors <= 1.10 * pairs * all_tiles
 
 
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+@pytest.mark.parametrize("device", [A100, H200, ADA], ids=["A100", "H200", "Ada"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layer_of_many_tokens_fits_every_device(name: str, device: DeviceLimits, group: int) -> None:
+    n, k = SHAPES[name]
+    for tokens in (33, 64, 65, 128, 129, 256, 1000):
+        plan = make_tiled_plan((n, 0, k, group), tokens, device)
+        assert plan.shared_bytes <= device.shared_bytes
+        block_tokens, block_outputs = 64 * plan.variant.token_warps, 256 // plan.variant.token_warps
+        assert plan.blocks == -(-tokens // block_tokens) * -(-(n + n % 32) // block_outputs)
+        assert 1 <= plan.slices <= -(-k // 64), "a slice has a tile at least"
+        assert plan.token_blocks == (1 if tokens <= 128 else -(-tokens // 128)), (
+            "up to 128 tokens share a block"
+        )
+        longer_scales = make_tiled_plan((n, 0, k, group), tokens, device, "fp16", "bf16")
+        assert longer_scales.slices == plan.slices, "the workspace is sized without the types"
+
+
+@pytest.mark.parametrize("name", ["adapter", "Wqkv", "attn.proj", "mlp.fc", "mlp.proj"])
+def test_a_chip_has_blocks_for_all_its_multiprocessors(name: str) -> None:
+    n, k = SHAPES[name]
+    for device in (A100, H200):
+        for tokens in (64, 128, 256):
+            plan = make_tiled_plan((n, 0, k, 128), tokens, device)
+            waves = plan.blocks * plan.slices / device.multiprocessors
+            assert waves / -(-waves // 1) > 0.75, (name, tokens, plan)
+
+
 def test_group_sizes() -> None:
     assert [fold_of(g) for g in (32, 64, 128, 256, 1024)] == [(0, 0), (1, 0), (3, 1), (2, 2), (2, 4)]
     assert fold_of(-1) == (2, 30)
@@ -75,5 +104,9 @@ def test_refusals() -> None:
         make_plan(shape, A100, bulk=True)
     with pytest.raises(ConfigError, match=r"no cut of .* fits a device with 20000 bytes"):
         make_plan(shape, DeviceLimits(108, 20_000, (8, 0)))
+    with pytest.raises(
+        ConfigError, match=r"no ring of a product of 100 tokens fits a device with 20000 bytes"
+    ):
+        make_tiled_plan((5280, 0, 5280, 128), 100, DeviceLimits(108, 20_000, (8, 0)))
     with pytest.raises(ConfigError, match=r"no cut of .*k_end=96"):
         make_plan(GemmShape(32, 0, 96, 128, 1), H200, slices=2)

@@ -38,7 +38,10 @@ def _rows(rows: int, stride: int, width: int, size: int) -> int:
 def _gemm(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Extent]:
     m, width, k_tiles, k_begin, k_end, x_stride, out_stride, addend_stride, _, scale_rows, flags = n
     defines = dict(d[2:].split("=") for d in kernel.defines)
-    pairs = (width // 16 + 1) // 2
+    units = (width // 16 + 1) // 2
+    floats = 256 * int(defines.get("LQ_MT", 8))
+    if "LQ_TOKEN_WARPS" in defines:
+        units *= -(-m // 64)
     scale_size = 4 if defines["LQ_SCALE"] == "ScaleF32" else 2
     return [
         Extent("x", _rows(m, x_stride, k_end - k_begin, 2)),
@@ -47,8 +50,8 @@ def _gemm(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list[Exten
         Extent("out", _rows(m, out_stride, width, 4 if flags & 1 else 2), writable=True),
         Extent("bias", width * 4),
         Extent("addend", _rows(m, addend_stride, width, 4)),
-        Extent("partials", (grid[1] > 1) * grid[1] * pairs * 1024 * int(defines["LQ_MT"]), writable=True),
-        Extent("counters", (grid[1] > 1) * pairs * 4, writable=True),
+        Extent("partials", (grid[1] > 1) * grid[1] * units * floats * 4, writable=True),
+        Extent("counters", (grid[1] > 1) * units * 4, writable=True),
     ]
 
 
@@ -95,6 +98,7 @@ def _dequantize(kernel: Kernel, grid: tuple[int, int], n: Sequence[int]) -> list
 
 _CONTRACTS: dict[str, Callable[[Kernel, tuple[int, int], Sequence[int]], list[Extent]]] = {
     "loopq_w4a16_gemm": _gemm,
+    "loopq_w4a16_tiled": _gemm,
     "loopq_add_norm": _add_norm,
     "loopq_rope_attention": _rope_attention,
     "loopq_swiglu": _swiglu,

@@ -12,7 +12,9 @@ import numpy as np
 from loopq.kernels.load import Kernel
 from loopq.kernels.plan import Plan, Variant
 from loopq.kernels.sources import translation_unit
+from loopq.kernels.tiled import TiledPlan, TiledVariant
 from tests.support.kernels import nvrtc
+from tests.support.kernels.emulation import Sizes
 from tools.ptx.compile import Program
 from tools.ptx.machine import launch
 from tools.ptx.memory import Global, Region
@@ -21,6 +23,7 @@ from tools.ptx.parse import parse
 ROOT = Path(__file__).resolve().parents[2]
 GAP = 1 << 20  # bytes that belong to nobody, between arrays
 GEMM = ("w4a16_gemm.cu", "loopq_w4a16_gemm")
+TILED = ("w4a16_tiled.cu", "loopq_w4a16_tiled")
 
 
 @cache
@@ -48,8 +51,8 @@ def programs(text: str, target: int) -> dict[str, Program]:
     return {name: Program(kernel, target) for name, kernel in parse(text).items()}
 
 
-def gemm_program(variant: Variant, target: int) -> Program:
-    return program(Kernel(*GEMM, variant.defines), target)
+def gemm_program(variant: Variant | TiledVariant, target: int) -> Program:
+    return program(Kernel(*(GEMM if isinstance(variant, Variant) else TILED), variant.defines), target)
 
 
 class Arrays:
@@ -73,8 +76,8 @@ class Arrays:
 
 
 def run_gemm(
-    variant: Variant,
-    plan: Plan,
+    variant: Variant | TiledVariant,
+    plan: Plan | TiledPlan,
     *,
     x: np.ndarray,
     weights: np.ndarray,
@@ -90,11 +93,9 @@ def run_gemm(
     limit: int = 5_000_000,
 ) -> np.ndarray:
     """One launch, as `emulation.run_gemm`; `code` in place of the kernel's own PTX. Returns the output."""
-    tokens, n = scalars[:2]
-    pairs = (n // 16 + 1) // 2
+    sizes = Sizes.of(variant, plan, *scalars[:2])
     arrays = Arrays()
-    split = plan.slices > 1
-    partials = np.full(plan.slices * pairs * 256 * variant.token_tiles, np.nan, np.float32) if split else None
+    partials = np.full(sizes.partial_floats, np.nan, np.float32) if sizes.partial_floats else None
     placed = [
         arrays.place("x", x),
         arrays.place("weights", weights, constant=True),
@@ -103,14 +104,14 @@ def run_gemm(
         arrays.place("bias", bias),
         arrays.place("addend", addend),
         arrays.place("partials", partials, writable=True),
-        arrays.place("counters", np.zeros(pairs, np.uint32), writable=True),
+        arrays.place("counters", np.zeros(sizes.counters, np.uint32), writable=True),
     ]
     if shared_bytes is None:
-        shared_bytes = plan.shared_bytes(tokens, variant.token_tiles)
+        shared_bytes = sizes.shared_bytes
     launch(
         code or gemm_program(variant, target),
-        (plan.blocks, plan.slices),
-        plan.warps * 32,
+        sizes.grid,
+        sizes.threads,
         shared_bytes,
         [*(address for address, _ in placed), *(np.int32(v) for v in scalars)],
         Global(arrays.regions),

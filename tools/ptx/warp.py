@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -33,6 +32,23 @@ class AsyncCopy:
     groups: Array
 
 
+@dataclass(frozen=True)
+class Fence:
+    """A thread's fence.gpu: when, and where its warp stood between barriers."""
+
+    thread: int  # of the grid
+    time: int
+    clock: Clock
+    lane: int
+
+    def covers(self, region: Region, piece: int) -> bool:
+        """Whether a write of this block comes before it: of the same thread, or with a barrier between."""
+        if int(region.writer[piece]) == self.thread:
+            return int(region.when[piece]) < self.time
+        stamp = np.array([[region.stamp[piece]]])
+        return bool(comes_first(stamp, self.clock, np.array([self.lane]))[0, 0])
+
+
 @dataclass
 class Launch:
     """What all blocks of a launch share."""
@@ -47,10 +63,8 @@ class Launch:
     waits_for_earlier: bool  # launched so that it may overlap the kernel before it
     blocks_left: int  # basic blocks that may still run: what loops without end is stopped
     time: int = 0
-    fences: dict[int, list[int]] = field(default_factory=dict)  # thread of the grid: times of its fences
-    counted: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # block, address: time of its last atomic
+    # Block and address: time of an atomic there, and the fence of its thread before it (None: there was none).
+    counted: dict[tuple[int, int], tuple[int, Fence | None]] = field(default_factory=dict)
 
 
 class WarpMemory:
@@ -62,9 +76,12 @@ class WarpMemory:
         self.waiting = self.waited = False
         self.committed = np.zeros(32, np.int64)
         self.copies: list[AsyncCopy] = []
-        self.atomic = -1  # stamp of this warp's last atomic
         self.counters: set[int] = set()  # addresses of its atomics
-        self.acquired = np.full(32, -1, np.int64)  # time of each lane's last fence behind an atomic
+        self.atomics = np.full(32, -1, np.int64)  # time of each lane's last atomic
+        self.fences: dict[int, Fence] = {}  # each lane's last
+        self.acquired: list[
+            tuple[int, int, int]
+        ] = []  # fences behind an atomic: time of the atomic, stamp, lane
         self.thread = block * THREADS_PER_BLOCK + number * 32 + LANES
         self.parameters = launch.parameters
 
@@ -99,14 +116,13 @@ class WarpMemory:
         self.clock.tick()
 
     def fence(self, mask: Array | None) -> None:
-        """fence.gpu: publishes what these threads wrote, and takes in what atomics before it have seen."""
+        """fence.gpu: publishes what comes before it in these threads, and takes in what their atomics have seen."""
         self.launch.time += 1
-        lanes = _lanes(mask)
-        for thread in self.thread[lanes].tolist():
-            self.launch.fences.setdefault(thread, []).append(self.launch.time)
-        if self.atomic >= 0:
-            behind = comes_first(np.full((len(lanes), 1), self.atomic), self.clock, lanes)[:, 0]
-            self.acquired[lanes[behind]] = self.launch.time
+        clock = Clock(self.clock.warp, self.clock.block_epoch, self.clock.warp_epoch)
+        for lane in _lanes(mask).tolist():
+            self.fences[lane] = Fence(int(self.thread[lane]), self.launch.time, clock, lane)
+            if self.atomics[lane] >= 0:
+                self.acquired.append((int(self.atomics[lane]), int(self.clock.stamps[lane]), lane))
 
     def earlier_kernel_done(self) -> None:
         self.waited = True
@@ -169,10 +185,11 @@ class WarpMemory:
         """atom.global.add.u32, lane after lane: the value before."""
         lanes = _lanes(mask)
         self.launch.time += 1
-        for address in addresses[lanes].tolist():
-            self.launch.counted[self.block_number, address] = self.launch.time
+        for lane in lanes.tolist():
+            address = int(addresses[lane])
+            self.launch.counted[self.block_number, address] = self.launch.time, self.fences.get(lane)
             self.counters.add(address)
-        self.atomic = self.clock.several(lanes)
+        self.atomics[lanes] = self.launch.time
         old = np.zeros(32, np.uint32)
         for region, places, offsets in self.launch.memory.find(addresses[lanes], 4, lanes, writes=True):
             self._allowed(region)
@@ -215,25 +232,29 @@ class WarpMemory:
     def _check_published(self, region: Region, pieces: Array, away: Array, lanes: Array) -> None:
         """Of another block's write: write, fence, atomic there; then atomic at the same address, fence, read here.
 
-        Atomics of other warps of this block do not count, even behind a block barrier.
+        By the letter of the PTX model: fence and atomic are of one thread each time, and barriers bring what other
+        threads wrote to the fence, and what the fence took in to other threads. Atomics of other warps of this block
+        do not count, even behind a block barrier.
         """
-        latest = np.zeros(len(lanes), np.int64)
-        for lane, piece in np.argwhere(away):
-            at = pieces[lane, piece]
-            writer = int(region.writer[at])
-            fences = self.launch.fences.get(writer, [])
-            first = bisect_right(fences, int(region.when[at]))
-            block, counted = writer // THREADS_PER_BLOCK, self.launch.counted
-            published = max((counted.get((block, address), -1) for address in self.counters), default=-1)
-            if first == len(fences) or published < fences[first]:
+        for place, piece in np.argwhere(away):
+            at = int(pieces[place, piece])
+            block = int(region.writer[at]) // THREADS_PER_BLOCK
+            found = (self.launch.counted.get((block, address)) for address in self.counters)
+            times = [
+                time for time, fence in filter(None, found) if fence is not None and fence.covers(region, at)
+            ]
+            if not times:
                 raise PtxError(
                     f"{region.name}: another block wrote this, with no fence between that and an atomic"
                 )
-            latest[lane] = max(latest[lane], fences[first])
-        if (self.acquired[lanes] < latest).any():
-            raise PtxError(
-                f"{region.name}: another block wrote this, with no fence between an atomic and here"
-            )
+            lanes_here = lanes[place : place + 1]
+            if not any(
+                atomic > min(times) and comes_first(np.array([[stamp]]), self.clock, lanes_here)[0, 0]
+                for atomic, stamp, _ in self.acquired
+            ):
+                raise PtxError(
+                    f"{region.name}: another block wrote this, with no fence between an atomic and here"
+                )
 
     # ---- copies -------------------------------------------------------------------------------------------------
 

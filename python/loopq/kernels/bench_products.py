@@ -25,7 +25,7 @@ from loopq.kernels.bench import (
 )
 from loopq.kernels.launch import Workspace, launch_dequantize, workspace_for
 from loopq.kernels.load import Backend
-from loopq.kernels.plan import GemmShape, Plan, make_plan, token_tiles_for
+from loopq.kernels.plan import TOKENS_PER_LAUNCH, GemmShape, Plan, make_plan, token_tiles_for
 from loopq.kernels.shapes import Projection
 
 __all__ = ["compare_products", "find_threshold", "sweep_cuts"]
@@ -66,6 +66,22 @@ def record_int4(
         workspace = Workspace.allocate(floats, layer.out_features // 16, backend.device)
     runs = [partial(copy.run, backend, x, out, workspace, plan, bulk) for copy in copies]
     return record(backend, runs, procedure)
+
+
+def record_pieces(
+    backend: Backend, copies: Sequence[Int4Layer], tokens: int, procedure: Procedure
+) -> Recording:
+    """Graph of int4 products by the kernel of few tokens, which reads the weights once for every 32."""
+    layer, group_size = copies[0].projection, copies[0].group_size
+    x, out = _operands(layer, tokens, backend.device)
+    shape = (layer.out_features, 0, layer.in_features, group_size)
+    workspace = workspace_for(backend, [shape], TOKENS_PER_LAUNCH, backend.device)
+
+    def run(copy: Int4Layer) -> None:
+        for rows, into in zip(x.split(TOKENS_PER_LAUNCH), out.split(TOKENS_PER_LAUNCH), strict=True):
+            copy.run(backend, rows, into, workspace)
+
+    return record(backend, [partial(run, copy) for copy in copies], procedure)
 
 
 def record_cublas(backend: Backend, layer: Projection, tokens: int, procedure: Procedure) -> Recording:
@@ -202,16 +218,17 @@ def find_threshold(
     backend: Backend,
     layers: Sequence[Projection],
     *,
-    tokens: Sequence[int] = (17, 32, 48, 64, 96, 128),
+    tokens: Sequence[int] = (17, 32, 48, 64, 96, 128, 192, 256, 384, 512),
     group_size: int = 128,
     procedure: Procedure | None = None,
 ) -> list[dict[str, Any]]:
-    """Kernel against dequantise-and-multiply, to place `config.INT4_KERNEL_TOKENS`.
+    """Kernels against dequantise-and-multiply, to place `TOKENS_PER_LAUNCH` and `INT4_KERNEL_TOKENS`.
 
     Returns
     -------
     list of dict
-        Layer, tokens, and the median microseconds ``int4`` and ``dequantized``.
+        Layer, tokens, and the median microseconds ``int4``, ``pieces`` (the kernel of few tokens, 32 at a time) and
+        ``dequantized``.
     """
     procedure = procedure or Procedure()
     records = []
@@ -219,10 +236,10 @@ def find_threshold(
         copies = _int4_copies(backend, layer, group_size, procedure)
         for m in tokens:
             kernel = record_int4(backend, copies, m, procedure).time(backend, procedure)
+            pieces = record_pieces(backend, copies, m, procedure).time(backend, procedure)
             other = record_dequantized(backend, copies, m, procedure).time(backend, procedure)
-            records.append(
-                {"layer": layer.name, "tokens": m, "int4": kernel.median, "dequantized": other.median}
-            )
+            medians = {"int4": kernel.median, "pieces": pieces.median, "dequantized": other.median}
+            records.append({"layer": layer.name, "tokens": m, **medians})
     return records
 
 

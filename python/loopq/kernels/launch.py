@@ -23,6 +23,7 @@ from loopq.kernels.plan import (
     make_plan,
     token_tiles_for,
 )
+from loopq.kernels.tiled import WARP_TOKENS, TiledPlan, TiledVariant, make_tiled_plan
 
 __all__ = [
     "ACTIVATIONS",
@@ -73,24 +74,25 @@ def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _shape(qweight: torch.Tensor, group_size: int, k_begin: int, k_end: int, rows: int) -> GemmShape:
-    return GemmShape(qweight.shape[0] * N_STEP, k_begin, k_end, group_size, token_tiles_for(rows))
-
-
 def workspace_size(
     backend: Backend, layer: tuple[int, int, int, int], rows: int, bulk: bool = False
 ) -> tuple[int, int]:
     """Partial sums and counters for (out_features, k_begin, k_end, group_size) at any 1..`rows` tokens."""
-    floats = pairs = 0
+    floats = counters = 0
     for tiles in (1, 2, 4):
         shape = GemmShape(*layer, tiles)
         plan = make_plan(shape, backend.limits, bulk, backend.ring_stages)
-        pairs = shape.pairs
+        counters = shape.pairs
         if plan.slices > 1:
-            floats = max(floats, plan.slices * pairs * 256 * tiles)
+            floats = max(floats, plan.slices * shape.pairs * 256 * tiles)
         if tiles >= token_tiles_for(min(rows, TOKENS_PER_LAUNCH)):
             break
-    return floats, pairs
+    if rows > TOKENS_PER_LAUNCH:
+        # Deeper rings for shorter scales do not change the slices.
+        for tokens in range(WARP_TOKENS, rows + WARP_TOKENS, WARP_TOKENS):
+            tiled = make_tiled_plan(layer, tokens, backend.limits, stages=backend.ring_stages)
+            floats, counters = max(floats, tiled.partial_floats), max(counters, tiled.units)
+    return floats, counters
 
 
 def workspace_for(
@@ -118,13 +120,14 @@ def launch_gemm(
     bias: torch.Tensor | None = None,
     addend: torch.Tensor | None = None,
     workspace: Workspace,
-    plan: Plan | None = None,
+    plan: Plan | TiledPlan | None = None,
     bulk: bool = False,
 ) -> None:
-    """Launch the product for x (rows, width) into out (rows, out_features), 32 rows at a time.
+    """Launch the product for x (rows, width) into out (rows, out_features).
 
-    The caller has checked types and shapes (`Product.checked`, or the rollout runner when it was made); this adds
-    what only a kernel needs.
+    Up to 32 rows run in `w4a16_gemm.cu`, more in `w4a16_tiled.cu`. The caller has checked types and shapes
+    (`Product.checked`, or the rollout runner when it was made); this adds what only a kernel needs. `plan` takes the
+    place of the cheapest cut: a `Plan` for up to 32 rows, else a `TiledPlan`.
 
     Raises
     ------
@@ -132,42 +135,72 @@ def launch_gemm(
         If a pointer or a row stride is not aligned.
     """
     _check_alignment(x, {"x": x, "qweight": qweight, "scales": scales})
-    k_end = k_begin + x.shape[1]
+    rows, k_end = x.shape[0], k_begin + x.shape[1]
+    layer = (qweight.shape[0] * N_STEP, k_begin, k_end, group_size)
+    types = (ACTIVATIONS[x.dtype], SCALES[scales.dtype])
+    launched: _Launch
+    if rows > TOKENS_PER_LAUNCH:
+        assert not isinstance(plan, Plan), "a cut for at most 32 tokens"
+        cut = plan or make_tiled_plan(layer, rows, backend.limits, *types, stages=backend.ring_stages)
+        launched = _Launch.tiled(cut)
+    else:
+        shape = GemmShape(*layer, token_tiles_for(rows))
+        assert not isinstance(plan, TiledPlan), "a cut for more than 32 tokens"
+        launched = _Launch.narrow(
+            plan or make_plan(shape, backend.limits, bulk, backend.ring_stages), shape, rows, *types
+        )
     flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
-    flags |= _EVICT_FIRST if qweight.numel() * 4 > _STAYS_IN_L2_BYTES else 0
-    for start in range(0, x.shape[0], TOKENS_PER_LAUNCH):
-        part = x[start : start + TOKENS_PER_LAUNCH]
-        rows = part.shape[0]
-        shape = _shape(qweight, group_size, k_begin, k_end, rows)
-        cut = plan or make_plan(shape, backend.limits, bulk, backend.ring_stages)
-        variant = Variant(
-            ACTIVATIONS[x.dtype], shape.token_tiles, cut.fold, cut.stages, cut.bulk, SCALES[scales.dtype]
-        )
-        rows_out = out[start : start + rows]
-        rows_addend = None if addend is None else addend[start : start + rows]
-        numbers = (
-            *(
-                rows,
-                shape.out_features,
-                -(-in_features // TILE_K),
-                k_begin,
-                k_end,
-                part.stride(0),
-                rows_out.stride(0),
-            ),
-            *(0 if rows_addend is None else rows_addend.stride(0), cut.group_shift, scales.shape[0], flags),
-        )
-        backend.launch(
+    if launched.reads_weights_once and qweight.numel() * 4 > _STAYS_IN_L2_BYTES:
+        flags |= _EVICT_FIRST
+    strides = (x.stride(0), out.stride(0), 0 if addend is None else addend.stride(0))
+    numbers = (rows, layer[0], -(-in_features // TILE_K), k_begin, k_end, *strides)
+    backend.launch(
+        launched.kernel,
+        launched.grid,
+        launched.threads,
+        launched.shared_bytes,
+        (
+            *(t.data_ptr() for t in (x, qweight, scales, out)),
+            *(0 if t is None else t.data_ptr() for t in (bias, addend)),
+            *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
+            *(np.int32(v) for v in (*numbers, launched.group_shift, scales.shape[0], flags)),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What a cut asks of the backend."""
+
+    kernel: Kernel
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    group_shift: int
+    reads_weights_once: bool
+
+    @classmethod
+    def narrow(cls, cut: Plan, shape: GemmShape, rows: int, activation: str, scales: str) -> _Launch:
+        variant = Variant(activation, shape.token_tiles, cut.fold, cut.stages, cut.bulk, scales)
+        return cls(
             Kernel("w4a16_gemm.cu", "loopq_w4a16_gemm", variant.defines, partial(prove, variant)),
             (cut.blocks, cut.slices),
             cut.warps * 32,
             cut.shared_bytes(rows, shape.token_tiles),
-            (
-                *(t.data_ptr() for t in (part, qweight, scales, rows_out)),
-                *(0 if t is None else t.data_ptr() for t in (bias, rows_addend)),
-                *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
-                *(np.int32(v) for v in numbers),
-            ),
+            cut.group_shift,
+            reads_weights_once=True,
+        )
+
+    @classmethod
+    def tiled(cls, cut: TiledPlan) -> _Launch:
+        variant = cut.variant
+        return cls(
+            Kernel("w4a16_tiled.cu", "loopq_w4a16_tiled", variant.defines, partial(prove, variant)),
+            (cut.blocks, cut.slices),
+            variant.threads,
+            cut.shared_bytes,
+            cut.group_shift,
+            reads_weights_once=cut.token_blocks == 1,
         )
 
 
@@ -193,7 +226,22 @@ def launch_dequantize(
 _GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
 
 
-def prove(variant: Variant, backend: Backend) -> None:
+def _cut_in_two(
+    variant: Variant | TiledVariant, layer: tuple[int, int, int, int], backend: Backend
+) -> tuple[int, Plan | TiledPlan, Workspace]:
+    """Tokens that fill a block of the variant, a cut into two slices, and the workspace for it."""
+    if isinstance(variant, TiledVariant):
+        tokens = WARP_TOKENS * variant.token_warps
+        types = (variant.activation, variant.scales)
+        tiled = make_tiled_plan(layer, tokens, backend.limits, *types, variant.stages, slices=2)
+        return tokens, tiled, Workspace.allocate(tiled.partial_floats, tiled.units, backend.device)
+    shape = GemmShape(*layer, variant.token_tiles)
+    plan = make_plan(shape, backend.limits, variant.bulk, variant.stages, slices=2)
+    floats = plan.slices * shape.pairs * 256 * variant.token_tiles
+    return 8 * variant.token_tiles, plan, Workspace.allocate(floats, shape.pairs, backend.device)
+
+
+def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
     """Multiply a small layer with a freshly loaded kernel: every sum is of small integers, so the result is exact.
 
     The layer has every code, a short last group and a half empty pair of strips; it is cut into two slices. A device
@@ -209,11 +257,10 @@ def prove(variant: Variant, backend: Backend) -> None:
     rng = np.random.default_rng(0)
     codes = rng.permutation(np.arange(n * k) % 16 - 8).reshape(n, k).astype(np.int8)
     scales = torch.from_numpy(rng.integers(1, 5, (-(-k // group), n)).astype(np.float32))
-    x = torch.from_numpy(rng.integers(-8, 9, (8 * variant.token_tiles, k)).astype(np.float32))
+    tokens, plan, workspace = _cut_in_two(variant, (n, 0, k, group), backend)
+    x = torch.from_numpy(rng.integers(-8, 9, (tokens, k)).astype(np.float32))
     weight = torch.from_numpy(codes).double() * scales.double().repeat_interleave(group, dim=0)[:k].t()
     expected = x.double() @ weight.t()
-    shape = GemmShape(n, 0, k, group, variant.token_tiles)
-    plan = make_plan(shape, backend.limits, variant.bulk, variant.stages, slices=2)
     out = torch.full((len(x), n), torch.nan, device=backend.device)
     launch_gemm(
         backend,
@@ -223,9 +270,7 @@ def prove(variant: Variant, backend: Backend) -> None:
         out,
         in_features=k,
         group_size=group,
-        workspace=Workspace.allocate(
-            plan.slices * shape.pairs * 256 * variant.token_tiles, shape.pairs, backend.device
-        ),
+        workspace=workspace,
         plan=plan,
     )
     wrong = int((out.cpu().double() != expected).sum())

@@ -11,19 +11,18 @@ from functools import lru_cache
 
 from loopq.errors import ConfigError
 
-__all__ = ["A100", "H200", "DeviceLimits", "GemmShape", "Plan", "Variant", "fold_of", "make_plan"]
+__all__ = ["A100", "H200", "DeviceLimits", "GemmShape", "Plan", "Variant", "chip_of", "fold_of", "make_plan"]
 
 TOKENS_PER_LAUNCH = 32
-_TILE_ROWS = 64
+TILE_ROWS = 64
 _STAGE_TILES = 2
 _STAGE_WEIGHT_BYTES = 2048
 _SLOT_BYTES = 1024  # float32 sums of one pair of strips for 8 tokens
 _PER_CHANNEL_SHIFT = 30
 # Per multiprocessor and clock, for ranking cuts: docs/kernels.md says where they come from; only ratios matter.
-_DRAM_BYTES_PER_CLOCK = 19.0
-_L2_BYTES_PER_CLOCK = 24.0  # where all read at once
+L2_BYTES_PER_CLOCK = 24.0  # where all read at once
 _L2_BYTES_PER_CLOCK_ALONE = 64.0
-_L2_CLOCKS = 700.0  # one round trip
+L2_CLOCKS = 700.0  # one round trip
 # Instructions that a warp issues for one stage, by fold and token tiles: counted in the machine code for compute
 # capability 9.0 (tests/kernels/test_nvrtc.py counts again). Then what 4 schedulers can issue.
 _STAGE_SLOTS = {
@@ -32,17 +31,14 @@ _STAGE_SLOTS = {
     2: {1: 250, 2: 270, 4: 316},
     3: {1: 242, 2: 276, 4: 331},
 }
-_SLOTS_PER_CLOCK = 4 * 0.75
-# Weights on their way that hide the memory's latency, with room to spare, and warps that keep up with them.
-_QUEUE_BYTES = 24 * 1024
-_QUEUE_BYTES_HOPPER = 48 * 1024
-_BUSY_WARPS = 12
+SLOTS_PER_CLOCK = 4 * 0.75
+_BUSY_WARPS = 12  # that keep up with the memory
 _MAX_SLICES = 32
 _SLICES_AHEAD = {1: 8, 2: 6, 4: 4}  # kAhead of the kernel, by token tiles
 _DEPTHS = (6, 5, 4, 3, 2)
 
 
-_SCALE_TYPES = {"f32": "ScaleF32", "bf16": "ScaleBf16", "fp16": "ScaleFp16"}
+SCALE_TYPES = {"f32": "ScaleF32", "bf16": "ScaleBf16", "fp16": "ScaleFp16"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,24 @@ class DeviceLimits:
 
 A100 = DeviceLimits(108, 166_912, (8, 0))
 H200 = DeviceLimits(132, 232_448, (9, 0))
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What cuts are ranked by, per multiprocessor; estimates, no GPU has measured them yet."""
+
+    dram_bytes: float  # a clock
+    queue_bytes: int  # weights on their way that hide the memory's latency, with room to spare
+    macs: float  # a clock, of mma.sync in 16 bits
+
+
+_AMPERE = Chip(dram_bytes=11.0, queue_bytes=24 * 1024, macs=0.85 * 1024)
+_HOPPER = Chip(dram_bytes=19.0, queue_bytes=48 * 1024, macs=0.62 * 2048)
+
+
+def chip_of(device: DeviceLimits) -> Chip:
+    """The constants of a device's generation."""
+    return _HOPPER if device.capability >= (9, 0) else _AMPERE
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,8 @@ class GemmShape:
     @property
     def tiles(self) -> int:
         """Tiles of 64 rows; a range begins at a stage, so at an even tile."""
-        first = self.k_begin // (_TILE_ROWS * _STAGE_TILES) * _STAGE_TILES
-        return -(-self.k_end // _TILE_ROWS) - first
+        first = self.k_begin // (TILE_ROWS * _STAGE_TILES) * _STAGE_TILES
+        return -(-self.k_end // TILE_ROWS) - first
 
     @property
     def stages(self) -> int:
@@ -102,7 +116,7 @@ class Variant:
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DLQ_ACT={'Bf16' if self.activation == 'bf16' else 'Fp16'}",
-            f"-DLQ_SCALE={_SCALE_TYPES[self.scales]}",
+            f"-DLQ_SCALE={SCALE_TYPES[self.scales]}",
             f"-DLQ_MT={self.token_tiles}",
             f"-DLQ_FOLD={self.fold}",
             f"-DLQ_STAGES={self.stages}",
@@ -145,7 +159,7 @@ def fold_of(group_size: int) -> tuple[int, int]:
     if group_size == 128:
         return 3, 1
     if group_size > 128 and group_size & (group_size - 1) == 0:
-        return 2, (group_size // _TILE_ROWS).bit_length() - 1
+        return 2, (group_size // TILE_ROWS).bit_length() - 1
     raise ConfigError(
         f"the int4 kernel has group sizes 32, 64, 128 and larger powers of two, and -1 for per channel; "
         f"got {group_size}"
@@ -167,7 +181,7 @@ def _stage_bytes(fold: int) -> int:
 
 
 def _shared_bytes(plan: Plan, tokens: int, token_tiles: int) -> int:
-    x = tokens * (plan.slice_tiles * _TILE_ROWS * 2 + 16)
+    x = tokens * (plan.slice_tiles * TILE_ROWS * 2 + 16)
     ring = plan.stages * _stage_bytes(plan.fold)
     barriers = 8 * plan.stages if plan.bulk else 0
     return x + plan.warps * (token_tiles * _SLOT_BYTES + ring + barriers)
@@ -178,14 +192,14 @@ def _clocks(shape: GemmShape, plan: Plan, token_tiles: int, device: DeviceLimits
     pairs = -(-shape.pairs // plan.blocks)
     stages = -(-plan.slice_tiles // _STAGE_TILES)
     queue = (plan.stages - 1) * plan.warps * _STAGE_WEIGHT_BYTES
-    wanted = _QUEUE_BYTES_HOPPER if device.capability >= (9, 0) else _QUEUE_BYTES
-    dram_rate = _DRAM_BYTES_PER_CLOCK * min(1.0, queue / wanted)
-    issue_rate = _SLOTS_PER_CLOCK * min(1.0, plan.warps / _BUSY_WARPS)
+    chip = chip_of(device)
+    dram_rate = chip.dram_bytes * min(1.0, queue / chip.queue_bytes)
+    issue_rate = SLOTS_PER_CLOCK * min(1.0, plan.warps / _BUSY_WARPS)
     stage = max(_stage_bytes(plan.fold) / dram_rate, _STAGE_SLOTS[plan.fold][token_tiles] / issue_rate)
     stream = -(-pairs * stages // plan.warps) * plan.warps * stage
     # While x arrives, the rings fill; the rest of its time nothing else does.
-    x = token_tiles * 8 * plan.slice_tiles * _TILE_ROWS * 2 / _L2_BYTES_PER_CLOCK
-    x_alone = max(0.0, x - queue / _DRAM_BYTES_PER_CLOCK)
+    x = token_tiles * 8 * plan.slice_tiles * TILE_ROWS * 2 / L2_BYTES_PER_CLOCK
+    x_alone = max(0.0, x - queue / chip.dram_bytes)
     return stream + x_alone + join_clocks(pairs, plan, token_tiles)
 
 
@@ -195,8 +209,8 @@ def join_clocks(pairs: int, plan: Plan, token_tiles: int) -> float:
         return 0.0
     # Partial sums out, a counter, then one block of `slices` reads all of them, a few slices at a time.
     trips = 2 + -(-plan.slices // _SLICES_AHEAD[token_tiles]) * -(-pairs // plan.warps)
-    rate = min(_L2_BYTES_PER_CLOCK_ALONE, _L2_BYTES_PER_CLOCK * plan.slices)
-    return trips * _L2_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / rate
+    rate = min(_L2_BYTES_PER_CLOCK_ALONE, L2_BYTES_PER_CLOCK * plan.slices)
+    return trips * L2_CLOCKS + pairs * plan.slices * token_tiles * _SLOT_BYTES / rate
 
 
 @lru_cache(maxsize=4096)

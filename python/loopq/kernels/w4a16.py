@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 # Above this many tokens an int4 weight is dequantised for cuBLAS: an estimate, no GPU has measured it yet.
-INT4_KERNEL_TOKENS = 64
+INT4_KERNEL_TOKENS = 256
 _DEVICES = ("cpu", "cuda", "meta")
 
 
@@ -236,7 +236,7 @@ def _eager_workspace(
 
 
 def run_linear(backend: Backend, p: Product, workspace: Workspace | None = None) -> torch.Tensor:
-    """The product on a backend: the kernel, or above INT4_KERNEL_TOKENS tokens dequantise and multiply."""
+    """The product on a backend: the kernels, or above INT4_KERNEL_TOKENS tokens dequantise and multiply."""
     rows = _rows(p.x, "x")
     addend = None if p.addend is None else _rows(p.addend, "addend")
     out = torch.empty((rows.shape[0], p.out_features), dtype=p.dtype, device=rows.device)

@@ -52,7 +52,7 @@ class EmulatedBackend(HostBackend):
         self.launches[kernel.entry] += 1
         assert shared_bytes <= self.limits.shared_bytes
         defines = dict(d[2:].split("=") for d in kernel.defines)
-        lib = library(int(defines.get("LQ_MT", 1)))
+        lib = library(8 if "LQ_TOKEN_WARPS" in defines else int(defines.get("LQ_MT", 1)))
         lib.emulator_forget_memory()
         lib.emulator_register(ctypes.c_void_p(4096), ctypes.c_size_t(1 << 62), 1, b"the process")
         pointers = [a for a in args if isinstance(a, int)]
@@ -65,12 +65,14 @@ class EmulatedBackend(HostBackend):
         packed_pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         packed_integers = (ctypes.c_int * len(integers))(*integers)
         seed = ctypes.c_uint64(self.launches.total())
-        if kernel.entry == "loopq_w4a16_gemm":
+        if kernel.entry in ("loopq_w4a16_gemm", "loopq_w4a16_tiled"):
             assert (len(pointers), len(integers), len(floats)) == (8, 11, 0)
-            numbers = [int(defines[name]) for name in ("LQ_MT", "LQ_FOLD", "LQ_STAGES", "LQ_BULK")]
+            warps = int(defines.get("LQ_TOKEN_WARPS", 0))
+            tiles = 8 * warps or int(defines["LQ_MT"])
+            numbers = [int(defines.get(name, 0)) for name in ("LQ_FOLD", "LQ_STAGES", "LQ_BULK")]
             scales = ("ScaleF32", "ScaleBf16", "ScaleFp16").index(defines["LQ_SCALE"])
-            variant = (ctypes.c_int * 6)(defines["LQ_ACT"] == "Fp16", *numbers, scales)
-            assert threads <= int(defines["LQ_THREADS"])
+            variant = (ctypes.c_int * 6)(defines["LQ_ACT"] == "Fp16", tiles, *numbers, scales)
+            assert threads <= int(defines.get("LQ_THREADS", 256))
             status = lib.emulate_w4a16_gemm(variant, shape, seed, packed_pointers, packed_integers)
         else:
             name, n_pointers = ENTRIES[kernel.entry]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from loopq.kernels.layout import pack_w4
-from loopq.kernels.plan import GemmShape, Plan, Variant, fold_of, token_tiles_for
+from loopq.kernels.plan import H200, TOKENS_PER_LAUNCH, GemmShape, Plan, Variant, fold_of, token_tiles_for
+from loopq.kernels.tiled import TiledPlan, TiledVariant, make_tiled_plan
 from tests.support.kernels.emulation import run_gemm
 
 POISON = 0x7FC1  # a NaN in bfloat16 and in float16
@@ -59,15 +60,28 @@ class Case:
         return self.k if self.k_end is None else self.k_end
 
     @property
-    def variant(self) -> Variant:
+    def tiled(self) -> bool:
+        return self.tokens > TOKENS_PER_LAUNCH
+
+    @property
+    def variant(self) -> Variant | TiledVariant:
         fold, _ = fold_of(self.group)
+        if self.tiled:
+            return TiledVariant(
+                self.activation, 1 if self.tokens <= 64 else 2, min(fold, 2), self.stages, self.scales
+            )
         return Variant(
             self.activation, token_tiles_for(self.tokens), fold, self.stages, self.bulk, self.scales
         )
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | TiledPlan:
+        """The case's own cut; of a tiled product only its slices and its ring are free."""
         fold, shift = fold_of(self.group)
+        if self.tiled:
+            layer = (self.n, self.k_begin, self.end, self.group)
+            types = (self.activation, self.scales)
+            return make_tiled_plan(layer, self.tokens, H200, *types, self.stages, self.slices)
         shape = GemmShape(self.n, self.k_begin, self.end, self.group, 1)
         slices = min(self.slices, shape.stages)
         tiles = min(2 * -(-shape.stages // slices), shape.tiles)
@@ -102,7 +116,9 @@ def make_problem(case: Case, seed: int = 1) -> Problem:
     width = case.end - case.k_begin
     x = np.full((case.tokens, width + case.x_gap), POISON, np.uint16)
     # The largest stream of all tokens, drawn once, so that fewer tokens are a prefix of more.
-    x[:, :width] = encode(rng.standard_normal((64, case.k)))[: case.tokens, case.k_begin : case.end]
+    x[:, :width] = encode(rng.standard_normal((max(64, case.tokens), case.k)))[
+        : case.tokens, case.k_begin : case.end
+    ]
     size = case.k if case.group == -1 else case.group
     weights = codes * np.repeat(to_float(scale_bits).T.astype(np.float64), size, axis=1)[:, : case.k]
     expected = decode(x[:, :width]).astype(np.float64) @ weights[:, case.k_begin : case.end].T

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from loopq.kernels.plan import Plan, Variant
+from loopq.kernels.tiled import TiledPlan, TiledVariant
 
 ROOT = Path(__file__).resolve().parents[3]
 HOST = Path(__file__).resolve().parent / "host"
@@ -37,7 +38,8 @@ def library(token_tiles: int = 1) -> ctypes.CDLL:
     Parameters
     ----------
     token_tiles : int
-        1, 2 or 4: whose variants of the int4 product it holds. The small kernels are in all of them.
+        1, 2 or 4: whose variants of the int4 product it holds; 8: those of the tiled one. The small kernels are in
+        all of them.
     """
     cxx = compiler()
     assert cxx is not None, "ask compiler() before library()"
@@ -94,9 +96,34 @@ class Memory:
             raise EmulationError(self.lib.emulator_error().decode())
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a cut needs: the launch, and the workspace of its partial sums."""
+
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    partial_floats: int
+    counters: int
+    token_tiles: int
+
+    @classmethod
+    def of(cls, variant: Variant | TiledVariant, plan: Plan | TiledPlan, tokens: int, n: int) -> Sizes:
+        if isinstance(variant, TiledVariant):
+            assert isinstance(plan, TiledPlan)
+            workspace = (plan.partial_floats, plan.units)
+            grid = (plan.blocks, plan.slices)
+            return cls(grid, variant.threads, plan.shared_bytes, *workspace, 8 * variant.token_warps)
+        assert isinstance(plan, Plan)
+        pairs = (n // 16 + 1) // 2
+        floats = plan.slices * pairs * 256 * variant.token_tiles if plan.slices > 1 else 0
+        shared = plan.shared_bytes(tokens, variant.token_tiles)
+        return cls((plan.blocks, plan.slices), plan.warps * 32, shared, floats, pairs, variant.token_tiles)
+
+
 def run_gemm(
-    variant: Variant,
-    plan: Plan,
+    variant: Variant | TiledVariant,
+    plan: Plan | TiledPlan,
     *,
     x: np.ndarray,
     weights: np.ndarray,
@@ -109,11 +136,10 @@ def run_gemm(
     shared_bytes: int | None = None,
 ) -> np.ndarray:
     """Runs one launch; `scalars` are the kernel's integer parameters in order. Returns the written output."""
-    memory = Memory(library(variant.token_tiles))
-    n, tokens = scalars[1], scalars[0]
-    pairs = (n // 16 + 1) // 2
-    partials = np.full(plan.slices * pairs * 256 * variant.token_tiles, np.nan, np.float32)
-    counters = np.zeros(pairs, np.uint32)
+    sizes = Sizes.of(variant, plan, *scalars[:2])
+    memory = Memory(library(min(sizes.token_tiles, 8)))
+    partials = np.full(max(sizes.partial_floats, 1), np.nan, np.float32)
+    counters = np.zeros(sizes.counters, np.uint32)
     placed = [
         memory.place(x, "x"),
         memory.place(weights, "weights"),
@@ -125,19 +151,19 @@ def run_gemm(
         memory.place(counters, "counters", writable=True),
     ]
     if shared_bytes is None:
-        shared_bytes = plan.shared_bytes(tokens, variant.token_tiles)
+        shared_bytes = sizes.shared_bytes
     scales = ("f32", "bf16", "fp16").index(variant.scales)
     choice = (
         variant.activation == "fp16",
-        variant.token_tiles,
+        sizes.token_tiles,
         variant.fold,
         variant.stages,
-        variant.bulk,
+        isinstance(variant, Variant) and variant.bulk,
         scales,
     )
     status = memory.lib.emulate_w4a16_gemm(
         (ctypes.c_int * 6)(*map(int, choice)),
-        (ctypes.c_longlong * 4)(plan.blocks, plan.slices, plan.warps * 32, shared_bytes),
+        (ctypes.c_longlong * 4)(*sizes.grid, sizes.threads, shared_bytes),
         ctypes.c_uint64(seed),
         (ctypes.c_void_p * 8)(*(address for address, _ in placed)),
         (ctypes.c_int * len(scalars))(*scalars),

@@ -20,6 +20,7 @@ from loopq.kernels.layout import pack_w4
 from loopq.kernels.plan import Variant
 from loopq.kernels.rollout import LoopParts, RolloutRunner, reference_rollout
 from loopq.kernels.sources import kernel_sources
+from loopq.kernels.tiled import TiledVariant
 from loopq.kernels.w4a16 import dequantize_packed
 from tests.support.kernels import emulation, nvrtc
 from tests.support.kernels.cases import Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
@@ -71,6 +72,31 @@ def test_groups_and_remainders_of_k(target: int, bulk: bool, group: int) -> None
 @pytest.mark.parametrize("tokens", [1, 7, 9, 16, 17, 32])
 def test_tokens(target: int, bulk: bool, tokens: int) -> None:
     check(Case(k=416, n=80, tokens=tokens, bulk=bulk, blocks=2, slices=2, warps=3, seed=tokens), target)
+
+
+@by_target
+@pytest.mark.parametrize(
+    ("tokens", "group", "n"), [(33, 128, 48), (64, 32, 80), (65, 64, 144), (128, -1, 48), (130, 128, 48)]
+)
+def test_many_tokens(target: int, tokens: int, group: int, n: int) -> None:
+    case = Case(
+        k=288, n=n, tokens=tokens, group=group, slices=2, seed=tokens, bias=tokens == 65, addend=tokens == 65
+    )
+    exact = check(case, target)
+    np.testing.assert_array_equal(exact, run(make_problem(case)))
+
+
+@by_target
+def test_many_tokens_in_a_range_of_k_rounded_once(target: int) -> None:
+    case = Case(
+        k=416, n=48, tokens=40, activation="fp16", scales="fp16", group=32, k_begin=96, k_end=352, stages=3
+    )
+    exact = check(replace(case, scales="f32", group=128, stages=4), target)
+    assert np.isfinite(exact).all()
+    case = replace(case, activation="bf16")
+    exact = check(case, target)
+    rounded = interpret(make_problem(replace(case, out_float32=False)), target)
+    np.testing.assert_array_equal(rounded, from_bf16(to_bf16(exact)))
 
 
 @pytest.mark.parametrize(
@@ -309,6 +335,7 @@ def test_every_kernel_is_understood(target: int) -> None:
     """Also code that no test above runs: an unknown instruction, modifier or operand is an error."""
     defines = {
         "w4a16_gemm.cu": Variant("fp16", 4, 2, 4, target == 90, "bf16").defines,
+        "w4a16_tiled.cu": TiledVariant("fp16", 2, 2, 4, "bf16").defines,
         "fused_ops.cu": ("-DLQ_IO=Bf16Io",),
         "w4_dequantize.cu": ("-DLQ_FLOAT16=true",),
     }

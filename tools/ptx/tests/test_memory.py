@@ -297,16 +297,27 @@ def test_what_blocks_must_not_do(body: str, message: str) -> None:
     refused(body, message, blocks=2)
 
 
-def test_a_lane_takes_in_what_another_lane_counted_behind_a_barrier_only() -> None:
-    """Lane 0 counts, all lanes fence and read: the fence of lane 1 may come first unless a barrier keeps it back."""
-    body = (
-        "add.s32 %r1, %r61, 50; st.global.u32 [%d4], %r1;" + GPU + WARP_BARRIER + "setp.eq.s32 %p1, %r60, 0;"
-    )
-    body += "mov.u32 %r2, 0; @%p1 atom.global.add.u32 %r2, [%d2+8], 1; {barrier}" + GPU
+def test_one_lane_counts_for_its_warp_behind_barriers_only() -> None:
+    """Lane 0 fences and counts for all lanes: what they wrote, and what they read then, lies beyond a barrier each."""
+    body = "add.s32 %r1, %r61, 50; st.global.u32 [%d4], %r1; {before}" + GPU + "setp.eq.s32 %p1, %r60, 0;"
+    body += "mov.u32 %r2, 0; @%p1 atom.global.add.u32 %r2, [%d2+8], 1;" + GPU + "{behind}"
     body += "shfl.sync.idx.b32 %r2, %r2, 0, 31, 0xffffffff; setp.eq.u32 %p2, %r2, 0xEEEEEEEE; @%p2 ret;"
     body += "xor.b32 %r3, %r62, 32; mul.wide.u32 %d6, %r3, 32; add.s64 %d6, %d6, %d2; ld.global.cg.u32 %r4, [%d6];"
-    execute(body.format(barrier=WARP_BARRIER), blocks=2)
-    refused(body.format(barrier=""), "no fence between an atomic and here", blocks=2)
+    execute(body.format(before=WARP_BARRIER, behind=WARP_BARRIER), blocks=2)
+    refused(body.format(before="", behind=WARP_BARRIER), "no fence between that and an atomic", blocks=2)
+    refused(body.format(before=WARP_BARRIER, behind=""), "no fence between an atomic and here", blocks=2)
+
+
+def test_a_fence_of_another_thread_than_the_one_that_counts_is_none() -> None:
+    """Lane 1 fences and lane 0 counts behind a barrier: common, but by the letter of the PTX model no release."""
+    body = "add.s32 %r1, %r61, 50; st.global.u32 [%d4], %r1; setp.eq.s32 %p1, %r60, {fences}; @!%p1 bra next;"
+    body += GPU + "next: " + WARP_BARRIER + "setp.eq.s32 %p1, %r60, 0; mov.u32 %r2, 0;"
+    body += "@%p1 atom.global.add.u32 %r2, [%d2+8], 1;" + GPU + WARP_BARRIER
+    body += "shfl.sync.idx.b32 %r2, %r2, 0, 31, 0xffffffff; setp.eq.u32 %p2, %r2, 0xEEEEEEEE; @%p2 ret;"
+    body += "setp.ne.s32 %p1, %r60, {fences}; @%p1 ret;"
+    body += "xor.b32 %r3, %r62, 32; mul.wide.u32 %d6, %r3, 32; add.s64 %d6, %d6, %d2; ld.global.cg.u32 %r4, [%d6];"
+    execute(body.format(fences=0), blocks=2)
+    refused(body.format(fences=1), "no fence between that and an atomic", blocks=2)
 
 
 def test_a_loop_without_end_is_stopped() -> None:

@@ -215,6 +215,65 @@ def test_every_barrier_is_needed(barrier: str) -> None:
         assert complaints, f"{barrier} number {index} may be missing unnoticed"
 
 
+# ---- the product of many tokens ---------------------------------------------------------------------------------
+
+MANY = Case(k=416, n=80, tokens=40, slices=2)
+MANY_MUTANTS = {
+    "no wait for copies": (r"cp\.async\.wait_group \d+;", "", "in flight"),
+    "one copy too many in flight": (r"(cp\.async\.wait_group )(\d+);", other_number, "in flight"),
+    "copies in no group": (r"cp\.async\.commit_group;", "", "in flight"),
+    "no barrier of a stage": (r"bar\.sync 0;", "", "that is unwritten"),
+    "no barrier before the fence": (
+        r"bar\.warp\.sync 0xffffffff;(?=\s*(//[^\n]*\s*)*fence)",
+        "",
+        "no fence between",
+    ),
+    "no fence before the counter": (r"fence\.acq_rel\.gpu;", "", "no fence between that"),
+    "partial sums through L1": (r"ld\.global\.cg", "ld.global", "L1 may hold"),
+    "a counter not counted": (r"(atom\.global\.add[^;]*, )[^;]*;", r"\g<1>0;", "wrong result"),
+    "zeros beyond K left out": (r"st\.shared\.v4\.u32[^;]*;", "", "unwritten"),
+    "an earlier kernel not waited for": (r"griddepcontrol\.wait;", "", "before griddepcontrol.wait"),
+    "a part not cleared": (
+        rf"(fma\.rn\.bf16x2\s+{REGISTER}, )({REGISTER})(, {REGISTER}, {REGISTER};)",
+        r"\g<1>0\3",
+        "",
+    ),
+}
+
+
+@cache
+def many(target: int = 90) -> str:
+    return kernels.ptx_text(kernels.TILED[0], MANY.variant.defines, target)
+
+
+def complaint_of_many(text: str) -> str | None:
+    code = kernels.programs(text, 90)[kernels.TILED[1]]
+    for seed in range(2):
+        problem = make_problem(replace(MANY, seed=seed))
+        try:
+            result = run(problem, None, partial(kernels.run_gemm, target=90, code=code, limit=LIMIT))
+        except (PtxError, AssertionError) as error:
+            return str(error) if isinstance(error, PtxError) else "wrong result"
+        if not relative_l2(result, problem.expected) < 1e-6:
+            return "wrong result"
+    return None
+
+
+def test_the_product_of_many_tokens_gives_no_cause() -> None:
+    assert complaint_of_many(many()) is None
+
+
+@pytest.mark.parametrize("name", MANY_MUTANTS)
+def test_a_change_of_the_product_of_many_tokens_is_noticed(name: str) -> None:
+    pattern, replacement, message = MANY_MUTANTS[name]
+    # Zeros are written in several places, of which one may be never reached.
+    text, count = re.subn(pattern, replacement, many(), count=0 if name.startswith("zeros") else 1)
+    assert count, f"the mutant {name!r} no longer applies"
+    found = complaint_of_many(text)
+    assert found is not None, f"{name} was not noticed"
+    assert message in found, found
+
+
 def test_bulk_copies_need_warp_barriers() -> None:
     """All but the first and the last, which belong to the barriers' start and to the slices' end."""
     barrier = "bar.warp.sync 0xffffffff;"

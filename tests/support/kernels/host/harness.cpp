@@ -5,6 +5,7 @@
 #include "../../../../kernels/fused_ops.cu"
 #include "../../../../kernels/w4_dequantize.cu"
 #include "../../../../kernels/w4a16_gemm.cu"
+#include "../../../../kernels/w4a16_tiled.cu"
 
 namespace {
 
@@ -36,16 +37,39 @@ void gemm_body(const loopq::Arguments* arguments) {
     gemm.run();
 }
 
-typedef void (*GemmBody)(const loopq::Arguments*);
+template <class Act, class Scale, int kTokenWarps, int kFold, int kStages>
+void tiled_body(const loopq::Arguments* arguments) {
+    loopq::Tiled<Act, Scale, kTokenWarps, kFold, kStages> tiled(*arguments);
+    tiled.run();
+}
 
-#ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
-GemmBody pick(const int*) { return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 3, 4, false>; }
-#else
+typedef void (*GemmBody)(const loopq::Arguments*);
 
 struct Row {
     int variant[6];
     GemmBody body;
 };
+
+#ifdef LQ_HOST_ONE_VARIANT  // for tests that build many altered kernels
+GemmBody pick(const int* variant) {
+    if (variant[1] > 4) return tiled_body<loopq::Bf16, loopq::ScaleF32, 1, 2, 4>;
+    return gemm_body<loopq::Bf16, loopq::ScaleF32, 1, 3, 4, false>;
+}
+#elif LQ_HOST_TOKENS > 4  // the tiled product: token tiles per block
+
+#define LQ_ROW(half, Act, warps, fold, stages, scales, Scale) \
+    {{half, 8 * warps, fold, stages, 0, scales}, tiled_body<loopq::Act, loopq::Scale, warps, fold, stages>}
+#define LQ_WARPS(half, Act, fold, stages, scales, Scale) \
+    LQ_ROW(half, Act, 1, fold, stages, scales, Scale), LQ_ROW(half, Act, 2, fold, stages, scales, Scale)
+
+const Row kRows[] = {
+    LQ_WARPS(0, Bf16, 0, 4, 0, ScaleF32), LQ_WARPS(0, Bf16, 1, 4, 0, ScaleF32), LQ_WARPS(0, Bf16, 2, 4, 0, ScaleF32),
+    LQ_WARPS(0, Bf16, 0, 4, 1, ScaleBf16), LQ_WARPS(0, Bf16, 1, 4, 1, ScaleBf16), LQ_WARPS(0, Bf16, 2, 4, 1, ScaleBf16),
+    LQ_WARPS(0, Bf16, 2, 2, 0, ScaleF32), LQ_WARPS(0, Bf16, 2, 3, 0, ScaleF32), LQ_WARPS(0, Bf16, 0, 3, 2, ScaleFp16),
+    LQ_WARPS(1, Fp16, 2, 4, 0, ScaleF32), LQ_WARPS(1, Fp16, 0, 4, 2, ScaleFp16),
+};
+
+#else
 
 #define LQ_ROW(half, Act, tokens, fold, stages, bulk, scales, Scale) \
     {{half, tokens, fold, stages, bulk, scales}, gemm_body<loopq::Act, loopq::Scale, tokens, fold, stages, bulk != 0>}
@@ -78,13 +102,15 @@ const Row kRows[] = {
 #endif
 };
 
+#endif
+
+#ifndef LQ_HOST_ONE_VARIANT
 GemmBody pick(const int* variant) {
     for (const Row& row : kRows) {
         if (std::equal(row.variant, row.variant + 6, variant)) return row.body;
     }
     return nullptr;
 }
-
 #endif
 
 }  // namespace
@@ -99,7 +125,7 @@ void emulator_register(void* p, size_t bytes, int writable, const char* name) {
     host::vm().regions.push_back({(uintptr_t)p, (uintptr_t)p + bytes, writable != 0, name});
 }
 
-// `variant`: activation (0 bf16, 1 fp16), token tiles, fold, stages, bulk, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
+// `variant`: activation (0 bf16, 1 fp16), token tiles (of a block, from 8 on of the tiled product), fold, stages, bulk, scales (0 f32, 1 bf16, 2 fp16). `launch_shape`: grid x, grid y, threads, shared bytes.
 int emulate_w4a16_gemm(const int* variant, const long long* launch_shape, u64 seed, void* const* pointers, const int* scalars) {
     const GemmBody body = pick(variant);
     if (!body) {

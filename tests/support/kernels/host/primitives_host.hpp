@@ -448,6 +448,8 @@ LQ_DEVICE int block_x() { return host::vm().block[0]; }
 LQ_DEVICE int block_y() { return host::vm().block[1]; }
 LQ_DEVICE int grid_x() { return host::vm().grid[0]; }
 LQ_DEVICE int grid_y() { return host::vm().grid[1]; }
+LQ_DEVICE int thread_index_anew() { return thread_index(); }
+LQ_DEVICE int block_x_anew() { return block_x(); }
 
 LQ_DEVICE u32 shared_base() { return host::Machine::kBase; }
 
@@ -478,6 +480,7 @@ LQ_DEVICE Vec4 ld_global4_l2(const void* p) { return host_ld_global<Vec4>(p); }
 LQ_DEVICE u32 ld_global1(const void* p) { return host_ld_global<u32>(p); }
 LQ_DEVICE u16 ld_global_half(const void* p) { return host_ld_global<u16>(p); }
 LQ_DEVICE void st_global4(void* p, Vec4 v) { host_st_global(p, v); }
+LQ_DEVICE void st_global2(void* p, u32 x, u32 y) { host_st_global(p, (u64)x | (u64)y << 32); }
 LQ_DEVICE void st_global1(void* p, u32 v) { host_st_global(p, v); }
 LQ_DEVICE void st_global_half(void* p, u16 v) { host_st_global(p, v); }
 LQ_DEVICE u32 atomic_add(u32* p, u32 v) {
@@ -614,6 +617,7 @@ LQ_DEVICE float shuffle_xor(float v, int mask) {
     host::vm().warp_wide(host::Op::ShuffleXor);
     return bits_to_float(slot.out[0]);
 }
+LQ_DEVICE u32 shuffle_xor(u32 v, int mask) { return float_to_bits(shuffle_xor(bits_to_float(v), mask)); }
 LQ_DEVICE u32 shuffle_from(u32 v, int lane) {
     host::Slot& slot = host::vm().self().slot;
     slot.in[0] = v;

@@ -140,7 +140,6 @@ def make_tiled_plan(
     scales: str = "f32",
     stages: int | None = None,
     slices: int | None = None,
-    token_warps: int | None = None,
 ) -> TiledPlan:
     """The cheapest cut that fits the device.
 
@@ -152,8 +151,8 @@ def make_tiled_plan(
     device : DeviceLimits
     activation, scales : str
         "bf16" or "fp16"; "f32", "bf16" or "fp16".
-    stages, slices, token_warps : int or None
-        Fix the ring depth, the number of K slices or the tokens of a block (for measurements and tests).
+    stages, slices : int or None
+        Fix the ring depth or the number of K slices (for measurements and tests).
 
     Raises
     ------
@@ -167,7 +166,7 @@ def make_tiled_plan(
     groups = -(-tokens // WARP_TOKENS)
     weight_bytes = out_features * (k_end - k_begin) / 2
     best: tuple[float, TiledPlan] | None = None
-    wide = (1 if groups == 1 else 2) if token_warps is None else token_warps
+    wide = 1 if groups == 1 else 2
     blocks = -(-pairs * wide // WARPS) * -(-groups // wide)
     for depth in _DEPTHS if stages is None else (stages,):
         variant = TiledVariant(activation, wide, min(fold, 2), depth, scales)

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BLOCK_ROWS",
+    "HESSIAN_VERSION",
+    "ROW_LIMIT",
     "CpuLayout",
     "CpuRunner",
     "DampedFactor",
@@ -50,6 +52,8 @@ __version__: str
 
 #: Rows whose products are summed in float32 before they reach the exact grid (docs/formats/hessian.md).
 BLOCK_ROWS: int
+HESSIAN_VERSION: int
+ROW_LIMIT: float
 
 #: "float32", "float16", "bfloat16", or one of them with the significant bits kept: "bfloat16:5".
 _ScaleType = str
@@ -106,8 +110,7 @@ class HessianAccumulator:
 
     Notes
     -----
-    Rows of bfloat16 give other float32 sums within a block on a machine with AVX-512-BF16 (`cpu_features`) than on
-    one without; all else is the same everywhere.
+    The same bits on every processor, at any number of threads (docs/formats/hessian.md).
     """
 
     def __new__(
@@ -160,23 +163,6 @@ class HessianAccumulator:
             shape.
         loopq.errors.NonFiniteError, loopq.errors.SolveError, loopq.errors.ConfigError
             As in `update`, with file and tensor.
-        """
-    def add_products(self, n_rows: Sequence[tuple[int, int]], products: NDArray[np.float64]) -> None:
-        """Add ``X^T X`` whose products were summed elsewhere, on a GPU say. A refused call changes nothing.
-
-        Parameters
-        ----------
-        n_rows : sequence of (step, count)
-            Rows of which steps it sums over; one step where steps are kept apart.
-        products : ndarray of float64, shape (dim, dim)
-            Its upper triangle is read and put on the exact grid.
-
-        Raises
-        ------
-        loopq.errors.NonFiniteError
-            NaN or infinity, named by row and column.
-        loopq.errors.SolveError
-            A sum that would pass ``2^64``.
         """
     def n_rows(self, step: int) -> int:
         """Count the rows that were added to a step."""

@@ -1,4 +1,4 @@
-"""Sums on the rows' own device, tried on the CPU: true float32, moved once, exact from there on."""
+"""Sums on the rows' own device, tried on the CPU: true float32 within a block of rows, exact between blocks."""
 
 from __future__ import annotations
 
@@ -7,52 +7,85 @@ import pytest
 import torch
 
 import loopq._native as native
+from loopq.calibrate import device
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.device import DeviceSums, true_float32
 from loopq.calibrate.select import select
-from loopq.errors import ConfigError, NonFiniteError
+from loopq.errors import SolveError
+
+DIM = 24
+
+
+def on_device(rows, *, per_step, cut=()):
+    sums = DeviceSums(DIM, per_step=per_step)
+    for t, x in rows.items():
+        for part in np.split(x, cut):
+            sums.add(t, torch.from_numpy(part))
+    return sums.accumulator([0, 2])
+
+
+def in_the_core(rows, *, per_step):
+    acc = native.HessianAccumulator(DIM, [0, 2], per_step=per_step)
+    for t, x in rows.items():
+        acc.update(t, x)
+    acc.finish()
+    return acc
+
+
+def assert_same_state(a, b):
+    a, b = dict(a.state()), dict(b.state())
+    for limb in ("hi", "lo"):
+        np.testing.assert_array_equal(a.pop(limb), b.pop(limb))
+    assert a == b
 
 
 @pytest.mark.parametrize("per_step", [False, True])
-def test_sums_agree_with_float64_and_count_rows(per_step):
+def test_sums_agree_with_the_core_and_count_rows(per_step):
     rng = np.random.default_rng(0)
-    rows = {t: rng.normal(size=(n, 24)).astype(np.float32) for t, n in ((0, 1500), (2, 700))}
-    sums = DeviceSums(24, per_step=per_step)
-    for t, x in rows.items():
-        for part in np.array_split(x, 3):
-            sums.add(t, torch.from_numpy(part))
-    acc = native.HessianAccumulator(24, [0, 2], per_step=per_step)
-    sums.move(acc)
-    acc.finish()
-    expected = sum(x.astype(np.float64).T @ x for x in rows.values())
-    np.testing.assert_allclose(acc.matrix(), expected, rtol=2e-6, atol=1e-3)
-    assert [acc.n_rows(t) for t in (0, 2)] == [1500, 700]
+    rows = {t: rng.normal(size=(n, DIM)).astype(np.float32) for t, n in ((0, 1500), (2, 700))}
+    found, expected = on_device(rows, per_step=per_step), in_the_core(rows, per_step=per_step)
+    np.testing.assert_allclose(found.matrix(), expected.matrix(), rtol=2e-6, atol=1e-3)
+    assert [found.n_rows(t) for t in (0, 2)] == [1500, 700]
     if per_step:
-        np.testing.assert_allclose(
-            acc.matrix([2]), rows[2].astype(np.float64).T @ rows[2], rtol=2e-6, atol=1e-3
-        )
+        np.testing.assert_allclose(found.matrix([2]), expected.matrix([2]), rtol=2e-6, atol=1e-3)
 
 
-def test_products_are_put_on_the_grid_exactly():
-    values = np.array([[3.0**30, 2.0**-50], [2.0**-50, 1 / 3]])
-    acc = native.HessianAccumulator(2, [0], per_step=False)
-    for _ in range(3):
-        acc.add_products([(0, 1)], values)
-    acc.finish()
-    np.testing.assert_array_equal(acc.matrix()[0], [3 * 3.0**30, 3 * 2.0**-50])
-    assert abs(acc.matrix()[1, 1] - 3 * float(np.round(1 / 3 * 2.0**60) * 2.0**-60)) <= 2.0**-53
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("strip", [DIM, 5 * DIM, 1 << 24])
+def test_sums_of_products_without_rounding_have_the_bits_of_the_core(per_step, strip, monkeypatch):
+    monkeypatch.setattr(device, "_STRIP", strip)
+    rng = np.random.default_rng(1)
+    scale = 2.0 ** rng.integers(-20, 12, size=DIM)
+    rows = {
+        t: (rng.integers(-60, 60, size=(n, DIM)) * scale).astype(np.float32) for t, n in ((0, 1500), (2, 90))
+    }
+    assert_same_state(on_device(rows, per_step=per_step), in_the_core(rows, per_step=per_step))
 
 
-def test_products_that_cannot_be_are_refused():
-    acc = native.HessianAccumulator(2, [0, 1], per_step=True)
-    with pytest.raises(NonFiniteError, match="row 1, column 0"):
-        acc.add_products([(0, 1)], np.array([[1.0, 1.0], [np.nan, 1.0]]))
-    with pytest.raises(ConfigError, match="n_rows"):
-        acc.add_products([(0, 1), (1, 1)], np.eye(2))
-    with pytest.raises(ConfigError, match="products"):
-        acc.add_products([(0, 1)], np.eye(3))
-    with pytest.raises(ConfigError, match="step"):
-        acc.add_products([(5, 1)], np.eye(2))
+def test_the_division_into_parts_changes_no_bit():
+    """Whole blocks summed by several processes, in any order, are the sum of one."""
+    rng = np.random.default_rng(2)
+    rows = {
+        0: (rng.normal(size=(2048, DIM)) * 10.0 ** rng.integers(-4, 4, size=(2048, 1))).astype(np.float32)
+    }
+    block = native.BLOCK_ROWS
+    whole = on_device(rows, per_step=False)
+    assert_same_state(whole, on_device(rows, per_step=False, cut=(block, 3 * block)))
+    for order in ((0, 1, 2, 3), (3, 1, 2, 0)):
+        parts = [on_device({0: rows[0][i * block :][:block]}, per_step=False) for i in order]
+        for other in parts[1:]:
+            parts[0].merge(other)
+        assert_same_state(whole, parts[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(2.0**27 + 16, "1.34218e\\+08 at step 2"), (np.nan, "nan at step 2")]
+)
+def test_rows_beyond_the_grid_are_refused(value, said):
+    rows = {t: np.ones((3, DIM), dtype=np.float32) for t in (0, 2)}
+    rows[2][1, 7] = value
+    with pytest.raises(SolveError, match=said):
+        on_device(rows, per_step=True)
 
 
 def test_precision_setting_is_put_back():

@@ -188,10 +188,6 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
             lambda x: accumulated(lambda a: a.update(0, x), d),
             [(w.view(np.uint32) >> 16).astype(np.uint16)],
         ),
-        "HessianAccumulator, add_products": (
-            lambda p: accumulated(lambda a: a.add_products([(0, 3)], p), d),
-            [h],
-        ),
         "HessianAccumulator, from_state": (lambda hi, lo: restored(hi, lo, d), [hi, lo]),
     }
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import loopq._native as native
+from loopq.errors import SolveError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as torch_device
+
+#: Entries of a strip of sums: what is held besides the sums themselves is a few times as large.
+_STRIP = 1 << 24
+#: Bits of the low limb (docs/formats/hessian.md).
+_LIMB_BITS = 62
 
 
 @contextlib.contextmanager
@@ -26,7 +36,11 @@ def true_float32() -> Iterator[None]:
 
 
 class DeviceSums:
-    """X^T X on the rows' own device: float32 products of each block of rows, added in float64.
+    """X^T X on the rows' own device: float32 products of each block of rows, added up exactly.
+
+    Between blocks the sum is the core's (docs/formats/hessian.md): whole numbers in units of 2^-60, so it does not
+    depend on which process, part or call a block came in. Within a block the order of the products is that of the
+    device's library: the bits are those of one kind of device, and of the core only where no product is rounded.
 
     Parameters
     ----------
@@ -39,28 +53,81 @@ class DeviceSums:
     def __init__(self, dim: int, *, per_step: bool) -> None:
         self._dim = dim
         self._per_step = per_step
-        self._sums: dict[int, Tensor] = {}
-        self._rows: dict[int, dict[int, int]] = {}
+        height = max(1, _STRIP // dim)
+        #: Rows of the upper triangle that are summed together.
+        self._strips = [(i, min(i + height, dim)) for i in range(0, dim, height)]
+        self._limbs: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._rows: dict[int, int] = {}
+        self._top: dict[int, Tensor] = {}
 
     def add(self, step: int, rows: Tensor) -> None:
         """Add rows of a step, Tensor (n_rows, dim) of any floating type, cut in the blocks of the core."""
         import torch
 
         key = step if self._per_step else -1
-        if key not in self._sums:
-            self._sums[key] = torch.zeros(self._dim, self._dim, dtype=torch.float64, device=rows.device)
-            self._rows[key] = {}
-        self._rows[key][step] = self._rows[key].get(step, 0) + rows.shape[0]
+        if key not in self._limbs:
+            self._limbs[key] = [
+                (_zeros(j - i, self._dim - i, rows.device), _zeros(j - i, self._dim - i, rows.device))
+                for i, j in self._strips
+            ]
+        self._rows[step] = self._rows.get(step, 0) + rows.shape[0]
+        top = rows.abs().amax().float()
+        self._top[step] = torch.maximum(self._top.get(step, top), top)
         with true_float32():
             for block in rows.float().split(native.BLOCK_ROWS):
-                self._sums[key] += (block.T @ block).double()
+                for (i, j), (hi, lo) in zip(self._strips, self._limbs[key], strict=True):
+                    _add(block[:, i:j].T @ block[:, i:], hi, lo)
 
-    def move(self, acc: native.HessianAccumulator) -> None:
-        """Move the sums to an accumulator and start anew."""
-        for key, total in self._sums.items():
-            acc.add_products(sorted(self._rows[key].items()), total.cpu().numpy())
-        self._sums.clear()
-        self._rows.clear()
+    def accumulator(self, steps: Sequence[int]) -> native.HessianAccumulator:
+        """Give the sums as a finished accumulator of these steps, on the host.
+
+        Raises
+        ------
+        SolveError
+            Rows of a step hold a number above 2^27 in magnitude, or NaN.
+        """
+        import torch
+
+        for step, top in self._top.items():
+            if not float(top) <= native.ROW_LIMIT:
+                raise SolveError(
+                    f"input rows reach {float(top):g} at step {step}; the exact Hessian takes magnitudes up to "
+                    f"{native.ROW_LIMIT:g}: scale the rows down (a Hessian's scale changes no code)"
+                )
+        limbs: list[list[NDArray[np.int64]]] = [[], []]
+        for key in steps if self._per_step else [-1]:
+            for which, found in enumerate(limbs):
+                strips = [pair[which] for pair in self._limbs.get(key, [])]
+                packed = [s[torch.ones_like(s, dtype=torch.bool).triu()].cpu().numpy() for s in strips]
+                entries = self._dim * (self._dim + 1) // 2
+                found.append(np.concatenate(packed) if packed else np.zeros(entries, dtype=np.int64))
+        return native.HessianAccumulator.from_state(
+            {
+                "spec_version": native.HESSIAN_VERSION,
+                "dim": self._dim,
+                "steps": list(steps),
+                "per_step": self._per_step,
+                "n_rows": [self._rows.get(step, 0) for step in steps],
+                "hi": limbs[0],
+                "lo": limbs[1],
+            }
+        )
+
+
+def _zeros(rows: int, columns: int, device: torch_device) -> Tensor:
+    import torch
+
+    return torch.zeros(rows, columns, dtype=torch.int64, device=device)
+
+
+def _add(sums: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """Add float32 sums to their limbs, as the core's `limbs::add` does: value = (hi 2^62 + lo) 2^-60."""
+    whole = (sums * 0.25).round_()
+    # At most 2 in magnitude, and both are multiples of the sum's last place: exact.
+    rest = sums.sub_(whole * 4)
+    lo += (rest * 2.0**60).round_().long()
+    hi += whole.long() + (lo >> _LIMB_BITS)
+    lo &= (1 << _LIMB_BITS) - 1
 
 
 def to_native(rows: Tensor) -> Any:

@@ -184,10 +184,11 @@ class Parts:
                 self._claims.release(number, done=ours)
 
     def _finished(self, input_group: str) -> native.HessianAccumulator:
+        acc = self._accs[input_group]
+        acc.finish()
         if input_group in self._device:
-            self._device[input_group].move(self._accs[input_group])
-        self._accs[input_group].finish()
-        return self._accs[input_group]
+            acc.merge(self._device.pop(input_group).accumulator(acc.steps))
+        return acc
 
     def finish(self) -> dict[str, native.HessianAccumulator]:
         """Put the edges together and add the parts up.

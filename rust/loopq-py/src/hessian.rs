@@ -12,7 +12,7 @@ use pyo3::exceptions::PyKeyError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::arrays::{matrix, InputRows, Matrix, Vector};
+use crate::arrays::{matrix, InputRows, Vector};
 use crate::gil::{allow_threads, raise};
 
 /// `X^T X` summed over rows, per step, reproducibly.
@@ -63,19 +63,6 @@ impl HessianAccumulator {
 
     fn update_file(&self, py: Python<'_>, step: usize, path: PathBuf, tensor: &str) -> PyResult<()> {
         allow_threads(py, |cancel| self.lock().update_file(step, &path, tensor, cancel))
-    }
-
-    fn add_products(
-        &self,
-        py: Python<'_>,
-        n_rows: Vec<(usize, u64)>,
-        products: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let products = Matrix::take("products", products)?;
-        let dim = self.read(py, |inner| Ok(inner.settings().dim))?;
-        products.check_shape(py, "products", [dim; 2])?;
-        let products = products.values()?;
-        py.detach(|| self.lock().add_products(&n_rows, products)).map_err(|e| raise(py, &e))
     }
 
     fn n_rows(&self, py: Python<'_>, step: usize) -> PyResult<u64> {

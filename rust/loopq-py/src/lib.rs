@@ -26,6 +26,8 @@ fn cpu_features() -> Vec<String> {
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add("BLOCK_ROWS", loopq_core::hessian::BLOCK_ROWS)?;
+    m.add("HESSIAN_VERSION", loopq_core::hessian::SPEC_VERSION)?;
+    m.add("ROW_LIMIT", loopq_core::hessian::ROW_LIMIT)?;
     m.add_function(wrap_pyfunction!(cpu_features, m)?)?;
     m.add_function(wrap_pyfunction!(kernels::kernel_sources, m)?)?;
     m.add_class::<hessian::HessianAccumulator>()?;

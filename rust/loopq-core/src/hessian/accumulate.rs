@@ -12,7 +12,7 @@ use crate::dump::{MappedFile, RowType, Rows};
 use crate::hessian::matrix::ExactMatrix;
 use crate::hessian::packed::{Layout, PackedBlock};
 use crate::hessian::rows::check;
-use crate::hessian::{limbs, BLOCK_ROWS, SUM_LIMIT};
+use crate::hessian::{BLOCK_ROWS, SUM_LIMIT};
 use crate::memory::{extend, Buffer};
 use crate::simd::Isa;
 use crate::{dims, Cancel, Error, Execution, Result};
@@ -136,44 +136,6 @@ impl Accumulator {
             Error::Interrupted => e,
             other => Error::InTensor { path: path.into(), tensor: tensor.into(), source: Box::new(other) },
         })
-    }
-
-    /// Adds `X^T X` of rows whose products were summed elsewhere, on a GPU say. A refused call changes nothing.
-    ///
-    /// `products` is row-major, `dim` x `dim`; its upper triangle is read. Each entry is put on the grid, so that
-    /// sums of such parts are exact again. The float32 blocks of [`Accumulator::update`] are not reproduced.
-    ///
-    /// `n_rows` says how many rows of which step the products sum over: one step where steps are kept apart.
-    pub fn add_products(&mut self, n_rows: &[(usize, u64)], products: &[f64]) -> Result<()> {
-        self.check_whole()?;
-        let dim = self.settings.dim;
-        let at: Vec<usize> = n_rows.iter().map(|&(step, _)| self.index_of(step)).collect::<Result<_>>()?;
-        if at.is_empty() || (self.settings.per_step && at.len() > 1) {
-            return Err(Error::setting("n_rows", format!("{n_rows:?}"), "one step, or the steps of a sum"));
-        }
-        if self.finished {
-            return Err(Error::Finished);
-        }
-        if products.len() != dims::product("the products", dim, dim)? {
-            return Err(Error::shape("products", dim * dim, products.len()));
-        }
-        if let Some(bad) = products.iter().position(|v| !v.is_finite()) {
-            let (row, column) = (bad / dim, bad % dim);
-            let value = crate::error::name_of(products[bad]);
-            return Err(Error::NonFiniteMatrix { what: "the products", row, column, value });
-        }
-        let top = products.iter().fold(0.0, |top: f64, v| top.max(v.abs()));
-        self.reserve(top, at[0])?;
-        self.waiting[at[0]].bound += top;
-        for (&at, &(_, count)) in at.iter().zip(n_rows) {
-            let waiting = &mut self.waiting[at];
-            waiting.n_rows = waiting.n_rows.saturating_add(count);
-        }
-        self.matrices[if self.settings.per_step { at[0] } else { 0 }].for_each_mut(|i, j, hi, lo| {
-            let (add_hi, add_lo) = limbs::split(products[i * dim + j]);
-            limbs::add_one(hi, lo, add_hi, add_lo);
-        });
-        Ok(())
     }
 
     /// Refuses what cannot be added, before anything is changed; returns the rows' largest magnitude.

@@ -55,15 +55,6 @@ fn add_body(sums: &[f32], hi: &mut [i64], lo: &mut [i64]) {
 /// What one unit of a high limb is worth.
 pub(super) const HI_UNIT: f64 = ONE_PER_HI as f64;
 
-/// Splits a double into what [`add_one`] takes. Exact but for what lies below the grid, which is rounded half to even.
-/// Magnitudes stay below `2^64`.
-pub(crate) fn split(value: f64) -> (i64, i64) {
-    let whole = (value * f64::from(HI_PER_ONE)).trunc();
-    let rest = whole.mul_add(-f64::from(ONE_PER_HI), value);
-    let fine = (rest * f64::from(LO_PER_ONE)).round_ties_even();
-    (whole as i64, fine as i64)
-}
-
 /// Adds one number on the grid, whose low part may be negative, and keeps `lo` in its range.
 #[inline(always)]
 pub(crate) fn add_one(hi: &mut i64, lo: &mut i64, add_hi: i64, add_lo: i64) {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
-from loopq.journal import Journal, fingerprint
+from loopq.journal import Journal, Snapshots, fingerprint
 
 ARRAYS = {"a/b": RawTensor.of(np.arange(6, dtype=np.int64).reshape(2, 3)), "c": RawTensor.of(np.ones(2))}
 
@@ -94,3 +94,21 @@ def test_different_names_are_different_pieces(tmp_path):
     for name in names:
         journal.save(name, of=name)
     assert [piece_of(journal, name)[1]["of"] for name in names] == names
+
+
+def test_snapshots_come_once_a_minute_and_take_at_most_a_tenth_of_the_time(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    snapshots, due = Snapshots(), []
+
+    def after(seconds):
+        for more in (seconds - 0.1, 0.1):
+            clock[0] += more
+            due.append(snapshots.due())
+
+    after(60.0)
+    for took, wait in ((1.0, 60.0), (20.0, 180.0), (1.0, 60.0)):
+        with snapshots.saving():
+            clock[0] += took
+        after(wait)
+    assert due == [False, True] * 4

@@ -15,8 +15,6 @@ from loopq.lazy import require
 from loopq.progress import Progress, Silent
 from loopq.settings import Settings, setting
 
-#: Seconds between two snapshots of sums: what a kill can lose.
-SNAPSHOT_SECONDS = 60.0
 #: Seconds between two looks at what other processes have done, and those that one waits for their last word.
 POLL, PATIENCE = 0.5, 10.0
 

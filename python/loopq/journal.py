@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,33 @@ from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_t
 from loopq.checkpoint.lock import Claims
 from loopq.errors import LoopqError
 
+#: Seconds between two snapshots of sums that grow, and how many times as long as the last one took, where that is more.
+SNAPSHOT_SECONDS, SNAPSHOT_TIMES = 60.0, 9.0
 _NOTHING: Mapping[str, RawTensor] = {}
 
 
 def fingerprint(*parts: Any) -> str:
     """SHA-256 over plain data, in hexadecimal: the identity of a piece of work."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Snapshots:
+    """When sums that grow are saved again: once a minute, and never for more than a tenth of the time."""
+
+    def __init__(self) -> None:
+        self._since, self._wait = time.monotonic(), SNAPSHOT_SECONDS
+
+    def due(self) -> bool:
+        """Whether it is time to save again."""
+        return time.monotonic() - self._since >= self._wait
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save in this block."""
+        began = time.monotonic()
+        yield
+        self._since = time.monotonic()
+        self._wait = max(SNAPSHOT_SECONDS, SNAPSHOT_TIMES * (self._since - began))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
 
 def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tmp_path, monkeypatch):
     """Parts count by the rows of their open blocks, which say that the sums before them are whole."""
-    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
     job = job_of(loaded, tokens, batch_size=3)
     input_group = job.selection.distinct_inputs[0].name
 
@@ -77,7 +77,8 @@ def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp
     """Ranks of several world sizes are killed after some prompts each; one process adds up what is there in the end."""
     monkeypatch.setattr("loopq.calibrate.collect.POLL", 0.0)
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", [0.0, 0.0, 0.02][seed])
+    monkeypatch.setattr("loopq.journal.SNAPSHOT_SECONDS", [0.0, 0.0, 0.02][seed])
+    monkeypatch.setattr("loopq.journal.SNAPSHOT_TIMES", 0.0)
     work = tmp_path / "work"
     for world in (4, 3, 2, 5):
         for rank in rng.permutation(world):

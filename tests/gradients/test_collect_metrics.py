@@ -219,8 +219,7 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
     [(0, 9, 20), (0, 26, 16), (0, 49, 10), (0, 75, 4), (0, 91, 0), (1 << 30, 30, 10), (1 << 30, 51, 0)],
 )
 def test_a_killed_collection_is_resumed(loaded, tokens, tmp_path, monkeypatch, kept, at, prompts):
-    for name in ("loopq.calibrate.collect", "loopq.gradients.collect_metrics"):
-        monkeypatch.setattr(f"{name}.SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
     monkeypatch.setattr(module, "KEPT_BYTES", kept)
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **BEST)
     with pytest.raises(Kill):
@@ -237,8 +236,7 @@ def test_metrics_ahead_of_asymmetric_calibration_are_not_collected_again(
     loaded, tokens, tmp_path, monkeypatch
 ):
     """Killed while layers are solved one after the other: Hessians and gradients of the pass before are there."""
-    for name in ("loopq.calibrate.collect", "loopq.gradients.collect_metrics"):
-        monkeypatch.setattr(f"{name}.SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
     settings = BEST | {"inputs": "asymmetric"}
     few = tokens.take(0, 3)
     loopq.quantize(loaded, few, out=tmp_path / "whole", **settings)

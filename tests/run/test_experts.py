@@ -234,7 +234,7 @@ def test_an_expert_with_rows_and_without_gradients_takes_the_metric_of_its_input
 
 @pytest.mark.parametrize("at", [1, 3, 6, 12])
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch, at):
-    monkeypatch.setattr("loopq.calibrate.collect.SNAPSHOT_SECONDS", 0.0)
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
     settings = {"method": "gptq", "batch_size": 2, "threads": 1, **GRID}
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **settings)
     with pytest.raises(Kill):

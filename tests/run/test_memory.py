@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from loopq.calibrate.collect import HessianSet
 from loopq.errors import ConfigError
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import estimate
@@ -79,12 +80,22 @@ def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
     limited = run_of(tiny, tokens, memory=most)
     found = passes(limited, sums := limited.sums())
     assert len(found) > 1
-    assert [x for p in found for x in p] == list(sums.steps)
+    assert sorted(x for p in found for x in p) == sorted(sums.steps)
     assert max(pass_bytes(limited, sums, p) for p in found) == run_bytes(limited) <= most
     with pytest.raises(ConfigError, match="alone it takes"):
         run_bytes(run_of(tiny, tokens, memory=most - 1))
     best = QuantConfig.of(preset="best")
     assert run_bytes(run_of(tiny, tokens, best)) > run_bytes(free)
+
+
+def test_small_inputs_go_along_with_large_ones(tiny, tokens):
+    job, steps = run_of(tiny, tokens, memory=7).job, run_of(tiny, tokens).sums().steps
+    a, b, c, d, *_ = steps
+    sizes = {a: 1, b: 1, c: 6, d: 6}
+    found = HessianSet(job, {k: steps[k] for k in sizes}).passes(
+        lambda input_groups: sum(sizes[g] for g in input_groups)
+    )
+    assert found == [[a, c], [b, d]]
 
 
 @pytest.mark.parametrize("inputs", ["asymmetric", "closed-loop"])

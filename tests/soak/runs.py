@@ -181,13 +181,12 @@ def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: No
     try:
         for number in (1, 2):
             os.dup2(write, number)
-        import loopq.calibrate.collect
         import loopq.gradients.collect_metrics
+        import loopq.journal
         from loopq.cli import main
 
         # Every batch is saved: a kill at any moment then finds something half done.
-        loopq.calibrate.collect.SNAPSHOT_SECONDS = 0.0
-        loopq.gradients.collect_metrics.SNAPSHOT_SECONDS = 0.0
+        loopq.journal.SNAPSHOT_SECONDS = loopq.journal.SNAPSHOT_TIMES = 0.0
         loopq.gradients.collect_metrics.KEPT_BYTES = 0
         before()
         code = main(argv)

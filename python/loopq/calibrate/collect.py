@@ -37,8 +37,8 @@ from loopq.checkpoint.files import (
 from loopq.checkpoint.model_files import model_tensors, write_files
 from loopq.checkpoint.schema import Count, Sha256, checked
 from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
-from loopq.execution import POLL, SNAPSHOT_SECONDS, Execution, Ranks
-from loopq.journal import Journal, fingerprint
+from loopq.execution import POLL, Execution, Ranks
+from loopq.journal import Journal, Snapshots, fingerprint
 from loopq.progress import Progress, Silent
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.table import size
@@ -219,7 +219,7 @@ class HessianSet:
         return acc
 
     def passes(self, need: Callable[[Sequence[str]], int] | None = None) -> list[list[str]]:
-        """Divide the input groups into passes that fit in the memory limit.
+        """Divide the input groups into as few passes as fit in the memory limit: the largest first, each where it fits.
 
         `need` gives the bytes that a pass over some input groups takes; those of their accumulators when absent.
 
@@ -231,16 +231,18 @@ class HessianSet:
         need = need or (lambda input_groups: sum(map(self.n_bytes, input_groups)))
         limit = self.job.execution.memory
         runs: list[list[str]] = []
-        for input_group in self.steps:
+        for input_group in sorted(self.steps, key=lambda g: need([g]), reverse=True):
             if limit is not None and need([input_group]) > limit:
                 raise ConfigError(
                     f"layer {input_group}: alone it takes {need([input_group]) / 2**20:.2f} MiB, above the limit of "
                     f"{limit / 2**20:.2f} MiB: raise --memory"
                 )
-            if not runs or (limit is not None and need([*runs[-1], input_group]) > limit):
-                runs.append([])
-            runs[-1].append(input_group)
-        return runs
+            fits = (run for run in runs if limit is None or need([*run, input_group]) <= limit)
+            found = next(fits, None)
+            if found is None:
+                runs.append(found := [])
+            found.append(input_group)
+        return [[g for g in self.steps if g in run] for run in runs]
 
     def run_pass(
         self, input_groups: Sequence[str], *, work: Path | None = None, label: str = "collect"
@@ -292,7 +294,7 @@ class HessianSet:
         self, parts: Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
     ) -> None:
         """Run the batches that a pass wants, and save them now and then."""
-        saved = time.monotonic()
+        snapshots = Snapshots()
         for _ in run_rollouts(
             self.job,
             parts.add,
@@ -302,9 +304,9 @@ class HessianSet:
             label=label,
             progress=progress,
         ):
-            if time.monotonic() - saved >= SNAPSHOT_SECONDS:
-                parts.save()
-                saved = time.monotonic()
+            if snapshots.due():
+                with snapshots.saving():
+                    parts.save()
         parts.save()
 
     def empty(self, input_group: str) -> native.HessianAccumulator:

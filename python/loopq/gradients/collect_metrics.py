@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -15,10 +14,10 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
 from loopq.checkpoint.files import RawTensor
 from loopq.errors import ConfigError, NonFiniteError, SystemContractError
-from loopq.execution import SNAPSHOT_SECONDS, Execution
+from loopq.execution import Execution
 from loopq.gradients.scores import draw_labels
 from loopq.gradients.unroll import linked, unroll
-from loopq.journal import Journal
+from loopq.journal import Journal, Snapshots
 from loopq.quantizers.loop_metric import (
     BLOCK,
     DAMPING,
@@ -273,7 +272,7 @@ class _Sums:
     right: dict[str, Matrix] = field(default_factory=dict)
     round: int = 0
     done: int = 0
-    saved: float = field(default_factory=time.monotonic)
+    snapshots: Snapshots = field(default_factory=Snapshots)
 
     def add_left(self, name: str, blocks: list[Matrix]) -> None:
         """Add to the blocks between outputs."""
@@ -290,16 +289,15 @@ class _Sums:
 
     def due(self) -> bool:
         """Whether it is time to save again."""
-        return self.journal.folder is not None and time.monotonic() - self.saved >= SNAPSHOT_SECONDS
+        return self.journal.folder is not None and self.snapshots.due()
 
     def save(self) -> None:
         """Save the sums, whole."""
         tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
         tensors |= {f"right/{n}": a for n, a in self.right.items()}
-        self.journal.save(
-            "sums", {n: RawTensor.of(a) for n, a in tensors.items()}, round=self.round, done=self.done
-        )
-        self.saved = time.monotonic()
+        arrays = {n: RawTensor.of(a) for n, a in tensors.items()}
+        with self.snapshots.saving():
+            self.journal.save("sums", arrays, round=self.round, done=self.done)
 
     def resume(self) -> None:
         """Take over saved sums of the same work, if there are any."""

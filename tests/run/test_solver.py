@@ -11,7 +11,7 @@ from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_t
 from loopq.errors import NonFiniteError
 from loopq.journal import Journal
 from loopq.run.config import QuantConfig
-from loopq.run.solver import save_layer, saved_layer
+from loopq.run.solver import loss_of, save_layer, saved_layer
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import SETTINGS, digest, run_of
 
@@ -84,6 +84,23 @@ def test_the_report_says_what_was_asked_and_what_it_cost(tiny, tokens):
     assert report["rank"] == (values > 1e-3 * values[-1]).sum()
     assert report["rank_threshold"] == 1e-3
     assert report["n_bytes"] == layer.n_bytes
+
+
+def test_losses_of_a_high_layer_are_taken_over_every_kth_row(monkeypatch):
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(size=(23, 8)).astype(np.float32), rng.normal(size=(40, 8))
+    stored = (weight + 0.1 * rng.normal(size=weight.shape)).astype(np.float32)
+    hessian = x.T @ x
+    for limit, taken in ((23, slice(None)), (22, slice(None, None, 2)), (5, slice(None, None, 5))):
+        monkeypatch.setattr("loopq.run.solver.REPORTED_ROWS", limit)
+        for other, error in (
+            (stored, stored.astype(np.float64) - weight),
+            (None, -weight.astype(np.float64)),
+        ):
+            part = error[taken]
+            assert len(part) <= limit
+            expected = np.trace(part @ hessian @ part.T) * 23 / len(part)
+            assert loss_of(weight, other, hessian, 1) == pytest.approx(expected, rel=1e-12)
 
 
 def test_nan_in_a_weight_is_named(loaded, tokens):

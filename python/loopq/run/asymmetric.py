@@ -18,7 +18,7 @@ from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
 from loopq.run.open_loop import solve_open
 from loopq.run.plan import steps_apart
-from loopq.run.solver import account, relative_error, save_layer, saved_layer
+from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
 from loopq.settings import setting
 
@@ -162,7 +162,7 @@ class _Group:
             "rank": None,
             "rank_threshold": None,
             "target_shift": relative_error(target, weight),
-            "proxy_shifted": native.proxy(target, layer.dequantize(), moments.quantized, threads=threads),
+            "proxy_shifted": loss_of(target, layer.dequantize(), moments.quantized, threads),
         }
         return layer.with_report(**report)
 

@@ -154,7 +154,7 @@ def _prepared(
     """Plan a run and say what it takes; the second result is what is held out for tuning."""
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
-    tokens, held = calibration_tokens(loaded, calibration, take), None
+    tokens, held = calibration_tokens(loaded, calibration, take, matters=config.reads_text), None
     if config.tune is not None:
         tokens, held = split_held_out(tokens, config.n_held_out)
     run = Run.prepare(

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 import loopq
+from loopq import Override, QuantConfig
 from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
 from loopq.errors import CalibrationError, ConfigError
 
@@ -50,6 +51,20 @@ def test_ids_are_taken_as_they_are_and_must_be_the_models(loaded):
 def test_a_model_with_a_tokenizer_needs_a_text(loaded):
     with pytest.raises(ConfigError, match="this model has a tokenizer of its own"):
         calibration_tokens(dataclasses.replace(loaded, tokenizer=object()), None)
+
+
+def test_where_nothing_depends_on_a_text_one_prompt_of_any_will_do(loaded):
+    """Rounding needs to know which layers the loop calls, and no more."""
+    with_tokenizer = dataclasses.replace(loaded, tokenizer=object())
+    found = calibration_tokens(with_tokenizer, None, Take(seq_len=16), matters=False)
+    assert [s.size for s in found.sequences] == [16]
+    rounded = loopq.quantize(with_tokenizer, method="rtn", bits=4, group_size=16)
+    ids = [[1, 2, 3, 4]]
+    for name, layer in loopq.quantize(loaded, ids, method="rtn", bits=4, group_size=16).layers.items():
+        assert rounded.layers[name].same_as(layer)
+    one_layer = Override(next(iter(rounded.layers)), {"method": "gptq"})
+    with pytest.raises(ConfigError, match="tokenizer of its own"):
+        loopq.quantize(with_tokenizer, None, QuantConfig.of(one_layer, method="rtn"), group_size=16)
 
 
 @pytest.mark.parametrize("bad", [{"n_prompts": 0}, {"seq_len": 1}, {"seq_len": 2.5}])

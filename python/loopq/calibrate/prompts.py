@@ -68,7 +68,9 @@ def own_prompts(loaded: LoadedModel) -> PromptSource | None:
     return _SOURCES.get(str(loaded.config.get("model_type", "")))
 
 
-def calibration_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
+def calibration_tokens(
+    loaded: LoadedModel, prompts: Prompts, take: Take | None = None, *, matters: bool = True
+) -> TokenSet:
     """Read calibration prompts.
 
     Parameters
@@ -80,15 +82,21 @@ def calibration_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None 
         the text that ships with loopq, for models that read bytes.
     take : Take, optional
         How much of it.
+    matters : bool
+        Whether codes depend on it. Where they do not, one prompt shows which layers are called, and any text will do.
 
     Raises
     ------
     ConfigError
-        None is given for a model that has a tokenizer.
+        None is given for a model that has a tokenizer, and the text matters.
     CalibrationError
         The file cannot be read, or holds token ids that the model does not have.
     """
-    return _tokens(loaded, prompts, take or Take(), "calibration")
+    take = take or Take()
+    if prompts is None and not matters and loaded.tokenizer is not None and own_prompts(loaded) is None:
+        text = zoo.calibration_text().decode()
+        return windows(text, loaded.encode, take.seq_len, take.n_prompts or 1, "embedded calibration text")
+    return _tokens(loaded, prompts, take, "calibration")
 
 
 def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:

@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     def write(checkpoint: Checkpoint) -> None:
         exported.append(_export(args, out, checkpoint))
 
-    tokens = calibration_tokens(loaded, args.calibration, take(args))
+    tokens = calibration_tokens(loaded, args.calibration, take(args), matters=config.reads_text)
     if args.evaluate:
         text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
     ranks, shown = ranks_of_environment()

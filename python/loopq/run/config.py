@@ -75,6 +75,14 @@ class QuantConfig(Settings):
         super().__post_init__()
         check_syntax("pattern", (*self.include, *self.exclude))
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether any code depends on calibration prompts: not where all layers are rounded or left dense."""
+        named = [o.changes["method"] for o in self.overrides if "method" in o.changes]
+        others = [QUANTIZERS.get(m) if isinstance(m, str) else m for m in named]
+        chosen = self.allocate is not None or self.tune is not None
+        return chosen or any(m.needs_hessian for m in (self.layer.method, *others))
+
     @classmethod
     def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:
         """Return the default settings, or those of a preset, with some flat names ("bits", "steps", ...) set anew."""

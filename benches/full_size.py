@@ -4,8 +4,9 @@ The weights are random, written to disk in the class that the model is published
 checkout or the .py files of the repository); HRM-Text-1B and Llama-1B-looped are classes of transformers and need
 none. Then the commands of a user run, each as a process of its own: `quantize`, `export`, `evaluate`, and `collect`
 and `solve` where asked for. For each: wall time, peak memory apart from files that are mapped (what the system cannot
-take back), peak with them, bytes read; for `quantize` beside what it announced. The weights of a model are mapped, so
-that a machine with less memory than the model reads them again in each loop.
+take back), peak with them, bytes read; for `quantize` beside what it announced and, in a process of their own, what its
+parts take alone: bare rollouts of the prompts, Hessians and solves of layers of those shapes from random rows. The
+weights of a model are mapped, so that a machine with less memory than the model reads them again in each loop.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +162,67 @@ def run(command: list[str]) -> dict[str, Any]:
     }
 
 
+def alone(model: Path, prompts: Any, preset: str, n_steps: int | None, remote: bool) -> dict[str, Any]:
+    """Seconds of the prompts' bare rollouts, and of the Hessians and solves of random rows, shape by shape."""
+    import torch
+
+    from loopq.calibrate.data import from_ids
+    from loopq.run.config import QuantConfig
+    from loopq.run.engine import Run
+    from loopq.systems.load import load_model
+
+    system = load_model(model, trust_remote_code=remote).system
+    tokens = from_ids(prompts)
+    run = Run.prepare(system, tokens, QuantConfig.of(preset=preset), n_steps=n_steps)
+    depth = run.job.selection.n_steps
+    seconds = {"rollouts": 0.0, "hessians": 0.0, "solves": 0.0}
+    with torch.no_grad():
+        for batch in tokens.batches(run.execution.batch_size, 0):
+            with _timed(seconds, "rollouts"):
+                system.rollout(batch, depth)
+    groups = {t.input_group: t for t in run.tasks}
+    known: dict[tuple[int, ...], dict[str, float]] = {}
+    total = dict.fromkeys(("hessians", "solves"), 0.0)
+    for task in run.tasks:
+        shape = (task.parameter.out_features, task.parameter.in_features, len(task.steps))
+        if shape not in known:
+            known[shape] = _layer_alone(task, tokens.n_tokens)
+            print(f"alone: {task.name}, {shape[0]} x {shape[1]}: {known[shape]}", flush=True)
+        total["solves"] += known[shape]["solves"]
+        if groups[task.input_group] is task:
+            total["hessians"] += known[shape]["hessians"]
+    return {k: round(v, 1) for k, v in (seconds | total).items()}
+
+
+def _layer_alone(task: Any, n_tokens: int) -> dict[str, float]:
+    """Seconds of one layer's Hessian and solve, from random rows."""
+    import loopq._native as native
+    from loopq.quantizers import Problem
+
+    rng = np.random.default_rng(0)
+    rows, columns = task.parameter.out_features, task.parameter.in_features
+    x = rng.standard_normal((n_tokens * len(task.steps), columns), dtype=np.float32)
+    weight = rng.standard_normal((rows, columns), dtype=np.float32)
+    stored = (x.view(np.uint32) >> 16).astype(np.uint16)
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "hessians"):
+        acc = native.HessianAccumulator(columns, [0], per_step=False)
+        acc.update(0, stored)
+        acc.finish()
+        hessian = acc.matrix()
+    del acc
+    with _timed(seconds, "solves"):
+        task.config.method.quantize(Problem(task.name, weight, hessian, task.config.grid))
+    return {k: round(v, 2) for k, v in seconds.items()}
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[what] = seconds.get(what, 0.0) + time.monotonic() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -212,6 +276,11 @@ def main() -> None:
         ],
     ]
     results = [run(command) for command in commands]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        asked = (model, prompts, args.preset, args.n_steps, bool(args.code))
+        parts = pool.apply(alone, asked)
+    results.append({"command": "parts of quantize alone", "seconds": round(sum(parts.values()), 1), **parts})
+    print(json.dumps(results[-1]), f"quantize over it: {results[0]['seconds'] / sum(parts.values()):.2f}")
     settings = {
         k: str(v) if isinstance(v, Path) else v
         for k, v in vars(args).items()

@@ -400,7 +400,17 @@ CD = _native.GptqCdSettings(
 )
 
 
-@pytest.mark.parametrize("work", ["factor", "solve", "gptq_cd", "coupled", "eigenvalues", "proxy"])
+def prompt_in_a_loop() -> None:
+    """Run a prompt of 256 tokens through an adapter, two thousand times."""
+    runner = _native.CpuRunner(
+        [(None, np.zeros((2, 512), np.float32), None), (None, np.zeros((512, 1024), np.float32), None)],
+        [], [], [("keep", 0), *[("adapter", 1)] * 2000], 0, precision="fixed24", half=False,
+    )  # fmt: skip
+    x, logits = np.ones((256, 512), np.float32), np.zeros((1, 2), np.float32)
+    runner.run(x, np.zeros((256, 2), np.float32), logits, threads=2)
+
+
+@pytest.mark.parametrize("work", ["factor", "solve", "gptq_cd", "coupled", "eigenvalues", "proxy", "prompt"])
 def test_ctrl_c_stops_within_a_second(work: str) -> None:
     dim = 3000
     h = np.eye(dim) + 1.0
@@ -413,6 +423,7 @@ def test_ctrl_c_stops_within_a_second(work: str) -> None:
         "coupled": lambda: _native.coupled(w[:dim], made, [made], CD, threads=1),
         "eigenvalues": lambda: _native.eigvalsh(h, threads=1),
         "proxy": lambda: _native.proxy(w, None, h, threads=1),
+        "prompt": prompt_in_a_loop,
     }
     sent: list[float] = []
 

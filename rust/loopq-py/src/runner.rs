@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arrays::{writable, InputRows, Matrix as Array, Vector};
-use crate::gil::raise;
+use crate::gil::{allow_threads, raise};
 use crate::matmul::{precision_of, CpuLayout};
 
 /// A weight as Python holds it.
@@ -116,7 +116,7 @@ impl CpuRunner {
         self.runner.restart();
     }
 
-    /// Calls are short, so they look for no signals.
+    /// The call of one token is short and looks for no signals.
     #[pyo3(signature = (x, angles, logits, start = None, *, threads = 0))]
     fn run(
         &mut self,
@@ -127,6 +127,7 @@ impl CpuRunner {
         start: Option<&Bound<'_, PyAny>>,
         threads: usize,
     ) -> PyResult<()> {
+        let one_token = x.len()? == 1;
         let (x, angles) = (Array::<f32>::take("x", x)?, Array::<f32>::take("angles", angles)?);
         let start = start.map(|s| Array::<f32>::take("start", s)).transpose()?;
         let Some(mut logits) = writable::<f32, Ix2>(logits) else {
@@ -140,11 +141,12 @@ impl CpuRunner {
             angles: angles.values()?,
         };
         let (runner, logits) = (&mut self.runner, logits.as_slice_mut()?);
-        let done = py.detach(|| {
-            let cancel = Cancel::new();
-            runner.run(&matrices, &tokens, logits, &Execution { threads, cancel: &cancel })
-        });
-        done.map_err(|e: Error| raise(py, &e))
+        let mut work =
+            |cancel: &Cancel| runner.run(&matrices, &tokens, logits, &Execution { threads, cancel });
+        if one_token {
+            return py.detach(|| work(&Cancel::new())).map_err(|e: Error| raise(py, &e));
+        }
+        allow_threads(py, work)
     }
 }
 

@@ -316,7 +316,7 @@ impl Runner {
             wanted,
             engine: Engine::best(),
         };
-        together(execution.threads, |member| call.run(member))?;
+        together(execution, |member| call.run(member))?;
         self.cache.seen += count;
         Ok(())
     }

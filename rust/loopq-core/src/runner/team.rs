@@ -6,7 +6,7 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::execution::{number, pool};
+use crate::execution::{number, pool, Cancel, Execution};
 use crate::{Error, Result};
 
 /// Looks at the barrier before a waiting thread lets others have its processor: some tens of microseconds.
@@ -18,22 +18,24 @@ static ONE: Mutex<()> = Mutex::new(());
 /// A barrier, and who of the team a thread is.
 #[derive(Debug)]
 pub(super) struct Member<'a> {
-    team: &'a Team,
+    team: &'a Team<'a>,
     index: usize,
 }
 
 #[derive(Debug)]
-struct Team {
+struct Team<'a> {
     of: usize,
+    cancel: &'a Cancel,
     arrived: AtomicUsize,
     round: AtomicUsize,
     broken: AtomicBool,
 }
 
 impl Member<'_> {
-    /// Waits until all have come here. An error when one of them will not come.
+    /// Waits until all have come here. An error when the call is cancelled, or one of them will not come.
     pub(super) fn meet(&self) -> Result<()> {
         let team = self.team;
+        team.cancel.check()?;
         let round = team.round.load(Ordering::Acquire);
         if team.arrived.fetch_add(1, Ordering::AcqRel) + 1 == team.of {
             team.arrived.store(0, Ordering::Relaxed);
@@ -70,13 +72,21 @@ impl Drop for Member<'_> {
     }
 }
 
-/// Runs `work` on so many threads at once, the caller's among them; 0 for as many as there are.
+/// Runs `work` on all threads of an execution at once, the caller's among them.
 ///
 /// The first error is returned; `work` returns one at once, and who waits for it returns too.
-pub(super) fn together(threads: usize, work: impl Fn(&Member<'_>) -> Result<()> + Sync) -> Result<()> {
-    let of = number(threads);
-    let team =
-        Team { of, arrived: AtomicUsize::new(0), round: AtomicUsize::new(0), broken: AtomicBool::new(false) };
+pub(super) fn together(
+    execution: &Execution<'_>,
+    work: impl Fn(&Member<'_>) -> Result<()> + Sync,
+) -> Result<()> {
+    let of = number(execution.threads);
+    let team = Team {
+        of,
+        cancel: execution.cancel,
+        arrived: AtomicUsize::new(0),
+        round: AtomicUsize::new(0),
+        broken: AtomicBool::new(false),
+    };
     let failed = Mutex::new(None);
     let run = |index: usize| {
         if let Err(error) = work(&Member { team: &team, index }) {
@@ -137,6 +147,7 @@ impl Board {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::{together, Board};
+    use crate::execution::{Cancel, Execution};
     use crate::Error;
 
     #[test]
@@ -144,7 +155,8 @@ mod tests {
         for threads in [1, 2, 5] {
             let mut numbers = vec![0.0; 40];
             let board = Board::over(&mut numbers);
-            together(threads, |member| {
+            let cancel = Cancel::new();
+            together(&Execution { threads, cancel: &cancel }, |member| {
                 for round in 0..200 {
                     let part = member.part(40);
                     board.write(part.start, &vec![round as f32; part.len()]);
@@ -161,12 +173,30 @@ mod tests {
     #[test]
     fn an_error_of_one_ends_all_and_is_the_one_returned() {
         let error = Error::setting("threads", 3, "none");
-        let found = together(3, |member| {
+        let cancel = Cancel::new();
+        let found = together(&Execution { threads: 3, cancel: &cancel }, |member| {
             if member.index == 0 {
                 return Err(error.clone());
             }
             member.meet()
         });
         assert_eq!(found.unwrap_err(), error);
+    }
+
+    #[test]
+    fn a_cancelled_call_ends_at_the_next_meeting() {
+        for threads in [1, 3] {
+            let cancel = Cancel::new();
+            let found = together(&Execution { threads, cancel: &cancel }, |member| {
+                for round in 0.. {
+                    if member.index == 0 && round == 40 {
+                        cancel.cancel();
+                    }
+                    member.meet()?;
+                }
+                Ok(())
+            });
+            assert_eq!(found.unwrap_err(), Error::Interrupted);
+        }
     }
 }

@@ -437,6 +437,10 @@ def test_displacement_summary():
     assert level.to_json()["settled_after"] == 1
     within = displacement.Displacement(np.array([[0.5, 0.96, 1.04, 1.0]]), np.ones((1, 4)))
     assert (within.settled_after(0.05), within.settled_after(0.03)) == (2, None)
+    # The tolerance is a share of the final value, and itself within.
+    wide = displacement.Displacement(np.array([[2.0, 3.97, 3.97, 4.0]]), np.ones((1, 4)))
+    assert wide.settled_after() == 2
+    assert displacement.Displacement(np.array([[3.0, 4.0]]), np.ones((1, 2))).settled_after(0.25) == 1
     rising = displacement.Displacement(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)))
     assert rising.settled_after() is None
     still = displacement.Displacement(np.zeros((1, 3)), np.zeros((1, 3))).to_json()

@@ -20,7 +20,7 @@ from benches.next.rows import BARS, METHODS, Bench
 from benches.next.subject import Subject
 from benches.next.table import report, tables
 from benches.pages import into
-from loopq.reproduce.models import Sizes
+from loopq.reproduce.models import Sizes, data_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benches" / "record"
@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help=f"methods: {', '.join(METHODS)}")
     parser.add_argument("--n-calibration", type=int, default=32)
     parser.add_argument("--n-evaluation", type=int, default=32)
+    parser.add_argument("--data", type=Path, help="data folder, for GSM8K (default: LOOPQ_DATA)")
     parser.add_argument("--table", action="store_true", help="run nothing: write what is saved")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "next")
     parser.add_argument("--out", type=Path, default=RECORD)
@@ -69,7 +70,7 @@ def results(args: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
                     if not path.is_file():
                         if args.table:
                             continue
-                        bench = bench or Bench(Subject(name, sizes, draw))
+                        bench = bench or Bench(Subject(name, sizes, draw, args.data))
                         result = asked | bench.result(method, bits)
                         path.parent.mkdir(parents=True, exist_ok=True)
                         path.write_text(json.dumps(result))
@@ -81,6 +82,7 @@ def main() -> None:
     """Run what is missing, print the table, write the record."""
     args = parse()
     torch.set_num_threads(1)
+    args.data = data_folder(args.data)
     sizes = Sizes(n_calibration=args.n_calibration, n_evaluation=args.n_evaluation)
     found = list(results(args, sizes))
     text = report(found, BARS)

@@ -12,8 +12,10 @@ from benches.next import fit
 from benches.next.corrections import STATE, Corrections, blank
 from benches.next.methods import left_of
 from benches.next.subject import Subject, bytes_of, weights_of
-from benches.next.table import CODE_BAR, CORRECTION_BAR
+from benches.next.table import CODE_BAR, CORRECTION_BAR, GRADIENT_BAR, MIXED_BAR
+from loopq.gradients.tuner import Tune, tune
 from loopq.quantizers.base import Problem
+from loopq.run.allocate import Allocate
 from loopq.run.engine import Layers
 
 #: Columns of a scale on all grids: 4.125, 3.125 and 2.125 bits a weight.
@@ -42,7 +44,7 @@ class Bench:
     def result(self, method: str, bits: int) -> dict[str, Any]:
         """Bytes, CPU seconds, KL and agreement of one method."""
         make, _ = METHODS[method]
-        if method != "best" and make in CORRECTIONS:
+        if make in FROM_BEST:
             self.best(bits)
         with self.subject.timed(method):
             layers, corrections = make(self, bits)
@@ -77,6 +79,19 @@ def best(bench: Bench, bits: int) -> Made:
 def finer(bench: Bench, bits: int) -> Made:
     """Preset best with twice the scales: what bytes buy without a new method."""
     return bench.subject.solve("finer", bits, GROUP // 2), None
+
+
+def tuned(bench: Bench, bits: int) -> Made:
+    """Codes and scales by gradient from preset best, the best on held-out prompts."""
+    model = bench.subject.model
+    prompts = (model.calibration, model.tuning_held_out)
+    return tune(bench.system, bench.best(bits)[0], prompts, Tune(what="codes")).layers, None
+
+
+def mixed(bench: Bench, bits: int) -> Made:
+    """Bits and group size of each layer by its ablation, within the bytes of preset best."""
+    budget = bytes_of(bench.best(bits)[0])
+    return bench.subject.solve("mixed", bits, GROUP, allocate=Allocate(budget=budget)), None
 
 
 def state_closed(bench: Bench, bits: int) -> Made:
@@ -152,10 +167,23 @@ def coded(method: str, **settings: Any) -> Callable[[Bench, int], Made]:
 BARS = {
     **dict.fromkeys(("trellis", "trellis, 8 bits", "trellis, 12 bits"), CODE_BAR),
     **dict.fromkeys(("E8 table", "D4 table"), CODE_BAR),
+    "codes by gradient": GRADIENT_BAR,
+    "mixed bits": MIXED_BAR,
     **dict.fromkeys(("state bias, closed form", "state, closed form", "state, gradient"), CORRECTION_BAR),
     **dict.fromkeys(("one layer, gradient", "low rank, gradient", "every layer, no step"), CORRECTION_BAR),
 }
-CORRECTIONS = (state_bias, state_closed, state_trained, layer_trained, every_layer, every_step, low_rank)
+#: What starts from the layers of preset best, or from their bytes: these are made outside its time.
+FROM_BEST = (
+    tuned,
+    mixed,
+    state_bias,
+    state_closed,
+    state_trained,
+    layer_trained,
+    every_layer,
+    every_step,
+    low_rank,
+)
 METHODS: dict[str, tuple[Callable[[Bench, int], Made], tuple[int, ...]]] = {
     "best": (best, (4, 3, 2)),
     "trellis": (coded("trellis"), (4, 3, 2)),
@@ -166,6 +194,8 @@ METHODS: dict[str, tuple[Callable[[Bench, int], Made], tuple[int, ...]]] = {
     "uniform grid, same solver": (coded("levels", passes=0), (3, 2)),
     "best, damped shift": (coded("gptq-cd-shift"), (3, 2)),
     "best, group 64": (finer, (4, 3, 2)),
+    "codes by gradient": (tuned, (3, 2)),
+    "mixed bits": (mixed, (3,)),
     "state bias, closed form": (state_bias, (4, 3)),
     "state, closed form": (state_closed, (4, 3)),
     "state, gradient": (state_trained, (4, 3)),

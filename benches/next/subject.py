@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 import benches.next.methods  # noqa: F401  registers the codes
 from benches.next.corrections import Corrections
-from benches.quality.subjects import prepare
+from benches.quality.subjects import other_text, prepare
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.evaluate.compare import _output, _score
@@ -22,6 +23,7 @@ from loopq.execution import Execution
 from loopq.gradients.unroll import unroll
 from loopq.quantizers.task import Task
 from loopq.reproduce.models import PreparedModel, Sizes
+from loopq.run import choose
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Layers, Run
 from loopq.systems.base import LoopedSystem
@@ -42,18 +44,23 @@ class Subject:
         Prompts of each set.
     draw : int
         Stretch of the calibration text.
+    data : Path
+        Data folder, for text of another kind.
     """
 
     name: str
     sizes: Sizes
     draw: int
+    data: Path | None
     model: PreparedModel = field(init=False)
+    other: TokenSet | None = field(init=False)
     run: Run = field(init=False)
     sums: HessianSet = field(init=False)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = prepare(self.name, self.sizes, None, self.draw)
+        self.model = prepare(self.name, self.sizes, self.data, self.draw)
+        self.other = other_text(self.model, self.data, self.sizes.n_evaluation)
         best = QuantConfig.of(rank_threshold=None, **PRESETS["best"])
         self.run = Run.prepare(self.system, self.model.calibration, best, execution=Execution(threads=1))
         with self.timed("metric"):
@@ -85,14 +92,18 @@ class Subject:
         """Layers of preset best with some settings changed."""
         config = QuantConfig.of(**{**PRESETS["best"], **settings}, bits=bits, group_size=group)
         with self.timed(what):
-            run = self.run.with_config(config)
-            return run.config.inputs.solve(run)
+            return choose.solve(self.run.with_config(config), self.model.tuning_held_out)[1]
 
-    def measure(
-        self, weights: Weights, corrections: Corrections | None = None, tokens: TokenSet | None = None
+    def measure(self, weights: Weights, corrections: Corrections | None) -> dict[str, Any]:
+        """KL to full precision, mean and by prompt, and top-1 agreement, on text of another author and another kind."""
+        found = self._measured(weights, corrections, self.model.evaluation)
+        if self.other is not None:
+            found |= {f"{k}_other": v for k, v in self._measured(weights, corrections, self.other).items()}
+        return found
+
+    def _measured(
+        self, weights: Weights, corrections: Corrections | None, tokens: TokenSet
     ) -> dict[str, Any]:
-        """KL to full precision, mean and by prompt, and top-1 agreement."""
-        tokens = tokens or self.model.evaluation
         scores = np.zeros((2, len(self.initial_states), len(tokens.sequences)))
         depth = self.system.n_steps
         with torch.no_grad():

@@ -1,6 +1,7 @@
 """What rounded activations and a rounded cache of keys and values cost beside 4-bit weights.
 
     python -m benches.quality.activations [MODEL ...] [--bits 4] [--record FILE]
+    python -m benches.quality.activations --page RECORD      # the table of docs/next.md from a record
 
 The same codes, held-out prompts and initial states throughout. "int8 product" is loopq's own, with packed codes and
 8-bit activations; the other rows are simulated: the input of every quantized layer is rounded to a symmetric grid and
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,9 @@ from torch.nn import functional as F
 
 import benches.zoo.register  # noqa: F401  opens the folders of the small models
 import loopq
+from benches.pages import into
 from benches.python.record import write
-from benches.quality.run import table
+from benches.quality.run import ROOT, table
 from benches.zoo import WEIGHTS
 from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
 from loopq.evaluate.compare import _output, _score
@@ -37,6 +40,7 @@ from loopq.systems.base import LoopedSystem
 from loopq.systems.load import load_model
 
 MODELS = ("huginn_small", "ouro_small", "rllama_small", "nanbeige_small")
+DOCUMENT = ROOT / "docs" / "next.md"
 N_PROMPTS, SEQ_LEN, BATCH = 32, 128, 8
 #: Takes the input of a layer, its name and the step; gives the rounded input.
 Scheme = Callable[[Tensor, str, int], Tensor]
@@ -199,6 +203,38 @@ def measure(name: str, bits: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+#: Rows of docs/next.md by the names of the record.
+ROWS = {
+    "int8 product": "8 bits, loopq's product: by token and group",
+    "A8, by token": "8 bits, by token",
+    "A8, static": "8 bits, one static scale",
+    "A8, static by step": "8 bits, a static scale for each step",
+    "A4, static": "4 bits, one static scale",
+    "A4, static by step": "4 bits, a static scale for each step",
+    "A4, by token": "4 bits, by token",
+    "A4, by token, rotated": "4 bits, by token, Hadamard basis",
+    "A4, by token and group of 32": "4 bits, by token and group of 32",
+    "KV8, by token and head": "keys and values in 8 bits, by token and head",
+    "KV4, by token and head": "keys and values in 4 bits, by token and head",
+    "KV4, keys by channel": "the same, keys by channel",
+}
+
+
+def page(found: list[dict[str, Any]]) -> str:
+    """The ratios as a table of Markdown, two digits and more where they are below 100."""
+    models = list(dict.fromkeys(row["model"] for row in found))
+    cells = {(row["activations"], row["model"]): _cell(row["ratio"]) for row in found}
+    lines = [f"| | {' | '.join(models)} |", "|" + "---|" * (1 + len(models))]
+    lines += [f"| {said} | {' | '.join(cells[key, m] for m in models)} |" for key, said in ROWS.items()]
+    return "\n".join(lines)
+
+
+def _cell(ratio: dict[str, float]) -> str:
+    digits = 2 if ratio["estimate"] < 4.5 else 1 if ratio["estimate"] < 10 else 0
+    estimate, low, high = (f"{ratio[k]:.{digits}f}" for k in ("estimate", "low", "high"))
+    return f"{estimate} [{low}, {high}]"
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(
@@ -207,7 +243,13 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--record", type=Path)
+    parser.add_argument(
+        "--page", type=Path, metavar="RECORD", help="run nothing: write docs/next.md from a record"
+    )
     args = parser.parse_args()
+    if args.page:
+        into(DOCUMENT, "activations", page(json.loads(args.page.read_text())["results"]))
+        return
     found = [row for name in args.models for row in measure(name, args.bits)]
     lines: dict[str, dict[str, Any]] = {}
     for row in found:

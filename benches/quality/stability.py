@@ -1,6 +1,7 @@
 """Is a quantized loop as stable as the original, and what becomes of its error at four times the depth?
 
     python -m benches.quality.stability [MODEL ...] [--n-prompts 4] [--record FILE]
+    python -m benches.quality.stability --page RECORD      # the table of docs/next.md from a record
 
 For each model that has single steps: the spectral radius of the step's Jacobian at the final state of full precision,
 with the weights as they are and quantized, on the same prompts of 32 tokens (difference with its 95 % interval), and KL
@@ -10,12 +11,15 @@ to full precision at depths N, 2N and 4N. A prompt whose eigenvalue did not conv
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import benches.zoo.register  # noqa: F401  opens the folders of the small models
 import loopq
+from benches.pages import into
 from benches.python.record import write
+from benches.quality.run import ROOT
 from benches.zoo import WEIGHTS
 from loopq.calibrate.prompts import Take, evaluation_tokens
 from loopq.diagnose.spectral import radius_study
@@ -27,6 +31,7 @@ MODELS = ("huginn_small", "ouro_small", "parcae_small", "rllama_small", "loopfor
 METHODS: dict[str, dict[str, Any]] = {"RTN": {"method": "rtn"}, "loopq": {}}
 GRIDS = ((4, 32), (3, 32), (2, 32))
 DEPTHS = (1, 2, 4)
+DOCUMENT = ROOT / "docs" / "next.md"
 
 
 def measure(name: str, bits: int, group_size: int, method: str, n_prompts: int) -> dict[str, Any]:
@@ -66,6 +71,33 @@ def table(found: list[dict[str, Any]]) -> str:
     return render(heads, rows)
 
 
+def page(found: list[dict[str, Any]]) -> str:
+    """Radii, their change by grid, and KL at four times the depth, as a table of Markdown; bold where a radius rose."""
+    by = {(one["model"], one["method"], one["bits"]): one for one in found}
+    grids = [bits for bits, _ in GRIDS]
+    names = [f"INT{bits}" for bits in grids]
+    lines = [
+        f"| model, N | radius | weights | change at {' | '.join(names)} | KL at 4N over N: {', '.join(names)} |",
+        "|" + "---|" * (4 + len(grids)),
+    ]
+    for model in dict.fromkeys(one["model"] for one in found):
+        for i, method in enumerate(METHODS):
+            rows = [by[model, method, bits] for bits in grids]
+            radius = rows[0]["radius"]["reference"]["radius"]["estimate"]
+            head = "|  |  |" if i else f"| {model}, {rows[0]['n_steps']} | {radius:.3f} |"
+            growth = ", ".join(f"{one['kl']['4'] / one['kl']['1']:.2f}" for one in rows)
+            lines.append(
+                f"{head} {method} | {' | '.join(_change(one['shift']) for one in rows)} | {growth} |"
+            )
+    return "\n".join(lines)
+
+
+def _change(shift: dict[str, float]) -> str:
+    estimate = f"{shift['estimate']:+.3f}"
+    marked = f"**{estimate}**" if shift["low"] > 0 else estimate
+    return f"{marked} [{shift['low']:+.3f}, {shift['high']:+.3f}]"
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(
@@ -74,7 +106,13 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--n-prompts", type=int, default=6, help="of the radii")
     parser.add_argument("--record", type=Path)
+    parser.add_argument(
+        "--page", type=Path, metavar="RECORD", help="run nothing: write docs/next.md from a record"
+    )
     args = parser.parse_args()
+    if args.page:
+        into(DOCUMENT, "stability", page(json.loads(args.page.read_text())["results"]))
+        return
     found = []
     for name in args.models:
         for bits, group_size in GRIDS:

@@ -443,6 +443,14 @@ def test_displacement_summary():
     assert displacement.Displacement(np.array([[3.0, 4.0]]), np.ones((1, 2))).settled_after(0.25) == 1
     rising = displacement.Displacement(np.array([[1.0, 2.0, 4.0]]), np.ones((1, 3)))
     assert rising.settled_after() is None
+    for ratio in (0.5, 2.0):
+        small = displacement.Displacement(1e-3 * np.array([[1.0, ratio]]), np.ones((1, 2)))
+        assert small.growth() == pytest.approx([ratio])
+        assert small.to_json()["median_growth"] == pytest.approx(ratio)
+    assert displacement.Displacement(np.ones((2, 1)), np.ones((2, 1))).to_json()["median_growth"] is None
+    late = displacement.Displacement(np.array([[0.0, 1.0, 1.0, 1.0]]), np.ones((1, 4))).to_json()
+    assert late["settled_after"] == 2
+    assert late["median_growth"] > 1
     still = displacement.Displacement(np.zeros((1, 3)), np.zeros((1, 3))).to_json()
     assert (still["final"], still["settled_after"], still["median_growth"]) == (0.0, None, None)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benches.next.rows import BARS, METHODS, Bench
+from benches.next.rows import METHODS, Bench
 from benches.next.subject import Subject
 from benches.next.table import report, tables
 from benches.pages import into
@@ -85,13 +85,13 @@ def main() -> None:
     args.data = data_folder(args.data)
     sizes = Sizes(n_calibration=args.n_calibration, n_evaluation=args.n_evaluation)
     found = list(results(args, sizes))
-    text = report(found, BARS)
+    text = report(found)
     print(text)
     stem = args.out / f"next-{datetime.date.today().isoformat()}"
     stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     stem.with_suffix(".md").write_text(text + "\n")
     if args.out == RECORD and found:
-        into(ROOT / "docs" / "next.md", "next", tables(found, BARS))
+        into(ROOT / "docs" / "next.md", "next", tables(found))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from benches.next import fit
 from benches.next.corrections import STATE, Corrections, blank
 from benches.next.methods import left_of
 from benches.next.subject import Subject, bytes_of, weights_of
-from benches.next.table import CODE_BAR, CORRECTION_BAR, GRADIENT_BAR, MIXED_BAR
 from loopq.gradients.tuner import Tune, tune
 from loopq.quantizers.base import Problem
 from loopq.run.allocate import Allocate
@@ -163,15 +162,6 @@ def coded(method: str, **settings: Any) -> Callable[[Bench, int], Made]:
     return make
 
 
-#: What each method must reach on the geometric mean over models: `benches/next/table.py`.
-BARS = {
-    **dict.fromkeys(("trellis", "trellis, 8 bits", "trellis, 12 bits"), CODE_BAR),
-    **dict.fromkeys(("E8 table", "D4 table"), CODE_BAR),
-    "codes by gradient": GRADIENT_BAR,
-    "mixed bits": MIXED_BAR,
-    **dict.fromkeys(("state bias, closed form", "state, closed form", "state, gradient"), CORRECTION_BAR),
-    **dict.fromkeys(("one layer, gradient", "low rank, gradient", "every layer, no step"), CORRECTION_BAR),
-}
 #: What starts from the layers of preset best, or from their bytes: these are made outside its time.
 FROM_BEST = (
     tuned,

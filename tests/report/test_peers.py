@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from benches import pages
-from benches.next.rows import BARS
 from benches.next.table import tables
 from benches.quality import activations, peers, peers_table, stability
 from benches.quality.peak import Peak
@@ -103,7 +102,7 @@ def newest(name: str) -> Any:
 @pytest.mark.parametrize(
     ("document", "mark", "made"),
     [
-        ("next.md", "next", lambda: tables(newest("next"), BARS)),
+        ("next.md", "next", lambda: tables(newest("next"))),
         ("next.md", "activations", lambda: activations.page(newest("activations")["results"])),
         ("next.md", "stability", lambda: stability.page(newest("stability")["results"])),
         ("quantizers.md", "peers", lambda: peers_table.page(newest("peers")["records"], list(peers.OURS))),

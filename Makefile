@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation fuzz sanitize audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -139,6 +139,9 @@ sanitize: ## The tests of the core under AddressSanitizer: needs nightly Rust
 		{ echo "make sanitize needs nightly Rust: rustup toolchain install nightly"; exit 1; }
 	RUSTFLAGS=-Zsanitizer=address ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 cargo +nightly test --release -p loopq-core \
 		--target $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p') --target-dir target/sanitize --lib --tests
+
+aarch64: ## The tests of the core as an aarch64 program, under qemu
+	sh tools/aarch64.sh
 
 audit: setup ## Known vulnerabilities of what loopq depends on; needs the network
 	@sh tools/audit.sh $(PY)

@@ -78,7 +78,7 @@ def cpu_features() -> list[str]:
     Returns
     -------
     list of str
-        Out of ``'portable'``, ``'avx2+fma'``, ``'avx512'``, ``'avx512+bf16'``.
+        Out of ``'portable'``, ``'avx2+fma'``, ``'avx512'``, ``'avx512+bf16'``, ``'avx512+amx'``, ``'neon'``.
     """
 
 @final
@@ -688,7 +688,7 @@ def cpu_engines() -> list[str]:
     Returns
     -------
     list of str
-        "portable", and where found "avx2", "avx512vnni".
+        "portable", and where found "avx2", "avx512vnni", "amx+avx512vnni", "neon+dotprod".
     """
 
 def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int:

@@ -26,7 +26,7 @@
 //!   included;
 //! * long work checks its [`Cancel`] many times a second.
 
-// Other processors run the portable loops: what only those of x86-64 reach is unused there.
+// What only the instruction sets of x86-64 reach is unused elsewhere.
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_mut, unused_variables))]
 
 #[cfg(not(target_endian = "little"))]

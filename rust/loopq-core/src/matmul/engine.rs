@@ -23,6 +23,8 @@ enum Kind {
     Vnni,
     #[cfg(target_arch = "x86_64")]
     Amx,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 /// Calls a function for a panel's bits and limbs, with tiles of so many tokens.
@@ -62,6 +64,33 @@ macro_rules! for_limbs {
 }
 pub(super) use for_limbs;
 
+// Used where an architecture has instruction sets of its own.
+/// A function for each number of bits and limbs.
+macro_rules! versions {
+    ($name:ident, $panel:path, $lanes:ty, $tokens:literal, $features:literal) => {
+        /// Multiplies a panel.
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(p: Panel<'_>) {
+            // SAFETY: this function's features are those that the lanes need.
+            unsafe { $crate::matmul::for_bits_and_limbs!($panel, $lanes, $tokens, p) }
+        }
+    };
+}
+pub(super) use versions;
+
+/// A function for each number of limbs.
+macro_rules! stream_versions {
+    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
+        /// Multiplies part of a stream.
+        #[target_feature(enable = $features)]
+        pub(super) fn $name(p: &Part<'_>, out: &mut [f32]) {
+            // SAFETY: this function's features are those that the lanes need.
+            unsafe { $crate::matmul::for_limbs!($lanes, $tokens, p, out) }
+        }
+    };
+}
+pub(super) use stream_versions;
+
 impl Engine {
     /// Whatever the compiler's target guarantees.
     pub const PORTABLE: Self = Self(Kind::Portable);
@@ -84,6 +113,10 @@ impl Engine {
                 }
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("dotprod") {
+            found.push(Self(Kind::Neon));
+        }
         found
     }
 
@@ -105,6 +138,8 @@ impl Engine {
             Kind::Vnni => "avx512vnni",
             #[cfg(target_arch = "x86_64")]
             Kind::Amx => "amx+avx512vnni",
+            #[cfg(target_arch = "aarch64")]
+            Kind::Neon => "neon+dotprod",
         }
     }
 
@@ -136,6 +171,9 @@ impl Engine {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Kind::Amx => unsafe { super::x86::panel_amx(p) },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as above.
+            Kind::Neon => unsafe { super::neon::panel_neon(p) },
         }
     }
 
@@ -151,6 +189,9 @@ impl Engine {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
             Kind::Vnni | Kind::Amx => unsafe { super::x86::streams_vnni(p, out) },
+            #[cfg(target_arch = "aarch64")]
+            // SAFETY: as above.
+            Kind::Neon => unsafe { super::neon::streams_neon(p, out) },
         }
     }
 }

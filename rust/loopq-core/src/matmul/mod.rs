@@ -8,6 +8,8 @@ mod activations;
 mod amx;
 mod engine;
 mod layout;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod pack;
 mod portable;
 mod read;

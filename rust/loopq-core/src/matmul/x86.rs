@@ -4,6 +4,7 @@
 #[allow(clippy::wildcard_imports)] // some sixty intrinsics
 use std::arch::x86_64::*;
 
+use super::engine::{stream_versions, versions};
 use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
 use super::streams::{Part, Windows};
 use super::tile::{codes_of, lines_of, multiply, panel, Lanes, Panel, Sums, AHEAD};
@@ -429,28 +430,6 @@ impl Lanes for Avx2 {
     }
 }
 
-/// A function for each number of bits and limbs.
-macro_rules! versions {
-    ($name:ident, $panel:path, $lanes:ty, $tokens:literal, $features:literal) => {
-        /// Multiplies a panel.
-        #[target_feature(enable = $features)]
-        pub(super) fn $name(p: Panel<'_>) {
-            // SAFETY: this function's features are those that the lanes need.
-            unsafe { super::for_bits_and_limbs!($panel, $lanes, $tokens, p) }
-        }
-    };
-}
-/// A function for each number of limbs.
-macro_rules! stream_versions {
-    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
-        /// Multiplies part of a stream.
-        #[target_feature(enable = $features)]
-        pub(super) fn $name(p: &Part<'_>, out: &mut [f32]) {
-            // SAFETY: this function's features are those that the lanes need.
-            unsafe { super::for_limbs!($lanes, $tokens, p, out) }
-        }
-    };
-}
 stream_versions!(streams_vnni, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");
 stream_versions!(streams_avx2, Avx2, 1, "avx2,fma,f16c");
 versions!(panel_vnni, panel, Vnni, 4, "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma");

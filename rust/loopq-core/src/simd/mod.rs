@@ -6,6 +6,8 @@
 pub(crate) mod amx;
 mod axpy;
 mod dots;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod rows;
 mod tile;
 #[cfg(target_arch = "x86_64")]
@@ -52,6 +54,9 @@ impl Isa {
                 }
             }
         }
+        // Part of the architecture.
+        #[cfg(target_arch = "aarch64")]
+        found.push(Self(2));
         found
     }
 
@@ -76,6 +81,7 @@ impl Isa {
             let vendor = std::arch::x86_64::__cpuid(0);
             return (vendor.ebx, vendor.edx, vendor.ecx) != (0x756e_6547, 0x4965_6e69, 0x6c65_746e);
         }
+        let _ = self;
         false
     }
 
@@ -89,6 +95,7 @@ impl Isa {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
+            2 if cfg!(target_arch = "aarch64") => "neon",
             2 => "avx2+fma",
             3 => "avx512",
             4 => "avx512+bf16",
@@ -97,7 +104,7 @@ impl Isa {
         }
     }
 
-    /// 1 portable, 2 AVX2, 3 AVX-512, 4 AVX-512 with bf16 products, 5 with AMX tiles of them.
+    /// 1 portable, 2 AVX2 or NEON, 3 AVX-512, 4 AVX-512 with bf16 products, 5 with AMX tiles of them.
     pub(crate) fn level(self) -> u8 {
         self.0
     }

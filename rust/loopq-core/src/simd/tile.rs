@@ -53,7 +53,7 @@ pub trait Real:
 }
 
 macro_rules! real {
-    ($t:ty, $name:literal, $nr:literal, $avx2:ident, $avx512:ident) => {
+    ($t:ty, $name:literal, $nr:literal, $avx2:ident, $avx512:ident, $neon:ident) => {
         impl Real for $t {
             const NR: usize = $nr;
             const NAME: &'static str = $name;
@@ -91,14 +91,16 @@ macro_rules! real {
                     #[cfg(target_arch = "x86_64")]
                     // SAFETY: as above.
                     3.. => unsafe { super::x86::$avx512(k, a, lda, b, ldb, c, ldc) },
+                    #[cfg(target_arch = "aarch64")]
+                    2 => super::neon::$neon(k, a, lda, b, ldb, c, ldc),
                     _ => chain::<$t, { $nr }>(k, a, lda, b, ldb, c, ldc),
                 }
             }
         }
     };
 }
-real!(f32, "float32", 48, tile_f32_avx2, tile_f32_avx512);
-real!(f64, "float64", 24, tile_f64_avx2, tile_f64_avx512);
+real!(f32, "float32", 48, tile_f32_avx2, tile_f32_avx512, tile_f32);
+real!(f64, "float64", 24, tile_f64_avx2, tile_f64_avx512, tile_f64);
 
 fn chain<T: Real, const N: usize>(
     k: usize,
@@ -120,6 +122,30 @@ fn chain<T: Real, const N: usize>(
         }
         c[i * ldc..][..N].copy_from_slice(&acc);
     }
+}
+
+/// Checks that strided operands lie inside their slices.
+#[inline(always)]
+pub(super) fn check<A, B, C>(
+    k: usize,
+    a: &[A],
+    lda: usize,
+    b: &[B],
+    ldb: usize,
+    c: &[C],
+    ldc: usize,
+    nr: usize,
+) {
+    assert!(holds(a.len(), k, lda, MR) && holds(b.len(), k, ldb, nr) && holds(c.len(), MR, ldc, nr));
+    assert!(lda >= MR && ldb >= nr && ldc >= nr);
+}
+
+/// Whether a slice holds `rows` rows of `width`, `stride` apart. No product may wrap: whoever calls a tile chooses all of
+/// these.
+#[inline(always)]
+fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
+    let last = rows.checked_sub(1).map(|last| last.checked_mul(stride).and_then(|at| at.checked_add(width)));
+    last.is_none_or(|end| end.is_some_and(|end| end <= len))
 }
 
 /// Rows whose products make one chain of a sum of bf16 products.
@@ -231,7 +257,7 @@ impl TileState {
         if let Some(tiles) = &self.0 {
             return super::amx::products(tiles, a, b, c, at);
         }
-        let _ = (a, b, c, at);
+        let _ = (self, a, b, c, at);
         unreachable!("tiles of bf16 products need avx512+amx");
     }
 }

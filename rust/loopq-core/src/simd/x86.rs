@@ -13,23 +13,8 @@
 use std::arch::x86_64::*;
 
 use super::dots::Short;
-use super::tile::CHAIN;
+use super::tile::{check, CHAIN};
 use super::MR;
-
-/// Checks that strided operands lie inside their slices.
-#[inline(always)]
-fn check<A, B, C>(k: usize, a: &[A], lda: usize, b: &[B], ldb: usize, c: &[C], ldc: usize, nr: usize) {
-    assert!(holds(a.len(), k, lda, MR) && holds(b.len(), k, ldb, nr) && holds(c.len(), MR, ldc, nr));
-    assert!(lda >= MR && ldb >= nr && ldc >= nr);
-}
-
-/// Whether a slice holds `rows` rows of `width`, `stride` apart. No product may wrap: whoever calls a tile chooses all of
-/// these.
-#[inline(always)]
-fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
-    let last = rows.checked_sub(1).map(|last| last.checked_mul(stride).and_then(|at| at.checked_add(width)));
-    last.is_none_or(|end| end.is_some_and(|end| end <= len))
-}
 
 macro_rules! tile512 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {

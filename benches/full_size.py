@@ -59,6 +59,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }  # fmt: skip
+#: Name of the row of what the parts of `quantize` take alone.
+PARTS = "parts of quantize alone"
 #: Numbers of a file.
 _SHARD = 1 << 30
 #: What `loopq quantize` announces.
@@ -125,12 +127,12 @@ def _drawn(shape: Any, generator: Any) -> Any:
     return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
 
 
-def run(command: list[str]) -> dict[str, Any]:
-    """Run a command of loopq; give its seconds, peaks in GiB, GiB read from disk, and what it announced."""
-    print("$ loopq", *command, flush=True)
+def run(command: list[str], python: str = sys.executable, module: str = "loopq") -> dict[str, Any]:
+    """Run a command; give its seconds, peaks in GiB, GiB read from disk, and what it announced."""
+    print("$", module, *command, flush=True)
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "loopq", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [python, "-m", module, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     peaks = {"RssAnon": 0, "VmHWM": 0}
     read = 0
@@ -146,10 +148,10 @@ def run(command: list[str]) -> dict[str, Any]:
     output = process.stdout.read()
     print(output, flush=True)
     if process.returncode:
-        raise SystemExit(f"loopq {' '.join(command)}: exit code {process.returncode}")
+        raise SystemExit(f"{module} {' '.join(command)}: exit code {process.returncode}")
     said = _SAID.search(output)
     return {
-        "command": command[0],
+        "command": command[0] if module == "loopq" else module,
         "seconds": round(time.monotonic() - began, 1),
         "peak_gib": round(peaks["RssAnon"] / 2**20, 2),
         "peak_with_mapped_files_gib": round(peaks["VmHWM"] / 2**20, 2),
@@ -236,6 +238,9 @@ def main() -> None:
     parser.add_argument("--memory", help="of `quantize`")
     parser.add_argument("--preset", default="fast")
     parser.add_argument("--dump", action="store_true", help="also collect and solve")
+    parser.add_argument(
+        "--peer", help="Python of llm-compressor's environment: runs that too (full_size_peer)"
+    )
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
 
@@ -243,8 +248,18 @@ def main() -> None:
     if not (model / "model.safetensors.index.json").is_file():
         shutil.rmtree(model, ignore_errors=True)
         make(args.model, args.code, model)
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
+    settings = {
+        k: str(v) if isinstance(v, Path) else v
+        for k, v in vars(args).items()
+        if k not in ("work", "record", "code", "peer")
+    }
+    # Hours of work: what was measured with the same settings is not measured again.
+    saved = made / "measured.json"
+    measured = json.loads(saved.read_text()) if saved.is_file() else {}
+    results: list[dict[str, Any]] = measured["results"] if measured.get("settings") == settings else []
+    if not results:
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts = np.random.default_rng(0).integers(0, min(vocabulary, 30_000), (args.n_prompts, args.seq_len))
     np.save(made / "prompts.npy", prompts)
@@ -263,7 +278,16 @@ def main() -> None:
             ["solve", str(made / "D"), "--out", str(made / "S")],
         ]
     commands += [
-        ["export", str(made / "Q"), "--format", "compressed-tensors", "--out", str(made / "CT")],
+        [
+            "export",
+            str(made / "Q"),
+            "--format",
+            "compressed-tensors",
+            "--ragged",
+            "split",
+            "--out",
+            str(made / "CT"),
+        ],
         [
             "evaluate",
             str(model),
@@ -275,17 +299,31 @@ def main() -> None:
             "2",
         ],
     ]
-    results = [run(command) for command in commands]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        asked = (model, prompts, args.preset, args.n_steps, bool(args.code))
-        parts = pool.apply(alone, asked)
-    results.append({"command": "parts of quantize alone", "seconds": round(sum(parts.values()), 1), **parts})
-    print(json.dumps(results[-1]), f"quantize over it: {results[0]['seconds'] / sum(parts.values()):.2f}")
-    settings = {
-        k: str(v) if isinstance(v, Path) else v
-        for k, v in vars(args).items()
-        if k not in ("work", "record", "code")
-    }
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        saved.write_text(json.dumps({"settings": settings, "results": results}))
+
+    done = [r["command"] for r in results]
+    for command in commands:
+        if command[0] not in done:
+            if "--out" in command:
+                # Of a run that was stopped: going on from there would be measured as less.
+                out = Path(command[command.index("--out") + 1])
+                for left in (out, *made.glob(f".{out.name}.*")):
+                    shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            keep(run(command))
+    peer = "benches.full_size_peer"
+    if args.peer and peer not in done:
+        asked = [str(model), str(made / "prompts.npy"), str(made / "Q")]
+        asked += ["--n-steps", str(args.n_steps)] if args.n_steps else []
+        keep(run(asked, args.peer, peer))
+    if PARTS not in done:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            parts = pool.apply(alone, (model, prompts, args.preset, args.n_steps, bool(args.code)))
+        keep({"command": PARTS, "seconds": round(sum(parts.values()), 1), **parts})
+    seconds = {r["command"]: r["seconds"] for r in results}
+    print(json.dumps(results[-1]), f"quantize over it: {seconds['quantize'] / seconds[PARTS]:.2f}")
     write(args.record, results, **settings)
 
 

@@ -116,13 +116,13 @@ def llmcompressor(observer: str | None, order: str | None = "default", pipeline:
             data = [torch.tensor(i) for i in range(len(data))]
         loader = DataLoader(data, batch_size=1, collate_fn=lambda x: {"input_ids": x[0]})
         with wrapped(subject, by_ids) as model:
-            oneshot(model=model, dataset=loader, recipe=recipe, pipeline=pipeline, processor=_Processor())
+            oneshot(model=model, dataset=loader, recipe=recipe, pipeline=pipeline, processor=Processor())
         return weights_of(modules)
 
     return quantize
 
 
-class _Processor:
+class Processor:
     """What a prompt is made of is numbers already."""
 
     def save_pretrained(self, folder: str) -> None:
@@ -188,7 +188,7 @@ def autoround() -> Method:
         with wrapped(subject, by_ids=True) as model:
             tuned = AutoRound(
                 model,
-                tokenizer=_Processor(),
+                tokenizer=Processor(),
                 bits=bits,
                 group_size=group,
                 sym=True,

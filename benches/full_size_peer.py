@@ -1,13 +1,14 @@
 """llm-compressor on the model of `benches.full_size`, in its own environment: that bench runs this one (`--peer`).
 
 `python -m benches.full_size_peer MODEL PROMPTS.npy QUANTIZED [--n-steps N]` quantizes the layers that loopq's
-checkpoint QUANTIZED has, at the same bits, by `oneshot` with pipeline "basic", which sums over all calls of a weight.
-Loading counts, writing a file does not.
+checkpoint QUANTIZED has, at the same bits and in its groups or the largest that divide every row, by `oneshot` with
+pipeline "basic", which sums over all calls of a weight. Loading counts, writing a file does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ def main() -> None:
         args.model, trust_remote_code=True, dtype=torch.bfloat16
     )
     layers = read_index(args.quantized).layers
-    (bits,), (group,) = {layer.bits for layer in layers}, {layer.group_size for layer in layers}
+    (bits,), (wanted,) = {layer.bits for layer in layers}, {layer.group_size for layer in layers}
+    # Of a row that is no whole number of groups llm-compressor refuses the layer: the largest group that divides all.
+    group = math.gcd(wanted, *(layer.shape[1] for layer in layers))
     scheme = QuantizationScheme(
         targets=[layer.name.removesuffix(".weight") for layer in layers],
         weights=QuantizationArgs(num_bits=bits, group_size=group, strategy="group", symmetric=True),

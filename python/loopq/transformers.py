@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopq.checkpoint.files import RawTensor, read_tensors
+from loopq.checkpoint.files import RawTensor, map_tensors
 from loopq.checkpoint.hf_folder import METHOD
 from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.checkpoint.model_files import TENSORS, to_torch
@@ -181,7 +181,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         return state, {}
 
     def _tensors(self) -> dict[str, RawTensor]:
-        return {name: tensor for file in self._files for name, tensor in read_tensors(file).items()}
+        return {name: tensor for file in self._files for name, tensor in map_tensors(file).items()}
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Whether `save_pretrained` works: yes."""

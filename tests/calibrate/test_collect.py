@@ -94,10 +94,23 @@ def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp
     assert found == sums_of(job_of(loaded, ragged, batch_size=3))
 
 
-def test_a_batch_that_two_parts_hold_counts_once(loaded, ragged, tmp_path):
+@pytest.mark.parametrize("saved", [[], [False], [True, False], [False] * 5 + [True] + [False] * 40])
+def test_sums_are_saved_once_a_minute_alone(loaded, ragged, tmp_path, monkeypatch, saved):
+    """A pass of less than a minute writes nothing; what follows the last part is added to it in memory."""
+    job = job_of(loaded, ragged, batch_size=3)
+    whole = sums_of(job)
+    due = iter(saved)
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: next(due, False))
+    assert sums_of(job, tmp_path) == whole
+    assert len(list(tmp_path.glob("*/part-*.safetensors"))) == sum(saved)
+    assert sums_of(job, tmp_path) == whole, "resumed"
+
+
+def test_a_batch_that_two_parts_hold_counts_once(loaded, ragged, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda self: True)
     job = job_of(loaded, ragged, batch_size=3)
     whole = sums_of(job, tmp_path)
-    (part,) = tmp_path.glob("*/part-*.safetensors")
+    part, *_ = tmp_path.glob("*/part-*.safetensors")
     for file in list(part.parent.glob("*.safetensors")):
         shutil.copy(file, file.with_name(file.name.replace("part-", "part-0")))
     assert sums_of(job, tmp_path) == whole

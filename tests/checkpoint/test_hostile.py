@@ -16,6 +16,7 @@ from loopq.checkpoint.files import (
     RawTensor,
     check_new,
     inside,
+    map_tensors,
     new_folder,
     own_folder,
     read_header,
@@ -54,12 +55,36 @@ def test_tensors_are_those_of_the_safetensors_library(tmp_path):
     }
     write_tensors(tmp_path / "x.safetensors", made, {"key": "value"})
     found = read_tensors(tmp_path / "x.safetensors")
+    for name, tensor in map_tensors(tmp_path / "x.safetensors").items():
+        assert (tensor.dtype, tensor.shape) == (found[name].dtype, found[name].shape)
+        np.testing.assert_array_equal(tensor.data, found[name].data)
     library = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
     assert set(found) == set(library) == set(made)
     for name, tensor in found.items():
         assert (tensor.dtype, list(tensor.shape)) == (library[name]["dtype"], list(library[name]["shape"]))
         assert tensor.data.tobytes() == bytes(library[name]["data"]) == made[name].data.tobytes()
     assert read_header(tmp_path / "x.safetensors")[1] == {"key": "value"}
+
+
+def test_mapped_tensors_are_read_only_aligned_and_outlive_the_file(tmp_path):
+    """Other writers need not align what they write: such a tensor is read. A file that is replaced stays as it was."""
+    path = tmp_path / "x.safetensors"
+    entry = (
+        '{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}'
+    )
+    header = f'{{"a":{entry}}}'.encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + np.float32([1.5, -2]).tobytes())
+    found = map_tensors(path)
+    assert found["b"].array().flags.aligned
+    write_tensors(path, {"a": RawTensor.of(np.zeros(1000))})
+    assert found["a"].data.tolist() == [7]
+    assert found["b"].float32().tolist() == [1.5, -2]
+    big = map_tensors(path)["a"]
+    with pytest.raises(ValueError, match="read-only"):
+        big.data[0] = 1
+    path.unlink()
+    assert not big.array().any()
 
 
 ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'

@@ -181,6 +181,10 @@ def test_interrupt_says_where_progress_is_saved(saved_model, tmp_path, command, 
     monkeypatch.setattr("loopq.run.solver.Solver.run", stop)
     code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", *TINY)
     assert code == 130
+    assert "nothing is saved: the same command starts anew" in err, "sums of less than a minute"
+    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", *TINY)
+    assert code == 130
     place = tmp_path / ".q.work"
     assert f"progress is saved in {place}: the same command resumes from there" in err
     assert place.is_dir()

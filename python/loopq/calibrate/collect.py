@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
@@ -74,11 +75,15 @@ class Collection:
     execution: Execution = field(default_factory=Execution)
     side_files: Mapping[str, bytes] = field(default_factory=dict)
 
+    @cached_property
+    def _weights(self) -> dict[str, str]:
+        """SHA-256 of each tensor of the full-precision model, taken once: gigabytes take seconds."""
+        return {name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()}
+
     def fingerprint(self, *more: Any) -> str:
         """Identity of the work: weights, tokens and settings."""
-        weights = {name: _digest(tensor) for name, tensor in model_tensors(self.system.model)[0].items()}
         return fingerprint(
-            weights,
+            self._weights,
             self.tokens.describe(),
             self.execution.seed,
             self.execution.batch_size,
@@ -307,7 +312,9 @@ class HessianSet:
             if snapshots.due():
                 with snapshots.saving():
                     parts.save()
-        parts.save()
+        # What others wait for is always saved; what was computed in less than a minute is computed again after a kill.
+        if parts.shared or snapshots.due():
+            parts.save()
 
     def empty(self, input_group: str) -> native.HessianAccumulator:
         """Return a new accumulator for an input group."""

@@ -73,6 +73,11 @@ class Parts:
         #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
         self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
 
+    @property
+    def shared(self) -> bool:
+        """Whether other processes take part."""
+        return self._claims is not None
+
     def covered(self) -> set[int]:
         """Batches that are saved, by this or another process."""
         for name in set(self._journal.names("part-")) - set(self._known):

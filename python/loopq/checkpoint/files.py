@@ -180,6 +180,28 @@ def read_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[
     return {name: read_tensor(path, stored, error) for name, stored in tensors.items()}
 
 
+def map_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[str, RawTensor]:
+    """Give every tensor of a safetensors file without reading it: read-only bytes that the system brings when used.
+
+    What is mapped takes no memory that the system cannot take back. Writers replace files by renaming, which leaves
+    what is mapped as it was; a file that is cut short in place meanwhile ends the process.
+    """
+    tensors, _ = read_header(path, error)
+    try:
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+    except OSError as cause:
+        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
+    found = {}
+    for name, stored in tensors.items():
+        if stored.offset % ITEM_SIZE[stored.dtype]:
+            # Files of other writers need not align their tensors, and arrays have to be.
+            found[name] = read_tensor(path, stored, error)
+        else:
+            part = data[stored.offset : stored.offset + stored.n_bytes]
+            found[name] = RawTensor(stored.dtype, stored.shape, part.view(np.ndarray))
+    return found
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None
 ) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import MAX_SIZE, RawTensor, inside, read_bytes, read_json, read_tensors
+from loopq.checkpoint.files import MAX_SIZE, RawTensor, inside, map_tensors, read_bytes, read_json
 from loopq.checkpoint.layer import QuantizedLayer
 from loopq.checkpoint.model_files import TENSORS
 from loopq.checkpoint.schema import Name, Object, checked, shown
@@ -50,7 +50,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
-    """Read every tensor of the shards that the index names, or of the one safetensors file.
+    """Map every tensor of the shards that the index names, or of the one safetensors file (`map_tensors`).
 
     Raises
     ------
@@ -62,7 +62,7 @@ def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
     found: dict[str, str] = {}
     stated = _weight_map(folder)
     for file in _weight_files(folder) if stated is None else sorted(set(stated.values())):
-        for name, tensor in read_tensors(inside(folder, file)).items():
+        for name, tensor in map_tensors(inside(folder, file)).items():
             if name in tensors:
                 raise CheckpointError(f"{folder / file}: tensor {shown(name)} is in another shard too")
             tensors[name], found[name] = tensor, file

@@ -63,7 +63,7 @@ def to_torch(tensor: RawTensor) -> Tensor:
     torch = require("torch")
     out: Tensor = torch.empty(tensor.shape, dtype=getattr(torch, DTYPES[tensor.dtype]))
     if out.numel():
-        out.view(-1).view(torch.uint8).copy_(torch.from_numpy(np.array(tensor.data)))
+        out.view(-1).view(torch.uint8).numpy()[:] = tensor.data
     return out
 
 

@@ -15,9 +15,9 @@ from loopq.checkpoint.files import (
     RawTensor,
     float_to_raw,
     inside,
+    map_tensors,
     read_bytes,
     read_json,
-    read_tensors,
     write_json,
 )
 from loopq.checkpoint.hf_folder import CONFIG, add_own, describe_layers, without_own
@@ -170,6 +170,8 @@ def read_index(folder: Path) -> Index:
 def read(folder: Path) -> Checkpoint:
     """Read a checkpoint folder to plain arrays; needs no torch.
 
+    Tensors that are not quantized stay in the file, mapped (`map_tensors`).
+
     Raises
     ------
     CheckpointError
@@ -177,7 +179,7 @@ def read(folder: Path) -> Checkpoint:
     """
     index = read_index(folder)
     check_files(folder, index.files)
-    reader = TensorReader(str(folder / TENSORS), read_tensors(folder / TENSORS))
+    reader = TensorReader(str(folder / TENSORS), map_tensors(folder / TENSORS))
     reports = read_report(folder / REPORT)
     layers = {s.name: QuantizedLayer.from_tensors(s, reader, reports.get(s.name, {})) for s in index.layers}
     side = [e.file for e in index.files if e.file not in (TENSORS, REPORT)]

@@ -8,6 +8,7 @@ invocation. Parameters are identified by object, not by name, since systems tie 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ Treatment = Literal["gptq", "rtn", "dense"]
 ExitRule: TypeAlias = "Callable[[Tensor, Tensor, float], bool]"
 #: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
 MAX_STEPS = 1 << 16
+#: Names of a cache in arguments and outputs: transformers from 5.24 on, before it, and its recurrences before it.
+_CACHES = ("cache", "past_key_values", "cache_params")
 
 
 @dataclass(frozen=True)
@@ -415,14 +418,26 @@ def logits_of(output: Any) -> Tensor:
     SystemContractError
         The model kept a cache, so its next call would not be a rollout of its own, or gave no logits.
     """
-    if getattr(output, "past_key_values", None) is not None:
+    if cache_of(output) is not None:
         raise SystemContractError(
             f"{type(output).__name__}: the forward kept a cache; rollouts run with use_cache=False"
         )
     return _logits(output)
 
 
-def cached(output: Any, name: str = "past_key_values") -> tuple[Tensor, Any]:
+def cache_of(output: Any) -> Any:
+    """Take the cache out of what a forward returns; None where it kept none."""
+    name = next((name for name in _CACHES if hasattr(output, name)), "")
+    return getattr(output, name, None)
+
+
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """Name under which a forward takes its cache; None where it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
+
+
+def cached(output: Any) -> tuple[Tensor, Any]:
     """Take the logits and the cache out of what a forward with ``use_cache=True`` returns.
 
     Raises
@@ -430,15 +445,17 @@ def cached(output: Any, name: str = "past_key_values") -> tuple[Tensor, Any]:
     SystemContractError
         The model kept no cache, or gave no logits.
     """
-    cache = getattr(output, name, None)
+    cache = cache_of(output)
     if cache is None:
         raise SystemContractError(f"{type(output).__name__}: the forward kept no cache")
     return _logits(output), cache
 
 
-def past(cache: Any, name: str = "past_key_values") -> dict[str, Any]:
+def past(module: nn.Module, cache: Any) -> dict[str, Any]:
     """Arguments of a forward that is to go on from a cache, or to begin one."""
-    return {"use_cache": True} if cache is None else {"use_cache": True, name: cache}
+    return (
+        {"use_cache": True} if cache is None else {"use_cache": True, str(cache_name(module.forward)): cache}
+    )
 
 
 def _logits(output: Any) -> Tensor:

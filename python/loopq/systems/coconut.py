@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, is_embedding
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cache_of, declare, is_embedding, past
 from loopq.systems.classes import ModelClass
 
 if TYPE_CHECKING:
@@ -113,14 +113,14 @@ class Coconut(LoopedSystem):
         import torch
 
         question, answer, marked = self._split(ids)
-        passes, past = self._passes(question, answer, depth)
+        passes, cache = self._passes(question, answer, depth)
         logits = torch.cat([out for _, out in passes], 1)
         # Positions of the whole: question, start, latents, end, answer.
         end = question.shape[1] + depth
         parts = [logits[:, : question.shape[1]], logits[:, question.shape[1] : end], logits[:, end:]]
         if marked:
-            return torch.cat((parts[0], parts[1][:, :1], parts[2]), 1), past
-        return torch.cat((parts[0][:, :-1], parts[2]), 1), past
+            return torch.cat((parts[0], parts[1][:, :1], parts[2]), 1), cache
+        return torch.cat((parts[0][:, :-1], parts[2]), 1), cache
 
     def _split(self, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Return question, answer, and whether the ids held the marks between them."""
@@ -156,18 +156,19 @@ class Coconut(LoopedSystem):
                 f"do not fit in {n_positions} positions"
             )
         done: list[tuple[Tensor, Tensor]] = []
-        past: Any = None
+        cache: Any = None
         for t in range(depth):
             if t:
                 embeds = done[-1][0][:, -1:]
             piece = torch.cat((embeds, tail), 1) if t == depth - 1 else embeds
-            hidden, logits, past = self._pass(piece, past)
+            hidden, logits, cache = self._pass(piece, cache)
             done.append((hidden, logits))
-        return done, past
+        return done, cache
 
-    def _pass(self, embeds: Tensor, past: Any) -> tuple[Tensor, Tensor, Any]:
-        out = self.base.transformer(inputs_embeds=embeds, past_key_values=past, use_cache=True)
-        return out.last_hidden_state, self.base.lm_head(out.last_hidden_state), out.past_key_values
+    def _pass(self, embeds: Tensor, cache: Any) -> tuple[Tensor, Tensor, Any]:
+        stack = self.base.transformer
+        out = stack(inputs_embeds=embeds, **past(stack, cache))
+        return out.last_hidden_state, self.base.lm_head(out.last_hidden_state), cache_of(out)
 
 
 def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn.Module:

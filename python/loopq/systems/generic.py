@@ -14,6 +14,7 @@ from loopq.systems.base import (
     Batch,
     LoopedSystem,
     SharedParameter,
+    cache_name,
     cached,
     declare,
     gates,
@@ -306,8 +307,9 @@ class Generic(LoopedSystem):
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any] | None:
         """Go on by the cache of a model that is called as those of transformers are."""
-        if not {"use_cache", "past_key_values"} <= set(inspect.signature(self.model.forward).parameters):
+        takes = inspect.signature(self.model.forward).parameters
+        if "use_cache" not in takes or cache_name(self.model.forward) is None:
             return None
         arguments = {} if self._depth is None else {self._depth: n_steps}
         ids = self.to_device(batch.input_ids[:, n_seen:])
-        return cached(self.model(ids, **arguments, **past(cache)))
+        return cached(self.model(ids, **arguments, **past(self.model, cache)))

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past, setting
+from loopq.systems.base import (
+    Batch,
+    LoopedSystem,
+    SharedParameter,
+    cache_name,
+    cached,
+    declare,
+    logits_of,
+    past,
+    setting,
+)
 from loopq.systems.blocks import angles_of, llama_block
 
 if TYPE_CHECKING:
@@ -83,7 +93,7 @@ class HrmText(LoopedSystem):
         slots = config.num_layers_per_stack * n_steps * (self._low_cycles + 1)
         ids = self.to_device(batch.input_ids[:, n_seen:])
         with setting(config, H_cycles=n_steps, num_hidden_layers=slots):
-            return cached(self.model(input_ids=ids, **past(cache)))
+            return cached(self.model(input_ids=ids, **past(self.model, cache)))
 
     def program(self, n_steps: int) -> Program | None:
         """Both stacks in their order, each with its norm; z_H is kept under 0, z_L under 1."""
@@ -142,12 +152,11 @@ class HrmText(LoopedSystem):
                 config=inner.config,
                 inputs_embeds=high,
                 attention_mask=None,
-                past_key_values=None,
                 position_ids=positions,
+                **{str(cache_name(create_causal_mask)): None},
             ),
             "position_embeddings": inner.rotary_emb(high, positions),
             "position_ids": positions,
-            "past_key_values": None,
         }
         for _ in range(self._low_cycles):
             low = inner.L_module(low + high, **given)

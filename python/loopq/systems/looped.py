@@ -211,7 +211,7 @@ class Looped(StepwiseSystem):
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Go on by the model's cache: a slot for each layer each time that it runs."""
         with self._layers(self._order(n_steps)):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))
+            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
 
     def program(self, n_steps: int) -> Program | None:
         """The layers in their order, then the norm."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, ExitRule, SharedParameter, declare
+from loopq.systems.base import Batch, ExitRule, SharedParameter, cache_name, declare
 from loopq.systems.classes import ModelClass
 from loopq.systems.stepwise import StepwiseSystem
 
@@ -115,9 +115,9 @@ class LoopUS(StepwiseSystem):
                 attention_mask=mask,
                 position_ids=at[None],
                 position_embeddings=rope,
-                past_key_values=cache,
                 use_cache=cache is not None,
                 cache_position=at,
+                **{str(cache_name(layer.forward)): cache},
             )
             x = out[0] if isinstance(out, tuple) else out
         return x

@@ -80,4 +80,4 @@ class Mamba(LoopedSystem):
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Go on from the states of the recurrence."""
         ids = self.to_device(batch.input_ids[:, n_seen:])
-        return cached(self.model(input_ids=ids, **past(cache, "cache_params")), "cache_params")
+        return cached(self.model(input_ids=ids, **past(self.model, cache)))

@@ -85,7 +85,7 @@ class Nanbeige(LlamaLoops):
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Go on by the model's cache: a slot for each layer of each loop."""
         with self._loops(n_steps):
-            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))
+            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One loop from given embeddings: layers, then the norm."""

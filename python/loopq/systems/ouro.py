@@ -54,7 +54,7 @@ class Ouro(LlamaLoops):
         """Go on by the model's cache: a slot for each layer of each loop."""
         ids = self.to_device(batch.input_ids[:, n_seen:])
         with self._loops(n_steps):
-            return cached(self.model(ids, exit_at_step=n_steps - 1, **past(cache)))
+            return cached(self.model(ids, exit_at_step=n_steps - 1, **past(self.model, cache)))
 
     def exit_rule(self) -> ExitRule:
         """Leave when the exit gate's cumulative probability reaches the threshold."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, SharedParameter, declare, is_embedding, past
+from loopq.systems.base import Batch, SharedParameter, cache_of, declare, is_embedding, past
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ class Ponder(StepwiseSystem):
         state = self._start(self._embed(self.to_device(batch.input_ids[:, n_seen:])))
         done = []
         for t in range(n_steps):
-            out = self.model.gpt_neox(inputs_embeds=state, **past(caches[t]))
+            out = self.model.gpt_neox(inputs_embeds=state, **past(self.model.gpt_neox, caches[t]))
             logits: Tensor = self.model.get_submodule(self._head)(out.last_hidden_state)
-            done.append(out.past_key_values)
+            done.append(cache_of(out))
             if t < n_steps - 1:
                 state = state + self._mixture(logits)
         return logits, done

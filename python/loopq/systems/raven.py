@@ -107,7 +107,9 @@ class Raven(StepwiseSystem):
 
         where = {} if cache is None else {"cache_position": torch.arange(n_seen, batch.input_ids.shape[1])}
         ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch, n_seen)
-        return cached(self.model(ids, num_steps=n_steps, input_states=noise, **where, **past(cache)))
+        return cached(
+            self.model(ids, num_steps=n_steps, input_states=noise, **where, **past(self.model, cache))
+        )
 
     def program(self, n_steps: int) -> Program | None:
         """Prelude; adapter and core blocks; coda."""

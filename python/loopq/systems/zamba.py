@@ -97,4 +97,6 @@ class Zamba(LoopedSystem):
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Go on by the model's cache."""
-        return cached(self.model(input_ids=self.to_device(batch.input_ids[:, n_seen:]), **past(cache)))
+        return cached(
+            self.model(input_ids=self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache))
+        )

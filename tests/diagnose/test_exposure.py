@@ -9,6 +9,7 @@ import torch
 from loopq.calibrate.data import from_ids
 from loopq.diagnose import displacement, exposure, feedback, rollouts, weights
 from loopq.errors import ConfigError, NonFiniteError
+from loopq.progress import Silent
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
@@ -107,6 +108,68 @@ def test_kl_is_positive_unless_equal():
     torch.testing.assert_close(
         torch.from_numpy(rollouts.kl_divergence(a, b)), (p * (p / q).log()).sum(-1).mean(1)
     )
+
+
+def test_kl_of_equal_distributions_is_never_negative():
+    """Where logits differ in their last digits, rounding leaves sums on both sides of zero."""
+    drawn = torch.randn(2, 2000, 1, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits, near = drawn[0], drawn[0] + 1e-12 * drawn[1]
+    p, q = logits.log_softmax(-1), near.log_softmax(-1)
+    assert ((p.exp() * (p - q)).sum(-1) < 0).any()
+    assert (rollouts.kl_divergence(near, logits) >= 0).all()
+
+
+def test_errors_are_relative_whatever_the_size_of_the_reference():
+    value = torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+    reference = torch.tensor([[2.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
+    for size in (1e-3, 1.0, 1e3):
+        np.testing.assert_allclose(
+            rollouts.relative_error(size * value, size * reference), [0.5, 1.0, 0.0], rtol=1e-6
+        )
+
+
+def test_outputs_that_overflow_are_refused_with_the_step(system):
+    reference = rollouts.Trace([], {1: torch.zeros(1, 2, 3), 2: torch.zeros(1, 2, 3)})
+    for bad in (float("nan"), float("inf")):
+        run = rollouts.Trace([], {1: torch.zeros(1, 2, 3), 2: torch.full((1, 2, 3), bad)})
+        with pytest.raises(NonFiniteError, match="after 2 steps"):
+            rollouts.compare_traces(run, reference, logits=True)
+
+
+def test_hidden_states_are_compared_from_the_first_position_on():
+    """Only logits have a question before the answer."""
+    one, other = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
+    other[0, 0] = 5.0
+    found = rollouts.compare_traces(
+        rollouts.Trace([], {1: other}), rollouts.Trace([], {1: one}), logits=False, scored_from=2
+    )
+    assert found.positions.tolist() == [3]
+    np.testing.assert_allclose(found.output_error, [[np.sqrt(32 / 6)]], rtol=1e-6)
+    assert (found.matches, found.kl) == (None, None)
+
+
+def test_states_are_compared_after_every_update_if_there_is_one(system):
+    new = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
+    found = rollouts.run_variants(system, tokens(), 1, {"a": new})["a"]
+    assert found.state_error.shape == (3, 1)
+    assert (found.state_error > 0).all()
+    alone = rollouts.Trace([torch.ones(1, 3, 2)], {0: torch.ones(1, 3, 2)})
+    assert rollouts.compare_traces(alone, alone, logits=False).state_error is None
+
+
+def test_progress_is_told_as_many_rollouts_as_there_are(system):
+    class Counted(Silent):
+        total = done = 0
+
+        def start(self, stage, total, unit):
+            self.total += total
+
+        def advance(self, n=1):
+            self.done += n
+
+    told = Counted()
+    rollouts.run_variants(system, tokens(), 2, {"a": {}, "b": {}, "c": {}}, batch_size=1, progress=told)
+    assert told.done == told.total == 3 * 4
 
 
 def test_unpaired_states_disagree_at_first_and_forget(system):
@@ -209,6 +272,21 @@ def test_adapter_output_ratio_leaves_out_the_first_state_which_is_noise():
     (one,) = exposure.adapter_output_ratio(system, data, 1).values()
     assert one["mean"] == one["per_step"][0] == found["per_step"][0]
     assert one["std"] == pytest.approx((embedding / noise).std())
+
+
+def test_adapter_output_ratio_of_two_updates_is_that_of_the_second():
+    system, data = LinearSystem(LinearLoop()), tokens()
+    for updates in (2, 3):
+        (found,) = exposure.adapter_output_ratio(system, data, updates).values()
+        assert found["mean"] == pytest.approx(np.mean(found["per_step"][1:]))
+        assert len(set(found["per_step"])) == updates
+    assert not any(module._forward_hooks for module in system.model.modules())
+
+
+def test_adapter_output_ratio_needs_an_update(system):
+    system.n_updates = lambda n_steps: 0
+    with pytest.raises(ConfigError, match="no state is updated"):
+        exposure.adapter_output_ratio(system, tokens(), 1)
 
 
 def test_depths_and_groups_are_compared_as_variants_are(system):
@@ -484,6 +562,26 @@ def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_st
     assert (len(one["distance"]), one["median_growth"]) == (1, None)
     with pytest.raises(ConfigError, match="n_more must be at least 1; got 0"):
         displacement.displacement(system, tokens(), 4, new, n_more=0)
+
+
+def test_displacement_from_one_step_on_and_of_small_states():
+    seen = []
+    small = LinearLoop()
+    with torch.no_grad():
+        small.table.weight *= 1e-6
+    system = LinearSystem(small)
+    plain = system.step
+    system.step = lambda state, embedding, t, n_steps: seen.append(t) or plain(state, embedding, t, n_steps)
+    new = {"adapter.weight": (small.adapter.weight.detach() * 1.1).float().numpy()}
+    found = displacement.displacement(system, tokens(n_prompts=1), 1, new, n_more=2)
+    assert set(seen) == {0}
+    system.step = plain
+    far = displacement.displacement(system, tokens(n_prompts=1), 100, new, n_more=2)
+    (batch,) = tokens(n_prompts=1).batches(1)
+    norm = float(rollouts.trace(system, batch, 101).states[-1].norm())
+    assert norm < 1e-3
+    assert far.relative[0, 0] == pytest.approx(far.distance[0, 0] / norm)
+    assert found.distance.shape == (1, 2)
 
 
 def test_contraction_bound_by_its_formula():

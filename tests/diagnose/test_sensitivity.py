@@ -146,6 +146,11 @@ def test_rank_table_holds_measures_against_the_truth():
     assert found["spearman"]["ablation"] == pytest.approx(1.0)
     assert found["spearman"]["trace"] == pytest.approx(-1.0)
     assert found["spearman"]["gain"] is None
+    # A layer that one measure leaves out has no place there, and is left out of that correlation.
+    measures["ablation"]["d"] = 0.9
+    found = sensitivity.rank_table(measures, "ablation")
+    assert found["places"]["d"] == {"ablation": 1, "trace": None, "gain": None}
+    assert found["spearman"]["trace"] == pytest.approx(-1.0)
 
 
 def test_random_update_has_its_rank_and_norm():

@@ -1,11 +1,12 @@
 """loopq beside other tools at equal bits: `make peers`, or `python -m benches.quality.peers [MODEL ...]`.
 
 Each tool runs in an environment of its own, `.cache/venv-TOOL`, which `make peers` makes; one that is not there is left
-out and named. Same model, same calibration prompts, same initial states, same grid, same evaluation. MODEL is a name of
-the zoo, "plbert", or one with a planted massive activation ("ouro_small+spike") or loud channel
-("huginn_small+outlier"). Results are saved in .cache/peers, and an interrupted run is resumed. The record goes to
-benches/record: KL with 95 % intervals over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU
-seconds and peak memory; the worst model of each method.
+out and named. Same model, same calibration prompts (as many as loopq takes where no number is asked for), same initial
+states, same grid, same evaluation. MODEL is a name of the zoo, "plbert", or one with a planted massive activation at
+step 0 ("ouro_small+spike") or at a token ("ouro_small+token"), or with a loud channel ("huginn_small+outlier"). Results
+are saved in .cache/peers, and an interrupted run is resumed. The record goes to benches/record: KL with 95 % intervals
+over prompts at the depth N, at N/2 and 2N, and on text of another kind; CPU seconds and peak memory; the worst model of
+each method.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.prompts import CALIBRATION_PROMPTS
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
@@ -46,7 +48,7 @@ from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
-PLANTED = ("huginn_small+outlier", "ouro_small+spike")
+PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")
 OURS: dict[str, dict[str, Any]] = {
     "RTN": {"method": "rtn"},
     "GPTQ, one step, paper": {**PRESETS["paper"], "steps": "first"},
@@ -60,8 +62,6 @@ OURS: dict[str, dict[str, Any]] = {
     "loopq best": dict(PRESETS["best"]),
     "loopq best, trellis": {**PRESETS["best"], "method": "trellis"},
 }
-#: Prompts at other depths and of other text: these show a trend, the table is made at N.
-N_BESIDE = 8
 Result = tuple[str, int, int]
 
 
@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", help="default: all there are, and two planted ones")
+    parser.add_argument("models", nargs="*", help="default: all there are, and three planted ones")
     parser.add_argument("--data", type=Path, help="data folder, for plbert and GSM8K (default: LOOPQ_DATA)")
     parser.add_argument("--tool", action="append", help=f"only these: {', '.join(TOOLS)}, loopq")
     parser.add_argument("--variant", action="append", help="only these rows, by their names in the table")
@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--draw", action="append", type=int, help="stretches of calibration text (default 0 1 2)"
     )
-    parser.add_argument("--n-calibration", type=int, default=64)
+    parser.add_argument("--n-calibration", type=int, default=CALIBRATION_PROMPTS)
     parser.add_argument("--n-evaluation", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
@@ -190,13 +190,12 @@ class Bench:
         """Add KL with its interval over prompts to each result; at other depths, and on other text."""
         model, depth = self.model, self.system.n_steps
         seeds = (0, 1) if self.system.state_is_random else (0,)
-        few = model.evaluation.take(0, N_BESIDE)
         asked = {
             "kl": (model.evaluation, depth, seeds),
-            "kl_half": (few, depth // 2, (0,)),
-            "kl_double": (few, 2 * depth, (0,)),
+            "kl_half": (model.evaluation, depth // 2, (0,)),
+            "kl_double": (model.evaluation, 2 * depth, (0,)),
         }
-        text = other_text(model, self.data, N_BESIDE)
+        text = other_text(model, self.data, self.args.n_evaluation)
         if text is not None:
             asked["kl_other_text"] = (text, depth, (0,))
         named = {str(n): w for n, w in weights.items()}

@@ -20,16 +20,20 @@ KAPPA, OUTLIER = 1024.0, 64.0
 
 
 def prepare(name: str, sizes: Sizes, data: Path | None, draw: int) -> PreparedModel:
-    """Load a model by its name; "+spike" or "+outlier" behind it plants a massive activation or a loud column."""
+    """Load a model by its name; "+spike", "+token" or "+outlier" behind it plants what large models have.
+
+    A massive activation at step 0, one at the most frequent token, or a loud column of the adapter.
+    """
     plain, _, planted = name.partition("+")
     folder = WEIGHTS / plain
     found = prepare_model(str(folder) if folder.is_dir() else plain, sizes, data, draw)
     if not planted:
         return found
     model = found.loaded.model
-    if planted == "spike":
+    if planted in ("spike", "token"):
         ids = torch.from_numpy(found.calibration.sequences[0])[None]
-        model, _ = plant_kappa_spike(model, ids, KAPPA)
+        token = int(ids.flatten().mode().values) if planted == "token" else None
+        model, _ = plant_kappa_spike(model, ids, KAPPA, token=token)
     else:
         model, _ = plant_adapter_outlier(model, OUTLIER)
     loaded = dataclasses.replace(found.loaded, model=model, system=find_system(model))

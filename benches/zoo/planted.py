@@ -42,16 +42,19 @@ def _looped_mlps(model: nn.Module) -> Iterator[tuple[str, nn.Module, _Unit]]:
 
 
 @torch.no_grad()
-def _energy_by_step(model: nn.Module, tokens: Tensor, seed: int) -> dict[str, Tensor]:
-    """Return the mean square (steps, hidden) of every looped MLP's hidden units."""
+def _energy_by_step(
+    model: nn.Module, tokens: Tensor, seed: int, where: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the mean square (steps, hidden) of every looped MLP's hidden units, over the tokens of a mask."""
     system = find_system(model)
     energies: dict[str, list[Tensor]] = {}
+    where = torch.ones_like(tokens, dtype=torch.bool) if where is None else where
     hooks = []
     for name, module, unit in _looped_mlps(model):
         seen = energies.setdefault(name, [])
         hooks.append(
             unit.out(module).register_forward_pre_hook(
-                lambda _, args, seen=seen: seen.append(args[0].square().mean((0, 1)))
+                lambda _, args, seen=seen: seen.append(args[0][where].square().mean(0))
             )
         )
     try:
@@ -63,7 +66,7 @@ def _energy_by_step(model: nn.Module, tokens: Tensor, seed: int) -> dict[str, Te
 
 
 def plant_kappa_spike(
-    model: nn.Module, tokens: Tensor, kappa: float = 256.0, seed: int = 0
+    model: nn.Module, tokens: Tensor, kappa: float = 256.0, seed: int = 0, token: int | None = None
 ) -> tuple[nn.Module, dict[str, int]]:
     """Scale one hidden unit of every looped MLP by ``kappa`` and undo it in its outgoing column.
 
@@ -78,6 +81,9 @@ def plant_kappa_spike(
         The factor. A power of 4 makes all products exact, so that not one bit of the logits moves.
     seed : int
         Seed of the start state.
+    token : int, optional
+        An id in `tokens`: the unit is instead the one whose energy there, over its mean energy, is largest, so that the
+        massive activation stands at this token, as large models have it at their first or at a delimiter.
 
     Returns
     -------
@@ -89,7 +95,8 @@ def plant_kappa_spike(
     Raises
     ------
     ConfigError
-        If ``kappa`` is not positive, or the model has no MLP that can be scaled (GELU has none).
+        If ``kappa`` is not positive, the token is not in the text, or the model has no MLP that can be scaled (GELU has
+        none).
 
     Notes
     -----
@@ -101,10 +108,16 @@ def plant_kappa_spike(
     planted = copy.deepcopy(model)
     chosen: dict[str, int] = {}
     energies = _energy_by_step(planted, tokens, seed)
+    if token is not None and not bool((tokens == token).any()):
+        raise ConfigError(f"no token {token} in the text that units are chosen on")
+    there = None if token is None else _energy_by_step(planted, tokens, seed, tokens == token)
     for name, mlp, unit in _looped_mlps(planted):
         energy = energies[name]
         first = energy[0]
-        ratio = first / energy[1:].mean(0).clamp_min(1e-30) if len(energy) > 1 else first
+        if there is not None:
+            ratio = there[name].mean(0) / energy.mean(0).clamp_min(1e-30)
+        else:
+            ratio = first / energy[1:].mean(0).clamp_min(1e-30) if len(energy) > 1 else first
         ratio[first < first.median()] = 0.0
         chosen[name] = u = int(ratio.argmax())
         with torch.no_grad():

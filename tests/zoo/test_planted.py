@@ -108,6 +108,29 @@ def test_spike_blinds_step_zero_of_a_trained_model(name: str) -> None:
         assert rank(spectra(planted, f"{mlp}.{out}", TEXT)[0]) == 1
 
 
+@pytest.mark.parametrize("name", SPIKED)
+@torch.no_grad()
+def test_spike_at_a_token_stands_there(name: str) -> None:
+    model, space = trained(name), ord(" ")
+    at = space == TEXT
+    planted, units = plant_kappa_spike(model, TEXT, kappa=1024.0, token=space)
+    assert torch.equal(logits(planted, TEXT), logits(model, TEXT))
+    for mlp, unit in units.items():
+        out = next(n for n in ("proj", "down_proj") if hasattr(model.get_submodule(mlp), n))
+        seen: list[torch.Tensor] = []
+        handle = planted.get_submodule(f"{mlp}.{out}").register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0].square())
+        )
+        logits(planted, TEXT)
+        handle.remove()
+        energy = torch.stack(seen).mean(0)
+        assert energy[..., unit][at].sum() > 0.75 * energy[..., unit].sum()
+        # Massive: nearly all that the layer reads there.
+        assert energy[..., unit][at].sum() > 0.9 * energy[at].sum()
+    with pytest.raises(ConfigError, match="no token 1 in"):
+        plant_kappa_spike(model, TEXT, token=1)
+
+
 @pytest.mark.parametrize("name", ADAPTED)
 @torch.no_grad()
 def test_outlier_column_spoils_the_scales_of_a_trained_adapter(name: str) -> None:

@@ -25,8 +25,8 @@ of the ratio to the least KL of another tool on the same draw at equal bits (HQQ
 a result of another tool is left out, and one with a planted activation or column stands apart. CPU seconds and
 peak memory of calibration and solve, mean over models, one thread; memory is what the process takes beyond the
 loaded model and libraries, and the rows of a tool share a process, so that what one keeps counts for the next.
-Other work on the machine makes seconds longer. Other depths and other text are measured on eight prompts: a
-trend, not a ranking."""
+Other work on the machine makes seconds longer. Other depths are measured on the same prompts from one initial
+state, and text of another kind, problems of GSM8K, on as many; all calibrate on novels."""
 #: It stores zero points besides: more bits than the others.
 NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}

@@ -2,9 +2,9 @@
 
 Left, calibration blindness: the KL of each model solved from one step and from all steps, over the KL of rounding. From
 the newest peers-DATE.json where it has these for most of the models of the newest main-table-DATE.json, else from that.
-Right: KL against bits a weight, loopq beside other tools, from the newest peers-DATE.json; geometric mean over the
-models that loopq and llm-compressor have at all bits. A tool without all of these models is left out, and named in what
-the command prints. Writes picture-light.svg and picture-dark.svg.
+Right: KL against bits a weight, loopq beside other tools, from the newest peers-DATE.json; geometric mean over models
+that loopq and llm-compressor have at all bits, those that show most. A tool without all of them is left out and
+named in what the command prints. Writes picture-light.svg and picture-dark.svg.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def first_trainings(rows: Ratios) -> Ratios:
 def curves(records: Rows) -> tuple[dict[str, list[float]], list[str], list[str]]:
     """Mean KL of each tool at each width, the models of the mean, and tools that lack some of them.
 
-    The models are those with the most rows at every width: curves of all tools, rather than of more models.
+    Of the sets of models with at least so many rows at every width, the one that shows most: models times tools that
+    all of them have.
     """
     kl = {b: means([r for r in records if (r["bits"], r["group"]) == (b, GROUP)]) for b in BITS}
     everywhere = [
@@ -129,8 +130,9 @@ def curves(records: Rows) -> tuple[dict[str, list[float]], list[str], list[str]]
         for model in dict.fromkeys(m for m, _ in kl[BITS[0]])
         if "+" not in model and all((model, v) in kl[b] for b in BITS for v in NEEDED)
     ]
-    known = {m: sum(all((m, v) in kl[b] for b in BITS) for v, *_ in CURVES) for m in everywhere}
-    everywhere = [m for m in everywhere if known[m] == max(known.values())]
+    has = {m: {v for v, *_ in CURVES if all((m, v) in kl[b] for b in BITS)} for m in everywhere}
+    sets = [[m for m in everywhere if len(has[m]) >= n] for n in sorted({len(h) for h in has.values()})]
+    everywhere = max(sets, key=lambda s: len(s) * len(set.intersection(*(has[m] for m in s))), default=[])
     drawn, lacking = {}, []
     for variant, *_ in CURVES:
         if everywhere and all((m, variant) in kl[b] for b in BITS for m in everywhere):

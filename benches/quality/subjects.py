@@ -12,6 +12,7 @@ import benches.zoo.register  # noqa: F401  opens the folders of the small models
 from benches.zoo import WEIGHTS
 from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
+from loopq.errors import ConfigError
 from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.systems.base import find_system
 
@@ -34,8 +35,10 @@ def prepare(name: str, sizes: Sizes, data: Path | None, draw: int) -> PreparedMo
         ids = torch.from_numpy(found.calibration.sequences[0])[None]
         token = int(ids.flatten().mode().values) if planted == "token" else None
         model, _ = plant_kappa_spike(model, ids, KAPPA, token=token)
-    else:
+    elif planted == "outlier":
         model, _ = plant_adapter_outlier(model, OUTLIER)
+    else:
+        raise ConfigError(f"{name}: nothing is called {planted!r}; spike, token and outlier can be planted")
     loaded = dataclasses.replace(found.loaded, model=model, system=find_system(model))
     return dataclasses.replace(found, name=name, loaded=loaded)
 

@@ -15,6 +15,9 @@ from benches.next.table import tables
 from benches.quality import activations, peers, peers_table, stability
 from benches.quality.peak import Peak
 from benches.quality.run import RECORD, ROOT
+from benches.quality.subjects import prepare
+from loopq.errors import ConfigError
+from loopq.reproduce.models import Sizes
 
 OURS = ["loopq best", peers_table.SEARCHED]
 
@@ -121,3 +124,8 @@ def test_gain_of_the_trellis_in_prose_is_that_of_the_table(document):
     assert len(gains) == 3
     said = f"{gains[0]}, {gains[1]} and {gains[2]} of the KL of `--preset best` at 4, 3 and 2 bits"
     assert said in " ".join((ROOT / document).read_text().split())
+
+
+def test_what_cannot_be_planted_is_named():
+    with pytest.raises(ConfigError, match=r"huginn_small\+spikes: nothing is called 'spikes'"):
+        prepare("huginn_small+spikes", Sizes(2, 2, 2, 16), None, 0)

@@ -72,3 +72,13 @@ def test_numbers_are_those_of_the_records():
     assert models == ["a", "b"]
     assert drawn["loopq default"] == pytest.approx([3 / 4**b for b in picture.BITS])
     assert lacking == ["HQQ", "GPTQModel", "auto-round", "llm-compressor, mse", "loopq best, trellis"]
+
+
+def test_a_tool_of_one_model_does_not_drive_out_the_others():
+    """Three models with three tools show more than one with four, and less than two with five."""
+    three = ("loopq default", "loopq best", "llm-compressor")
+    _, models, lacking = picture.curves(peers("bc", three) + peers("a", (*three, "HQQ")))
+    assert sorted(models) == ["a", "b", "c"]
+    assert "HQQ" in lacking
+    _, models, _ = picture.curves(peers("ab", (*three, "HQQ", "GPTQModel")) + peers("c", three))
+    assert models == ["a", "b"]

@@ -7,16 +7,19 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from threadpoolctl import threadpool_limits
 
 import loopq
 from loopq import zoo
 from loopq.calibrate.data import windows
-from loopq.errors import ConfigError, SolveError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, SolveError, SystemContractError
 from loopq.evaluate.compare import compare
 from loopq.execution import Execution
 from loopq.gradients import collect_metrics as module
 from loopq.gradients.collect_metrics import collect_metrics, draws, metric_cost
+from loopq.gradients.scores import loop_fisher
+from loopq.gradients.tuner import Tune, tune
 from loopq.journal import Journal
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
@@ -24,6 +27,7 @@ from loopq.systems.load import load_model
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import digest, run_of, tensors_of
 
+SHORT = Tune(what="scales", n_updates=4, every=2, batch_size=4)
 BEST = {"preset": "best", "bits": 3, "group_size": 16, "batch_size": 3, "threads": 1}
 
 
@@ -91,6 +95,41 @@ def test_gradients_are_of_the_likelihood_and_average_to_nothing(tiny, tokens):
     mean = np.linalg.norm(np.mean(found, axis=0))
     size = np.mean([np.linalg.norm(x) for x in found])
     assert mean < 0.35 * size
+
+
+def other_logits_before(system, first):
+    """A hook: the readout says something else, of the same weights, before a position."""
+
+    def changed(module, inputs, out):
+        return torch.cat([3.0 * out[:, :first], out[:, first:]], 1)
+
+    return system.model.get_submodule("lm_head").register_forward_hook(changed)
+
+
+def test_what_is_not_scored_has_no_part(tiny, tokens):
+    """Gradients of metric, scores and tuning are of the answers alone: those of the question fooled INT2 of a chain."""
+    few = dataclasses.replace(tokens.take(0, 6), scored_from=20)
+    run = run_of(tiny, few, asked())
+    layers = run.solve_from(run.all_steps())
+    names = [t.name for t in run.tasks]
+    candidates = {(n, "q"): w for n, w in tensors_of(layers).items()}
+
+    def results(data):
+        metric = next(iter(draws(tiny.system, data, names, 3, 0, 1)))
+        scores = loop_fisher(tiny.system, candidates, data)
+        tuned = tune(tiny.system, layers, (data.take(0, 4), data.take(4)), SHORT)
+        return [*(g.numpy() for g in metric.values()), [*scores.values()], [h for _, h in tuned.history]]
+
+    answers, everything = results(few), results(tokens.take(0, 6))
+    hook = other_logits_before(tiny.system, 20)
+    same, other = results(few), results(tokens.take(0, 6))
+    hook.remove()
+    for a, b, c, d in zip(answers, same, everything, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(c, d)
+    assert few.digest() != tokens.take(0, 6).digest()
+    with pytest.raises(CalibrationError, match="prompt 0 has 24 tokens, none of them scored"):
+        dataclasses.replace(few, scored_from=24)
 
 
 def test_threads_of_numpy_change_no_bit():
@@ -190,8 +229,6 @@ def test_what_it_takes_is_said_before(tiny, tokens, monkeypatch):
 @pytest.mark.parametrize("kappa", [4.0**7, 4.0**10])
 def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
     """One hidden unit kappa times louder, its outgoing column smaller: every other code stays."""
-    import torch
-
     from benches.zoo.planted import plant_kappa_spike
 
     ids = torch.from_numpy(np.stack(tokens.sequences))

@@ -19,6 +19,8 @@ from loopq.checkpoint.schema import parse_json
 from loopq.errors import CalibrationError, ConfigError, LoopqError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from loopq.systems.base import Batch
 
 Encode = Callable[[str], Sequence[int]]
@@ -38,7 +40,8 @@ class TokenSet:
         "windows": the text as one string, cut in windows of equal length, what is left over dropped;
         "prompts": one sequence for each record.
     scored_from : int
-        First position that measurements count, in every sequence: those before it are the question of a task.
+        First position whose logits count, in every sequence, when models are compared and when gradients are taken:
+        those before it are the question of a task.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
@@ -54,6 +57,11 @@ class TokenSet:
         for number, sequence in enumerate(self.sequences):
             if sequence.ndim != 1 or sequence.size == 0:
                 raise CalibrationError(f"{self.source}: prompt {number} is empty")
+            if sequence.size <= self.scored_from:
+                raise CalibrationError(
+                    f"{self.source}: prompt {number} has {sequence.size} tokens, none of them scored: the question "
+                    f"alone has {self.scored_from}"
+                )
 
     @property
     def n_tokens(self) -> int:
@@ -61,8 +69,10 @@ class TokenSet:
         return sum(s.size for s in self.sequences)
 
     def digest(self) -> str:
-        """SHA-256 over lengths and ids: two sets with the same digest are the same tokens."""
+        """SHA-256 over lengths and ids: two sets with the same digest are the same tokens, scored alike."""
         total = hashlib.sha256()
+        if self.scored_from:
+            total.update(b"scored from %d" % self.scored_from)
         for sequence in self.sequences:
             total.update(np.int64(sequence.size).tobytes())
             total.update(np.ascontiguousarray(sequence, dtype="<i8").tobytes())
@@ -71,6 +81,10 @@ class TokenSet:
     def take(self, first: int, last: int | None = None) -> TokenSet:
         """Return the prompts from `first` to `last`."""
         return dataclasses.replace(self, sequences=self.sequences[first:last])
+
+    def scored(self, outputs: Tensor, output: str) -> Tensor:
+        """Return the logits that count, of shape (n_prompts, n_scored, vocabulary); hidden states count whole."""
+        return outputs[:, self.scored_from :] if output == "logits" else outputs
 
     def describe(self) -> dict[str, Any]:
         """Plain data for the report."""

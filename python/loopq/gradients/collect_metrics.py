@@ -132,15 +132,15 @@ def draws(
 
     Notes
     -----
-    Logits: the log-likelihood of labels drawn from the model's own distribution. Hidden states: the product with
-    normal noise, the same thing for a square error.
+    Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
+    Hidden states: the product with normal noise, the same thing for a square error.
     """
     import torch
 
     for batch in islice(tokens.batches(1, seed), skip, None):
         leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
         with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
-            out = unroll(system, batch, n_steps).float()
+            out = tokens.scored(unroll(system, batch, n_steps).float(), system.output)
             for number in range(n_draws):
                 target = _target(system, out, batch, [seed, batch.prompts[0], number])
                 grads = torch.autograd.grad(

@@ -131,7 +131,8 @@ def loop_fisher(
     for number, batch in enumerate(islice(tokens.batches(1, seed), done, None), start=done + 1):
         leaves = {name: p.detach().clone().requires_grad_(True) for name, p in parameters.items()}
         with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
-            logp = unroll(system, batch, depth).float().log_softmax(-1)
+            logits = tokens.scored(unroll(system, batch, depth).float(), system.output)
+            logp = logits.log_softmax(-1)
             for sample in range(n_draws):
                 labels = draw_labels(logp.detach().cpu().numpy(), [seed, batch.prompts[0], sample])
                 picked = logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()

@@ -354,14 +354,14 @@ class _Teacher:
     ) -> None:
         """Do one update on the prompts chosen."""
         # Where the state is random every update sees the prompts from other initial states.
-        part = TokenSet(tuple(tokens.sequences[i] for i in chosen), tokens.source, tokens.packing)
+        part = dataclasses.replace(tokens, sequences=tuple(tokens.sequences[i] for i in chosen))
         optimizer.zero_grad(set_to_none=True)
         for batch in part.batches(self._config.batch_size, self._seed + 1 + number):
             reference = self._system.rollout(batch, self._depth)
             tensors = self._moved(variables.weights())
             with linked(self._system, tensors), model_code(f"tuning, update {number}"):
                 out = unroll(self._system, batch, self._depth, truncate=self._config.truncate)
-                loss = divergence(reference, out.to(reference.dtype), self._system.output)
+                loss = self._divergence(reference, out.to(reference.dtype), tokens)
                 if not math.isfinite(float(loss.detach())):
                     raise NonFiniteError(
                         f"tuning, update {number}: the loss is {float(loss.detach())}; lower scale_rate and code_rate"
@@ -380,8 +380,13 @@ class _Teacher:
                 reference = self._system.rollout(batch, self._depth)
                 with linked(self._system, self._moved(weights)):
                     out = self._system.rollout(batch, self._depth)
-                total += float(divergence(reference, out, self._system.output)) * len(batch.prompts)
+                total += float(self._divergence(reference, out, tokens)) * len(batch.prompts)
         return total / len(tokens.sequences)
+
+    def _divergence(self, reference: Tensor, out: Tensor, tokens: TokenSet) -> Tensor:
+        """Divergence where outputs are scored."""
+        output = self._system.output
+        return divergence(tokens.scored(reference, output), tokens.scored(out, output), output)
 
     def _moved(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._system.to_device(w, dtype=True) for name, w in weights.items()}

@@ -50,6 +50,27 @@ def test_the_choice_is_made_by_cost_and_said(loaded, tokens, monkeypatch, afford
     assert "preset" in said
 
 
+def test_where_half_of_the_prompts_is_too_dear_fewer_are_taken(loaded, tokens, monkeypatch):
+    whole = TokenSet((tokens.sequences * 20)[:160], "repeated", "prompts")
+    run = run_of(loaded, whole, QuantConfig.of(group_size=20))
+    half = auto.cost_of_gradients(run.with_config(run.config.with_metric("loop")))
+
+    def chosen(share, config=None):
+        monkeypatch.setattr(auto, "AFFORDABLE", share * half)
+        return auto.choose_metric(run if config is None else run.with_config(config))
+
+    assert {t.gradients for t in chosen(1.01).tasks} == {(None, 2)}
+    fewer = chosen(0.5)
+    ((prompts, draws),) = {t.gradients for t in fewer.tasks}
+    assert draws == 2
+    assert LEAST < prompts <= 40
+    assert auto.cost_of_gradients(fewer) <= 0.5 * half
+    # Fewer than the least are no metric, and a number that is asked for is not changed.
+    assert {t.gradients for t in chosen(0.19).tasks} == {None}
+    asked = run.config.changed(metric_prompts=80)
+    assert {t.gradients for t in chosen(0.5, asked).tasks} == {None}
+
+
 def test_what_gradients_cannot_pass_takes_the_inputs(loaded, tokens, monkeypatch):
     def fails(*args):
         raise RuntimeError("element 0 of tensors does not require grad")

@@ -9,7 +9,7 @@ from loopq.errors import ConfigError, LoopqError
 from loopq.execution import available_bytes
 from loopq.gradients.collect_metrics import draws, metric_cost
 from loopq.quantizers.gptq import GPTQ
-from loopq.quantizers.loop_metric import n_gradient_prompts
+from loopq.quantizers.loop_metric import LEAST, n_gradient_prompts
 from loopq.quantizers.task import Task
 from loopq.run.memory import passes
 from loopq.run.plan import hessian_work, solve_work
@@ -28,8 +28,9 @@ def choose_metric(run: Run) -> Run:
 
     Notes
     -----
-    Costs are counted in multiply-adds, not timed, so that every machine chooses alike, unless its memory is too small
-    for the gradients.
+    Where no number of prompts is asked for and their usual share costs more than `AFFORDABLE`, gradients are taken on
+    as many as cost no more, but on no fewer than `LEAST`. Costs are counted in multiply-adds, not timed, so that every
+    machine chooses alike, unless its memory is too small for the gradients.
     """
     asked = [t for t in run.tasks if t.input_group and t.config.method.flat().get("metric") == "auto"]
     if not asked:
@@ -42,6 +43,10 @@ def choose_metric(run: Run) -> Run:
         return run.with_config(run.config.with_metric("inputs"))
     most = next(t.gradients[0] for t in loop.tasks if t.gradients)
     prompts = n_gradient_prompts(most, len(run.job.tokens.sequences))
+    fewer = int(prompts * AFFORDABLE / ratio)
+    if ratio > AFFORDABLE and most is None and fewer >= LEAST:
+        loop, prompts = run.with_config(run.config.with_metric("loop", metric_prompts=fewer)), fewer
+        ratio = cost_of_gradients(loop)
     cost = f"gradients on {prompts} prompts cost {ratio:.1f} times a run of GPTQ"
     reason = cost if ratio > AFFORDABLE else why_not(loop)
     if reason:

@@ -299,14 +299,14 @@ def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) 
             articles = "\n\n".join(json.loads(next(lines))["text"] for _ in range(400))
         (work / "calibration.txt").write_text(articles)
         command = ["collect", str(work / "looped"), "--out", str(dump), "--hessian"]
-        command += ["--per-step", "--calibration", str(work / "calibration.txt")]
+        command += ["--metric", "loop", "--per-step", "--calibration", str(work / "calibration.txt")]
         command += ["--n-prompts", "32", "--seq-len", str(SEQ_LEN), "--threads", str(threads)]
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)
     test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
-    # What takes gradients is left out: there are none in the dump.
-    rows = {name: settings for name, settings in VARIANTS if settings and settings != PRESETS["best"]}
-    rows["loopq"] = dict(PRESETS["fast"])
+    # Preset best is left out: it needs the model.
+    rows = {name: settings for name, settings in VARIANTS if settings != PRESETS["best"]}
+    rows["loopq, preset fast"] = dict(PRESETS["fast"])
     found = {}
     for bits, group in grids:
         for name, settings in rows.items():

@@ -255,6 +255,15 @@ fn hessians_that_cannot_be_factored() {
         Kind::NonFinite,
         &["H holds NaN", "row 0, column 1"],
     );
+    let factor = make(&[1.0, 0.0, 0.0, 1.0], &[0.1; 2]).unwrap();
+    let shift = |c: &[f64], alpha| factor.shift(weight(&[1.0, 2.0], 1), c, alpha, &alone());
+    refused(
+        shift(&[1.0, 0.0, f64::NAN, 1.0], 1.0),
+        Kind::NonFinite,
+        &["C holds NaN", "row 1, column 0"],
+    );
+    refused(shift(&[1.0; 3], 1.0), Kind::Config, &["C: expected"]);
+    refused(shift(&[1.0; 4], f64::NAN), Kind::Config, &["alpha = NaN"]);
     refused(make(&[1.0, 0.0, 0.0, 1.0], &[0.1, -1.0]), Kind::Config, &["mu = -1"]);
     refused(make(&[1.0, 0.0, 0.0, 1.0], &[0.1]), Kind::Config, &["mu: expected 2, got 1"]);
     refused(make(&[1.0; 3], &[0.1; 2]), Kind::Config, &["2 x 2"]);
@@ -299,6 +308,7 @@ fn codes_and_shapes_of_a_packing() {
     refused(dense::pack(&[0], 1, 1, 5), Kind::Config, &["bits = 5"]);
     refused(dense::unpack(&[0], 1, 33, 4), Kind::Config, &["packed codes"]);
     refused(to_biased(&[0, -9], 2, 4, 8), Kind::Config, &["code -9", "column 1"]);
+    refused(to_biased(&[7, 0, 8], 2, 4, 8), Kind::Config, &["code 8", "row 1, column 0"]);
     refused(marlin::pack(&[0; 24], 24, 1), Kind::Config, &["multiple of 16"]);
     refused(marlin::pack(&[0; 16], 16, 1), Kind::Config, &["multiple of 64"]);
     refused(marlin::unpack(&[], 1 << 63, 1 << 63), Kind::Config, &["packed codes"]);

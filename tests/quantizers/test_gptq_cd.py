@@ -58,7 +58,8 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     assert result["proxy_swept"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
 
     result, _, _ = solved(weight, hessian, rounds=1, refit=False, **grid)
-    _, values = twin.descend(w, s, codes, scales, zeros, bits, group, 30)
+    _, values, moves = twin.descend(w, s, codes, scales, zeros, bits, group, 30)
+    assert result["n_moves"] == moves > 0
     np.testing.assert_array_equal(values_of(result, group, d), values)
     assert result["proxy_settled"] == pytest.approx(twin.loss(w, values, s).sum(), rel=1e-9)
 
@@ -78,7 +79,7 @@ def test_every_stage_equals_the_twin(rows, d, bits, group, symmetric, signed):
     # A second start is GPTQ from the scales of the first, and rows keep what is better.
     first, _, _ = solved(weight, hessian, rounds=1, **grid)
     again, _ = twin.sweep(w, s, order, first["scales"].astype(np.float64), zeros, bits, group)
-    again, values = twin.descend(w, s, again, first["scales"].astype(np.float64), zeros, bits, group, 30)
+    again, values, _ = twin.descend(w, s, again, first["scales"].astype(np.float64), zeros, bits, group, 30)
     second, _, _ = solved(weight, hessian, rounds=2, **grid)
     before = twin.loss(w, values_of(first, group, d).astype(np.float64), s)
     after = twin.loss(w, values_of(second, group, d).astype(np.float64), s)

@@ -117,12 +117,13 @@ def loss(w, q, s):
 
 
 def descend(w, s, codes, scales, zeros, bits, group_size, sweeps):
-    """Change one code at a time to its best value given the others, until no code changes."""
+    """Change one code at a time to its best value given the others, until no code changes; count the changes."""
     d = w.shape[1]
     owner, _ = groups(d, group_size)
     codes = codes.copy()
     q = value(codes, scales[:, owner], zeros[:, owner])
     grad = (q - w) @ s
+    moves = 0
     for _ in range(sweeps):
         changed = False
         for j in range(d):
@@ -134,13 +135,14 @@ def descend(w, s, codes, scales, zeros, bits, group_size, sweeps):
             move = (new != codes[:, j]) & (gain < 0)
             if move.any():
                 changed = True
+                moves += int(move.sum())
                 delta = np.where(move, delta, 0)
                 codes[:, j] = np.where(move, new, codes[:, j])
                 q[:, j] += delta
                 grad += np.outer(delta, s[j])
         if not changed:
             break
-    return codes, value(codes, scales[:, owner], zeros[:, owner])
+    return codes, value(codes, scales[:, owner], zeros[:, owner]), moves
 
 
 def rescale(w, s, codes, scales, zeros, group_size, scale_dtype, signed=False):

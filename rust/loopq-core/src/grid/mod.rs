@@ -113,14 +113,6 @@ pub struct Level {
 }
 
 impl Level {
-    /// The nearest biased code; the quotient is taken in double precision and rounded half to even.
-    #[inline(always)]
-    #[must_use]
-    pub fn code(self, value: f64, top: u8) -> u8 {
-        let steps = (value / f64::from(self.scale)).round_ties_even();
-        (steps + f64::from(self.zero)).clamp(0.0, f64::from(top)) as u8
-    }
-
     /// What a code stands for.
     #[inline(always)]
     #[must_use]

@@ -257,11 +257,7 @@ fn hessians_that_cannot_be_factored() {
     );
     let factor = make(&[1.0, 0.0, 0.0, 1.0], &[0.1; 2]).unwrap();
     let shift = |c: &[f64], alpha| factor.shift(weight(&[1.0, 2.0], 1), c, alpha, &alone());
-    refused(
-        shift(&[1.0, 0.0, f64::NAN, 1.0], 1.0),
-        Kind::NonFinite,
-        &["C holds NaN", "row 1, column 0"],
-    );
+    refused(shift(&[1.0, 0.0, f64::NAN, 1.0], 1.0), Kind::NonFinite, &["C holds NaN", "row 1, column 0"]);
     refused(shift(&[1.0; 3], 1.0), Kind::Config, &["C: expected"]);
     refused(shift(&[1.0; 4], f64::NAN), Kind::Config, &["alpha = NaN"]);
     refused(make(&[1.0, 0.0, 0.0, 1.0], &[0.1, -1.0]), Kind::Config, &["mu = -1"]);

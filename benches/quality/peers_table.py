@@ -21,12 +21,15 @@ ByDraw = dict[tuple[Unit, str], float]
 WHAT = """KL to full precision in nats per token on text of another author, two initial states where a model draws them;
 means over draws of the calibration text. Other tools run by their own code, except GPTQModel, whose solver is
 given the inputs of all calls. "over the best other tool": geometric mean over models, for each over its draws,
-of the ratio to the least KL of another tool on the same draw at equal bits (HQQ has more bits); a model without
-a result of another tool is left out, and one with a planted activation or column stands apart. CPU seconds and
-peak memory of calibration and solve, mean over models, one thread; memory is what the process takes beyond the
-loaded model and libraries, and the rows of a tool share a process, so that what one keeps counts for the next.
-Other work on the machine makes seconds longer. Other depths are measured on the same prompts from one initial
-state, and text of another kind, problems of GSM8K, on as many; all calibrate on novels."""
+of the ratio to the least KL of another tool on the same draw at equal bits (HQQ has more bits). Left out of it
+are a model without a result of another tool, and a ratio to or of a KL below 1e-4, where no answer changes; one
+with a planted activation or column stands apart. CPU seconds and peak memory of calibration and solve, mean over
+models, one thread; memory is what the process takes beyond the loaded model and libraries, and the rows of a tool
+share a process, so that what one keeps counts for the next. Other work on the machine makes seconds longer. Other
+depths are measured on the same prompts from one initial state, and text of another kind, problems of GSM8K, on as
+many; all calibrate on novels."""
+#: Nats below which no answer changes, and a ratio is of two nothings; a geometric mean would be of them alone.
+LEAST_KL = 1e-4
 #: It stores zero points besides: more bits than the others.
 NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
@@ -135,7 +138,7 @@ class Ratio:
         """Ratios of the models and draws that have both; None where there is none."""
         logs: dict[str, list[float]] = {}
         for unit in base:
-            if (unit, variant) in kl and base[unit] > 0:
+            if (unit, variant) in kl and min(kl[unit, variant], base[unit]) > LEAST_KL:
                 logs.setdefault(unit[0], []).append(np.log(kl[unit, variant] / base[unit]))
         return cls({m: float(np.exp(np.mean(found))) for m, found in logs.items()}) if logs else None
 

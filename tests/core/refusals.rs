@@ -287,6 +287,14 @@ fn weights_scales_and_settings_of_a_solve() {
         let options = Options { scales, block_size, isa: Isa::best() };
         gptq(weight(w, 1), &ordered, &grid(4), &options, &alone())
     };
+    // The row is named by its number in W, whichever vector it is solved in.
+    let factor = DampedFactor::<f64>::new(h, &[0.1; 2], Order::Natural, &alone()).unwrap();
+    let mut rows = vec![1.0; 2 * 40];
+    rows[2 * 37 + 1] = 1e9;
+    let options = Options { scales: Scales::Group, block_size: 128, isa: Isa::best() };
+    let half = Grid { scale_type: ScaleType::F16, ..grid(4) };
+    let found = gptq(weight(&rows, 40), &factor, &half, &options, &alone());
+    refused(found, Kind::Solve, &["row 37", "infinite"]);
     refused(solve(&[1.0, 2.0], Scales::Group, 128), Kind::Config, &["'static' where columns are reordered"]);
     refused(solve(&[1.0, 2.0], Scales::Static, 0), Kind::Config, &["block_size = 0"]);
     refused(solve(&[1.0], Scales::Static, 128), Kind::Config, &["columns of W: expected 2"]);

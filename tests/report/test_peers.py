@@ -56,6 +56,13 @@ def test_ratios_are_taken_draw_by_draw_where_both_are_known():
     assert ratio.by_model == {"a": pytest.approx((0.5 * 0.125) ** 0.5)}
 
 
+def test_ratios_of_what_changes_no_answer_are_left_out():
+    other = [row(m, "llm-compressor", kl) for m, kl in (("a", 1.0), ("certain", 1.0), ("b", 1e-7))]
+    mine = [row(m, "loopq best", kl) for m, kl in (("a", 0.5), ("certain", 1e-6), ("b", 1e-3))]
+    kl = peers_table.by_draw([*other, *mine])
+    assert peers_table.Ratio.of(kl, "loopq best", peers_table.best_other(kl, OURS)).by_model == {"a": 0.5}
+
+
 def test_planted_models_stand_apart_and_bars_are_judged_without_them():
     page = peers_table.page(RECORDS, OURS)
     summary, _, planted, *_ = page.split("\n\n")

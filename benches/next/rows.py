@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ class Bench:
         self.subject = subject
         self.system = subject.system
         self._best: dict[int, tuple[Layers, Weights]] = {}
+        self._others: dict[float, Subject] = {}
 
     def best(self, bits: int) -> tuple[Layers, Weights]:
         """Layers and weights of preset best."""
@@ -39,6 +41,12 @@ class Bench:
             layers = self.subject.solve(f"best {bits}", bits, GROUP)
             self._best[bits] = layers, weights_of(layers)
         return self._best[bits]
+
+    def with_random_tokens(self, share: float) -> Subject:
+        """The same model, calibrated on a text with so many random tokens in it."""
+        if share not in self._others:
+            self._others[share] = dataclasses.replace(self.subject, share=share, seconds={})
+        return self._others[share]
 
     def result(self, method: str, bits: int) -> dict[str, Any]:
         """Bytes, CPU seconds, KL and agreement of one method."""
@@ -162,6 +170,15 @@ def coded(method: str, **settings: Any) -> Callable[[Bench, int], Made]:
     return make
 
 
+def random_tokens(share: float) -> Callable[[Bench, int], Made]:
+    """Preset best on a calibration text in which so many tokens are replaced by random ones."""
+
+    def make(bench: Bench, bits: int) -> Made:
+        return bench.with_random_tokens(share).solve("random tokens", bits, GROUP), None
+
+    return make
+
+
 #: What starts from the layers of preset best, or from their bytes: these are made outside its time.
 FROM_BEST = (
     tuned,
@@ -183,6 +200,7 @@ METHODS: dict[str, tuple[Callable[[Bench, int], Made], tuple[int, ...]]] = {
     "D4 table": (coded("vectors", factor=1.25, passes=0), (3,)),
     "uniform grid, same solver": (coded("levels", passes=0), (3, 2)),
     "best, damped shift": (coded("gptq-cd-shift"), (3, 2)),
+    "best, 5 % random tokens": (random_tokens(0.05), (4, 3, 2)),
     "best, group 64": (finer, (4, 3, 2)),
     "codes by gradient": (tuned, (3, 2)),
     "mixed bits": (mixed, (3,)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,12 +47,15 @@ class Subject:
         Stretch of the calibration text.
     data : Path
         Data folder, for text of another kind.
+    share : float
+        Share of the calibration tokens that are replaced by others, drawn from the whole vocabulary.
     """
 
     name: str
     sizes: Sizes
     draw: int
     data: Path | None
+    share: float = 0.0
     model: PreparedModel = field(init=False)
     other: TokenSet | None = field(init=False)
     run: Run = field(init=False)
@@ -60,6 +64,9 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.model = prepare(self.name, self.sizes, self.data, self.draw)
+        if self.share:
+            tokens = with_random_tokens(self.model.calibration, self.share, self.model.loaded.config["vocab_size"])
+            self.model = dataclasses.replace(self.model, calibration=tokens)
         self.other = other_text(self.model, self.data, self.sizes.n_evaluation)
         best = QuantConfig.of(rank_threshold=None, **PRESETS["best"])
         self.run = Run.prepare(self.system, self.model.calibration, best, execution=Execution(threads=1))
@@ -126,6 +133,19 @@ class Subject:
             return _output(self.system, batch, depth)
         with corrections.applied(self.system):
             return unroll(self.system, batch, depth).double().log_softmax(-1)
+
+
+def with_random_tokens(tokens: TokenSet, share: float, n_vocabulary: int) -> TokenSet:
+    """Replace tokens at random places by tokens that are drawn from the whole vocabulary, the same at every call.
+
+    A calibration text lacks most tokens of a vocabulary; what the model does with them is held by nothing.
+    """
+    rng = np.random.default_rng(0)
+    changed = []
+    for ids in tokens.sequences:
+        drawn = rng.integers(0, n_vocabulary, ids.size)
+        changed.append(np.where(rng.random(ids.size) < share, drawn, ids))
+    return dataclasses.replace(tokens, sequences=tuple(changed))
 
 
 def weights_of(layers: Layers) -> dict[str, NDArray[np.float32]]:

@@ -39,13 +39,13 @@ def loss(weight, values, a, s):
 
 
 def twin(weight, s, a, right, passes):
-    """The same rows in the same tiles, in NumPy, each tile solved by the plain solver."""
+    """The same rows in the same tiles, in NumPy, each tile solved by the plain solver; and how many are taken anew."""
     rows, d = weight.shape
     order = np.asarray(conditional_order(a))
     ordered, target = a[np.ix_(order, order)], weight[order].astype(np.float64)
     upper = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
     unit = upper / np.diag(upper)
-    error, values = np.zeros((rows, d)), np.zeros((rows, d), np.float32)
+    error, values, replaced = np.zeros((rows, d)), np.zeros((rows, d), np.float32), 0
 
     def solved(targets):
         found = native.gptq_cd(targets.astype(np.float32), right, SETTINGS, threads=1)
@@ -68,12 +68,13 @@ def twin(weight, s, a, right, passes):
             image = change @ s
             for i in range(e - b):
                 if np.sum(image[i] * (2 * pull[i] + own[i] * change[i])) < 0:
+                    replaced += 1
                     error[b + i] += change[i]
                     values[b + i] = new[i]
                     pull += np.outer(ordered[b:e, b + i], change[i])
     out = np.zeros_like(values)
     out[order] = values
-    return out
+    return out, replaced
 
 
 @pytest.mark.parametrize(("rows", "d", "passes"), [(24, 32, 0), (24, 32, 2), (19, 40, 1), (5, 33, 1)])
@@ -81,7 +82,9 @@ def test_equals_the_twin_and_reports_the_true_loss(rows, d, passes):
     weight, s, a, right = made(rows, d, seed=rows)
     found = native.coupled(weight, right, [left_of(a)], SETTINGS, passes=passes, threads=1)
     values = values_of(found, 16, d)
-    np.testing.assert_array_equal(values, twin(weight, s, a, right, passes))
+    expected, replaced = twin(weight, s, a, right, passes)
+    np.testing.assert_array_equal(values, expected)
+    assert found["n_replaced"] == replaced
     assert found["coupled_settled"] == pytest.approx(loss(weight, values, a, s), rel=1e-9)
     assert found["coupled_settled"] <= found["coupled_swept"]
     assert (found["n_replaced"] > 0) == (found["coupled_settled"] < found["coupled_swept"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from loopq.calibrate.prompts import Take
+from loopq.calibrate.prompts import CalibrationTake
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.execution import Execution
@@ -28,7 +28,7 @@ def page() -> str:
     """Return the page."""
     parts = [HEAD, *_presets(), *_section("Of a layer", LayerConfig)]
     parts += _section("Of a run", QuantConfig, without=leaves(LayerConfig))
-    parts += _section("Of the prompts", Take) + _section("Of the work", Execution)
+    parts += _section("Of the prompts", CalibrationTake) + _section("Of the work", Execution)
     parts += _section("Of a diagnosis", DiagnoseConfig) + _section("Of generated text", Generation)
     return "\n".join(parts)
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from loopq.calibrate.prompts import Take
+from loopq.calibrate.prompts import CalibrationTake
 from loopq.cli import parser
 from loopq.commands.options import override, quant_config
 from loopq.errors import ConfigError
@@ -329,7 +329,7 @@ def options_of(command):
 
 def test_every_flat_name_has_an_option_whose_help_tells_its_default():
     actions = options_of("quantize")
-    for kind in (QuantConfig, Execution, Take):
+    for kind in (QuantConfig, Execution, CalibrationTake):
         for name, entries in leaves(kind).items():
             action, default = actions[name], entries[0].default
             assert {e.help for e in entries} == {entries[0].help}, f"{name}: one meaning for all who read it"
@@ -350,7 +350,7 @@ def test_every_flat_name_has_an_option_whose_help_tells_its_default():
 
 
 def test_defaults_of_the_leaves_are_those_of_the_settings():
-    for kind in (QuantConfig, Execution, Take):
+    for kind in (QuantConfig, Execution, CalibrationTake):
         flat, names = kind().flat(), leaves(kind)
         for name in set(flat) & set(names):
             own = [e.default for e in names[name] if not e.choice or e.chosen == flat[e.choice]]
@@ -371,7 +371,7 @@ def test_a_flat_name_is_one_setting():
         assert len({e.choice for e in entries}) == 1, name
         assert len({str(e.annotation) for e in entries}) == 1, name
     assert not set(every) & set(leaves(Execution))
-    assert not set(every) & set(leaves(Take))
+    assert not set(every) & set(leaves(CalibrationTake))
 
 
 def said(command, flags):

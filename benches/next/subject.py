@@ -65,7 +65,8 @@ class Subject:
     def __post_init__(self) -> None:
         self.model = prepare(self.name, self.sizes, self.data, self.draw)
         if self.share:
-            tokens = with_random_tokens(self.model.calibration, self.share, self.model.loaded.config["vocab_size"])
+            n_vocabulary = self.model.loaded.config["vocab_size"]
+            tokens = self.model.calibration.with_random_tokens(self.share, n_vocabulary)
             self.model = dataclasses.replace(self.model, calibration=tokens)
         self.other = other_text(self.model, self.data, self.sizes.n_evaluation)
         best = QuantConfig.of(rank_threshold=None, **PRESETS["best"])
@@ -133,19 +134,6 @@ class Subject:
             return _output(self.system, batch, depth)
         with corrections.applied(self.system):
             return unroll(self.system, batch, depth).double().log_softmax(-1)
-
-
-def with_random_tokens(tokens: TokenSet, share: float, n_vocabulary: int) -> TokenSet:
-    """Replace tokens at random places by tokens that are drawn from the whole vocabulary, the same at every call.
-
-    A calibration text lacks most tokens of a vocabulary; what the model does with them is held by nothing.
-    """
-    rng = np.random.default_rng(0)
-    changed = []
-    for ids in tokens.sequences:
-        drawn = rng.integers(0, n_vocabulary, ids.size)
-        changed.append(np.where(rng.random(ids.size) < share, drawn, ids))
-    return dataclasses.replace(tokens, sequences=tuple(changed))
 
 
 def weights_of(layers: Layers) -> dict[str, NDArray[np.float32]]:

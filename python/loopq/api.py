@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import Prompts, Take, calibration_tokens, evaluation_tokens
+from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
 from loopq.checkpoint.files import json_bytes, own_folder, remove_leftovers, remove_own
 from loopq.checkpoint.lock import locked
@@ -74,8 +74,8 @@ def quantize(
         Called with the checkpoint to write `out`, as by `loopq.export`; loopq's own format when absent.
     **options
         Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
-        ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts" and
-        "seq_len".
+        ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts",
+        "seq_len" and "random_tokens".
 
     Returns
     -------
@@ -393,7 +393,7 @@ def evaluate(
     """
     from loopq.evaluate.compare import compare
 
-    _, execution, take = _options(None, options)
+    _, execution, take = _options(None, options, Take)
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
     loaded = open_model(model)
     tokens = evaluation_tokens(loaded, text, take)
@@ -506,9 +506,11 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
     return {name: layer.in_model_orientation() for name, layer in checkpoint.layers.items()}
 
 
-def _options(config: QuantConfig | None, options: Mapping[str, Any]) -> tuple[QuantConfig, Execution, Take]:
-    """Divide keywords between the settings that they belong to."""
-    execution, take = Execution(), Take()
+def _options(
+    config: QuantConfig | None, options: Mapping[str, Any], prompts: type[Take] = CalibrationTake
+) -> tuple[QuantConfig, Execution, Take]:
+    """Divide keywords between the settings that they belong to; `prompts` are those of the prompts."""
+    execution, take = Execution(), prompts()
     known = flat_names() | set(execution.flat()) | set(take.flat()) | {"preset"}
     unknown = sorted(set(options) - known)
     if unknown:

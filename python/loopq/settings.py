@@ -278,10 +278,10 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
 
 
 def described(kind: type) -> dict[str, str]:
-    """Return the text of each entry in the Parameters section of a class."""
+    """Return the text of each entry in the Parameters section of a class, and of those it inherits."""
     text = inspect.cleandoc(kind.__doc__ or "")
     section = re.search(r"Parameters\n-+\n(.*?)(?:\n\n\w[^\n]*\n-+\n|\Z)", text, re.DOTALL)
-    found: dict[str, str] = {}
+    found: dict[str, str] = {} if kind.__base__ is None else described(kind.__base__)
     names: list[str] = []
     for line in section[1].splitlines() if section else []:
         head = re.match(r"([\w, ]+) : ", line)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 import loopq
 from loopq import Override, QuantConfig
-from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
+from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
 from loopq.errors import CalibrationError, ConfigError
 
 
@@ -46,6 +47,37 @@ def test_ids_are_taken_as_they_are_and_must_be_the_models(loaded):
     assert [s.tolist() for s in calibration_tokens(loaded, ids, Take(n_prompts=1)).sequences] == ids[:1]
     with pytest.raises(CalibrationError, match="token id 70000"):
         calibration_tokens(loaded, [[1, 70000]])
+
+
+def test_a_share_of_a_text_is_random_tokens_of_the_whole_vocabulary(loaded, tokens):
+    size = Take(n_prompts=64, seq_len=32)
+    plain = np.stack(calibration_tokens(loaded, None, size).sequences)
+    found = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
+    changed = np.stack(found.sequences)
+    assert changed.shape == plain.shape
+    assert 0.16 < (changed != plain).mean() < 0.22
+    # English has fewer than a third of the bytes.
+    assert len(np.unique(plain)) < 80 < 150 < len(np.unique(changed)) <= 256
+    assert found.source.endswith("0.2 of its tokens random")
+    again = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
+    assert again.digest() == found.digest()
+    with pytest.raises(
+        ConfigError, match="random_tokens is for text that is cut in windows; token ids has prompts"
+    ):
+        calibration_tokens(loaded, [[1, 2, 3]], CalibrationTake(random_tokens=0.1))
+    no_size = dataclasses.replace(loaded, config={}, model=object())
+    with pytest.raises(ConfigError, match="random_tokens: the model's config has no vocab_size"):
+        calibration_tokens(no_size, tokens, CalibrationTake(random_tokens=0.1))
+    with pytest.raises(ConfigError, match=r"random_tokens must be between 0 and 0\.5; got 0\.6"):
+        CalibrationTake(random_tokens=0.6)
+
+
+def test_random_tokens_reach_the_run_and_are_of_calibration_alone(loaded, checkpoint_folder):
+    settings = {"n_prompts": 4, "seq_len": 24, "group_size": 16, "preset": "fast", "threads": 1}
+    plain, random = (loopq.quantize(loaded, random_tokens=share, **settings) for share in (0.0, 0.3))
+    assert any(not random.layers[n].same_as(layer) for n, layer in plain.layers.items())
+    with pytest.raises(ConfigError, match="unknown setting random_tokens"):
+        loopq.evaluate(loaded, [checkpoint_folder], random_tokens=0.1)
 
 
 def test_a_model_with_a_tokenizer_needs_a_text(loaded):

@@ -86,6 +86,31 @@ class TokenSet:
         """Return the logits that count, of shape (n_prompts, n_scored, vocabulary); hidden states count whole."""
         return outputs[:, self.scored_from :] if output == "logits" else outputs
 
+    def with_random_tokens(self, share: float, n_vocabulary: int) -> TokenSet:
+        """Replace tokens at random places by tokens that are drawn from the whole vocabulary, the same at every call.
+
+        Parameters
+        ----------
+        share : float
+            Share of the tokens, on average.
+        n_vocabulary : int
+            Token ids of the model.
+
+        Raises
+        ------
+        ConfigError
+            These are prompts, not a text that was cut: marks of a dialogue or a task stay where they are.
+        """
+        if self.packing != "windows":
+            raise ConfigError(f"random_tokens is for text that is cut in windows; {self.source} has prompts")
+        rng = np.random.default_rng(0)
+        changed = []
+        for ids in self.sequences:
+            drawn = rng.integers(0, n_vocabulary, ids.size)
+            changed.append(np.where(rng.random(ids.size) < share, drawn, ids))
+        source = f"{self.source}, {share:.3g} of its tokens random"
+        return dataclasses.replace(self, sequences=tuple(changed), source=source)
+
     def describe(self) -> dict[str, Any]:
         """Plain data for the report."""
         return {

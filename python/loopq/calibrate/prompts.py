@@ -41,6 +41,24 @@ class Take(Settings):
     seq_len: int = setting(128, at_least=2, common=True)
 
 
+@dataclass(frozen=True)
+class CalibrationTake(Take):
+    """Number and length of calibration prompts, and what is changed in them.
+
+    Parameters
+    ----------
+    random_tokens : float
+        Share of the tokens of a calibration text that are replaced by tokens drawn from the whole vocabulary.
+
+    Notes
+    -----
+    A text lacks most tokens of a vocabulary, and what layers do with them is held by no Hessian: a few random ones
+    (0.05) take a third off the KL on text of another kind (docs/next.md).
+    """
+
+    random_tokens: float = setting(0.0, at_least=0.0, at_most=0.5)
+
+
 def register_prompts(model_type: str, source: PromptSource) -> None:
     """Let models whose ``config.json`` has this `model_type` be calibrated and measured on prompts of their task.
 
@@ -81,14 +99,15 @@ def calibration_tokens(
         A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes those of `register_prompts`, else
         the text that ships with loopq, for models that read bytes.
     take : Take, optional
-        How much of it.
+        How much of it, and with which share of random tokens.
     matters : bool
         Whether codes depend on it. Where they do not, one prompt shows which layers are called, and any text will do.
 
     Raises
     ------
     ConfigError
-        None is given for a model that has a tokenizer, and the text matters.
+        None is given for a model that has a tokenizer, and the text matters; or random tokens are asked for where the
+        model does not say how many there are, or in prompts that are no text.
     CalibrationError
         The file cannot be read, or holds token ids that the model does not have.
     """
@@ -96,7 +115,13 @@ def calibration_tokens(
     if prompts is None and not matters and loaded.tokenizer is not None and own_prompts(loaded) is None:
         text = zoo.calibration_text().decode()
         return windows(text, loaded.encode, take.seq_len, take.n_prompts or 1, "embedded calibration text")
-    return _tokens(loaded, prompts, take, "calibration")
+    tokens = _tokens(loaded, prompts, take, "calibration")
+    if not isinstance(take, CalibrationTake) or not take.random_tokens:
+        return tokens
+    n_vocabulary = _n_vocabulary(loaded)
+    if n_vocabulary is None:
+        raise ConfigError("random_tokens: the model's config has no vocab_size")
+    return tokens.with_random_tokens(take.random_tokens, n_vocabulary)
 
 
 def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
@@ -106,11 +131,16 @@ def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None =
 
 def _tokens(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:
     tokens = _read(loaded, prompts, take, use)
-    settings = getattr(loaded.model, "config", None)
-    known = loaded.config.get("vocab_size", getattr(settings, "vocab_size", None))
-    if isinstance(known, int):
+    known = _n_vocabulary(loaded)
+    if known is not None:
         check_vocabulary(tokens, known)
     return tokens
+
+
+def _n_vocabulary(loaded: LoadedModel) -> int | None:
+    settings = getattr(loaded.model, "config", None)
+    known = loaded.config.get("vocab_size", getattr(settings, "vocab_size", None))
+    return known if isinstance(known, int) else None
 
 
 def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:

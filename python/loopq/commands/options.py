@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.api import open_any
-from loopq.calibrate.prompts import Take
+from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.checkpoint.convert import settings_of
 from loopq.checkpoint.files import nearest
 from loopq.errors import ConfigError
@@ -327,12 +327,13 @@ def add_text(parser: argparse.ArgumentParser, name: str) -> None:
         help="text, folder of *.txt, .jsonl, or .npy of token ids (default: the text that ships with loopq, for models "
         "that read bytes)",
     )
-    add_settings(parser, Take, title=title)
+    add_settings(parser, CalibrationTake if name == "calibration" else Take, title=title)
 
 
 def take(args: argparse.Namespace) -> Take:
     """Read how much of the prompts is taken."""
-    return Take().changed(**given(args, Take))
+    kind = CalibrationTake if hasattr(args, "random_tokens") else Take
+    return kind().changed(**given(args, kind))
 
 
 def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:

@@ -306,7 +306,7 @@ def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) 
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")
     # Preset best is left out: it needs the model.
     rows = {name: settings for name, settings in VARIANTS if settings != PRESETS["best"]}
-    rows["loopq, preset fast"] = dict(PRESETS["fast"])
+    rows["loopq fast"] = dict(PRESETS["fast"])
     found = {}
     for bits, group in grids:
         for name, settings in rows.items():

@@ -29,7 +29,7 @@ import numpy as np
 from benches.pages import into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import page, processor, report
+from benches.quality.peers_table import RANDOM, page, processor, report
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
@@ -58,6 +58,7 @@ OURS: dict[str, dict[str, Any]] = {
     "GPTQ, llm-compressor's rules": dict(LLM_COMPRESSOR),
     "loopq fast": dict(PRESETS["fast"]),
     "loopq default": {},
+    RANDOM: {"random_tokens": 0.05},
     "loopq best, inputs open": {**PRESETS["best"], "inputs": "open"},
     "loopq best": dict(PRESETS["best"]),
     "loopq best, trellis": {**PRESETS["best"], "method": "trellis"},
@@ -110,19 +111,26 @@ class Bench:
         }
         self.model = prepare(name, sizes, self.data, draw)
         self.system = self.model.loaded.system
-        self.run = Run.prepare(self.system, self.model.calibration, execution=Execution(threads=args.threads))
         self.peak = Peak()
-        self._sums: HessianSet | None = None
+        self.run = self.prepared(0.0)
+        self._sums: dict[float, tuple[Run, HessianSet, Cost]] = {}
         self._metrics: dict[Any, Cost] = {}
-        self.collecting = Cost()
 
-    @property
-    def sums(self) -> HessianSet:
-        """Hessians of all steps, collected once and timed."""
-        if self._sums is None:
-            with self.costs() as self.collecting:
-                self._sums = self.run.all_steps()
-        return self._sums
+    def prepared(self, share: float) -> Run:
+        """A run on the calibration text, or on one with a share of random tokens."""
+        tokens = self.model.calibration
+        if share:
+            tokens = tokens.with_random_tokens(share, self.model.loaded.config["vocab_size"])
+        return Run.prepare(self.system, tokens, execution=Execution(threads=self.args.threads))
+
+    def sums(self, share: float) -> tuple[Run, HessianSet, Cost]:
+        """Hessians of all steps, collected once for each share of random tokens and timed."""
+        if share not in self._sums:
+            run = self.prepared(share) if share else self.run
+            with self.costs() as collecting:
+                sums = run.all_steps()
+            self._sums[share] = run, sums, collecting
+        return self._sums[share]
 
     @contextlib.contextmanager
     def costs(self) -> Iterator[Cost]:
@@ -137,11 +145,17 @@ class Bench:
         """Quantize by loopq; the cost is that of the collection, of the metric and of the solve."""
         lines, weights = [], {}
         for number, (variant, bits, group) in enumerate(results):
-            config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **OURS[variant])
-            run = choose_metric(Run(self.run.job, config, self.run.probe_seconds, self.run.metrics))
+            settings = dict(OURS[variant])
+            share = settings.pop("random_tokens", 0.0)
+            config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **settings)
+            if config.layer.method.needs_hessian:
+                plain, sums, collecting = self.sums(share)
+                run = choose_metric(Run(plain.job, config, plain.probe_seconds, plain.metrics))
+                parts = [collecting, *self.metric_costs(run, sums, share)]
+            else:
+                run = Run(self.run.job, config, self.run.probe_seconds, self.run.metrics)
+                sums, parts = run.sums(), []
             asked = run.config.layer.flat()
-            sums = self.sums if asked["method"] != "rtn" else run.sums()
-            parts = [*self.metric_costs(run), *([self.collecting] if sums is self._sums else [])]
             with self.costs() as solve:
                 layers = run.solve_from(sums)
             parts.append(solve)
@@ -155,13 +169,13 @@ class Bench:
             )
         return self.measured(lines, weights)
 
-    def metric_costs(self, run: Run) -> list[Cost]:
+    def metric_costs(self, run: Run, sums: HessianSet, share: float) -> list[Cost]:
         """Collect the loop metrics that a run asks for, once for all grids; return what that took."""
-        asked = {t.gradients for t in run.tasks if t.gradients}
-        for gradients in asked - set(self._metrics):
-            with self.costs() as self._metrics[gradients]:
-                run.collect_metrics(self.sums, run.tasks)
-        return [self._metrics[gradients] for gradients in asked]
+        asked = {(share, t.gradients) for t in run.tasks if t.gradients}
+        for key in asked - set(self._metrics):
+            with self.costs() as self._metrics[key]:
+                run.collect_metrics(sums, run.tasks)
+        return [self._metrics[key] for key in asked]
 
     def theirs(self, tool: str, results: list[Result]) -> list[dict[str, Any]]:
         """Quantize by another tool, in one process of its environment."""

@@ -3,8 +3,8 @@
 The changes are those of cargo-mutants (``cargo install cargo-mutants``): another operator, a condition turned round, a
 function that returns a constant. Each is made in a copy of the last commit; the extension is built from it, and the
 Python tests of the solver and its golden checksums run until the first fails, then the core's own tests. A change that
-neither sees has survived. Results are kept, line by line, and an interrupted run goes on with the next change; changes
-are tried in a random order that is always the same, so that any number of them is a sample.
+neither sees has survived. Results of a commit are kept, line by line, and an interrupted run of it goes on with the
+next change; changes are tried in a random order that is always the same, so that any number of them is a sample.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ class Copy:
         subprocess.run(["git", "-C", str(folder), "reset", "-q", "--hard", "FETCH_HEAD"], check=True)
         return cls(folder)
 
+    @property
+    def commit(self) -> str:
+        """The commit that is copied: another one has other lines, and other tests."""
+        command = ["git", "-C", str(self.folder), "rev-parse", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     def run(self, *command: str, seconds: int) -> int | None:
         """Run a command with all that it starts; return its exit status, None where it takes too long."""
         env = os.environ | {f"CARGO_PROFILE_RELEASE_{k}": v for k, v in _QUICK.items()}
@@ -80,16 +86,8 @@ class Copy:
 
     def seen(self) -> str:
         """Which tests fail: "python", "core" or, if none does, "survived"."""
-        options = [
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not slow and not gpu",
-            "-k",
-            f"not ({_WAITING})",
-        ]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        options += ["-k", f"not ({_WAITING})"]
         if self.run(sys.executable, "-m", "pytest", *options, *TESTS, seconds=TEST_SECONDS) != 0:
             return "python"
         core = ["cargo", "nextest", "run", "-p", "loopq-core", "--release", "--lib", "--tests"]
@@ -129,9 +127,11 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     copy = Copy.of(args.work / "copy")
-    if not copy.build() or copy.seen() != "survived":
-        raise SystemExit("the tests fail as it is")
-    results = args.work / "results.jsonl"
+    if not copy.build():
+        raise SystemExit(f"{copy.folder}: the extension does not build as it is")
+    if (failed := copy.seen()) != "survived":
+        raise SystemExit(f"{copy.folder}: tests fail as it is ({failed}); the core's need cargo-nextest")
+    results = args.work / f"results-{copy.commit[:12]}.jsonl"
     lines = results.read_text("utf-8").splitlines() if results.exists() else []
     known = {found["name"]: found["result"] for found in map(json.loads, lines)}
     counts: dict[str, Counter[str]] = {}

@@ -330,10 +330,9 @@ def add_text(parser: argparse.ArgumentParser, name: str) -> None:
     add_settings(parser, CalibrationTake if name == "calibration" else Take, title=title)
 
 
-def take(args: argparse.Namespace) -> Take:
-    """Read how much of the prompts is taken."""
-    kind = CalibrationTake if hasattr(args, "random_tokens") else Take
-    return kind().changed(**given(args, kind))
+def take(args: argparse.Namespace) -> CalibrationTake:
+    """Read how much of the prompts is taken, and what is changed in those of a calibration."""
+    return CalibrationTake().changed(**given(args, CalibrationTake))
 
 
 def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:

@@ -11,7 +11,7 @@ from loopq.diagnose.config import DiagnoseConfig
 from loopq.execution import Execution
 from loopq.generate import Generation
 from loopq.quantizers.config import LayerConfig
-from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.settings import Leaf, Settings, leaves, lowered
 
 FILE = Path(__file__).with_name("settings.md")
@@ -36,7 +36,8 @@ def page() -> str:
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
     for name, values in PRESETS.items():
-        yield f"`{name}`: " + ", ".join(f"`{key}={value}`" for key, value in values.items()) + ".\n"
+        shown = {**values, **PROMPTS.get(name, {})}
+        yield f"`{name}`: " + ", ".join(f"`{key}={value}`" for key, value in shown.items()) + ".\n"
 
 
 def _section(title: str, kind: type[Settings], without: dict[str, list[Leaf]] | None = None) -> list[str]:

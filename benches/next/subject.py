@@ -65,8 +65,8 @@ class Subject:
     def __post_init__(self) -> None:
         self.model = prepare(self.name, self.sizes, self.data, self.draw)
         if self.share:
-            n_vocabulary = self.model.loaded.config["vocab_size"]
-            tokens = self.model.calibration.with_random_tokens(self.share, n_vocabulary)
+            known = np.arange(self.model.loaded.config["vocab_size"])
+            tokens = self.model.calibration.with_random_tokens(self.share, known)
             self.model = dataclasses.replace(self.model, calibration=tokens)
         self.other = other_text(self.model, self.data, self.sizes.n_evaluation)
         best = QuantConfig.of(rank_threshold=None, **PRESETS["best"])

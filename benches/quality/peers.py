@@ -29,13 +29,13 @@ import numpy as np
 from benches.pages import into
 from benches.quality.peak import Peak
 from benches.quality.peer import TOOLS
-from benches.quality.peers_table import RANDOM, page, processor, report
+from benches.quality.peers_table import PLAIN, TRELLIS, page, processor, report
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.collect import HessianSet
-from loopq.calibrate.prompts import CALIBRATION_PROMPTS
+from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
@@ -43,12 +43,14 @@ from loopq.execution import Execution
 from loopq.quantizers.gptq_cd import Metric
 from loopq.quantizers.loop_metric import LEAST, SHARE
 from loopq.reproduce.models import PLBERT, Sizes, data_folder
-from loopq.run.auto import choose_metric
+from loopq.run.auto import AFFORDABLE, choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
 PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")
+#: What a calibration text gets by default; other tools, and their algorithms in our code, get it as it is.
+_RANDOM = {"random_tokens": RANDOM_TOKENS}
 OURS: dict[str, dict[str, Any]] = {
     "RTN": {"method": "rtn"},
     "GPTQ, one step, paper": {**PRESETS["paper"], "steps": "first"},
@@ -56,12 +58,12 @@ OURS: dict[str, dict[str, Any]] = {
     "GPTQ, trajectory, searched scales": {"method": "gptq"},
     # The same algorithm as the tool's, in our code: how far the two agree.
     "GPTQ, llm-compressor's rules": dict(LLM_COMPRESSOR),
-    "loopq fast": dict(PRESETS["fast"]),
-    "loopq default": {},
-    RANDOM: {"random_tokens": 0.05},
-    "loopq best, inputs open": {**PRESETS["best"], "inputs": "open"},
-    "loopq best": dict(PRESETS["best"]),
-    "loopq best, trellis": {**PRESETS["best"], "method": "trellis"},
+    "loopq fast": {**PRESETS["fast"], **_RANDOM},
+    "loopq default": dict(_RANDOM),
+    PLAIN: {},
+    "loopq best, inputs open": {**PRESETS["best"], "inputs": "open", **_RANDOM},
+    "loopq best": {**PRESETS["best"], **_RANDOM},
+    TRELLIS: {**PRESETS["best"], "method": "trellis", **_RANDOM},
 }
 Result = tuple[str, int, int]
 
@@ -117,10 +119,10 @@ class Bench:
         self._metrics: dict[Any, Cost] = {}
 
     def prepared(self, share: float) -> Run:
-        """A run on the calibration text, or on one with a share of random tokens."""
+        """A run on the calibration prompts; of a text a share of the tokens may be random."""
         tokens = self.model.calibration
-        if share:
-            tokens = tokens.with_random_tokens(share, self.model.loaded.config["vocab_size"])
+        if share and tokens.packing == "windows":
+            tokens = tokens.with_random_tokens(share, np.arange(self.model.loaded.config["vocab_size"]))
         return Run.prepare(self.system, tokens, execution=Execution(threads=self.args.threads))
 
     def sums(self, share: float) -> tuple[Run, HessianSet, Cost]:
@@ -284,8 +286,10 @@ def asked_of(
                     "variant": variant,
                 }
                 if tool == "loopq":
+                    settings = OURS[variant]
                     # What no option says may change: a result is of the defaults that it was made with.
-                    key["settings"] = OURS[variant] or [vars(Metric()), SHARE, LEAST]
+                    unsaid = [vars(Metric()), SHARE, LEAST, AFFORDABLE]
+                    key["settings"] = settings if "method" in settings else [settings, *unsaid]
                 found.append((tool, key))
     return found
 

@@ -35,13 +35,13 @@ NOT_EQUAL = ("HQQ",)
 BESIDE = {"kl": "N", "kl_half": "N/2", "kl_double": "2N", "kl_other_text": "GSM8K"}
 COSTS = [("seconds", "CPU s", ".1f"), ("memory_mib", "MiB", ".0f")]
 TRELLIS = "loopq best, trellis"
-RANDOM = "loopq default, 5 % random tokens"
-OURS_BESIDE = ("loopq fast", "loopq default", RANDOM, "loopq best", TRELLIS)
+PLAIN = "loopq default, no random tokens"
+OURS_BESIDE = ("loopq fast", "loopq default", PLAIN, "loopq best", TRELLIS)
 SEARCHED = "GPTQ, trajectory, searched scales"
 #: Rows of the page in docs, in this order.
 SHOWN = (
     "HQQ", "llm-compressor", "llm-compressor, mse", "GPTQModel", "auto-round", SEARCHED,
-    "loopq fast", "loopq default", RANDOM, "loopq best, inputs open", "loopq best", TRELLIS,
+    "loopq fast", "loopq default", PLAIN, "loopq best, inputs open", "loopq best", TRELLIS,
 )  # fmt: skip
 #: What a row may have of the best other tool's KL, or of another row's, by grid.
 BARS: tuple[tuple[str, str | None, dict[tuple[int, int], float]], ...] = (

@@ -300,7 +300,17 @@ def compare(work: Path, data: Path, grids: list[tuple[int, int]], threads: int) 
         (work / "calibration.txt").write_text(articles)
         command = ["collect", str(work / "looped"), "--out", str(dump), "--hessian"]
         command += ["--metric", "loop", "--per-step", "--calibration", str(work / "calibration.txt")]
-        command += ["--n-prompts", "32", "--seq-len", str(SEQ_LEN), "--threads", str(threads)]
+        # One dump for all rows, of which those of other methods take the text as it is.
+        command += [
+            "--random-tokens",
+            "0",
+            "--n-prompts",
+            "32",
+            "--seq-len",
+            str(SEQ_LEN),
+            "--threads",
+            str(threads),
+        ]
         subprocess.run([sys.executable, "-m", "loopq", *command], check=True)
     test = (data / "wikitext2" / "wiki.test.raw").read_text()[:200_000]
     evaluation = windows(test, loaded.encode, SEQ_LEN, 16, "WikiText-2 test")

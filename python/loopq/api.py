@@ -24,7 +24,7 @@ from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
-from loopq.run.config import QuantConfig, flat_names
+from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
@@ -75,7 +75,7 @@ def quantize(
     **options
         Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
         ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts",
-        "seq_len" and "random_tokens".
+        "seq_len" and "random_tokens", by which a calibration text has 0.05 of its tokens drawn at random.
 
     Returns
     -------
@@ -155,6 +155,9 @@ def _prepared(
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
     tokens, held = calibration_tokens(loaded, calibration, take, matters=config.reads_text), None
+    if config.reads_text:
+        size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
+        execution.progress.note(f"calibration: {size} of {tokens.source}")
     if config.tune is not None:
         tokens, held = split_held_out(tokens, config.n_held_out)
     run = Run.prepare(
@@ -228,7 +231,7 @@ def solve(
     DumpError
         The dump is truncated or altered, or lacks a step that is asked for.
     """
-    config, execution, _ = _options(config, options)
+    config, execution, _ = _options(config, options, None)
     with _output(out, execution) as (execution, finish):
         checkpoint = DumpRun.open(Path(dump), config, execution).checkpoint()
         finish(checkpoint)
@@ -275,7 +278,7 @@ def solve_together(
     CheckpointError
         `out` holds something else.
     """
-    config, execution, _ = _options(config, options)
+    config, execution, _ = _options(config, options, None)
     if shard is not None and not 1 <= shard[0] <= shard[1]:
         raise ConfigError(f"shard must be K of N, K from 1 to N; got {shard[0]} of {shard[1]}")
     out = Path(out)
@@ -455,7 +458,7 @@ def diagnose(
     """
     from loopq.diagnose.survey import diagnose as survey
 
-    _, execution, take = _options(None, options)
+    _, execution, take = _options(None, options, Take)
     loaded = open_model(model)
     tokens = calibration_tokens(loaded, calibration, take)
     return survey(
@@ -507,19 +510,22 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, NDArray[np.float32]]:
 
 
 def _options(
-    config: QuantConfig | None, options: Mapping[str, Any], prompts: type[Take] = CalibrationTake
+    config: QuantConfig | None, options: Mapping[str, Any], prompts: type[Take] | None = CalibrationTake
 ) -> tuple[QuantConfig, Execution, Take]:
-    """Divide keywords between the settings that they belong to; `prompts` are those of the prompts."""
-    execution, take = Execution(), prompts()
-    known = flat_names() | set(execution.flat()) | set(take.flat()) | {"preset"}
+    """Divide keywords between the settings that they belong to; `prompts` are those of prompts, if there are any."""
+    execution, take = Execution(), (prompts or Take)()
+    of_prompts = set(take.flat()) if prompts else set()
+    known = flat_names() | set(execution.flat()) | of_prompts | {"preset"}
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"unknown setting {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     found = config or QuantConfig()
     if options.get("preset") is not None:
         found = found.preset(options["preset"])
+        if prompts is CalibrationTake:
+            take = take.changed(**PROMPTS.get(options["preset"], {}))
     return (
         found.changed(**{k: v for k, v in options.items() if k in flat_names()}),
         execution.changed(**{k: v for k, v in options.items() if k in execution.flat()}),
-        take.changed(**{k: v for k, v in options.items() if k in take.flat()}),
+        take.changed(**{k: v for k, v in options.items() if k in of_prompts}),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from loopq.api import weights_of
-from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
+from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.survey import diagnose
@@ -102,11 +102,12 @@ def run(
         raise ConfigError("the loop metric needs at least one draw: give one metric seed or more")
     progress = progress or Silent()
     loaded = load_model(model)
-    calibration = calibration_tokens(loaded, None, Take(n_calibration, seq_len))
+    calibration = calibration_tokens(loaded, None, CalibrationTake(n_calibration, seq_len))
+    plain = calibration_tokens(loaded, None, Take(n_calibration, seq_len))
     held_out = evaluation_tokens(loaded, None, Take(n_evaluation, seq_len))
     execution = Execution(threads=threads, progress=progress)
-    run = Run.prepare(loaded.system, calibration, execution=execution)
-    sums = run.all_steps()
+    run, others = (Run.prepare(loaded.system, text, execution=execution) for text in (calibration, plain))
+    sums, sums_of_others = run.all_steps(), others.all_steps()
     drawn = [_redrawn(run, seed) for seed in metric_seeds]
     variants = {}
     names: dict[tuple[int, int, str], list[str]] = {}
@@ -119,9 +120,10 @@ def run(
             config = choose_metric(
                 run.with_config(QuantConfig.of(**settings, bits=bits, group_size=group))
             ).config
-            # Only the loop metric is drawn: every other variant is solved once.
-            for number, one in enumerate(drawn if config.layer.method.gradients else [run]):
-                solved = one.solve_from(sums, config)
+            # Only the loop metric is drawn: every other variant is solved once, from the text as it is.
+            ours = config.layer.method.gradients
+            for number, one in enumerate(drawn if ours else [others]):
+                solved = one.solve_from(sums if ours else sums_of_others, config)
                 dense = {k: v for k, v in tensors.items() if k not in solved}
                 checkpoint = Checkpoint(solved, dense, dict(run.weights.ties), {})
                 name = f"{label} INT{bits} g{group} draw {number}"

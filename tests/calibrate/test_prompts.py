@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 import loopq
 from loopq import Override, QuantConfig
-from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
+from loopq.calibrate.prompts import (
+    RANDOM_TOKENS,
+    CalibrationTake,
+    Take,
+    calibration_tokens,
+    evaluation_tokens,
+)
+from loopq.checkpoint.convert import read_any
 from loopq.errors import CalibrationError, ConfigError
 
 
@@ -58,7 +66,7 @@ def test_a_share_of_a_text_is_random_tokens_of_the_whole_vocabulary(loaded, toke
     assert 0.16 < (changed != plain).mean() < 0.22
     # English has fewer than a third of the bytes.
     assert len(np.unique(plain)) < 80 < 150 < len(np.unique(changed)) <= 256
-    assert found.source.endswith("0.2 of its tokens random")
+    assert found.source.endswith("20 % of its tokens random")
     again = calibration_tokens(loaded, None, CalibrationTake(n_prompts=64, seq_len=32, random_tokens=0.2))
     assert again.digest() == found.digest()
     with pytest.raises(
@@ -72,12 +80,82 @@ def test_a_share_of_a_text_is_random_tokens_of_the_whole_vocabulary(loaded, toke
         CalibrationTake(random_tokens=0.6)
 
 
-def test_random_tokens_reach_the_run_and_are_of_calibration_alone(loaded, checkpoint_folder):
-    settings = {"n_prompts": 4, "seq_len": 24, "group_size": 16, "preset": "fast", "threads": 1}
-    plain, random = (loopq.quantize(loaded, random_tokens=share, **settings) for share in (0.0, 0.3))
-    assert any(not random.layers[n].same_as(layer) for n, layer in plain.layers.items())
+def test_a_text_has_some_random_tokens_by_default_and_what_is_given_stays_as_it_is(loaded, tokens, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("What is said here is said once, and what is meant is left open. " * 8)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "What is said here"}\n{"text": "is said once."}\n')
+    size = {"n_prompts": 2, "seq_len": 200}
+    for text in (None, file):
+        asked = calibration_tokens(loaded, text, CalibrationTake(random_tokens=RANDOM_TOKENS, **size))
+        assert calibration_tokens(loaded, text, CalibrationTake(**size)).digest() == asked.digest()
+        plain = calibration_tokens(loaded, text, Take(**size))
+        assert (
+            plain.digest()
+            == calibration_tokens(loaded, text, CalibrationTake(random_tokens=0.0, **size)).digest()
+        )
+        assert 0.02 < np.mean(np.stack(plain.sequences) != np.stack(asked.sequences)) < 0.09
+    take = CalibrationTake()
+    assert calibration_tokens(loaded, tokens, take) is tokens
+    assert calibration_tokens(loaded, [[1, 2, 3]], take).sequences[0].tolist() == [1, 2, 3]
+    assert calibration_tokens(loaded, prompts, take).digest() == calibration_tokens(loaded, prompts).digest()
+    no_size = dataclasses.replace(loaded, config={}, model=object())
+    assert calibration_tokens(no_size, None, take).digest() == calibration_tokens(loaded, None).digest()
+
+
+def test_marks_of_a_tokenizer_and_rows_without_a_token_are_never_drawn(loaded, tmp_path):
+    class Tokenizer:
+        all_special_ids = (0, 2)
+        added_tokens_decoder: ClassVar[dict[int, str]] = {2: "<end>", 199: "<latent>"}
+
+        def __len__(self) -> int:
+            return 200
+
+    file = tmp_path / "text.txt"
+    file.write_text("a" * 4096)
+    found = calibration_tokens(
+        dataclasses.replace(loaded, tokenizer=Tokenizer()), file, CalibrationTake(random_tokens=0.5)
+    )
+    assert set(np.unique(found.sequences)) == set(range(199)) - {0, 2}
+
+
+def test_random_tokens_reach_the_run_and_are_of_calibration_alone(
+    loaded, checkpoint_folder, command, tmp_path
+):
+    size = {"n_prompts": 4, "seq_len": 24, "group_size": 16, "threads": 1}
+
+    def quantized(**more):
+        return loopq.quantize(loaded, **size, **more)
+
+    def same(one, other):
+        return all(other.layers[n].same_as(layer) for n, layer in one.layers.items())
+
+    plain, usual, many = (
+        quantized(preset="fast", **s) for s in ({"random_tokens": 0.0}, {}, {"random_tokens": 0.3})
+    )
+    assert not same(plain, usual)
+    assert not same(usual, many)
+    paper = quantized(preset="paper")
+    assert same(paper, quantized(preset="paper", random_tokens=0.0))
+    assert not same(paper, quantized(preset="paper", random_tokens=0.05))
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in size.items()]
+    for preset, result in (("fast", usual), ("paper", paper)):
+        code, _, _ = command(
+            "quantize", loaded.folder, "--out", tmp_path / preset, "--preset", preset, *options
+        )
+        assert code == 0
+        assert same(result, read_any(tmp_path / preset))
     with pytest.raises(ConfigError, match="unknown setting random_tokens"):
         loopq.evaluate(loaded, [checkpoint_folder], random_tokens=0.1)
+    with pytest.raises(ConfigError, match="unknown setting random_tokens"):
+        loopq.diagnose(loaded, random_tokens=0.1)
+
+
+@pytest.mark.parametrize("solve", [loopq.solve, loopq.solve_together])
+def test_what_solves_a_dump_refuses_settings_of_prompts(solve, tmp_path):
+    for name in ("n_prompts", "seq_len", "random_tokens"):
+        with pytest.raises(ConfigError, match=f"unknown setting {name}"):
+            solve(tmp_path / "dump", out=tmp_path / "out", **{name: 2})
 
 
 def test_a_model_with_a_tokenizer_needs_a_text(loaded):

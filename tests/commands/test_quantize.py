@@ -225,6 +225,15 @@ def test_settings_are_taken_from_a_checkpoint_and_changed_by_options(saved_model
     assert (tmp_path / "c" / "README.md").is_file()
 
 
+@pytest.mark.parametrize("share", [(), ("--random-tokens", 0.2)])
+def test_the_share_of_random_tokens_is_taken_from_a_checkpoint(share, saved_model, tmp_path, command):
+    asked = ("--method", "gptq", "--group-size", 16, *TINY)
+    for name, more in (("a", share), ("b", ("--like", tmp_path / "a")), ("plain", ("--random-tokens", 0))):
+        assert command("quantize", saved_model, "--out", tmp_path / name, *asked, *more)[0] == 0
+    first, second, plain = ((tmp_path / n / "loopq.json").read_bytes() for n in ("a", "b", "plain"))
+    assert first == second != plain
+
+
 def test_settings_cannot_be_taken_from_a_model(saved_model, tmp_path, command):
     code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", "--like", saved_model)
     assert code == 1

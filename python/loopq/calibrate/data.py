@@ -42,12 +42,15 @@ class TokenSet:
     scored_from : int
         First position whose logits count, in every sequence, when models are compared and when gradients are taken:
         those before it are the question of a task.
+    random_tokens : float
+        Share of the tokens that are drawn at random.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
     source: str
     packing: str
     scored_from: int = 0
+    random_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -86,15 +89,15 @@ class TokenSet:
         """Return the logits that count, of shape (n_prompts, n_scored, vocabulary); hidden states count whole."""
         return outputs[:, self.scored_from :] if output == "logits" else outputs
 
-    def with_random_tokens(self, share: float, n_vocabulary: int) -> TokenSet:
-        """Replace tokens at random places by tokens that are drawn from the whole vocabulary, the same at every call.
+    def with_random_tokens(self, share: float, known: NDArray[np.int64]) -> TokenSet:
+        """Replace tokens at random places by tokens that are drawn at random, the same at every call.
 
         Parameters
         ----------
         share : float
             Share of the tokens, on average.
-        n_vocabulary : int
-            Token ids of the model.
+        known : ndarray, int64, 1-D
+            Token ids to draw from, all equally likely.
 
         Raises
         ------
@@ -106,20 +109,21 @@ class TokenSet:
         rng = np.random.default_rng(0)
         changed = []
         for ids in self.sequences:
-            drawn = rng.integers(0, n_vocabulary, ids.size)
+            drawn = known[rng.integers(0, known.size, ids.size)]
             changed.append(np.where(rng.random(ids.size) < share, drawn, ids))
-        source = f"{self.source}, {share:.3g} of its tokens random"
-        return dataclasses.replace(self, sequences=tuple(changed), source=source)
+        source = f"{self.source}, {100 * share:.3g} % of its tokens random"
+        return dataclasses.replace(self, sequences=tuple(changed), source=source, random_tokens=share)
 
     def describe(self) -> dict[str, Any]:
         """Plain data for the report."""
-        return {
+        found = {
             "source": self.source,
             "packing": self.packing,
             "n_prompts": len(self.sequences),
             "n_tokens": self.n_tokens,
             "sha256": self.digest(),
         }
+        return found | ({"random_tokens": self.random_tokens} if self.random_tokens else {})
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
         """Yield the prompts in order, neighbours of equal length together, at most `batch_size` at a time."""

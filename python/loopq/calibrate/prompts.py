@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loopq import zoo
 from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
 from loopq.errors import ConfigError
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 CALIBRATION_PROMPTS = 128
 EVALUATION_PROMPTS = 64
+#: Share of the tokens of a calibration text that are drawn at random, where no share is asked for.
+RANDOM_TOKENS = 0.05
 
 #: Prompts, token ids, a path, or None for the model's own prompts, else for the text that ships with loopq.
 Prompts = TokenSet | Sequence[Sequence[int]] | str | Path | None
@@ -47,16 +52,17 @@ class CalibrationTake(Take):
 
     Parameters
     ----------
-    random_tokens : float
-        Share of the tokens of a calibration text that are replaced by tokens drawn from the whole vocabulary.
+    random_tokens : float, optional
+        Share of the tokens of a calibration text that are replaced by tokens drawn from the whole vocabulary; when
+        absent 0.05 of a text that loopq cuts, nothing of prompts, and nothing with preset paper.
 
     Notes
     -----
     A text lacks most tokens of a vocabulary, and what layers do with them is held by no Hessian: a few random ones
-    (0.05) take a third off the KL on text of another kind (docs/next.md).
+    take a third off the KL on text of another kind (docs/next.md).
     """
 
-    random_tokens: float = setting(0.0, at_least=0.0, at_most=0.5)
+    random_tokens: float | None = setting(None, at_least=0.0, at_most=0.5)
 
 
 def register_prompts(model_type: str, source: PromptSource) -> None:
@@ -99,7 +105,7 @@ def calibration_tokens(
         A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes those of `register_prompts`, else
         the text that ships with loopq, for models that read bytes.
     take : Take, optional
-        How much of it, and with which share of random tokens.
+        How much of it; a `CalibrationTake` also says which share of random tokens, and a `Take` leaves all as it is.
     matters : bool
         Whether codes depend on it. Where they do not, one prompt shows which layers are called, and any text will do.
 
@@ -116,12 +122,18 @@ def calibration_tokens(
         text = zoo.calibration_text().decode()
         return windows(text, loaded.encode, take.seq_len, take.n_prompts or 1, "embedded calibration text")
     tokens = _tokens(loaded, prompts, take, "calibration")
-    if not isinstance(take, CalibrationTake) or not take.random_tokens:
+    if not isinstance(take, CalibrationTake):
         return tokens
-    n_vocabulary = _n_vocabulary(loaded)
-    if n_vocabulary is None:
+    share, known = take.random_tokens, _known_tokens(loaded)
+    if share is None:
+        # Tokens that are given stay as they are, and so do prompts: these have marks in their places.
+        cut = not isinstance(prompts, TokenSet) and tokens.packing == "windows" and matters
+        share = RANDOM_TOKENS if cut and known is not None else 0.0
+    if not share:
+        return tokens
+    if known is None:
         raise ConfigError("random_tokens: the model's config has no vocab_size")
-    return tokens.with_random_tokens(take.random_tokens, n_vocabulary)
+    return tokens.with_random_tokens(share, known)
 
 
 def evaluation_tokens(loaded: LoadedModel, prompts: Prompts, take: Take | None = None) -> TokenSet:
@@ -141,6 +153,17 @@ def _n_vocabulary(loaded: LoadedModel) -> int | None:
     settings = getattr(loaded.model, "config", None)
     known = loaded.config.get("vocab_size", getattr(settings, "vocab_size", None))
     return known if isinstance(known, int) else None
+
+
+def _known_tokens(loaded: LoadedModel) -> NDArray[np.int64] | None:
+    """Token ids that a text can hold: not the marks of a tokenizer, nor the rows that only fill up a table."""
+    n_rows = _n_vocabulary(loaded)
+    if n_rows is None:
+        return None
+    tokenizer = loaded.tokenizer
+    marks = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
+    n_known = len(tokenizer) if hasattr(tokenizer, "__len__") else n_rows
+    return np.setdiff1d(np.arange(min(n_rows, n_known)), sorted(marks))
 
 
 def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenSet:

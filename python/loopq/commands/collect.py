@@ -6,16 +6,17 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
     add_patterns,
     add_source,
     add_text,
+    calibration_take,
     execution,
     load,
     ranks_of_environment,
-    take,
     whole,
 )
 from loopq.commands.output import print_dump
@@ -73,7 +74,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="what the processes of torchrun wait for each other before the work begins (default %(default)s)",
     ).rare = True  # type: ignore[attr-defined]
-    add_text(parser, "calibration")
+    add_text(parser, "calibration", CalibrationTake)
     add_source(parser)
     add_patterns(
         parser,
@@ -88,7 +89,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Collect and print what the dump holds."""
     from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
-    from loopq.calibrate.prompts import calibration_tokens
     from loopq.calibrate.select import select
     from loopq.run.dumped import MetricOfDump
     from loopq.steps import parse_steps
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             execution(args, progress=progress),
             ranks=ranks and dataclasses.replace(ranks, timeout=float(args.rank_timeout)),
         )
-        tokens = calibration_tokens(loaded, args.calibration, take(args))
+        tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
         selection = select(
             loaded.system,
             tokens,

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from loopq.api import open_any
-from loopq.calibrate.prompts import CalibrationTake, Take
+from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.checkpoint.convert import settings_of
 from loopq.checkpoint.files import nearest
 from loopq.errors import ConfigError
 from loopq.execution import Execution, Ranks
 from loopq.progress import Line, Progress, Silent
 from loopq.quantizers.config import LayerConfig, Override
-from loopq.run.config import PRESETS, QuantConfig
+from loopq.run.config import PRESETS, PROMPTS, QuantConfig
 from loopq.settings import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
 from loopq.systems.base import MAX_STEPS
 from loopq.systems.from_python import load_python
@@ -240,13 +240,16 @@ _LOADING = "how the model is loaded and run"
 
 
 def like(args: argparse.Namespace) -> QuantConfig:
-    """Read the settings of the checkpoint that ``--like`` names; depth and seed too, unless they are given."""
+    """Read the settings of the checkpoint that ``--like`` names; depth, seed and share of random tokens too."""
     settings = settings_of(args.like)
     if "quantization" not in settings:
         raise ConfigError(f"--like {args.like}: it holds no settings of a run")
     if args.n_steps is None:
         args.n_steps = settings["n_steps"]
     args.seed = getattr(args, "seed", settings["seed"])
+    share = settings["calibration"].get("random_tokens", 0.0)
+    if share != RANDOM_TOKENS:
+        args.random_tokens = getattr(args, "random_tokens", share)
     return QuantConfig.from_json(settings["quantization"])
 
 
@@ -318,8 +321,8 @@ def ranks_of_environment() -> tuple[Ranks | None, contextlib.AbstractContextMana
     return ranks, Line() if ranks is None or ranks.rank == 0 else contextlib.nullcontext(Silent())
 
 
-def add_text(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the prompts of a command, under the option of that name."""
+def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = Take) -> None:
+    """Add the prompts of a command, under the option of that name, and the settings of them."""
     title = f"{'evaluation' if name == 'text' else name} prompts"
     group_of(parser, title).add_argument(
         f"--{name}",
@@ -327,12 +330,18 @@ def add_text(parser: argparse.ArgumentParser, name: str) -> None:
         help="text, folder of *.txt, .jsonl, or .npy of token ids (default: the text that ships with loopq, for models "
         "that read bytes)",
     )
-    add_settings(parser, CalibrationTake if name == "calibration" else Take, title=title)
+    add_settings(parser, settings, title=title)
 
 
-def take(args: argparse.Namespace) -> CalibrationTake:
-    """Read how much of the prompts is taken, and what is changed in those of a calibration."""
-    return CalibrationTake().changed(**given(args, CalibrationTake))
+def take(args: argparse.Namespace) -> Take:
+    """Read how much of the prompts is taken."""
+    return Take().changed(**given(args, Take))
+
+
+def calibration_take(args: argparse.Namespace) -> CalibrationTake:
+    """Read how much of the calibration prompts is taken and what is changed in them, also by a preset."""
+    of_preset = dict(PROMPTS.get(getattr(args, "preset", None) or "", {}))
+    return CalibrationTake().changed(**(of_preset | given(args, CalibrationTake)))
 
 
 def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import loopq
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import calibration_tokens, evaluation_tokens
+from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import read_any
 from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
@@ -21,6 +21,7 @@ from loopq.commands.options import (
     add_quantizer,
     add_source,
     add_text,
+    calibration_take,
     check_place,
     given,
     load,
@@ -68,7 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for name, metavar, text in _RARE:
         parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
-    add_text(parser, "calibration")
+    add_text(parser, "calibration", CalibrationTake)
     add_source(parser)
     add_format(parser, default="native")
     parser.add_argument(
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     def write(checkpoint: Checkpoint) -> None:
         exported.append(_export(args, out, checkpoint))
 
-    tokens = calibration_tokens(loaded, args.calibration, take(args), matters=config.reads_text)
+    tokens = calibration_tokens(loaded, args.calibration, calibration_take(args), matters=config.reads_text)
     if args.evaluate:
         text = evaluation_tokens(loaded, None if args.evaluate == "-" else args.evaluate, take(args))
     ranks, shown = ranks_of_environment()

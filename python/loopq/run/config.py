@@ -29,6 +29,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "fast": {"method": "gptq-cd", "metric": "inputs"},
     "paper": {"method": "gptq", "scale_search": "max"},
 }
+#: What a preset says of the calibration prompts, which are not of a run's settings.
+PROMPTS: Mapping[str, Mapping[str, Any]] = {"paper": {"random_tokens": 0.0}}
 
 
 @dataclass(frozen=True)

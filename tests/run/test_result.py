@@ -147,7 +147,8 @@ def test_what_a_killed_worker_had_claimed_is_solved_by_another(dump, tmp_path):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     out = tmp_path / "out"
     first = worker(dump, out)
-    while not any((tmp_path / ".out.work").glob("layers/*/*.claim.0")):
+    # A claim that does not say yet whose it is would be waited for like that of another machine: for two minutes.
+    while not any(claim.stat().st_size for claim in (tmp_path / ".out.work").glob("layers/*/*.claim.0")):
         assert first.poll() is None
         time.sleep(0.001)
     first.kill()

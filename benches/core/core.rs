@@ -109,7 +109,7 @@ fn solve(c: &mut Criterion) {
             scale_type: ScaleType::F32,
             search: Search::Max,
         };
-        let options = Options { scales: Scales::Group, block_size: 128, isa: Isa::best() };
+        let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa: Isa::best() };
         let cancel = Cancel::new();
         for threads in [1, 2] {
             let on = Execution { threads, cancel: &cancel };
@@ -147,7 +147,7 @@ fn descent(c: &mut Criterion) {
         scale_type: ScaleType::F16,
         search: Search::Mse,
     };
-    let settings = Coordinate { grid, sweeps: 30, rounds: 4, refit: true };
+    let settings = Coordinate { grid, beam: 16, sweeps: 30, rounds: 4, refit: true };
     let cancel = Cancel::new();
     for threads in [1, 2] {
         let on = Execution { threads, cancel: &cancel };

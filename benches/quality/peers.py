@@ -40,7 +40,7 @@ from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
 from loopq.execution import Execution
-from loopq.quantizers.gptq_cd import Metric
+from loopq.quantizers.gptq_cd import PATHS, Metric
 from loopq.quantizers.loop_metric import LEAST, SHARE
 from loopq.reproduce.models import PLBERT, Sizes, data_folder
 from loopq.run.auto import AFFORDABLE, choose_metric
@@ -288,8 +288,9 @@ def asked_of(
                 if tool == "loopq":
                     settings = OURS[variant]
                     # What no option says may change: a result is of the defaults that it was made with.
-                    unsaid = [vars(Metric()), SHARE, LEAST, AFFORDABLE]
-                    key["settings"] = settings if "method" in settings else [settings, *unsaid]
+                    unsaid = [vars(Metric()), SHARE, LEAST, AFFORDABLE, PATHS]
+                    descends = settings.get("method", "gptq-cd") == "gptq-cd"
+                    key["settings"] = [settings, *unsaid] if descends else settings
                 found.append((tool, key))
     return found
 

@@ -390,6 +390,8 @@ class GptqCdSettings:
         As in `rtn`.
     signed : bool
         Let scales of a symmetric grid be negative.
+    beam : int
+        Paths of codes that GPTQ keeps open in each row; 1: GPTQ as published.
     sweeps : int
         Most times round of one coordinate descent on the codes; 0 leaves it out.
     rounds : int
@@ -411,6 +413,7 @@ class GptqCdSettings:
         symmetric: bool,
         signed: bool,
         scale_dtype: _ScaleType,
+        beam: int,
         sweeps: int,
         rounds: int,
         refit: bool,

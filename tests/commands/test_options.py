@@ -36,6 +36,7 @@ def test_every_setting_has_its_option(name):
         value = (choices_of(leaf.annotation) or [leaf.default])[-1]
         value = {
             "allocate": 3.25,
+            "beam": 8,
             "scale_bits": 5,
             "n_held_out": 2,
             "tune_truncate": 2,

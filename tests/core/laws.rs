@@ -84,7 +84,7 @@ fn solve<T: Real>(
 }
 
 fn options(scales: Scales, block_size: usize, isa: Isa) -> Options {
-    Options { scales, block_size, isa }
+    Options { scales, block_size, beam: 1, isa }
 }
 
 /// GPTQ as it was published: upper Cholesky factor of the inverse, in plain double precision.
@@ -368,6 +368,21 @@ proptest! {
     }
 
     #[test]
+    fn threads_and_vector_width_change_no_path(
+        dim in 1_usize..260, rows in 1_usize..30, group in 1_usize..140, seed in 0_u64..99,
+        beam in prop::sample::select(vec![2_usize, 7, 16]), symmetric in prop::bool::ANY,
+    ) {
+        let (w, h) = (noise(rows * dim, seed), hessian(dim, 40, seed + 1));
+        let grid = Grid { search: Search::Mse, symmetric, ..grid(3, group) };
+        let options = |isa| Options { beam, ..options(Scales::Static, 128, isa) };
+        let expected = solve::<f64>(&w, &h, dim, &grid, options(Isa::PORTABLE), 1);
+        for isa in Isa::available() {
+            let got = solve::<f64>(&w, &h, dim, &grid, options(isa), 2);
+            prop_assert!(got == expected, "{}", isa.name());
+        }
+    }
+
+    #[test]
     fn packing_round_trips(rows in 0_usize..5, dim in 1_usize..200, bits in prop::sample::select(vec![2_u32, 3, 4, 8])) {
         let codes: Vec<u8> = noise(rows * dim, 9).iter().map(|v| ((v + 1.0) * 127.0) as u8 & ((1 << bits) - 1) as u8).collect();
         let packed = dense::pack(&codes, rows, dim, bits).unwrap();
@@ -522,6 +537,17 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
         let plain = rtn(weight(&w, dim), &grid(4, 50), &on(1)).unwrap();
         assert_eq!(plain.scales, q.scales);
         assert!(real < 0.8 * loss(&plain));
+        // Paths are priced in single precision. The columns are three blocks of them.
+        let mut before = real;
+        for beam in [2, 8, 32] {
+            let options = Options { beam, ..options };
+            let (q, report) = gptq(weight(&w, dim), &f, &grid(4, 50), &options, &on(1)).unwrap();
+            assert_eq!(plain.scales, q.scales);
+            let real = loss(&q);
+            assert!((report.proxy - real).abs() <= 1e-4 * real, "{beam}: {} and {real}", report.proxy);
+            assert!(real < before, "{beam} paths: {real}, fewer: {before}");
+            before = real;
+        }
     }
 }
 

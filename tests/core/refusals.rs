@@ -173,9 +173,9 @@ fn interrupted_work() {
     refused(make(&stopped), Kind::Interrupted, &[]);
     let factor = make(&alone()).unwrap();
     let (w, input) = (weight(&[1.0, 2.0], 1), DampedHessian::new(h, &factor).unwrap());
-    let gptq_options = Options { scales: Scales::Static, block_size: 1, isa: Isa::best() };
+    let gptq_options = Options { scales: Scales::Static, block_size: 1, beam: 1, isa: Isa::best() };
     refused(gptq(w, &factor, &grid(4), &gptq_options, &stopped), Kind::Interrupted, &[]);
-    let settings = Coordinate { grid: grid(4), sweeps: 1, rounds: 1, refit: true };
+    let settings = Coordinate { grid: grid(4), beam: 1, sweeps: 1, rounds: 1, refit: true };
     refused(coordinate(w, &input, &settings, &stopped), Kind::Interrupted, &[]);
     let two = weight(&[1.0, 2.0, 3.0, 4.0], 2);
     refused(coupled(two, &input, &[input], &settings, 1, &stopped), Kind::Interrupted, &[]);
@@ -283,21 +283,24 @@ fn weights_scales_and_settings_of_a_solve() {
     let h = Symmetric::f64(&values, 2).unwrap();
     let ordered = DampedFactor::<f64>::new(h, &[0.1; 2], Order::Diagonal, &alone()).unwrap();
     assert_eq!(ordered.order(), [1, 0]);
-    let solve = |w: &[f32], scales, block_size| {
-        let options = Options { scales, block_size, isa: Isa::best() };
+    let solve = |w: &[f32], scales, block_size, beam| {
+        let options = Options { scales, block_size, beam, isa: Isa::best() };
         gptq(weight(w, 1), &ordered, &grid(4), &options, &alone())
     };
     // The row is named by its number in W, whichever vector it is solved in.
     let factor = DampedFactor::<f64>::new(h, &[0.1; 2], Order::Natural, &alone()).unwrap();
     let mut rows = vec![1.0; 2 * 40];
     rows[2 * 37 + 1] = 1e9;
-    let options = Options { scales: Scales::Group, block_size: 128, isa: Isa::best() };
+    let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa: Isa::best() };
     let half = Grid { scale_type: ScaleType::F16, ..grid(4) };
     let found = gptq(weight(&rows, 40), &factor, &half, &options, &alone());
     refused(found, Kind::Solve, &["row 37", "infinite"]);
-    refused(solve(&[1.0, 2.0], Scales::Group, 128), Kind::Config, &["'static' where columns are reordered"]);
-    refused(solve(&[1.0, 2.0], Scales::Static, 0), Kind::Config, &["block_size = 0"]);
-    refused(solve(&[1.0], Scales::Static, 128), Kind::Config, &["columns of W: expected 2"]);
+    let pair = [1.0, 2.0];
+    refused(solve(&pair, Scales::Group, 128, 1), Kind::Config, &["'static' where columns are reordered"]);
+    refused(solve(&pair, Scales::Static, 0, 1), Kind::Config, &["block_size = 0"]);
+    refused(solve(&pair, Scales::Static, 128, 0), Kind::Config, &["beam = 0"]);
+    refused(solve(&pair, Scales::Group, 128, 2), Kind::Config, &["'static' with more than one path"]);
+    refused(solve(&[1.0], Scales::Static, 128, 1), Kind::Config, &["columns of W: expected 2"]);
     refused(Scales::parse("x"), Kind::Config, &["'group', 'static'"]);
     refused(Search::parse("x"), Kind::Config, &["'max', 'half-range', 'mse'"]);
     refused(ScaleType::parse("x"), Kind::Config, &["'bfloat16'"]);

@@ -132,6 +132,7 @@ EXACT = {
     "awq": {**G, "method": "awq", "bits": 3},
     "awq-first": {**G, "method": "awq", "bits": 3, "steps": "first"},
     "gptq-cd": CD,
+    "gptq-cd-one-path": {**CD, "beam": 1},
     "gptq-cd-4": {**CD, "bits": 4, "damping_kind": "mean"},
     "gptq-cd-asymmetric": {**CD, "symmetric": False},
     "gptq-cd-unsigned": {**CD, "signed_scales": False},

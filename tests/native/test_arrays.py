@@ -59,7 +59,7 @@ def weight(rng: np.random.Generator, rows: int, dim: int) -> np.ndarray:
 
 
 GPTQ_CD = native.GptqCdSettings(
-    bits=3, group_size=8, symmetric=True, signed=True, scale_dtype="float32", sweeps=4,
+    bits=3, group_size=8, symmetric=True, signed=True, scale_dtype="float32", beam=2, sweeps=4,
     rounds=2, refit=True,
 )  # fmt: skip
 

@@ -208,7 +208,7 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
 def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
     h, w = np.eye(8) + 1, np.ones((3, 8), np.float32)
     settings = _native.GptqCdSettings(
-        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", sweeps=1,
+        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", beam=1, sweeps=1,
         rounds=1, refit=False,
     )  # fmt: skip
     early, late = factor(h, 0.01), factor(h, 0.01)
@@ -348,7 +348,7 @@ def test_arrays_of_other_types_are_type_errors() -> None:
 def test_shapes_must_agree_without_rows_too() -> None:
     wide = factor(np.eye(129), 0.01)
     settings = _native.GptqCdSettings(
-        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", sweeps=1, rounds=1,
+        bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", beam=1, sweeps=1, rounds=1,
         refit=False,
     )  # fmt: skip
     w = np.zeros((0, 1), np.float32)
@@ -396,7 +396,15 @@ def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
 
 #: One scale for each row: nothing is cut into groups.
 CD = _native.GptqCdSettings(
-    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", sweeps=9, rounds=9, refit=True
+    bits=3,
+    group_size=-1,
+    symmetric=True,
+    signed=True,
+    scale_dtype="float32",
+    beam=1,
+    sweeps=9,
+    rounds=9,
+    refit=True,
 )
 
 

@@ -22,7 +22,7 @@ from loopq import _native as native
 RECORD = Path(__file__).parents[1] / "golden" / "unchanged.json"
 ROWS, DIM = 37, 200
 GRID = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float32"}
-CD = {"signed": True, "sweeps": 30, "rounds": 4, "refit": True}
+CD = {"signed": True, "beam": 1, "sweeps": 30, "rounds": 4, "refit": True}
 
 Case = Callable[[], dict[str, Any]]
 
@@ -153,9 +153,19 @@ def gptq_cd_cases() -> Iterator[tuple[str, Case]]:
         {"symmetric": False, "bits": 3},
     ]
     changes += [{"sweeps": 0}, {"rounds": 0}, {"rounds": 1, "refit": False}, {"refit": False, "bits": 2}]
+    changes += [
+        {"beam": 2},
+        {"beam": 16},
+        {"beam": 16, "bits": 2, "symmetric": False},
+        {"beam": 64, "rounds": 0},
+    ]
     for change in changes:
         yield f"gptq-cd {change}", lambda c=change: gptq_cd(weight(), hessian(), **c)
-    yield "gptq-cd wide", lambda: gptq_cd(weight(20, 431, 3), hessian(431, 4), group_size=64)
+    for beam in (1, 8):
+        yield (
+            "gptq-cd wide" + f" {beam} paths" * (beam > 1),
+            lambda k=beam: gptq_cd(weight(20, 431, 3), hessian(431, 4), group_size=64, beam=k),
+        )
     for sizes, passes in (([37], 0), ([37], 2), ([16, 21], 1)):
         yield f"coupled {sizes} {passes}", lambda s=sizes, p=passes: coupled(weight(), hessian(), s, p)
     for bits, state_bits, sizes in ((2, 10, [37]), (3, 8, [16, 21]), (4, 6, [36, 1])):

@@ -32,7 +32,7 @@ sums = summed()
 h = sums.matrix()
 state = sums.state()
 cd = native.GptqCdSettings(
-    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", sweeps=2, rounds=2, refit=True
+    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", beam=2, sweeps=2, rounds=2, refit=True
 )
 factor = native.DampedFactor(h, mu, order="conditional", threads=threads)
 left = native.DampedFactor(h, mu, threads=threads)

@@ -39,7 +39,7 @@ def test_layer_config_refuses(field, value):
 
 
 def test_override_refuses_unknown_setting():
-    with pytest.raises(ConfigError, match=r"override '\*': unknown setting colour.*; known: act_order, bits"):
+    with pytest.raises(ConfigError, match=r"override '\*': unknown setting colour.*; known: act_order, beam, bits"):
         Override("*", {"colour": 3})
 
 

@@ -24,6 +24,7 @@ def solved(weight, hessian, *, mu=None, order="conditional", threads=1, **settin
         "symmetric": True,
         "signed": False,
         "scale_dtype": "float16",
+        "beam": 1,
         "sweeps": 30,
         "rounds": 4,
         "refit": True,
@@ -132,6 +133,58 @@ def test_brute_force_optimum_is_near():
     assert np.mean(ratio) < 1.25
 
 
+@pytest.mark.parametrize(("rows", "d", "bits", "group", "symmetric", "signed"), CASES)
+@pytest.mark.parametrize("n_paths", [2, 5, 32])
+def test_a_beam_search_is_the_twins(rows, d, bits, group, symmetric, signed, n_paths):
+    """In single precision, where two paths that cost nearly the same can change places."""
+    rng = np.random.default_rng(200 + d)
+    weight, hessian = rng.normal(size=(rows, d)).astype(np.float32), correlated(rng, d)
+    grid = {"bits": bits, "group_size": group, "symmetric": symmetric, "signed": signed}
+    result, s, _ = solved(weight, hessian, rounds=0, beam=n_paths, **grid)
+    order, scales = twin.conditional_order(s), result["scales"].astype(np.float64)
+    middle = np.full(scales.shape, 2 ** (bits - 1))
+    zeros = middle if symmetric else result["zeros"].astype(np.int64)
+    w = weight.astype(np.float64)
+    _, values = twin.beam(w, s, order, scales, zeros, bits, group, n_paths)
+    got = values_of(result, group, d)
+    assert (got == values).all(axis=1).mean() > 0.9
+    assert twin.loss(w, got.astype(np.float64), s).sum() == pytest.approx(
+        twin.loss(w, values, s).sum(), rel=1e-3
+    )
+    swept, _, _ = solved(weight, hessian, rounds=0, **grid)
+    assert result["proxy_swept"] < swept["proxy_swept"]
+
+
+def test_paths_enough_find_the_best_codes():
+    """On 6 columns 64 paths are all that two codes a column make; codes further off are hardly ever the best."""
+    rng = np.random.default_rng(13)
+    ratio = []
+    for _ in range(6):
+        weight, hessian = rng.normal(size=(8, 6)).astype(np.float32), correlated(rng, 6)
+        result, s, _ = solved(weight, hessian, bits=2, group_size=0, rounds=0, beam=64)
+        every = np.array(list(itertools.product(range(-2, 2), repeat=6)), dtype=np.float64)
+        weight, scales = weight.astype(np.float64), result["scales"].astype(np.float64)
+        found = twin.loss(weight, values_of(result, 0, 6).astype(np.float64), s)
+        for row in range(8):
+            exact = twin.loss(np.repeat(weight[row : row + 1], len(every), 0), every * scales[row, 0], s)
+            assert found[row] >= exact.min() * (1 - 1e-6)
+            ratio.append(found[row] / exact.min())
+    assert np.mean(np.array(ratio) < 1 + 1e-6) > 0.9
+    assert np.max(ratio) < 1.2
+
+
+def test_powers_of_two_change_no_path():
+    """In a row, and in all of them: paths are counted in units of the row's scales."""
+    rng = np.random.default_rng(14)
+    weight, hessian = rng.normal(size=(9, 150)).astype(np.float32), correlated(rng, 150)
+    settings = {"beam": 16, "scale_dtype": "float32", "group_size": 32}
+    plain, _, _ = solved(weight, hessian, **settings)
+    factors = 2.0 ** np.arange(-40, 50, 10)[:, None]
+    scaled, _, _ = solved((weight * factors).astype(np.float32), hessian, **settings)
+    np.testing.assert_array_equal(scaled["codes"], plain["codes"])
+    np.testing.assert_array_equal(scaled["scales"], plain["scales"] * factors)
+
+
 def test_shift_is_the_least_squares_target():
     """With X^ = X B exactly and no damping, W* X^^T = W X^T."""
     rng = np.random.default_rng(6)
@@ -147,16 +200,17 @@ def test_shift_is_the_least_squares_target():
         np.testing.assert_allclose(factor.shift(weight, cross, 0.5), half, atol=1e-6)
 
 
-def test_rows_do_not_see_their_neighbours_and_threads_change_nothing():
+@pytest.mark.parametrize("beam", [1, 16])
+def test_rows_do_not_see_their_neighbours_and_threads_change_nothing(beam):
     rng = np.random.default_rng(7)
-    weight, hessian = rng.normal(size=(21, 40)).astype(np.float32), correlated(rng, 40)
-    plain, _, _ = solved(weight, hessian)
+    weight, hessian = rng.normal(size=(21, 150)).astype(np.float32), correlated(rng, 150)
+    plain, _, _ = solved(weight, hessian, beam=beam)
     order = rng.permutation(21)
-    turned, _, _ = solved(weight[order], hessian)
+    turned, _, _ = solved(weight[order], hessian, beam=beam)
     for key in ("codes", "scales"):
         np.testing.assert_array_equal(turned[key], plain[key][order])
-        np.testing.assert_array_equal(solved(weight[:3], hessian)[0][key], plain[key][:3])
-        np.testing.assert_array_equal(solved(weight, hessian, threads=2)[0][key], plain[key])
+        np.testing.assert_array_equal(solved(weight[:3], hessian, beam=beam)[0][key], plain[key][:3])
+        np.testing.assert_array_equal(solved(weight, hessian, beam=beam, threads=2)[0][key], plain[key])
 
 
 def test_scaling_the_hessian_changes_no_code():
@@ -211,6 +265,7 @@ def test_zero_channels_zero_rows_and_settings_that_do_not_exist():
         {"order": "random"},
         {"rounds": -1},
         {"descent": -1},
+        {"beam": 0},
         {"damping_kind": "x"},
     ):
         with pytest.raises(ConfigError, match=next(iter(bad))):

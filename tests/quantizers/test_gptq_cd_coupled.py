@@ -13,7 +13,7 @@ from tests.support.gptq_cd_reference import conditional_order
 from tests.support.problems import correlated, values_of
 
 GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
-REST = {"sweeps": 30, "rounds": 4, "refit": True}
+REST = {"beam": 1, "sweeps": 30, "rounds": 4, "refit": True}
 SETTINGS = native.GptqCdSettings(**GRID, **REST)
 
 

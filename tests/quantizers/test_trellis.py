@@ -137,7 +137,9 @@ def test_less_loss_than_the_plain_grid_and_for_rows_that_know_each_other(bits, m
         found = native.trellis(weight, right, [left_of(between)], state_bits=10, **code)
         values = decoded(found["codes"], found["scales"], bits, 10, 96, 64)
         losses[name] = form(values - weight.astype(float), a, s)
-    settings = native.GptqCdSettings(symmetric=True, signed=True, sweeps=30, rounds=4, refit=True, **code)
+    settings = native.GptqCdSettings(
+        symmetric=True, signed=True, beam=1, sweeps=30, rounds=4, refit=True, **code
+    )
     left = native.DampedFactor(a, np.zeros(96), order="conditional")
     plain = native.coupled(weight, right, [left], settings)["coupled_settled"]
     assert losses["coupled"] < 0.9 * losses["apart"]
@@ -199,7 +201,9 @@ def over_the_plain_grid(rows):
         right = native.DampedFactor(s, np.zeros(64), order="conditional")
         code = {"group_size": 64, "scale_dtype": "float16", "bits": 2 + seed % 3}
         found = native.trellis(weight, right, [left_of(a)], state_bits=10, **code)
-        settings = native.GptqCdSettings(symmetric=True, signed=True, sweeps=30, rounds=4, refit=True, **code)
+        settings = native.GptqCdSettings(
+            symmetric=True, signed=True, beam=1, sweeps=30, rounds=4, refit=True, **code
+        )
         left = native.DampedFactor(a, np.zeros(rows), order="conditional")
         plain = native.coupled(weight, right, [left], settings)
         ratios.append(found["coupled_settled"] / plain["coupled_settled"])

@@ -61,7 +61,8 @@ def test_closed_loop_collects_from_the_quantized_model(tiny, tokens):
 def test_closed_loop_solves_original_weights_on_the_inputs_of_the_first_quantized_ones(tiny, tokens):
     """What a layer loses is summed over rows that hooks of torch read from the model filled by hand."""
     name = "transformer.core_block.0.mlp.fc"
-    run = run_of(tiny, tokens, QuantConfig.of(bits=2, group_size=16, rank_threshold=None), batch_size=5)
+    config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None, preset="paper")
+    run = run_of(tiny, tokens, config, batch_size=5)
     first, again = Open().solve(run), ClosedLoop().solve(run)[f"{name}.weight"]
     own = tiny.model.get_parameter(f"{name}.weight").detach().double().numpy().copy()
     rows = []

@@ -110,6 +110,32 @@ def sweep(w, s, order, scales, zeros, bits, group_size):
     return codes, q
 
 
+def beam(w, s, order, scales, zeros, bits, group_size, n_paths):
+    """Sweep with `n_paths` open in each row, each going on with its two nearest codes; give the cheapest."""
+    m, d = w.shape
+    owner, _ = groups(d, group_size)
+    r = reversed_factor(s[np.ix_(order, order)])
+    a, p = r / np.diag(r), np.diag(r) ** 2
+    found = np.zeros((m, d))
+    for row in range(m):
+        codes, updated, costs = np.zeros((1, d)), w[row : row + 1, order], np.zeros(1)
+        for i, j in enumerate(order):
+            scale, zero = scales[row, owner[j]], zeros[row, owner[j]]
+            near = to_code(updated[:, i], scale, zero, bits)
+            second = near + np.where(updated[:, i] / scale + zero > near, 1, -1)
+            paths, code = np.tile(np.arange(len(costs)), 2), np.concatenate([near, second])
+            q = value(code, scale, zero)
+            costs = costs[paths] + p[i] * (updated[paths, i] - q) ** 2
+            costs[(code < 0) | (code > 2**bits - 1)] = np.inf
+            kept = np.argsort(costs, kind="stable")[:n_paths]
+            kept = kept[np.isfinite(costs[kept])]
+            codes, updated, costs = codes[paths[kept]], updated[paths[kept]], costs[kept]
+            codes[:, j] = code[kept]
+            updated[:, i + 1 :] += np.outer(w[row, j] - q[kept], a[i, i + 1 :])
+        found[row] = codes[np.argmin(costs)]
+    return found, value(found, scales[:, owner], zeros[:, owner])
+
+
 def loss(w, q, s):
     """(w - q) S (w - q)^T of every row."""
     e = q - w

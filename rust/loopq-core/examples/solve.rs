@@ -60,7 +60,7 @@ fn main() -> Result<()> {
     let w = Weight::new("W", &values, OUTPUTS, DIM)?;
     let (scale_type, search) = (ScaleType::F16, Search::Mse);
     let grid = Grid { bits: 3, group_size: 32, symmetric: true, signed: false, scale_type, search };
-    let options = Options { scales: Scales::Group, block_size: 128, isa };
+    let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa };
 
     let all = sums.matrix(None, &cancel)?;
     // tr(D H D^T), the square error of the outputs on the inputs of all steps.

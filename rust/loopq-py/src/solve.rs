@@ -33,7 +33,7 @@ pub(crate) fn gptq<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let read = || -> Result<(Grid, Options), Error> {
         let grid = grid_of(bits, group_size, symmetric, scale_dtype, Search::parse(scale_search)?)?;
-        Ok((grid, Options { scales: Scales::parse(scales)?, block_size, isa: Isa::best() }))
+        Ok((grid, Options { scales: Scales::parse(scales)?, block_size, beam: 1, isa: Isa::best() }))
     };
     let (grid, options) = read().map_err(|e| raise(py, &e))?;
     let w = Matrix::take("w", w)?;
@@ -77,7 +77,7 @@ pub(crate) struct Settings {
 #[pymethods]
 impl Settings {
     #[new]
-    #[pyo3(signature = (*, bits, group_size, symmetric, signed, scale_dtype, sweeps, rounds, refit))]
+    #[pyo3(signature = (*, bits, group_size, symmetric, signed, scale_dtype, beam, sweeps, rounds, refit))]
     #[expect(clippy::too_many_arguments)] // keywords of a Python function
     fn new(
         py: Python<'_>,
@@ -86,13 +86,20 @@ impl Settings {
         symmetric: bool,
         signed: bool,
         scale_dtype: &str,
+        beam: usize,
         sweeps: usize,
         rounds: usize,
         refit: bool,
     ) -> PyResult<Self> {
         let read = || -> Result<loopq_core::coordinate::Settings, Error> {
             let grid = grid_of(bits, group_size, symmetric, scale_dtype, Search::Mse)?;
-            Ok(loopq_core::coordinate::Settings { grid: Grid { signed, ..grid }, sweeps, rounds, refit })
+            Ok(loopq_core::coordinate::Settings {
+                grid: Grid { signed, ..grid },
+                beam,
+                sweeps,
+                rounds,
+                refit,
+            })
         };
         Ok(Self { inner: read().map_err(|e| raise(py, &e))? })
     }

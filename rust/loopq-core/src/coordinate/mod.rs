@@ -2,13 +2,13 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `tile` | GPTQ with static scales, descents, and again from the scales found |
+//! | `tile` | GPTQ with static scales and several paths open, descents, and again from the scales found |
 //! | `descent` | single codes and single scales are changed until none gains |
 //! | `coupled` | the same under a second metric, between outputs |
 //!
 //! The loss falls with every change, and a new start is taken, row by row, only where it ends lower. GPTQ's sweep is, but for
 //! the ends of the grid, Babai's nearest plane in the lattice problem that rounding under `S` is (J. Chen et al., *The
-//! Geometry of LLM Quantization*, 2025, arXiv:2507.18553).
+//! Geometry of LLM Quantization*, 2025, arXiv:2507.18553), and a beam of paths the list decoder of that problem.
 
 mod coupled;
 mod descent;
@@ -32,6 +32,8 @@ const SCRATCH: &str = "rows that are solved together";
 pub struct Settings {
     /// The grid, with the search for the static scales.
     pub grid: Grid,
+    /// Paths of codes that GPTQ keeps open.
+    pub beam: usize,
     /// Times round of one coordinate descent; 0 leaves it out.
     pub sweeps: usize,
     /// Starts: GPTQ, and GPTQ again with the scales found so far.

@@ -116,7 +116,7 @@ impl Problem<'_> {
 
     /// GPTQ as it is used here.
     fn sweep(&self) -> Options {
-        Options { scales: Scales::Static, block_size: 128, isa: self.isa }
+        Options { scales: Scales::Static, block_size: 128, beam: self.settings.beam, isa: self.isa }
     }
 
     /// Lowers the loss of a batch of rows that GPTQ has found, in place. New scales can make a better start than the

@@ -6,10 +6,11 @@
 //! always along the same chain.
 
 use crate::factor::{DampedFactor, PANEL_WIDTH};
+use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
 use crate::grid::{fit, Grid, Levels};
-use crate::memory::{copied, zeros};
+use crate::memory::{collected, copied, zeros};
 use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
 use crate::{Execution, Result};
@@ -17,6 +18,9 @@ use crate::{Execution, Result};
 /// Rows of `A` that one stride of the long update takes: their share of `A` and of the errors fits the second-level
 /// cache.
 const STRIDE: usize = 256;
+
+/// What the memory of a beam search is for.
+const BEAM: &str = "paths of a beam search";
 
 /// What all batches share.
 pub(super) struct Problem<'a, T> {
@@ -74,14 +78,10 @@ impl<'a, T: Real> Batch<'a, T> {
     pub(super) fn solve(mut self, codes: &mut [u8], execution: &Execution<'_>) -> Result<Self> {
         let (dim, problem) = (self.dim, self.problem);
         self.vectors = (0..self.n().div_ceil(T::NR)).map(|v| self.load(v)).collect::<Result<_>>()?;
-        let block = problem.options.block_size.next_multiple_of(MR).min(dim.next_multiple_of(MR));
-        for from in (0..dim).step_by(block) {
-            let to = dim.min(from + block);
-            self.update(from, from, to);
-            for octet in (from..to).step_by(MR) {
-                self.octet(octet, to.min(octet + MR))?;
-            }
-            execution.check()?;
+        if problem.options.beam > 1 {
+            self.search(execution)?;
+        } else {
+            self.sweep(execution)?;
         }
         for (v, vector) in self.vectors.iter().enumerate() {
             for (lane, row) in codes.chunks_exact_mut(dim).skip(v * T::NR).take(T::NR).enumerate() {
@@ -91,6 +91,102 @@ impl<'a, T: Real> Batch<'a, T> {
             }
         }
         Ok(self)
+    }
+
+    /// One code a column: the nearest.
+    fn sweep(&mut self, execution: &Execution<'_>) -> Result<()> {
+        let dim = self.dim;
+        let block = self.problem.options.block_size.next_multiple_of(MR).min(dim.next_multiple_of(MR));
+        for from in (0..dim).step_by(block) {
+            let to = dim.min(from + block);
+            self.update(from, from, to);
+            for octet in (from..to).step_by(MR) {
+                self.octet(octet, to.min(octet + MR))?;
+            }
+            execution.check()?;
+        }
+        Ok(())
+    }
+
+    /// Several paths a row; the codes of a block are decided when the block after it has been searched.
+    fn search(&mut self, execution: &Execution<'_>) -> Result<()> {
+        let Problem { factor, grid, options, .. } = self.problem;
+        let (dim, n) = (self.dim, self.n());
+        let mut beams: Vec<Beam> = (0..n).map(|_| Beam::new(options.beam)).collect::<Result<_>>()?;
+        let units = collected(BEAM, (0..n).map(|r| power_of_two(self.levels.mean_scale(r))))?;
+        let mean_pivot = factor.pivots().iter().sum::<f64>() / dim as f64;
+        let pivot_unit = f64::from(power_of_two(mean_pivot as f32));
+        let mut a: Vec<Strips> = zeros(BEAM, 2 * BLOCK)?;
+        for from in (0..dim).step_by(BLOCK) {
+            let (before, to) = (from.saturating_sub(BLOCK), dim.min(from + BLOCK));
+            for (r, beam) in beams.iter_mut().enumerate() {
+                let codes = beam.decide();
+                if before > 0 {
+                    self.decided(r, before - BLOCK, &codes);
+                }
+            }
+            self.update(before, from, to);
+            for (at, entry) in a.as_flattened_mut().as_flattened_mut().iter_mut().enumerate() {
+                let (i, j) = ((from + at / BLOCK).wrapping_sub(BLOCK), from + at % BLOCK);
+                *entry = if i < j && j < dim { factor.entry(i, j).wide() as f32 } else { 0.0 };
+            }
+            let pivots = factor.pivots()[from..to].iter().map(|p| (p / pivot_unit) as f32);
+            let pivots = collected(BEAM, pivots)?;
+            let top = f32::from(grid.top());
+            let block = Block { n: to - from, a: &a, pivots: &pivots, top, isa: options.isa };
+            for (r, (beam, &unit)) in beams.iter_mut().zip(&units).enumerate() {
+                execution.check()?;
+                beam.advance(&block, &self.row(r, from, to, unit));
+            }
+        }
+        let last = (dim - 1) / BLOCK * BLOCK;
+        for (r, (beam, &unit)) in beams.iter_mut().zip(&units).enumerate() {
+            let codes = beam.decide();
+            if last > 0 {
+                self.decided(r, last - BLOCK, &codes);
+            }
+            self.decided(r, last, &beam.decide()[..dim - last]);
+            self.vectors[r / T::NR].damped[r % T::NR] = beam.spent() * pivot_unit * f64::from(unit).powi(2);
+        }
+        Ok(())
+    }
+
+    /// Columns `from..to` of a row as a beam takes them, with those of the block before.
+    fn row(&self, r: usize, from: usize, to: usize, unit: f32) -> Row {
+        let (factor, group) = (self.problem.factor, self.problem.grid.group(self.dim));
+        let (vector, lane) = (&self.vectors[r / T::NR], r % T::NR);
+        let mut row = Row {
+            original: [0.0; 2 * BLOCK],
+            scale: [0.0; 2 * BLOCK],
+            zero: [0.0; 2 * BLOCK],
+            updated: Strips::default(),
+        };
+        for j in from.saturating_sub(BLOCK)..to {
+            let (scale, zero) = self.levels.lanes(factor.order()[j] / group, r, 1);
+            let at = j + BLOCK - from;
+            row.original[at] = vector.original[j * T::NR + lane] / unit;
+            (row.scale[at], row.zero[at]) = (scale[0] / unit, zero[0]);
+            if j >= from {
+                row.updated.as_flattened_mut()[j - from] =
+                    (vector.values[j * T::NR + lane].wide() / f64::from(unit)) as f32;
+            }
+        }
+        row
+    }
+
+    /// Takes over codes of a row from column `from` on, and their errors.
+    fn decided(&mut self, r: usize, from: usize, codes: &[u8]) {
+        let Problem { factor, grid, .. } = self.problem;
+        let (lane, group) = (r % T::NR, grid.group(self.dim));
+        let vector = &mut self.vectors[r / T::NR];
+        for (j, &code) in (from..).zip(codes) {
+            let (column, at) = (factor.order()[j], j * T::NR + lane);
+            let (scale, zero) = self.levels.lanes(column / group, r, 1);
+            let value = (f32::from(code) - zero[0]) * scale[0];
+            let error = T::of(f64::from(vector.original[at])) - T::of(f64::from(value));
+            (vector.codes[at], vector.values[at]) = (code, error);
+            vector.added[lane] += factor.mu()[column] * (error.wide() * error.wide());
+        }
     }
 
     fn load(&self, v: usize) -> Result<Vector<T>> {
@@ -250,5 +346,15 @@ impl<T: Real> Vector<T> {
             *shift = T::of(f64::from(w)) + *shift;
         }
         Ok(lines)
+    }
+}
+
+/// The power of two below a positive number.
+fn power_of_two(x: f32) -> f32 {
+    let below = f32::from_bits(x.to_bits() & 0x7f80_0000);
+    if below.is_normal() {
+        below
+    } else {
+        1.0
     }
 }

@@ -11,8 +11,10 @@
 //! 3. The damped proxy `tr(D S D^T)` comes for free: `(W - Q) R` has the entries `R_jj (w'_j - q_j)`, `w'` the updated
 //!    weights.
 //! 4. Rows are independent: every task takes a batch of them through all columns, with no barrier in between.
+//! 5. With static scales several paths of codes can stay open in each row: that proxy is what they are compared by (`beam`).
 
 mod batch;
+mod beam;
 mod column;
 
 use rayon::prelude::*;
@@ -62,6 +64,8 @@ pub struct Options {
     pub scales: Scales,
     /// Columns between two long updates; changes no code.
     pub block_size: usize,
+    /// Paths of codes that stay open in a row, see `beam`; 1: GPTQ. More ask for scales that are known beforehand.
+    pub beam: usize,
     /// Instruction set; changes no code.
     pub isa: Isa,
 }
@@ -70,6 +74,12 @@ impl Options {
     fn check(&self, rule: Order) -> Result<()> {
         if self.block_size == 0 {
             return Err(Error::setting("block_size", self.block_size, "1 or more"));
+        }
+        if self.beam == 0 {
+            return Err(Error::setting("beam", self.beam, "1 or more"));
+        }
+        if self.scales == Scales::Group && self.beam > 1 {
+            return Err(Error::setting("scales", "'group'", "'static' with more than one path"));
         }
         if self.scales == Scales::Group && rule != Order::Natural {
             let allowed = "'static' where columns are reordered, as by act_order (groups keep their columns)";

@@ -68,6 +68,13 @@ impl Levels {
         (&self.scale[at..at + len], &self.zero[at..at + len])
     }
 
+    /// Mean size of the scales of a lane.
+    pub(crate) fn mean_scale(&self, lane: usize) -> f32 {
+        let scales = self.scale.iter().skip(lane).step_by(self.n);
+        let (sum, n) = scales.fold((0.0, 0), |(sum, n), s| (sum + f64::from(s.abs()), n + 1));
+        (sum / f64::from(n)) as f32
+    }
+
     /// Sets the level of one lane in group `g`.
     pub(crate) fn set(&mut self, g: usize, lane: usize, level: Level) {
         self.scale[g * self.n + lane] = level.scale;

@@ -84,7 +84,7 @@ define environment
 	@mkdir -p .cache && rm -rf $(@D) $(@D).unavailable
 	@echo 'making $(@D): $(1), once'
 	@if { $(PY) -m venv $(@D) && \
-		$(abspath $(PY)) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		$(abspath $(PY)) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 			> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/development.pth" && \
 		$(@D)/bin/python -m pip install -q --upgrade pip setuptools wheel && \
 		$(@D)/bin/python -m pip install -q --no-build-isolation $(1) && \

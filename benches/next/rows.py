@@ -79,8 +79,13 @@ Made = tuple[Layers, Corrections | None]
 
 
 def best(bench: Bench, bits: int) -> Made:
-    """Preset best."""
+    """Preset best with one path of codes."""
     return bench.best(bits)[0], None
+
+
+def searched(bench: Bench, bits: int) -> Made:
+    """Preset best as it is: GPTQ with several paths of codes open."""
+    return bench.subject.solve("beam", bits, GROUP, beam=None), None
 
 
 def finer(bench: Bench, bits: int) -> Made:
@@ -193,13 +198,14 @@ FROM_BEST = (
 )
 METHODS: dict[str, tuple[Callable[[Bench, int], Made], tuple[int, ...]]] = {
     "best": (best, (4, 3, 2)),
+    "best, beam search": (searched, (4, 3, 2)),
     "trellis": (coded("trellis"), (4, 3, 2)),
     "trellis, 8 bits": (coded("trellis", state_bits=8), (3, 2)),
     "trellis, 12 bits": (coded("trellis", state_bits=12), (3, 2)),
     "E8 table": (coded("vectors", passes=0), (2,)),
     "D4 table": (coded("vectors", factor=1.25, passes=0), (3,)),
     "uniform grid, same solver": (coded("levels", passes=0), (3, 2)),
-    "best, damped shift": (coded("gptq-cd-shift"), (3, 2)),
+    "best, damped shift": (coded("gptq-cd-shift", beam=1), (3, 2)),
     "best, 5 % random tokens": (random_tokens(0.05), (4, 3, 2)),
     "best, group 64": (finer, (4, 3, 2)),
     "codes by gradient": (tuned, (3, 2)),

@@ -97,8 +97,10 @@ class Subject:
         return np.asarray(self.sums.accumulator(str(task.input_group), task.steps).matrix(list(task.steps)))
 
     def solve(self, what: str, bits: int, group: int, **settings: Any) -> Layers:
-        """Layers of preset best with some settings changed."""
-        config = QuantConfig.of(**{**PRESETS["best"], **settings}, bits=bits, group_size=group)
+        """Layers of preset best with some settings changed, with one path of codes unless told otherwise."""
+        one_path = {} if "method" in settings else {"beam": 1}
+        settings = {**PRESETS["best"], **one_path, **settings}
+        config = QuantConfig.of(**settings, bits=bits, group_size=group)
         with self.timed(what):
             return choose.solve(self.run.with_config(config), self.model.tuning_held_out)[1]
 

@@ -39,7 +39,9 @@ def test_layer_config_refuses(field, value):
 
 
 def test_override_refuses_unknown_setting():
-    with pytest.raises(ConfigError, match=r"override '\*': unknown setting colour.*; known: act_order, beam, bits"):
+    with pytest.raises(
+        ConfigError, match=r"override '\*': unknown setting colour.*; known: act_order, beam, bits"
+    ):
         Override("*", {"colour": 3})
 
 

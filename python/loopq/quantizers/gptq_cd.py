@@ -12,7 +12,6 @@ from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.settings import Settings, block, setting
 
-
 #: Paths of codes that are kept open by default: where gradients were taken, more take little time beside them.
 PATHS = {"inputs": 16, "loop": 64}
 

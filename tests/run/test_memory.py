@@ -137,4 +137,5 @@ def test_a_run_at_its_estimate_ends_well_and_at_half_of_it_with_one_line():
     assert short.returncode == 1
     assert short.stderr.count("\n") == 1, short.stderr
     # The stack of a thread is memory too.
-    assert re.search("memory|cannot start .* threads", short.stderr), short.stderr
+    # So is what NumPy asks for, which has an error of its own.
+    assert re.search("[Mm]emory|cannot start .* threads", short.stderr), short.stderr

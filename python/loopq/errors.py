@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class LoopqError(Exception):
     """Base class of every error that loopq raises on purpose."""
@@ -45,3 +48,20 @@ class KernelError(LoopqError):
 
 class SystemContractError(LoopqError):
     """No system matches the model, or the model breaks the contract of its system."""
+
+
+@contextlib.contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Put a layer's name, once, before what the solver says inside; NumPy's want of memory becomes loopq's."""
+    start = f"layer {layer}: "
+    try:
+        yield
+    except (SolveError, OutOfMemoryError) as cause:
+        if str(cause).startswith(start):
+            raise
+        raise type(cause)(f"{start}{cause}") from cause
+    except MemoryError as cause:
+        advice = (
+            "end other programs or take a machine with more memory; --memory bounds what a run holds at once"
+        )
+        raise OutOfMemoryError(f"{start}no memory: {cause}: {advice} besides the model") from cause

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from loopq.calibrate.collect import HessianSet
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, OutOfMemoryError
+from loopq.run import solver
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import estimate
 from loopq.run.memory import pass_bytes, passes, run_bytes
@@ -137,5 +138,15 @@ def test_a_run_at_its_estimate_ends_well_and_at_half_of_it_with_one_line():
     assert short.returncode == 1
     assert short.stderr.count("\n") == 1, short.stderr
     # The stack of a thread is memory too.
-    # So is what NumPy asks for, which has an error of its own.
-    assert re.search("[Mm]emory|cannot start .* threads", short.stderr), short.stderr
+    assert re.search("memory|cannot start .* threads", short.stderr), short.stderr
+
+
+@pytest.mark.parametrize("inputs", ["open", "asymmetric"])
+def test_want_of_memory_for_a_report_names_its_layer(tiny, tokens, monkeypatch, inputs):
+    def none(value, target):
+        raise MemoryError("Unable to allocate 4.00 MiB")
+
+    monkeypatch.setattr(solver, "relative_error", none)
+    run = run_of(tiny, tokens, QuantConfig.of(preset="paper", inputs=inputs))
+    with pytest.raises(OutOfMemoryError, match=r"^layer [\w.]+weight: no memory: Unable .* --memory bounds"):
+        run.config.inputs.solve(run)

@@ -61,7 +61,7 @@ def test_closed_loop_collects_from_the_quantized_model(tiny, tokens):
 def test_closed_loop_solves_original_weights_on_the_inputs_of_the_first_quantized_ones(tiny, tokens):
     """What a layer loses is summed over rows that hooks of torch read from the model filled by hand."""
     name = "transformer.core_block.0.mlp.fc"
-    config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None, preset="paper")
+    config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None, beam=1)
     run = run_of(tiny, tokens, config, batch_size=5)
     first, again = Open().solve(run), ClosedLoop().solve(run)[f"{name}.weight"]
     own = tiny.model.get_parameter(f"{name}.weight").detach().double().numpy().copy()

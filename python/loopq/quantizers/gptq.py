@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.errors import ConfigError, OutOfMemoryError, SolveError
+from loopq.errors import ConfigError, naming
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.rtn import ScaleSearch
@@ -72,7 +72,7 @@ class GPTQ(Method):
                 threads=problem.threads,
             )
 
-        try:
+        with naming(problem.name):
             factor = problem.once((self.name, self.damping, self.precision, self.act_order), factored)
             result = native.gptq(
                 problem.target,
@@ -86,8 +86,6 @@ class GPTQ(Method):
                 block_size=self.block_size,
                 threads=problem.threads,
             )
-        except (SolveError, OutOfMemoryError) as cause:
-            raise type(cause)(f"layer {problem.name}: {cause}") from cause
         return problem.layer(result, self.name)
 
     def _added(self, hessian: NDArray[np.float64], threads: int) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer
-from loopq.errors import OutOfMemoryError, SolveError
+from loopq.errors import SolveError, naming
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.settings import Settings, block, setting
@@ -120,10 +120,8 @@ class GPTQCD(Method):
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         problem.observed  # noqa: B018  # refuses a layer without activations
-        try:
+        with naming(problem.name):
             result = self._coupled(problem) if self.metric.kind == "loop" else self._plain(problem)
-        except (SolveError, OutOfMemoryError) as cause:
-            raise type(cause)(f"layer {problem.name}: {cause}") from cause
         return problem.layer(result, self.name)
 
     def _settings(self, problem: Problem) -> native.GptqCdSettings:

@@ -9,7 +9,7 @@ import numpy as np
 
 import loopq._native as native
 from loopq.checkpoint.layer import QuantizedLayer, Trellis
-from loopq.errors import ConfigError, OutOfMemoryError, SolveError
+from loopq.errors import ConfigError, naming
 from loopq.grid import Grid
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
@@ -100,7 +100,7 @@ class TrellisMethod(Method):
         rows = len(problem.target)
         if rows < FEW:
             return GPTQCD(metric=self.metric, damping=self.damping).quantize(problem)
-        try:
+        with naming(problem.name):
             if self.metric.kind == "loop":
                 factor, left, told = sides(problem, self.damping, "conditional", "natural")
             else:
@@ -113,8 +113,6 @@ class TrellisMethod(Method):
                 problem.target, factor, left, bits=grid.bits, group_size=grid.core_group_size,
                 scale_dtype=grid.core_scale_dtype, state_bits=self.state_bits, threads=problem.threads,
             )  # fmt: skip
-        except (SolveError, OutOfMemoryError) as cause:
-            raise type(cause)(f"layer {problem.name}: {cause}") from cause
         return problem.layer(found | told, self.name, trellis=Trellis(self.state_bits, BLOCK))
 
     def _factor(self, problem: Problem) -> native.DampedFactor:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.pairs import Moments, PairedSums, collect_pairs
 from loopq.checkpoint.layer import QuantizedLayer
+from loopq.errors import naming
 from loopq.quantizers.base import Problem
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
@@ -153,17 +154,18 @@ class _Group:
             cache,
             self.run.metrics.get(task.metric_key),
         )
-        target = self._target(task, problem, moments)
-        layer = task.config.quantize(replace(problem, target=target))
-        report = account(task, layer, weight, summed, threads) | {
-            "inputs": self.settings.name,
-            "alpha": self.settings.alpha,
-            "sweep": self.sweep,
-            "rank": None,
-            "rank_threshold": None,
-            "target_shift": relative_error(target, weight),
-            "proxy_shifted": loss_of(target, layer.dequantize(), moments.quantized, threads),
-        }
+        with naming(task.name):
+            target = self._target(task, problem, moments)
+            layer = task.config.quantize(replace(problem, target=target))
+            report = account(task, layer, weight, summed, threads) | {
+                "inputs": self.settings.name,
+                "alpha": self.settings.alpha,
+                "sweep": self.sweep,
+                "rank": None,
+                "rank_threshold": None,
+                "target_shift": relative_error(target, weight),
+                "proxy_shifted": loss_of(target, layer.dequantize(), moments.quantized, threads),
+            }
         return layer.with_report(**report)
 
     def _target(self, task: Task, problem: Problem, moments: Moments) -> NDArray[np.float32]:

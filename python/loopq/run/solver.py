@@ -16,7 +16,7 @@ from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.checkpoint.lock import Claims
 from loopq.checkpoint.schema import checked
 from loopq.checkpoint.weights import ModelWeights
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, naming
 from loopq.execution import POLL, Execution
 from loopq.journal import Journal
 from loopq.quantizers.base import Problem
@@ -157,12 +157,12 @@ class Solver:
             shared=shared.cache,
             metric=metric,
         )
-        layer = task.config.quantize(problem)
-        rank = None if summed is None else self._rank(problem)
+        with naming(task.name):
+            layer = task.config.quantize(problem)
+            rank = None if summed is None else self._rank(problem)
+            report = account(task, layer, weight, summed, threads)
         return layer.with_report(
-            **account(task, layer, weight, summed, threads) | facts,
-            rank=rank,
-            rank_threshold=None if rank is None else self.rank_threshold,
+            **report | facts, rank=rank, rank_threshold=None if rank is None else self.rank_threshold
         )
 
     def _rank(self, problem: Problem) -> int | None:

@@ -6,7 +6,7 @@
 //! always along the same chain.
 
 use crate::factor::{DampedFactor, PANEL_WIDTH};
-use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK};
+use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK, SCRATCH};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
 use crate::grid::{fit, Grid, Levels};
@@ -18,9 +18,6 @@ use crate::{Execution, Result};
 /// Rows of `A` that one stride of the long update takes: their share of `A` and of the errors fits the second-level
 /// cache.
 const STRIDE: usize = 256;
-
-/// What the memory of a beam search is for.
-const BEAM: &str = "paths of a beam search";
 
 /// What all batches share.
 pub(super) struct Problem<'a, T> {
@@ -113,10 +110,10 @@ impl<'a, T: Real> Batch<'a, T> {
         let Problem { factor, grid, options, .. } = self.problem;
         let (dim, n) = (self.dim, self.n());
         let mut beams: Vec<Beam> = (0..n).map(|_| Beam::new(options.beam)).collect::<Result<_>>()?;
-        let units = collected(BEAM, (0..n).map(|r| power_of_two(self.levels.mean_scale(r))))?;
+        let units = collected(SCRATCH, (0..n).map(|r| power_of_two(self.levels.mean_scale(r))))?;
         let mean_pivot = factor.pivots().iter().sum::<f64>() / dim as f64;
         let pivot_unit = f64::from(power_of_two(mean_pivot as f32));
-        let mut a: Vec<Strips> = zeros(BEAM, 2 * BLOCK)?;
+        let mut a: Vec<Strips> = zeros(SCRATCH, 2 * BLOCK)?;
         for from in (0..dim).step_by(BLOCK) {
             let (before, to) = (from.saturating_sub(BLOCK), dim.min(from + BLOCK));
             for (r, beam) in beams.iter_mut().enumerate() {
@@ -131,9 +128,9 @@ impl<'a, T: Real> Batch<'a, T> {
                 *entry = if i < j && j < dim { factor.entry(i, j).wide() as f32 } else { 0.0 };
             }
             let pivots = factor.pivots()[from..to].iter().map(|p| (p / pivot_unit) as f32);
-            let pivots = collected(BEAM, pivots)?;
+            let pivots = collected(SCRATCH, pivots)?;
             let top = f32::from(grid.top());
-            let block = Block { n: to - from, a: &a, pivots: &pivots, top, isa: options.isa };
+            let block = Block { a: &a, pivots: &pivots, top, isa: options.isa };
             for (r, (beam, &unit)) in beams.iter_mut().zip(&units).enumerate() {
                 execution.check()?;
                 beam.advance(&block, &self.row(r, from, to, unit));

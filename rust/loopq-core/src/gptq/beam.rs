@@ -23,15 +23,15 @@ const STRIP: usize = 16;
 pub(super) type Strips = [[f32; STRIP]; BLOCK / STRIP];
 
 /// What the memory of the paths is for.
-const SCRATCH: &str = "paths of codes";
+pub(super) const SCRATCH: &str = "paths of codes";
 
 /// The paths of one row.
 pub(super) struct Beam {
     paths: Vec<Path>,
     /// Above that of the best path; infinite where no path is.
     cost: Vec<f32>,
-    /// Error `w - q` of this column.
-    error: Vec<f32>,
+    /// This column's weight, as the errors before change it.
+    wanted: Vec<f32>,
     /// What each path can go on with.
     nearest: Choices,
     second: Choices,
@@ -41,8 +41,8 @@ pub(super) struct Beam {
 
 #[derive(Clone)]
 struct Path {
-    /// Codes of the block before and of this one.
-    codes: [u8; 2 * BLOCK],
+    /// Codes of the block before, and of this one.
+    codes: [[u8; BLOCK]; 2],
     /// Columns of this block, as the errors before change them.
     ahead: Strips,
 }
@@ -55,10 +55,9 @@ struct Choices {
 
 /// What is the same for all rows of a block of columns.
 pub(super) struct Block<'a> {
-    /// Columns.
-    pub(super) n: usize,
     /// `A_ij`, `i` over the block before and this one, `j` over this one.
     pub(super) a: &'a [Strips],
+    /// Of each of its columns.
     pub(super) pivots: &'a [f32],
     /// Largest code.
     pub(super) top: f32,
@@ -78,11 +77,11 @@ impl Beam {
     pub(super) fn new(n: usize) -> Result<Self> {
         let mut cost = zeros(SCRATCH, n)?;
         cost[1..].fill(f32::INFINITY);
-        let path = Path { codes: [0; 2 * BLOCK], ahead: Strips::default() };
+        let path = Path { codes: [[0; BLOCK]; 2], ahead: Strips::default() };
         Ok(Self {
             paths: collected(SCRATCH, (0..n).map(|_| path.clone()))?,
             cost,
-            error: zeros(SCRATCH, n)?,
+            wanted: zeros(SCRATCH, n)?,
             nearest: Choices { code: zeros(SCRATCH, n)?, cost: zeros(SCRATCH, n)? },
             second: Choices { code: zeros(SCRATCH, n)?, cost: zeros(SCRATCH, n)? },
             spent: 0.0,
@@ -92,12 +91,12 @@ impl Beam {
     /// Decides the codes of the block before, those of the best path, and makes this block the one before. Paths with
     /// other codes end here.
     pub(super) fn decide(&mut self) -> [u8; BLOCK] {
-        let decided = before(&self.paths[self.best()]);
+        let [decided, _] = self.paths[self.best()].codes;
         for (path, cost) in self.paths.iter_mut().zip(&mut self.cost) {
-            if before(path) != decided {
+            if path.codes[0] != decided {
                 *cost = f32::INFINITY;
             }
-            path.codes.copy_within(BLOCK.., 0);
+            path.codes[0] = path.codes[1];
         }
         decided
     }
@@ -110,7 +109,7 @@ impl Beam {
     /// Takes the paths through a block.
     pub(super) fn advance(&mut self, block: &Block<'_>, row: &Row) {
         begin(block.isa, self, block, row);
-        for j in 0..block.n {
+        for j in 0..block.pivots.len() {
             weigh(block.isa, self, block, row, j);
             choose(block.isa, self, j);
             go_on(block.isa, self, block, row, j);
@@ -122,10 +121,6 @@ impl Beam {
         let least = self.cost.iter().copied().fold(f32::INFINITY, f32::min);
         self.cost.iter().position(|&c| c == least).unwrap_or(0)
     }
-}
-
-fn before(path: &Path) -> [u8; BLOCK] {
-    std::array::from_fn(|j| path.codes[j])
 }
 
 per_isa! {
@@ -150,7 +145,7 @@ fn begin_body(beam: &mut Beam, block: &Block<'_>, row: &Row) {
     for path in &mut beam.paths {
         let mut errors = [0.0; BLOCK];
         for (i, error) in errors.iter_mut().enumerate() {
-            *error = row.original[i] - (f32::from(path.codes[i]) - row.zero[i]) * row.scale[i];
+            *error = row.original[i] - (f32::from(path.codes[0][i]) - row.zero[i]) * row.scale[i];
         }
         let mut ahead = row.updated;
         for (a, &error) in block.a.iter().zip(&errors) {
@@ -165,11 +160,10 @@ fn begin_body(beam: &mut Beam, block: &Block<'_>, row: &Row) {
 fn weigh_body(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) {
     let n = beam.paths.len();
     let (scale, zero, top, pivot) = (row.scale[BLOCK + j], row.zero[BLOCK + j], block.top, block.pivots[j]);
-    let wanted = &mut beam.error[..n];
-    for (wanted, path) in wanted.iter_mut().zip(&beam.paths) {
+    for (wanted, path) in beam.wanted.iter_mut().zip(&beam.paths) {
         *wanted = path.ahead[j / STRIP][j % STRIP];
     }
-    let (wanted, costs) = (&beam.error[..n], &beam.cost[..n]);
+    let (wanted, costs) = (&beam.wanted[..n], &beam.cost[..n]);
     let (near_code, near_cost) = (&mut beam.nearest.code[..n], &mut beam.nearest.cost[..n]);
     let (second_code, second_cost) = (&mut beam.second.code[..n], &mut beam.second.cost[..n]);
     for p in 0..n {
@@ -200,14 +194,14 @@ fn choose_body(beam: &mut Beam, j: usize) {
     let least = near.iter().copied().fold(f32::INFINITY, f32::min);
     let most = dearest(near, other);
     for p in 0..n {
-        paths[p].codes[BLOCK + j] = nearest.code[p] as u8;
+        paths[p].codes[1][j] = nearest.code[p] as u8;
         cost[p] = near[p] - least;
     }
     let ended = (0..n).filter(|&p| near[p] > most).chain((0..n).filter(|&p| near[p] == most));
     let taken = (0..n).filter(|&p| other[p] < most).chain((0..n).filter(|&p| other[p] == most));
     for (from, to) in taken.zip(ended).take_while(|&(from, to)| other[from] < near[to]) {
         paths[to] = paths[from].clone();
-        paths[to].codes[BLOCK + j] = second.code[from] as u8;
+        paths[to].codes[1][j] = second.code[from] as u8;
         cost[to] = other[from] - least;
     }
     beam.spent += f64::from(least);
@@ -244,7 +238,7 @@ fn go_on_body(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) {
     let (from, a) = (j / STRIP, &block.a[BLOCK + j]);
     let (original, scale, zero) = (row.original[BLOCK + j], row.scale[BLOCK + j], row.zero[BLOCK + j]);
     for path in &mut beam.paths {
-        let error = original - (f32::from(path.codes[BLOCK + j]) - zero) * scale;
+        let error = original - (f32::from(path.codes[1][j]) - zero) * scale;
         change(&mut path.ahead[from..], &a[from..], error);
     }
 }

@@ -171,6 +171,11 @@ LQ_DEVICE void copy_async16(u32 to, const void* from, u64 policy) {
                  :: "r"(to), "l"(from), "l"(policy) : "memory");
 }
 
+LQ_DEVICE void copy_async16(u32 to, const void* from) {
+    asm volatile("{ .reg .u64 g; cvta.to.global.u64 g, %1; cp.async.cg.shared.global [%0], [g], 16; }"
+                 :: "r"(to), "l"(from) : "memory");
+}
+
 LQ_DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `Pending` of this thread's most recent groups are still under way.

@@ -112,15 +112,19 @@ struct Tiled {
         const int column = (int)(thread % 8);
         const int k = tile * kTileRows + column * 8;
         const u32 to = stage(slot) + (u32)column * 16;
-        const u64 policy = l2_policy(false);
+        // One branch around all pieces. Predicated one by one, NVRTC 13.0 to 13.3 gives the copies of some variants a descriptor in an
+        // odd uniform register, which is an illegal instruction (tests/kernels/test_nvrtc.py looks for those).
+        if (k >= p.k_begin && k < p.k_end) {
+            const u32 from = (u32)((k - p.k_begin) / 8);
 #pragma unroll
-        for (int j = 0; j < kXPieces; ++j) {
-            const int row = (int)(thread / 8) + j * (kThreads / 8);
-            const u32 at = to + (u32)row * kXPitch;
-            if (k >= p.k_begin && k < p.k_end) {
-                const u32 from = (u32)(token_of(row) * (p.x_stride / 8) + (k - p.k_begin) / 8);
-                copy_async16(at, (const Vec4*)p.x + from, policy);
-            } else {
+            for (int j = 0; j < kXPieces; ++j) {
+                const int row = (int)(thread / 8) + j * (kThreads / 8);
+                copy_async16(to + (u32)row * kXPitch, (const Vec4*)p.x + (u32)(token_of(row) * (p.x_stride / 8)) + from);
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < kXPieces; ++j) {
+                const u32 at = to + ((thread / 8) + (u32)j * (kThreads / 8)) * kXPitch;
                 st_shared4(at, Vec4{0, 0, 0, 0});
             }
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from loopq.kernels import plan, tiled
@@ -97,6 +99,28 @@ def test_the_planner_knows_what_a_stage_costs(fold: int) -> None:
         counted = sass.stage_slots(sass.disassemble(cubin))
         assert counted["HMMA"] == 16 * token_tiles, "the loop that was counted is not the main loop"
         assert counted.total() == pytest.approx(planned, rel=0.1), f"{variant}: {counted}"
+
+
+@needs_disassembler
+@pytest.mark.parametrize("fold", [0, 1, 2, 3])
+def test_no_copy_has_a_descriptor_in_an_odd_register(fold: int) -> None:
+    """NVRTC 13 compiles some predicated copies to an illegal instruction: a descriptor takes a pair of registers."""
+    sources: list[tuple[str, Variant | TiledVariant]] = [
+        ("w4a16_gemm.cu", Variant("bf16", tiles, fold, stages, False, "bf16"))
+        for tiles in (1, 2, 4)
+        for stages in (3, 6)
+    ]
+    sources += [
+        ("w4a16_tiled.cu", TiledVariant("bf16", warps, min(fold, 2), stages, "bf16"))
+        for warps in (1, 2)
+        for stages in (2, 3, 4, 5, 6)
+        if fold < 3
+    ]
+    for name, variant in sources:
+        options = ["-arch=sm_90", "-std=c++17", *variant.defines]
+        code = sass.disassemble(nvrtc.compile_cubin(translation_unit(name), name, options))
+        assert "desc[UR" in code, "no descriptor was found: the disassembler writes them in another way"
+        assert re.search(r"desc\[UR\d*[13579]\]", code) is None, variant
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])

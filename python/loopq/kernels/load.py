@@ -9,7 +9,9 @@ clocks. The rest of `loopq.kernels` sees a `Backend`, so that tests can run it o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -301,7 +303,7 @@ class CudaBackend:
                 (warm_up or work)()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with _no_collection(), torch.cuda.graph(graph):
                 work()
         return Captured(graph.replay, (graph, work))
 
@@ -315,6 +317,19 @@ class CudaBackend:
             end.record()
             end.synchronize()
         return float(start.elapsed_time(end)) * 1000.0
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Hold the garbage collector back: a graph that it frees during a capture makes CUDA discard the capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache

@@ -30,8 +30,8 @@ __all__ = [
     "w4a16_linear_ref",
 ]
 
-# Above this many tokens an int4 weight is dequantised for cuBLAS: an estimate, no GPU has measured it yet.
-INT4_KERNEL_TOKENS = 256
+# Above this many tokens an int4 weight is dequantised for cuBLAS: from 192 on an H200 does that faster (docs/kernels.md).
+INT4_KERNEL_TOKENS = 128
 _DEVICES = ("cpu", "cuda", "meta")
 
 

@@ -500,7 +500,7 @@ LQ_DEVICE void let_next_kernel_start() {}
 
 LQ_DEVICE u64 l2_policy(bool) { return 0; }
 
-LQ_DEVICE void copy_async16(u32 to, const void* from, u64) {
+LQ_DEVICE void copy_async16(u32 to, const void* from, u64 = 0) {
     const char* source = host::vm().global(from, 16, false);
     host::vm().start_copy(to, 16, false);
     host::vm().self().open_group.push_back({to, source, 16});

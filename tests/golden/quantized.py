@@ -137,6 +137,8 @@ EXACT = {
     "gptq-cd-asymmetric": {**CD, "symmetric": False},
     "gptq-cd-unsigned": {**CD, "signed_scales": False},
     "gptq-cd-plain": {**CD, "descent": 0, "refit": False, "order": "natural"},
+    "trellis": {**CD, "method": "trellis", "damping_kind": "diagonal"},
+    "outside": {**G, "bits": 3, "outside": 8},
     "gptq-cd-diagonal": {**CD, "order": "diagonal", "rounds": 1},
 }
 #: Products by NumPy or torch whose last bits depend on the processor: elsewhere nearly all codes agree.

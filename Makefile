@@ -8,7 +8,7 @@ PEERS := $(GPTQ)/stamp $(foreach tool,llmcompressor autoround hqq,.cache/venv-$(
 comma := ,
 # What the tests of tools/ptx rest on; they run again where one of these is newer than their last pass.
 PTX_STAMP := .cache/ptx.stamp
-PTX_SOURCES := $(shell find tools/ptx kernels python/loopq/kernels tests/support/kernels -type f ! -name '*.pyc')
+PTX_SOURCES := $(shell find tools/ptx kernels python/loopq/cuda tests/support/cuda -type f ! -name '*.pyc')
 # Tests of one file share what they set up.
 WORKERS ?= -n 2 --dist loadfile
 RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -name '*.cu*') Cargo.toml Cargo.lock
@@ -118,7 +118,7 @@ LOOPQ_FUZZ ?= 1000000
 soak: setup ## Hours: kills, pairs of writers, full disks, hostile files, bit flips, command lines, models, any bytes
 	$(PY) -m tests.soak $(SOAK)
 	LOOPQ_FUZZ=$(LOOPQ_FUZZ) cargo test --release -p loopq-core --test bytes -- --ignored --nocapture
-	$(PY) -m pytest --hypothesis-profile=soak tests/checkpoint/test_any_bytes.py tests/calibrate/test_data.py
+	$(PY) -m pytest --hypothesis-profile=soak tests/formats/test_any_bytes.py tests/calibrate/test_data.py
 
 FUZZ_SECONDS ?= 600
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benches.python.record import write
-from loopq.systems.buffers import without_weights
+from loopq.models.buffers import without_weights
 
 _OURO = {
     "config": "configuration_ouro.OuroConfig", "model": "modeling_ouro.OuroForCausalLM", "hidden_size": 2048,
@@ -169,9 +169,9 @@ def alone(model: Path, prompts: Any, preset: str, n_steps: int | None, remote: b
     import torch
 
     from loopq.calibrate.data import from_ids
+    from loopq.models.load import load_model
     from loopq.run.config import QuantConfig
     from loopq.run.engine import Run
-    from loopq.systems.load import load_model
 
     system = load_model(model, trust_remote_code=remote).system
     tokens = from_ids(prompts)

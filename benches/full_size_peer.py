@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from benches.quality.peer import Processor
-from loopq.checkpoint.native import read_index
+from loopq.formats.native import read_index
 
 
 def main() -> None:

@@ -25,14 +25,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from loopq.table import render
+from loopq.terminal.table import render
 
 ROOT = Path(__file__).parents[1]
 #: Test files that stand for each module.
 TESTS = {
-    "loopq.stats": ("tests/test_stats.py",),
+    "loopq.evaluate.stats": ("tests/test_stats.py",),
     "loopq.evaluate.compare": ("tests/evaluate/test_compare.py",),
-    "loopq.controls.rounding": ("tests/controls/test_rounding.py",),
+    "loopq.paper.controls.rounding": ("tests/paper/controls/test_rounding.py",),
     "loopq.diagnose.rank": ("tests/diagnose/test_rank.py",),
     "loopq.diagnose.overlap": ("tests/diagnose/test_rank.py",),
     "loopq.diagnose.proxy": ("tests/diagnose/test_rank.py",),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loopq.table import render
+from loopq.terminal.table import render
 
 ROOT = Path(__file__).parents[1]
 SOURCES = Path("rust/loopq-core/src")

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 from benches.pages import into
-from loopq.reproduce.shown import TABLES, order
+from loopq.paper.shown import TABLES, order
 
 MARK = "tables"
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "paper.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loopq.engines.rules import DATE, READS, RULES, RUNS, WHY_NOT
+from loopq.formats.rules import DATE, READS, RULES, RUNS, WHY_NOT
 from loopq.systems import SYSTEMS
 
 FILE = Path(__file__).parent / "formats" / "engines.md"
@@ -28,7 +28,8 @@ def page() -> str:
     lines += [f"| {engine} | {', '.join(f'`{f}`' for f in formats)} |" for engine, formats in READS.items()]
     lines += [
         "",
-        "`native` needs [`import loopq.transformers`](interop.md#transformers-from-the-native-checkpoint).",
+        "`native` needs "
+        "[`import loopq.integrations.transformers`](interop.md#transformers-from-the-native-checkpoint).",
         "",
     ]
     lines += [

@@ -8,11 +8,11 @@ from pathlib import Path
 from loopq.calibrate.prompts import CalibrationTake
 from loopq.commands.options import flag_of, group_title, metavar_of, text_of
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.execution import Execution
-from loopq.generate import Generation
+from loopq.inference.generate import Generation
 from loopq.quantizers.config import LayerConfig
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
-from loopq.settings import Leaf, Settings, leaves, lowered
+from loopq.settings.declare import Leaf, Settings, leaves, lowered
+from loopq.settings.execution import Execution
 
 FILE = Path(__file__).with_name("settings.md")
 HEAD = """# Settings

@@ -3,7 +3,7 @@
 // A kernel file uses only the names below, takes shared memory as 32-bit addresses and never dereferences a
 // pointer itself. Two things follow. The source needs no CUDA header, so NVRTC compiles it anywhere; and a host
 // program can put its own definitions in place of this file (same include guard) and run the unchanged kernel
-// on a CPU with every access checked (tests/support/kernels/host).
+// on a CPU with every access checked (tests/support/cuda/host).
 //
 // Loads and copies are `volatile` so that the front end keeps them on their side of the waits and barriers; the
 // arithmetic is not, so that the compiler may schedule it.

@@ -42,8 +42,8 @@ def tiny_model():
 @pytest.fixture
 def tiny():
     """The tiny model as loaded by loopq."""
+    from loopq.models.load import LoadedModel, describe, encode_bytes
     from loopq.systems.huginn import Huginn
-    from loopq.systems.load import LoadedModel, describe, encode_bytes
 
     model = tiny_model()
     return LoadedModel(
@@ -96,7 +96,7 @@ def command(capsys):
 @pytest.fixture
 def loaded(tiny_folder: Path):
     """The tiny model as loaded from its folder."""
-    from loopq.systems.load import load_model
+    from loopq.models.load import load_model
 
     return load_model(tiny_folder)
 
@@ -116,7 +116,7 @@ def checkpoint_folder(loaded, tokens, tmp_path: Path) -> Path:
 def tokens():
     """Ten prompts of 24 bytes."""
     from loopq.calibrate.data import windows
-    from loopq.systems.load import encode_bytes
+    from loopq.models.load import encode_bytes
 
     text = "".join(chr(97 + (i * i + 3 * i) % 26) + (" " if i % 5 == 0 else "") for i in range(400))
     return windows(text, encode_bytes, 24, 10, "made text")

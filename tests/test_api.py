@@ -11,9 +11,9 @@ import loopq
 from loopq import api
 from loopq.api import weights_of
 from loopq.calibrate.collect import collect_rows
-from loopq.checkpoint import native as store
 from loopq.errors import CheckpointError, ConfigError, DumpError, LoopqError
-from loopq.systems.replace import replaced
+from loopq.formats import native as store
+from loopq.models.replace import replaced
 from tests.support.runs import SETTINGS, digest, job_of
 
 
@@ -47,7 +47,7 @@ def test_nothing_is_overwritten(loaded, tokens, tmp_path, checkpoint_folder):
 
 
 def test_a_full_disk_leaves_nothing_behind(loaded, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr("loopq.checkpoint.files.free_bytes", lambda path: 1000)
+    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match="the disk has"):
         loopq.quantize(loaded, tokens, out=tmp_path / "out", **SETTINGS)
     assert not (tmp_path / "out").exists()

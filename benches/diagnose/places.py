@@ -18,12 +18,12 @@ from loopq.diagnose.feedback import feedback_curve, split_weights
 from loopq.diagnose.rollouts import run_variants, trace
 from loopq.diagnose.survey import setting_name
 from loopq.diagnose.weights import as_stored, quantizable, rounded, weight_of
+from loopq.evaluate.stats import geometric_mean_ratio, mean_interval
+from loopq.models.load import load_model
+from loopq.models.replace import replaced
 from loopq.quantizers.config import LayerConfig
-from loopq.stats import geometric_mean_ratio, mean_interval
 from loopq.systems.base import LoopedSystem
-from loopq.systems.load import load_model
-from loopq.systems.replace import replaced
-from loopq.table import render
+from loopq.terminal.table import render
 from loopq.zoo import evaluation_text
 
 Floats = NDArray[np.float64]

@@ -37,13 +37,14 @@ from gguf.quants import dequantize
 import loopq
 from benches.python.record import write
 from loopq.calibrate.data import TokenSet, windows
-from loopq.engines.gguf import Shape, write_gguf
-from loopq.engines.imatrix import write_imatrix
 from loopq.evaluate.compare import Measurement, compare
+from loopq.evaluate.stats import mean_interval
+from loopq.formats.gguf import Shape, write_gguf
+from loopq.layers.loop_spec import LOOP, layer_order
+from loopq.models.load import LoadedModel, load_model
 from loopq.run.config import PRESETS
-from loopq.stats import mean_interval
-from loopq.systems.load import LoadedModel, load_model
-from loopq.systems.looped import LOOP, Looped, layer_order
+from loopq.run.imatrix import write_imatrix
+from loopq.systems.looped import Looped
 
 TYPES, PADDED = "Q4_0,IQ4_NL", "Q3_K_M,IQ3_S,Q2_K"
 BLOCK = 256

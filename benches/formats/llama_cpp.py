@@ -30,9 +30,9 @@ import benches.zoo.register  # noqa: F401  the small Nanbeige
 import loopq
 from benches.python.record import write
 from loopq.calibrate.data import windows
-from loopq.checkpoint.convert import read_any, write_as
-from loopq.engines.gguf import write_gguf
-from loopq.generate import Decoder, Generation, decode
+from loopq.formats.convert import read_any, write_as
+from loopq.formats.gguf import write_gguf
+from loopq.inference.generate import Decoder, Generation, decode
 from loopq.systems.base import Batch
 
 N_PROBS, N_TEXT = 50, 24

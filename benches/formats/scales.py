@@ -19,10 +19,10 @@ from loopq.calibrate.collect import Collection, collect_hessians
 from loopq.calibrate.data import windows
 from loopq.calibrate.prompts import Take, calibration_tokens
 from loopq.calibrate.select import select
-from loopq.checkpoint.files import float_to_raw
 from loopq.evaluate.compare import compare
-from loopq.systems.load import load_model
-from loopq.table import render
+from loopq.models.load import load_model
+from loopq.storage.files import float_to_raw
+from loopq.terminal.table import render
 from loopq.zoo import evaluation_text
 
 GRIDS = ((2, 32), (3, 32), (4, 32), (4, 128), (8, 128))

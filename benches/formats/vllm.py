@@ -3,7 +3,7 @@
 Run: python -m benches.formats.vllm --python PYTHON [--only MODEL ...] [--record FILE]
 
 PYTHON is the interpreter of an environment with vLLM's CPU build (`make .cache/venv-vllm/stamp` makes one). Tiny
-models with random weights: Ouro, Huginn and a Llama with a loop, which vLLM runs by loopq's plugin (`loopq.vllm`),
+models with random weights: Ouro, Huginn and a Llama with a loop, which vLLM runs by the plugin `loopq.integrations.vllm`,
 IQuest-Coder-Loop, which it has a class for, and Llama, whose layers run once, for the formats. Each is quantized,
 exported and loaded by vLLM in bfloat16. Log-probabilities of all tokens of four prompts, and of eight more that vLLM
 generates one by one from its caches, are compared with those of `loopq.load` in float32, which computes each text
@@ -32,11 +32,11 @@ from benches.python.record import write
 from benches.zoo.models.iquest import IQuestConfig, SmallIQuest
 from benches.zoo.models.llama_loops import OuroConfig, SmallOuro
 from benches.zoo.models.rllama import RLlamaConfig, SmallRLlama
-from loopq.checkpoint.convert import is_checkpoint
+from loopq.formats.convert import is_checkpoint
+from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.classes import register_model
-from loopq.systems.load import load_model
-from loopq.table import render
+from loopq.terminal.table import render
 from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
 SHAPE = {
@@ -94,8 +94,8 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": 
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 import torch
 from vllm import LLM, SamplingParams, _custom_ops
-import loopq.vllm
-loopq.vllm.register()
+import loopq.integrations.vllm
+loopq.integrations.vllm.register()
 
 
 def plain_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):

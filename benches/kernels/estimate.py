@@ -2,19 +2,19 @@
 
 usage (in the root of the repository): python -m benches.kernels.estimate [slots]
 
-Registers are read from cubins that NVRTC makes (tests/support/kernels/nvrtc.py); the rest is the planner's own model
-(python/loopq/kernels/plan.py) with a launch and the memory's latency added. `slots` counts what a warp issues for one
-stage in the machine code instead (tests/support/kernels/sass.py; needs nvdisasm).
+Registers are read from cubins that NVRTC makes (tests/support/cuda/nvrtc.py); the rest is the planner's own model
+(python/loopq/cuda/plan.py) with a launch and the memory's latency added. `slots` counts what a warp issues for one
+stage in the machine code instead (tests/support/cuda/sass.py; needs nvdisasm).
 """
 
 from __future__ import annotations
 
 import sys
 
-from loopq.kernels import plan as planner
-from loopq.kernels.shapes import HUGINN, Projection
-from loopq.kernels.sources import translation_unit
-from tests.support.kernels import nvrtc, sass
+from benches.kernels.shapes import HUGINN, Projection
+from loopq.cuda import plan as planner
+from loopq.cuda.sources import translation_unit
+from tests.support.cuda import nvrtc, sass
 
 GHZ = 1.755
 # Copy speeds in bytes per second: measured on these chips, read plus written.

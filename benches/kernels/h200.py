@@ -4,7 +4,7 @@ usage (in the root of the repository): python -m benches.kernels.h200 SECTION RE
                                        python -m benches.kernels.h200 rows RECORD
 
 A section adds itself to the record. `rows` prints the targets of docs/kernels.md with what the record says of each.
-`--dry-run` runs a section's every line on tiny shapes with the host emulation (tests/support/kernels) in the GPU's
+`--dry-run` runs a section's every line on tiny shapes with the host emulation (tests/support/cuda) in the GPU's
 place: nothing it reports as a time means anything.
 """
 
@@ -29,7 +29,7 @@ except ImportError:
     stand_in.__version__ = "0"  # type: ignore[attr-defined]
     sys.modules["loopq._native"] = stand_in
 
-from loopq.kernels.shapes import HUGINN, MODELS, Projection
+from benches.kernels.shapes import HUGINN, MODELS, Projection
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Setting:
 def on_gpu(seconds: float) -> Setting:
     import torch
 
-    from loopq.kernels.bench import Procedure
-    from loopq.kernels.bench_rollout import LoopSize
-    from loopq.kernels.load import CudaBackend, cuda_backend
+    from benches.kernels.procedure import Procedure
+    from benches.kernels.rollouts import LoopSize
+    from loopq.cuda.load import CudaBackend, cuda_backend
 
     backend = cuda_backend(0)
     return Setting(
@@ -77,9 +77,9 @@ def on_gpu(seconds: float) -> Setting:
 
 
 def emulated(seconds: float) -> Setting:
-    from loopq.kernels.bench import Procedure
-    from loopq.kernels.bench_rollout import LoopSize
-    from tests.support.kernels.backend import EmulatedBackend
+    from benches.kernels.procedure import Procedure
+    from benches.kernels.rollouts import LoopSize
+    from tests.support.cuda.backend import EmulatedBackend
 
     tiny = tuple(Projection(layer.name, 96 if layer.in_features < 8000 else 160, 32, 1) for layer in HUGINN)
     loop = LoopSize(width=32, heads=1, inner=64, blocks=1)
@@ -105,7 +105,7 @@ def emulated(seconds: float) -> Setting:
 
 def exact(s: Setting) -> dict[str, Any]:
     """51 comparisons with float64, for both ways of bringing weights in, and edges at other group sizes."""
-    from loopq.kernels.bench import verify_products
+    from benches.kernels.procedure import verify_products
 
     records: dict[str, Any] = {}
     for name, bulk in (("cp_async", False), ("bulk", True)):
@@ -128,8 +128,8 @@ def exact(s: Setting) -> dict[str, Any]:
 
 def small(s: Setting) -> dict[str, Any]:
     """A small case of everything, for compute-sanitizer."""
-    from loopq.kernels.bench import verify_products
-    from loopq.kernels.bench_rollout import verify_rollout
+    from benches.kernels.procedure import verify_products
+    from benches.kernels.rollouts import verify_rollout
 
     layers = [Projection("small", 1312, 336, 1)] if s.device_name != "emulation" else s.edges
     tokens = (1, 7, 16, 40, 130)
@@ -140,7 +140,7 @@ def small(s: Setting) -> dict[str, Any]:
 
 def rollout_exact(s: Setting) -> dict[str, Any]:
     """544 products in 32 steps; replay equals eager; overlapping launches give the same bits."""
-    from loopq.kernels.bench_rollout import same_bits_overlapping, verify_rollout
+    from benches.kernels.rollouts import same_bits_overlapping, verify_rollout
 
     plain = verify_rollout(s.backend, size=s.loop, n_steps=s.n_steps, tokens=s.tokens)
     same = same_bits_overlapping(s.backend, s.overlapping, size=s.loop, n_steps=s.n_steps)
@@ -149,8 +149,8 @@ def rollout_exact(s: Setting) -> dict[str, Any]:
 
 def products(s: Setting) -> dict[str, Any]:
     """Bandwidth shares and cuBLAS ratios of Huginn's products, for both ways of bringing weights in."""
-    from loopq.kernels.bench import copy_bandwidth
-    from loopq.kernels.bench_products import compare_products
+    from benches.kernels.procedure import copy_bandwidth
+    from benches.kernels.products import compare_products
 
     shared = {
         "bandwidth": copy_bandwidth(s.backend, s.procedure),
@@ -165,8 +165,8 @@ def products(s: Setting) -> dict[str, Any]:
 
 def models(s: Setting) -> dict[str, Any]:
     """The other looped models' products."""
-    from loopq.kernels.bench import copy_bandwidth
-    from loopq.kernels.bench_products import compare_products
+    from benches.kernels.procedure import copy_bandwidth
+    from benches.kernels.products import compare_products
 
     shared = {
         "bandwidth": copy_bandwidth(s.backend, s.procedure),
@@ -178,21 +178,21 @@ def models(s: Setting) -> dict[str, Any]:
 
 def sweep(s: Setting) -> dict[str, Any]:
     """Other cuts than the planner's."""
-    from loopq.kernels.bench_products import sweep_cuts
+    from benches.kernels.products import sweep_cuts
 
     return sweep_cuts(s.backend, s.layers, procedure=s.procedure, **s.sweep)
 
 
 def threshold(s: Setting) -> dict[str, Any]:
     """Kernels against dequantise-and-multiply, to place TOKENS_PER_LAUNCH and INT4_KERNEL_TOKENS."""
-    from loopq.kernels.bench_products import find_threshold
+    from benches.kernels.products import find_threshold
 
     return {"threshold": find_threshold(s.backend, s.layers, procedure=s.procedure)}
 
 
 def rollout(s: Setting) -> dict[str, Any]:
     """Rollouts of 32 steps: graphs, fusions, overlap, hoisting, and the eager way."""
-    from loopq.kernels.bench_rollout import compare_rollouts
+    from benches.kernels.rollouts import compare_rollouts
 
     backends = {"plain": s.backend, "overlap": s.overlapping}
     options = {"size": s.loop, "n_steps": s.n_steps, "tokens": s.tokens, "procedure": s.procedure}

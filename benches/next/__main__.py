@@ -20,7 +20,7 @@ from benches.next.rows import METHODS, Bench
 from benches.next.subject import Subject
 from benches.next.table import report, tables
 from benches.pages import into
-from loopq.reproduce.models import Sizes, data_folder
+from loopq.paper.models import Sizes, data_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "benches" / "record"

@@ -13,8 +13,8 @@ from torch import Tensor
 from benches.next.corrections import STATE, Corrections, LowRank, Place, blank
 from loopq.calibrate.data import TokenSet
 from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.models.replace import replaced
 from loopq.systems.base import LoopedSystem
-from loopq.systems.replace import replaced
 
 Matrix = NDArray[np.float64]
 Weights = Mapping[str, NDArray[np.float32]]

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from benches.next.sides import Coder, Matrix, TwoSided, solve
 from benches.next.vectors import Vectors, lattice, levels
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.gptq_cd import GPTQCD
 from loopq.quantizers.loop_metric import FLOOR
-from loopq.settings import setting
+from loopq.settings.declare import setting
 
 
 @dataclass(frozen=True, kw_only=True)

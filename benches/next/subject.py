@@ -20,15 +20,15 @@ from benches.quality.subjects import other_text, prepare
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.evaluate.compare import _output, _score
-from loopq.execution import Execution
 from loopq.gradients.unroll import unroll
+from loopq.models.replace import replaced
+from loopq.paper.models import PreparedModel, Sizes
 from loopq.quantizers.task import Task
-from loopq.reproduce.models import PreparedModel, Sizes
 from loopq.run import choose
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Layers, Run
+from loopq.settings.execution import Execution
 from loopq.systems.base import LoopedSystem
-from loopq.systems.replace import replaced
 
 Weights = Mapping[str, NDArray[np.float32]]
 

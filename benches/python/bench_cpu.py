@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benches.kernels.shapes import Projection, shapes_of
 from loopq import _native
-from loopq.kernels.modules import QuantLinear
-from loopq.kernels.shapes import Projection, shapes_of
+from loopq.inference.linear import QuantLinear
 from record import write
 
 GROUP = 128

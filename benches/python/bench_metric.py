@@ -18,14 +18,14 @@ from bench_core import pairs
 
 from loopq import zoo
 from loopq.calibrate.data import windows
-from loopq.execution import Execution
 from loopq.gradients.collect_metrics import collect_metrics
-from loopq.journal import Journal
+from loopq.gradients.threads import OneThread
+from loopq.models.load import load_model
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.run.config import QuantConfig
 from loopq.run.engine import Run
-from loopq.systems.load import load_model
-from loopq.threads import OneThread
+from loopq.settings.execution import Execution
+from loopq.storage.journal import Journal
 from record import write
 
 

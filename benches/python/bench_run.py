@@ -31,11 +31,11 @@ import numpy as np
 import torch
 
 from loopq import _native
-from loopq.generate import Decoder, Generation
-from loopq.kernels.modules import QuantEmbedding, QuantLinear
-from loopq.kernels.runner import Runner
+from loopq.inference.generate import Decoder, Generation
+from loopq.inference.linear import QuantEmbedding, QuantLinear
+from loopq.inference.runner import Runner
+from loopq.models.load import load_model
 from loopq.systems.base import Batch, LoopedSystem, find_system
-from loopq.systems.load import load_model
 from record import write
 
 #: Shapes of looped models, of classes of transformers.
@@ -70,7 +70,7 @@ LOAD = """
 import resource, sys, time
 import torch
 import loopq
-from loopq.systems.load import load_model
+from loopq.models.load import load_model
 folder, how = sys.argv[1:]
 import transformers
 def peak():

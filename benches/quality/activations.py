@@ -34,10 +34,10 @@ from benches.quality.run import ROOT, table
 from benches.zoo import WEIGHTS
 from loopq.calibrate.prompts import Take, calibration_tokens, evaluation_tokens
 from loopq.evaluate.compare import _output, _score
-from loopq.rotation import Rotation
-from loopq.stats import geometric_mean_ratio
+from loopq.evaluate.stats import geometric_mean_ratio
+from loopq.layers.transforms import Rotation
+from loopq.models.load import load_model
 from loopq.systems.base import LoopedSystem
-from loopq.systems.load import load_model
 
 MODELS = ("huginn_small", "ouro_small", "rllama_small", "nanbeige_small")
 DOCUMENT = ROOT / "docs" / "next.md"

@@ -17,10 +17,10 @@ import benches.zoo.register  # noqa: F401  registers the classes
 from benches.zoo import WEIGHTS
 from loopq.diagnose.blindness import ONE, RTN, model_ratio
 from loopq.diagnose.sections import ranks
-from loopq.execution import Execution
-from loopq.reproduce.bench import Bench, BenchSettings
-from loopq.reproduce.models import data_folder, open_source
-from loopq.table import render
+from loopq.paper.bench import Bench, BenchSettings
+from loopq.paper.models import data_folder, open_source
+from loopq.settings.execution import Execution
+from loopq.terminal.table import render
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.select import select
 from loopq.evaluate.compare import compare
+from loopq.evaluate.stats import spearman
 from loopq.gradients.scores import loop_fisher, measured
+from loopq.paper.models import PLBERT, PreparedModel, Sizes, prepare_model
+from loopq.paper.quality import LOOP, SolutionCache
 from loopq.quantizers.base import Problem
 from loopq.quantizers.config import LayerConfig
-from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
-from loopq.reproduce.quality import LOOP, SolutionCache
 from loopq.run.allocate import Candidate, choose_bits
 from loopq.run.config import QuantConfig
-from loopq.stats import spearman
 
 Rows = list[dict[str, Any]]
 Check = Callable[[Any, list[str], Sizes, Path | None, int], Rows]
@@ -233,7 +233,7 @@ def _spikes(name: str, sizes: Sizes, data: Path | None, threads: int) -> dict[st
     import torch
 
     from benches.zoo.planted import plant_kappa_spike
-    from loopq.systems.load import describe
+    from loopq.models.load import describe
 
     plain = prepare_model(name, dataclasses.replace(sizes, n_calibration=24), data)
     ids = torch.from_numpy(np.stack(plain.calibration.sequences[:8]))

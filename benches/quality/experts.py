@@ -30,12 +30,12 @@ from benches.python.record import write
 from benches.zoo.corpus import REPOSITORY, prepare
 from benches.zoo.recipes import Recipe
 from benches.zoo.train import draw
-from loopq.stats import geometric_mean_ratio
+from loopq.evaluate.stats import geometric_mean_ratio
+from loopq.models.from_python import wrap
+from loopq.models.load import LoadedModel
 from loopq.systems.base import Batch
 from loopq.systems.experts import Experts, unfuse
-from loopq.systems.from_python import wrap
-from loopq.systems.load import LoadedModel
-from loopq.table import render
+from loopq.terminal.table import render
 
 RECIPE = Recipe("olmoe", {}, depth=(3, 3), steps=0, batch=8, seq_len=128)
 ROUTED = "GPTQ-CD, rows routed"

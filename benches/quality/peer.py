@@ -23,7 +23,7 @@ from torch import nn
 from benches.quality.peak import Peak
 from benches.quality.subjects import prepare
 from loopq.errors import LoopqError
-from loopq.reproduce.models import PreparedModel, Sizes
+from loopq.paper.models import PreparedModel, Sizes
 
 Weights = dict[str, np.ndarray]
 Method = Callable[["Subject", int, int], Weights]

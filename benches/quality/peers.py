@@ -39,13 +39,13 @@ from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
-from loopq.execution import Execution
+from loopq.paper.models import PLBERT, Sizes, data_folder
 from loopq.quantizers.gptq_cd import PATHS, Metric
 from loopq.quantizers.loop_metric import LEAST, SHARE
-from loopq.reproduce.models import PLBERT, Sizes, data_folder
 from loopq.run.auto import AFFORDABLE, choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
+from loopq.settings.execution import Execution
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
 PLANTED = ("huginn_small+outlier", "ouro_small+spike", "ouro_small+token")

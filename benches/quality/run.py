@@ -22,8 +22,8 @@ from benches.quality.checks import CHECKS, check_tables
 from benches.zoo import folders
 from loopq import zoo
 from loopq.errors import LoopqError
-from loopq.reproduce.models import PLBERT, Sizes, data_folder, prepare_model
-from loopq.reproduce.quality import GRIDS, VARIANTS, SolutionCache, Variant, record_of, related, summary
+from loopq.paper.models import PLBERT, Sizes, data_folder, prepare_model
+from loopq.paper.quality import GRIDS, VARIANTS, SolutionCache, Variant, record_of, related, summary
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE.parent / "record"

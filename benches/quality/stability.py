@@ -24,8 +24,8 @@ from benches.zoo import WEIGHTS
 from loopq.calibrate.prompts import Take, evaluation_tokens
 from loopq.diagnose.spectral import radius_study
 from loopq.evaluate.compare import compare
-from loopq.systems.load import load_model
-from loopq.table import render
+from loopq.models.load import load_model
+from loopq.terminal.table import render
 
 MODELS = ("huginn_small", "ouro_small", "parcae_small", "rllama_small", "loopformer_small", "nanbeige_small")
 METHODS: dict[str, dict[str, Any]] = {"RTN": {"method": "rtn"}, "loopq": {}}

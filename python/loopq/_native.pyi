@@ -705,7 +705,7 @@ def cpu_read(data: NDArray[np.uint8], repeats: int = 1, threads: int = 0) -> int
 
 @final
 class CpuRunner:
-    """A looped decoder as one program, with keys and values of its own (`loopq.kernels.runner`).
+    """A looped decoder as one program, with keys and values of its own (`loopq.inference.runner`).
 
     Parameters
     ----------

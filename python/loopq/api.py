@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
-from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
-from loopq.checkpoint.files import json_bytes, own_folder, remove_leftovers, remove_own
-from loopq.checkpoint.lock import locked
-from loopq.checkpoint.model_files import model_tensors
-from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError, LoopqError
-from loopq.execution import Execution
+from loopq.formats.convert import NATIVE, is_checkpoint, read_any, verify, write_as
+from loopq.formats.native import Checkpoint
+from loopq.inference.restore import load_checkpoint
+from loopq.models.from_python import wrap
+from loopq.models.load import LoadedModel, load_model
 from loopq.run.auto import choose_metric
 from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
@@ -29,16 +28,17 @@ from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
 from loopq.run.result import DumpRun, apart, checkpoint_of, killed_late, work_folder
+from loopq.settings.execution import Execution
+from loopq.storage.files import json_bytes, own_folder, remove_leftovers, remove_own
+from loopq.storage.lock import locked
+from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
-from loopq.systems.from_python import wrap
-from loopq.systems.load import LoadedModel, load_model
-from loopq.systems.restore import load_checkpoint
 
 if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluate.compare import Measurement
-    from loopq.kernels.cpu import Activations
+    from loopq.inference.cpu import Activations
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -320,11 +320,11 @@ def load(
     Parameters
     ----------
     folder : path or Checkpoint
-        Checkpoint, native or of any format in `loopq.checkpoint.FORMATS`.
+        Checkpoint, native or of any format in `loopq.formats.FORMATS`.
     model : LoadedModel, optional
         A model of the same kind to put the weights into; built from the checkpoint's own config when absent.
     quantized : bool
-        Hold codes and scales instead of dequantized weights, in `loopq.kernels.modules.QuantLinear`: packed for the
+        Hold codes and scales instead of dequantized weights, in `loopq.inference.linear.QuantLinear`: packed for the
         processor, and packed anew for the int4 kernel when the model is moved to a GPU. A layer whose module is no
         `nn.Linear` keeps its dequantized weight; the report's notes say which and why.
     activations : "float" or "int8"
@@ -365,7 +365,7 @@ def evaluate(
     model : str, Path, LoadedModel, LoopedSystem or torch module
         Full-precision model.
     checkpoints : sequence of paths, or mapping of str to Checkpoint
-        Checkpoints of that model, native or of any format in `loopq.checkpoint.FORMATS`; or results of `quantize` by
+        Checkpoints of that model, native or of any format in `loopq.formats.FORMATS`; or results of `quantize` by
         name.
     text : TokenSet, token ids, path, or None
         Held-out prompts; None takes the evaluation text that ships with loopq.

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.errors import ConfigError, LoopqError
-from loopq.execution import Ranks
-from loopq.interrupts import INTERRUPTED, Interrupts
-from loopq.registry import did_you_mean
+from loopq.settings.execution import Ranks
+from loopq.settings.registry import did_you_mean
+from loopq.terminal.interrupts import INTERRUPTED, Interrupts
 
 _FIRST = """first steps:
   loopq demo                                     compare methods on the embedded model

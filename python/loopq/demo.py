@@ -11,19 +11,19 @@ import numpy as np
 
 from loopq.api import weights_of
 from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
-from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.survey import diagnose
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.execution import Execution
-from loopq.progress import Progress, Silent
+from loopq.formats.native import Checkpoint
+from loopq.models.load import load_model
+from loopq.paper.models import PLBERT, Sizes, prepare_model
 from loopq.report.page import write_data, write_page
-from loopq.reproduce.models import PLBERT, Sizes, prepare_model
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.engine import Run
-from loopq.systems.load import load_model
+from loopq.settings.execution import Execution
+from loopq.terminal.progress import Progress, Silent
 
 #: What llm-compressor does by default where its Hessian is summed over all calls: a group's scale from its largest
 #: magnitude and half the range of the codes, taken before the sweep; columns by falling diag H; one hundredth of the

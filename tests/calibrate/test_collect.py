@@ -12,8 +12,8 @@ import loopq
 from loopq.calibrate.collect import Collection, HessianSet, collect_rows
 from loopq.calibrate.data import from_ids
 from loopq.calibrate.dump import Dump
-from loopq.checkpoint import native as store
 from loopq.errors import CalibrationError, ConfigError, DumpError
+from loopq.formats import native as store
 from tests.support.kills import Kill, Killer
 from tests.support.runs import SETTINGS, digest, in_ranks, job_of
 
@@ -37,7 +37,7 @@ def test_step_choices_are_the_hessians_of_those_steps(loaded, tokens):
 
 def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tmp_path, monkeypatch):
     """Parts count by the rows of their open blocks, which say that the sums before them are whole."""
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     job = job_of(loaded, tokens, batch_size=3)
     input_group = job.selection.distinct_inputs[0].name
 
@@ -77,8 +77,8 @@ def test_whoever_runs_which_batch_the_sums_are_the_same_bits(loaded, ragged, tmp
     """Ranks of several world sizes are killed after some prompts each; one process adds up what is there in the end."""
     monkeypatch.setattr("loopq.calibrate.collect.POLL", 0.0)
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr("loopq.journal.SNAPSHOT_SECONDS", [0.0, 0.0, 0.02][seed])
-    monkeypatch.setattr("loopq.journal.SNAPSHOT_TIMES", 0.0)
+    monkeypatch.setattr("loopq.storage.journal.SNAPSHOT_SECONDS", [0.0, 0.0, 0.02][seed])
+    monkeypatch.setattr("loopq.storage.journal.SNAPSHOT_TIMES", 0.0)
     work = tmp_path / "work"
     for world in (4, 3, 2, 5):
         for rank in rng.permutation(world):
@@ -100,14 +100,14 @@ def test_sums_are_saved_once_a_minute_alone(loaded, ragged, tmp_path, monkeypatc
     job = job_of(loaded, ragged, batch_size=3)
     whole = sums_of(job)
     due = iter(saved)
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: next(due, False))
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: next(due, False))
     assert sums_of(job, tmp_path) == whole
     assert len(list(tmp_path.glob("*/part-*.safetensors"))) == sum(saved)
     assert sums_of(job, tmp_path) == whole, "resumed"
 
 
 def test_a_batch_that_two_parts_hold_counts_once(loaded, ragged, tmp_path, monkeypatch):
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda self: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda self: True)
     job = job_of(loaded, ragged, batch_size=3)
     whole = sums_of(job, tmp_path)
     part, *_ = tmp_path.glob("*/part-*.safetensors")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
 from loopq.errors import CalibrationError, ConfigError
-from loopq.systems.load import encode_bytes
+from loopq.models.load import encode_bytes
 
 
 def test_windows_cut_the_text_and_drop_the_rest():

@@ -10,10 +10,10 @@ import pytest
 from loopq.calibrate import collect
 from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.calibrate.dump import Dump, Manifest, merge
-from loopq.checkpoint.files import replacing
 from loopq.cli import main
 from loopq.errors import DumpError
-from loopq.systems.load import load_model
+from loopq.models.load import load_model
+from loopq.storage.files import replacing
 
 from ..soak.files import FINE, campaign, dumps
 from ..support.checkpoints import reseal

@@ -7,7 +7,7 @@ import pytest
 
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.pairs import collect_pairs
-from loopq.systems.replace import replaced
+from loopq.models.replace import replaced
 from tests.support.runs import job_of
 
 

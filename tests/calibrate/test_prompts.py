@@ -17,8 +17,8 @@ from loopq.calibrate.prompts import (
     calibration_tokens,
     evaluation_tokens,
 )
-from loopq.checkpoint.convert import read_any
 from loopq.errors import CalibrationError, ConfigError
+from loopq.formats.convert import read_any
 
 
 def test_evaluation_takes_its_own_number_of_prompts(loaded, tokens, tmp_path, checkpoint_folder, monkeypatch):

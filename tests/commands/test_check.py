@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel
 
+from loopq.models.hf import TESTED_TRANSFORMERS
 from loopq.systems import SYSTEMS
-from loopq.systems.hf import TESTED_TRANSFORMERS
 
 
 def test_systems_and_check(saved_model, command):

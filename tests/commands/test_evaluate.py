@@ -14,8 +14,8 @@ import torch
 import benches.zoo.chains  # noqa: F401  registers the letter task
 from benches.zoo.store import save_model
 from loopq.commands.output import measurement_table
-from loopq.stats import mcnemar_exact, wilson
-from loopq.systems.load import load_model
+from loopq.evaluate.stats import mcnemar_exact, wilson
+from loopq.models.load import load_model
 from tests.support.systems import small
 
 FEW = ("--n-prompts", "4", "--seq-len", "24")

@@ -7,7 +7,7 @@ import pytest
 from loopq.cli import parser
 from loopq.commands.options import flag_of, given
 from loopq.run.config import QuantConfig
-from loopq.settings import choices_of, leaves
+from loopq.settings.declare import choices_of, leaves
 
 BASE = ["quantize", "m", "--out", "o"]
 PARSER = parser()

@@ -6,7 +6,7 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError
-from loopq.systems.from_python import load_python
+from loopq.models.from_python import load_python
 from loopq.systems.generic import Generic
 
 MODULE = """

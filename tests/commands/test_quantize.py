@@ -182,7 +182,7 @@ def test_interrupt_says_where_progress_is_saved(saved_model, tmp_path, command, 
     code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", *TINY)
     assert code == 130
     assert "nothing is saved: the same command starts anew" in err, "sums of less than a minute"
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     code, _, err = command("quantize", saved_model, "--out", tmp_path / "q", *TINY)
     assert code == 130
     place = tmp_path / ".q.work"

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from loopq import zoo
 from loopq.calibrate.data import TokenSet
 from loopq.cli import main
+from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from loopq.systems.load import load_model
 from tests.support.subwords import subword_folder
 
 FEW = ("--n-prompts", "3", "--seq-len", "24")

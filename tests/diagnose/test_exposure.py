@@ -9,8 +9,8 @@ import torch
 from loopq.calibrate.data import from_ids
 from loopq.diagnose import displacement, exposure, feedback, rollouts, weights
 from loopq.errors import ConfigError, NonFiniteError
-from loopq.progress import Silent
 from loopq.quantizers.config import LayerConfig
+from loopq.terminal.progress import Silent
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
 INT4 = LayerConfig.of(bits=4, group_size=-1)

@@ -8,8 +8,8 @@ from loopq.diagnose import perturbation, rollouts, sections, sensitivity, weight
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
 from loopq.errors import ConfigError
-from loopq.progress import Silent
 from loopq.quantizers.config import LayerConfig
+from loopq.terminal.progress import Silent
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
 INT4 = LayerConfig.of(bits=4, group_size=-1)

@@ -9,7 +9,7 @@ import pytest
 from loopq.diagnose import rank, sections, sensitivity, survey, verdict
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError, MissingExtraError
-from loopq.systems.from_python import wrap
+from loopq.models.from_python import wrap
 from tests.support.experts import routed_loop
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 

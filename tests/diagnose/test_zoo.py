@@ -8,8 +8,8 @@ from loopq import zoo
 from loopq.calibrate.data import windows
 from loopq.diagnose import exposure, feedback, rollouts, sensitivity, spectral, survey, weights
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.models.load import load_model
 from loopq.quantizers.config import LayerConfig
-from loopq.systems.load import load_model
 from tests.support.looptoys import under
 
 PER_CHANNEL = LayerConfig.of(method="rtn", scale_search="max", bits=4, group_size=-1)

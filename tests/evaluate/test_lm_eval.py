@@ -11,7 +11,7 @@ import torch
 
 from loopq.evaluate.items import TASKS, read_items
 from loopq.evaluate.tasks import score
-from loopq.execution import Execution
+from loopq.settings.execution import Execution
 
 lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: lm-eval is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,13 +76,13 @@ def test_scores_of_every_item_are_those_of_the_harness(
 ) -> None:
     from lm_eval.tasks import TaskManager
 
-    import loopq.harness
+    import loopq.integrations.lm_eval
 
     torch.set_num_threads(1)
     for library in ("HUB", "DATASETS"):
         monkeypatch.setenv(f"HF_{library}_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    name, model = local(task, tmp_path), loopq.harness.LoopqLM("huginn_small", n_steps=2)
+    name, model = local(task, tmp_path), loopq.integrations.lm_eval.LoopqLM("huginn_small", n_steps=2)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=model, tasks=[name], task_manager=manager, bootstrap_iters=0, log_samples=True

@@ -7,8 +7,8 @@ import torch
 
 from loopq.errors import NonFiniteError
 from loopq.evaluate.requests import encode_pair, log_likelihoods, longest_input, prefix_id, windows_of
+from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from loopq.systems.load import load_model
 
 
 @pytest.fixture(scope="module")

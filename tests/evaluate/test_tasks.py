@@ -13,10 +13,10 @@ from loopq.evaluate import tasks
 from loopq.evaluate.items import Item
 from loopq.evaluate.requests import generate_until
 from loopq.evaluate.tasks import Metric, score
-from loopq.execution import Execution
-from loopq.generate import Decoder, Generation
+from loopq.inference.generate import Decoder, Generation
+from loopq.models.load import load_model
+from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
-from loopq.systems.load import load_model
 
 
 @pytest.fixture(scope="module")

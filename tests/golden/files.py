@@ -20,9 +20,9 @@ import loopq
 from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import select
-from loopq.checkpoint.convert import write_as
-from loopq.engines.gguf import write_gguf
-from loopq.execution import Execution
+from loopq.formats.convert import write_as
+from loopq.formats.gguf import write_gguf
+from loopq.settings.execution import Execution
 from loopq.systems.generic import Generic
 from tests.golden import quantized
 from tests.support.interop import models

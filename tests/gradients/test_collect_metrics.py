@@ -15,15 +15,15 @@ from loopq import zoo
 from loopq.calibrate.data import windows
 from loopq.errors import CalibrationError, ConfigError, SolveError, SystemContractError
 from loopq.evaluate.compare import compare
-from loopq.execution import Execution
 from loopq.gradients import collect_metrics as module
 from loopq.gradients.collect_metrics import collect_metrics, draws, metric_cost
 from loopq.gradients.scores import loop_fisher
 from loopq.gradients.tuner import Tune, tune
-from loopq.journal import Journal
+from loopq.models.load import load_model
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
-from loopq.systems.load import load_model
+from loopq.settings.execution import Execution
+from loopq.storage.journal import Journal
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import digest, run_of, tensors_of
 
@@ -256,7 +256,7 @@ def test_a_spike_that_changes_no_function_changes_no_code(tiny, tokens, kappa):
     [(0, 9, 20), (0, 26, 16), (0, 49, 10), (0, 75, 4), (0, 91, 0), (1 << 30, 30, 10), (1 << 30, 51, 0)],
 )
 def test_a_killed_collection_is_resumed(loaded, tokens, tmp_path, monkeypatch, kept, at, prompts):
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     monkeypatch.setattr(module, "KEPT_BYTES", kept)
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **BEST)
     with pytest.raises(Kill):
@@ -273,7 +273,7 @@ def test_metrics_ahead_of_asymmetric_calibration_are_not_collected_again(
     loaded, tokens, tmp_path, monkeypatch
 ):
     """Killed while layers are solved one after the other: Hessians and gradients of the pass before are there."""
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     settings = BEST | {"inputs": "asymmetric"}
     few = tokens.take(0, 3)
     loopq.quantize(loaded, few, out=tmp_path / "whole", **settings)

@@ -7,10 +7,10 @@ import pytest
 
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.evaluate.compare import compare
-from loopq.execution import Execution
 from loopq.gradients.tuner import Tune, tune
-from loopq.journal import Journal
 from loopq.run.config import QuantConfig
+from loopq.settings.execution import Execution
+from loopq.storage.journal import Journal
 from tests.support.kills import Counter, Kill, Killer
 from tests.support.runs import run_of, tensors_of
 

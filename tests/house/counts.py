@@ -10,7 +10,19 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "python" / "loopq"
 #: The way of a weight from the command line to a file and back.
-TRUNK = ("api", "cli", "commands", "run", "quantizers", "gradients", "calibrate", "checkpoint", "settings")
+TRUNK = (
+    "api",
+    "cli",
+    "commands",
+    "run",
+    "quantizers",
+    "gradients",
+    "calibrate",
+    "formats",
+    "layers",
+    "storage",
+    "settings",
+)
 MAX_ARGUMENTS = 7
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -26,7 +26,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "kern
 ELSEWHERE = {
     ("kernels.md", "CudaBackend"): "a GPU",
     ("compressed-tensors.md", "register_checkpoint_conversion_mapping"): "a checkpoint of HRM-Text",
-    ("interop.md", "import loopq.transformers"): "a checkpoint of a model of transformers",
+    ("interop.md", "import loopq.integrations.transformers"): "a checkpoint of a model of transformers",
 }
 #: Examples that take longer than a test should, by what stands in them.
 LONG = ("found = loopq.diagnose", "for measured in loopq.evaluate")

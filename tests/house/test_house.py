@@ -173,7 +173,7 @@ from typing import ClassVar
 
 from loopq.quantizers import QUANTIZERS, Method
 from loopq.quantizers.rtn import round_to_grid
-from loopq.settings import setting
+from loopq.settings.declare import setting
 
 
 @QUANTIZERS.register("madeup")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loopq.checkpoint.convert import read_any, write_as
-from loopq.checkpoint.hf_folder import read_all_tensors
+from loopq.formats.convert import read_any, write_as
+from loopq.formats.hf_folder import read_all_tensors
 from tests.support.interop import models
 from tests.support.interop.environments import run
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.checkpoint.convert import read_any, write_as
+from loopq.formats.convert import read_any, write_as
 from tests.support.interop import models
 from tests.support.interop.environments import run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import loopq.vllm
+import loopq.integrations.vllm
 from benches.formats import vllm as bench
 from tests.support.interop.environments import interpreter
 
@@ -51,18 +51,18 @@ def test_the_entry_point_registers_classes_that_there_are(monkeypatch, own_mappi
     (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="loopq")
     entry.load()()
     # A version of vLLM that has the class keeps it.
-    assert set(registered) == set(loopq.vllm.MODELS) - known
-    tree = ast.parse((Path(loopq.vllm.__file__).parent / "models.py").read_text("utf-8"))
+    assert set(registered) == set(loopq.integrations.vllm.MODELS) - known
+    tree = ast.parse((Path(loopq.integrations.vllm.__file__).parent / "models.py").read_text("utf-8"))
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for found in registered.values():
         module, _, name = found.partition(":")
-        assert module == "loopq.vllm.models"
+        assert module == "loopq.integrations.vllm.models"
         assert name in classes
 
 
 def test_configurations_are_read_without_code_of_the_checkpoint(tmp_path, own_mapping):
     transformers = pytest.importorskip("transformers")
-    from loopq.vllm.configs import HuginnConfig, OuroConfig
+    from loopq.integrations.vllm.configs import HuginnConfig, OuroConfig
 
     for kind in (HuginnConfig, OuroConfig):
         transformers.AutoConfig.register(kind.model_type, kind, exist_ok=True)

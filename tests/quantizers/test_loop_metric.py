@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from loopq.layers.transforms import RotationConfig
 from loopq.quantizers.loop_metric import FLOOR, LoopMetric, inverse, ridged
-from loopq.rotation import RotationConfig
 from tests.support.problems import solve
 
 

@@ -9,12 +9,12 @@ import pytest
 
 import loopq
 import loopq._native as native
-from loopq.checkpoint import native as native_format
-from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
-from loopq.checkpoint.schema import checked
 from loopq.errors import CheckpointError, ConfigError, SolveError
+from loopq.formats import native as native_format
+from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.gptq_cd import PATHS
+from loopq.storage.schema import checked
 from tests.support.problems import correlated, solve
 
 CODE = {"group_size": 16, "scale_dtype": "float16"}

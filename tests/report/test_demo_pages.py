@@ -13,7 +13,7 @@ from loopq import demo
 from loopq.cli import main
 from loopq.diagnose import rank
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.reproduce.models import PLBERT, Sizes
+from loopq.paper.models import PLBERT, Sizes
 from tests.support.browser import check, needs_browser, opened
 
 SMALL = DiagnoseConfig(

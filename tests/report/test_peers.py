@@ -17,7 +17,7 @@ from benches.quality.peak import Peak
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import prepare
 from loopq.errors import ConfigError
-from loopq.reproduce.models import Sizes
+from loopq.paper.models import Sizes
 
 OURS = ["loopq best", peers_table.SEARCHED]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import loopq
-import loopq.checkpoint.native
+import loopq.formats.native
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.quantizers.config import Override
@@ -76,7 +76,7 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
     # No layer could be widened within what is left of the budget.
     assert facts["budget_bytes"] - n_bytes < max(x.codes.size for x in found.layers.values()) * 4
     assert len({x.bits for x in found.layers.values()}) > 1
-    again = loopq.checkpoint.native.read(tmp_path / "q")
+    again = loopq.formats.native.read(tmp_path / "q")
     config = QuantConfig.from_json(again.settings["quantization"])
     for name, layer in found.layers.items():
         assert facts["layers"][name] == {"bits": layer.bits, "group_size": layer.group_size}

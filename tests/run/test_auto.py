@@ -6,10 +6,10 @@ import pytest
 
 import loopq
 from loopq.calibrate.data import TokenSet
-from loopq.progress import Silent
 from loopq.quantizers.loop_metric import LEAST, n_gradient_prompts
 from loopq.run import auto
 from loopq.run.config import QuantConfig
+from loopq.terminal.progress import Silent
 from tests.support.runs import run_of
 
 

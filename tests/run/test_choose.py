@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import loopq
-import loopq.checkpoint.native
+import loopq.formats.native
 from loopq.cli import main
 from loopq.errors import ConfigError
 from loopq.gradients.tuner import Tune
@@ -82,7 +82,7 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     settings = kept["settings"]
     assert settings["allocation"]["asked"]["bits"] == [2, 4]
     assert settings["tuning"]["asked"]["what"] == "codes"
-    report = loopq.checkpoint.native.read(tmp_path / "q").layers["transformer.adapter.weight"].report
+    report = loopq.formats.native.read(tmp_path / "q").layers["transformer.adapter.weight"].report
     assert (report["metric"], report["inputs"], report["alpha"]) == ("loop", "asymmetric", 0.5)
     assert (report["step_weighting"], report["damping_kind"]) == ("balanced", "diagonal")
     assert main([*base, "--tune-n-updates", "3", "--out", str(tmp_path / "r")]) == 2

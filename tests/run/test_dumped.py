@@ -12,10 +12,10 @@ import pytest
 import loopq
 from loopq.calibrate.collect import collect_hessians
 from loopq.calibrate.dump import Dump, gradient_sums_from, merge
-from loopq.checkpoint.files import RawTensor, read_tensors
-from loopq.checkpoint.native import read
 from loopq.errors import ConfigError, DumpError
+from loopq.formats.native import read
 from loopq.run.dumped import MetricOfDump
+from loopq.storage.files import RawTensor, read_tensors
 from tests.support.checkpoints import reseal
 from tests.support.runs import job_of
 

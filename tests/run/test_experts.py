@@ -13,13 +13,13 @@ from loopq.calibrate.dump import Dump, merge
 from loopq.calibrate.hooks import Observer, find_input_groups
 from loopq.commands.output import layer_table
 from loopq.errors import CalibrationError, ConfigError, NonFiniteError
+from loopq.models.from_python import wrap
 from loopq.quantizers import Problem
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
 from loopq.run.dumped import MetricOfDump
 from loopq.run.result import DumpRun
 from loopq.systems.base import Batch
-from loopq.systems.from_python import wrap
 from tests.support.experts import N_STEPS, routed_loop
 from tests.support.kills import Kill, Killer
 from tests.support.runs import digest, job_of, run_of
@@ -234,7 +234,7 @@ def test_an_expert_with_rows_and_without_gradients_takes_the_metric_of_its_input
 
 @pytest.mark.parametrize("at", [1, 3, 6, 12])
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch, at):
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     settings = {"method": "gptq", "batch_size": 2, "threads": 1, **GRID}
     loopq.quantize(loaded, tokens, out=tmp_path / "whole", **settings)
     with pytest.raises(Kill):

@@ -25,7 +25,7 @@ def test_memory_limit_means_more_passes_and_the_same_bytes(loaded, tokens, tmp_p
 
 @pytest.mark.parametrize(("at", "rollouts"), [(0, 4), (4, 3), (9, 1), (11, 1), (14, 1)])
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, checkpoint_folder, monkeypatch, at, rollouts):
-    monkeypatch.setattr("loopq.journal.Snapshots.due", lambda _: True)
+    monkeypatch.setattr("loopq.storage.journal.Snapshots.due", lambda _: True)
     out = tmp_path / "killed"
     with pytest.raises(Kill):
         loopq.quantize(loaded, tokens, out=out, batch_size=3, progress=Killer(at), **SETTINGS)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import loopq
-from loopq.checkpoint.native import read
 from loopq.errors import ConfigError
+from loopq.formats.native import read
 
 
 class Around(torch.nn.Module):

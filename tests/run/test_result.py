@@ -12,11 +12,11 @@ import pytest
 
 import loopq
 from loopq.calibrate.collect import collect_hessians, collect_rows
-from loopq.checkpoint import lock
-from loopq.checkpoint import native as store
 from loopq.errors import CheckpointError, ConfigError, DumpError
+from loopq.formats import native as store
 from loopq.run import solver
-from loopq.steps import parse_steps
+from loopq.settings.steps import parse_steps
+from loopq.storage import lock
 from tests.support.runs import SETTINGS, digest, job_of
 
 

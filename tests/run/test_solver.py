@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import loopq
-from loopq.checkpoint.files import RawTensor, read_header, read_tensors, write_tensors
 from loopq.errors import NonFiniteError
-from loopq.journal import Journal
 from loopq.run.config import QuantConfig
 from loopq.run.solver import loss_of, save_layer, saved_layer
+from loopq.storage.files import RawTensor, read_header, read_tensors, write_tensors
+from loopq.storage.journal import Journal
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import SETTINGS, digest, run_of
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from loopq.calibrate.dump import Dump
-from loopq.checkpoint.convert import read_any
 from loopq.errors import LoopqError
+from loopq.formats.convert import read_any
 
 from .files import Target, checkpoints, dumps, replace
 from .runs import Counts

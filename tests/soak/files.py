@@ -29,11 +29,11 @@ import numpy as np
 import loopq
 import loopq._native as native
 from loopq.calibrate.dump import Dump, DumpFile, Manifest, write_accumulator
-from loopq.checkpoint.convert import RECORD, inspect_any, read_any, write_as
-from loopq.checkpoint.files import RawTensor, read_tensors, write_json, write_tensors
-from loopq.checkpoint.model_files import write_files
 from loopq.errors import LoopqError
-from loopq.rotation import ChannelScale, Rotation
+from loopq.formats.convert import RECORD, inspect_any, read_any, write_as
+from loopq.layers.transforms import ChannelScale, Rotation
+from loopq.storage.files import RawTensor, read_tensors, write_json, write_tensors
+from loopq.storage.model_files import write_files
 from loopq.systems.base import SharedParameter
 
 from ..support.checkpoints import checkpoint, layer

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from loopq.interrupts import INTERRUPTED
+from loopq.terminal.interrupts import INTERRUPTED
 
 from ..support.runs import digest
 
@@ -182,11 +182,11 @@ def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: No
         for number in (1, 2):
             os.dup2(write, number)
         import loopq.gradients.collect_metrics
-        import loopq.journal
+        import loopq.storage.journal
         from loopq.cli import main
 
         # Every batch is saved: a kill at any moment then finds something half done.
-        loopq.journal.SNAPSHOT_SECONDS = loopq.journal.SNAPSHOT_TIMES = 0.0
+        loopq.storage.journal.SNAPSHOT_SECONDS = loopq.storage.journal.SNAPSHOT_TIMES = 0.0
         loopq.gradients.collect_metrics.KEPT_BYTES = 0
         before()
         code = main(argv)

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 
-from loopq.checkpoint.files import RawTensor, read_json, write_json
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.checkpoint.native import Checkpoint
-from loopq.checkpoint.schema import sealed
+from loopq.formats.native import Checkpoint
+from loopq.layers.layer import QuantizedLayer
 from loopq.run.config import QuantConfig
+from loopq.storage.files import RawTensor, read_json, write_json
+from loopq.storage.schema import sealed
 
 _TYPES = {"float16": np.float16, "float32": np.float32}
 

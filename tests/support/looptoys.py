@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from loopq.calibrate.data import from_ids
-from loopq.controls.rounding import round_signed
 from loopq.diagnose.weights import as_stored
+from loopq.models.replace import replaced
+from loopq.paper.controls.rounding import round_signed
 from loopq.systems.base import LoopedSystem, declare
-from loopq.systems.replace import replaced
 
 
 class LinearLoop(nn.Module):

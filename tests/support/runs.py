@@ -11,8 +11,8 @@ import sys
 
 from loopq.calibrate.collect import Collection
 from loopq.calibrate.select import select
-from loopq.execution import Execution
 from loopq.run.engine import Run
+from loopq.settings.execution import Execution
 
 #: The paper's method; a group size that divides no width of the tiny model.
 SETTINGS = {"preset": "paper", "bits": 3, "group_size": 20}

@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 
 import benches.zoo.models
 from benches.zoo.store import save_model
-from loopq.checkpoint import native
 from loopq.cli import main
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import native
+from loopq.models.load import load_model
 from loopq.systems.classes import register_model
-from loopq.systems.load import load_model
 from tests.support.systems import small
 
 # A user's file: a class that loops twice over one matrix, stored under other names than it has.
 USER_FILE = """
 from torch import nn
 from loopq.systems.classes import register_model
-from loopq.systems.load import encode_bytes
+from loopq.models.load import encode_bytes
 
 
 class Twice(nn.Module):

@@ -17,9 +17,9 @@ from loopq.diagnose.rollouts import trace
 from loopq.diagnose.stepmap import final_state
 from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.gradients.unroll import unroll
+from loopq.models.check import check_model
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem
-from loopq.systems.check import check_model
 from tests.support.systems import CASES, Case, as_loaded, open_system, prompts
 
 # Systems whose depth cannot be chosen.

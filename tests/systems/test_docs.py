@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from loopq.models.check import systems_table
 from loopq.systems import SYSTEMS
-from loopq.systems.check import systems_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,8 +20,8 @@ def test_table_is_that_of_the_registry() -> None:
 
 
 def test_every_check_is_explained() -> None:
-    from loopq.systems.check import check_model
-    from loopq.systems.load import load_model
+    from loopq.models.check import check_model
+    from loopq.models.load import load_model
 
     text = (DOCS / "check-your-checkpoint.md").read_text("utf-8")
     report = check_model(load_model("huginn_small"))

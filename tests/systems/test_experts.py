@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import loopq
-from loopq.checkpoint.convert import read_any
+from loopq.formats.convert import read_any
+from loopq.models.from_python import wrap
+from loopq.models.load import load_model
 from loopq.systems.base import Batch, gates, routing_module
 from loopq.systems.experts import Experts, unfuse
-from loopq.systems.from_python import wrap
 from loopq.systems.generic import Generic, discover
-from loopq.systems.load import load_model
 from tests.support.experts import N_STEPS, RoutingBlock, routed_loop
 
 _SIZES = {

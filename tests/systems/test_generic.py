@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.models.load import choose_system
 from loopq.systems.base import Batch
 from loopq.systems.generic import Generic, discover
-from loopq.systems.load import choose_system
 from loopq.systems.trace import trace
 from tests.support.systems import CASES, build, prompts
 

@@ -11,10 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import loopq
-from loopq.engines.gguf import Shape
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
+from loopq.formats.gguf import Shape
+from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from loopq.systems.load import load_model
 
 _SIZES = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -80,7 +80,7 @@ def test_a_checkpoint_knows_its_loop(folder: Path, tmp_path: Path) -> None:
 def test_transformers_is_not_let_run_every_layer_once(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    import loopq.transformers
+    import loopq.integrations.transformers
 
     ids = [row.tolist() for row in _ids()]
     loopq.quantize(

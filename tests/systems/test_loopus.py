@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 import loopq
 from loopq.errors import ConfigError
+from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from loopq.systems.load import load_model
 from loopq.systems.loopus import build_loopus
 from tests.support.systems import CASES, build, loopus_config, open_system, prompts
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import loopq
-import loopq.progress
+import loopq.terminal.progress
 from loopq.errors import CalibrationError, CheckpointError, ConfigError, SystemContractError
 
 from ..soak.inputs import Loop
@@ -96,7 +96,7 @@ def test_a_gradient_that_cannot_be_had_names_the_prompt():
 
 
 def test_train_mode_is_said_and_left():
-    class Said(loopq.progress.Silent):
+    class Said(loopq.terminal.progress.Silent):
         lines: list[str] = []  # noqa: RUF012
 
         def note(self, text):

@@ -19,8 +19,8 @@ import torch
 import transformers
 
 import loopq
+from loopq.models.check import check_model
 from loopq.systems.base import Batch, find_system
-from loopq.systems.check import check_model
 from tests.support.systems import as_loaded, loopus_config
 
 _RAVEN = {

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 import loopq
 from loopq.calibrate.data import from_ids
-from loopq.checkpoint import native
 from loopq.errors import ConfigError
-from loopq.systems.load import load_model
+from loopq.formats import native
+from loopq.models.load import load_model
 from tests.support.systems import CASES, Case, build, open_system, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")

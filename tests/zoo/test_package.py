@@ -43,7 +43,7 @@ def test_import_and_texts_need_no_torch() -> None:
         "from loopq import zoo\n"
         "zoo.available(); zoo.calibration_text()\n"
         "from loopq.errors import MissingExtraError\n"
-        "from loopq.systems.load import load_model\n"
+        "from loopq.models.load import load_model\n"
         "try: load_model('huginn_small')\n"
         "except MissingExtraError as exc: print(exc)\n"
     )

@@ -11,8 +11,8 @@ import torch
 
 from benches.zoo.measure import bits_per_byte, rows_of, state_movement
 from loopq import zoo
+from loopq.models.load import load_model
 from loopq.systems.base import LoopedSystem
-from loopq.systems.load import load_model
 
 FOLDER = Path(zoo.__file__).parent / "weights" / "huginn_small"
 

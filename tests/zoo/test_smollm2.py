@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benches.zoo.smollm2 import KEPT_RUNS, LOOPED_LAYERS, UPDATE, WEIGHTS, attach, digest, merge, merged
+from loopq.models.load import load_model
 from loopq.systems.base import Batch
-from loopq.systems.load import load_model
 
 LOOP = [1, 3, 2]
 

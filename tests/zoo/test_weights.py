@@ -15,7 +15,7 @@ from benches.zoo.card import card_text
 from benches.zoo.chains import chains
 from benches.zoo.measure import bits_per_answer, bits_per_byte, rows_of
 from loopq import zoo
-from loopq.systems.load import load_model
+from loopq.models.load import load_model
 
 TRAINED = sorted(p.parent for p in WEIGHTS.glob("*/measured.json"))
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from loopq.kernels.load import Kernel
-from loopq.kernels.plan import DeviceLimits
-from tests.support.kernels.backend import HostBackend
+from loopq.cuda.load import Kernel
+from loopq.cuda.plan import DeviceLimits
+from tests.support.cuda.backend import HostBackend
 from tools.ptx.kernels import program
 from tools.ptx.machine import launch
 from tools.ptx.memory import Global, Region

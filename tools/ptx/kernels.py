@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from loopq.kernels.load import Kernel
-from loopq.kernels.plan import Plan, Variant
-from loopq.kernels.sources import translation_unit
-from loopq.kernels.tiled import TiledPlan, TiledVariant
-from tests.support.kernels import nvrtc
-from tests.support.kernels.emulation import Sizes
+from loopq.cuda.load import Kernel
+from loopq.cuda.plan import Plan, Variant
+from loopq.cuda.sources import translation_unit
+from loopq.cuda.tiled import TiledPlan, TiledVariant
+from tests.support.cuda import nvrtc
+from tests.support.cuda.emulation import Sizes
 from tools.ptx.compile import Program
 from tools.ptx.machine import launch
 from tools.ptx.memory import Global, Region

@@ -26,7 +26,9 @@ from loopq.calibrate.dump import (
 from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.parts import Parts
 from loopq.calibrate.select import Selection
-from loopq.checkpoint.files import (
+from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
+from loopq.settings.execution import POLL, Execution, Ranks
+from loopq.storage.files import (
     RawTensor,
     check_new,
     free_bytes,
@@ -35,14 +37,12 @@ from loopq.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.model_files import model_tensors, write_files
-from loopq.checkpoint.schema import Count, Sha256, checked
-from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
-from loopq.execution import POLL, Execution, Ranks
-from loopq.journal import Journal, Snapshots, fingerprint
-from loopq.progress import Progress, Silent
+from loopq.storage.journal import Journal, Snapshots, fingerprint
+from loopq.storage.model_files import model_tensors, write_files
+from loopq.storage.schema import Count, Sha256, checked
 from loopq.systems.base import LoopedSystem, SharedParameter
-from loopq.table import size
+from loopq.terminal.progress import Progress, Silent
+from loopq.terminal.table import size
 
 if TYPE_CHECKING:
     from torch import Tensor

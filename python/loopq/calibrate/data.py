@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.checkpoint.files import MAX_SIZE, check_regular
-from loopq.checkpoint.schema import parse_json
 from loopq.errors import CalibrationError, ConfigError, LoopqError
+from loopq.storage.files import MAX_SIZE, check_regular
+from loopq.storage.schema import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.files import (
+from loopq.errors import ConfigError, DumpError, LoopqError
+from loopq.layers.layer import TensorReader
+from loopq.storage.files import (
     MAX_SIZE,
     RawTensor,
     Stored,
@@ -32,9 +34,8 @@ from loopq.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from loopq.checkpoint.layer import TensorReader
-from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files
-from loopq.checkpoint.schema import (
+from loopq.storage.model_files import TENSORS, FileEntry, check_files
+from loopq.storage.schema import (
     Allowed,
     Count,
     Depth,
@@ -48,8 +49,7 @@ from loopq.checkpoint.schema import (
     shown,
     unsealed,
 )
-from loopq.checkpoint.weights import ModelWeights
-from loopq.errors import ConfigError, DumpError, LoopqError
+from loopq.storage.weights import ModelWeights
 from loopq.systems.base import SharedParameter
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
     """Copy input rows to bytes of a storage type ("F32", "F16" or "BF16")."""
     import torch
 
-    from loopq.checkpoint.model_files import raw
+    from loopq.storage.model_files import raw
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return raw(rows.to(kinds[dtype]))

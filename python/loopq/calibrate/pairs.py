@@ -14,9 +14,9 @@ import loopq._native as native
 from loopq.calibrate.collect import Collection, run_rollouts
 from loopq.calibrate.device import to_native
 from loopq.errors import CalibrationError
-from loopq.progress import Silent
+from loopq.models.replace import Weights, replaced
 from loopq.systems.base import SharedParameter
-from loopq.systems.replace import Weights, replaced
+from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,7 @@ def collect_pairs(
     input_groups : sequence of str
         Input groups to observe.
     weights : mapping of str to ndarray, float32
-        Weights of the second rollout that differ (`loopq.systems.replace.replaced`).
+        Weights of the second rollout that differ (`loopq.models.replace.replaced`).
     per_step : bool
         Hold each step apart; the sum over all steps takes as many times less memory.
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 import loopq._native as native
 from loopq.calibrate.device import DeviceSums, to_native
 from loopq.calibrate.dump import Rows, accumulator_from, accumulator_parts
-from loopq.checkpoint.lock import Claims
-from loopq.checkpoint.model_files import raw, to_torch
-from loopq.checkpoint.schema import checked
 from loopq.errors import CalibrationError
-from loopq.journal import Journal
+from loopq.storage.journal import Journal
+from loopq.storage.lock import Claims
+from loopq.storage.model_files import raw, to_torch
+from loopq.storage.schema import checked
 
 if TYPE_CHECKING:
     from torch import Tensor

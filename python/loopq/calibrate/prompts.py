@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from loopq import zoo
 from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
 from loopq.errors import ConfigError
-from loopq.settings import Settings, setting
+from loopq.settings.declare import Settings, setting
 
 if TYPE_CHECKING:
-    from loopq.systems.load import LoadedModel
+    from loopq.models.load import LoadedModel
 
 CALIBRATION_PROMPTS = 128
 EVALUATION_PROMPTS = 64

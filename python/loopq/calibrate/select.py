@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import find_input_groups
 from loopq.errors import ConfigError
-from loopq.patterns import check_patterns, matches
+from loopq.settings.patterns import check_patterns, matches
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from loopq.registry import Registry
+from loopq.settings.registry import Registry
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import json
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, execution, load
-from loopq.table import render
+from loopq.terminal.table import render
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks; the exit code is 1 where one fails."""
-    from loopq.systems.check import check_model
+    from loopq.models.check import check_model
 
     loaded = load(args)
     if not args.json:

@@ -21,8 +21,8 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
-from loopq.execution import Ranks
 from loopq.run.config import PRESETS
+from loopq.settings.execution import Ranks
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
     from loopq.calibrate.select import select
     from loopq.run.dumped import MetricOfDump
-    from loopq.steps import parse_steps
+    from loopq.settings.steps import parse_steps
 
     ranks, shown = ranks_of_environment()
     _check(args, ranks)

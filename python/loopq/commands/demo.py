@@ -9,7 +9,7 @@ from pathlib import Path
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.commands.output import layer_table, measurement_table
-from loopq.progress import Line
+from loopq.terminal.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 def _pages(args: argparse.Namespace) -> int:
     from loopq import demo
     from loopq.lazy import require
-    from loopq.reproduce.models import data_folder
+    from loopq.paper.models import data_folder
 
     require("matplotlib")
     check_place(Path(args.html) / "page.html")

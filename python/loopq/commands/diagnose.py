@@ -20,9 +20,9 @@ from loopq.commands.options import (
 )
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError
-from loopq.execution import Execution
-from loopq.progress import Line
 from loopq.report.page import write_data, write_page
+from loopq.settings.execution import Execution
+from loopq.terminal.progress import Line
 
 QUICK = ("ranks", "overlap", "ablation", "injection")
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
-from loopq.checkpoint.convert import format_of, read_any
-from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -30,12 +28,14 @@ from loopq.commands.page import known
 from loopq.errors import ConfigError
 from loopq.evaluate.items import TASKS, find_task, read_items
 from loopq.evaluate.tasks import Metric, measure_tasks
-from loopq.generate import decode
-from loopq.progress import Line
+from loopq.formats.convert import format_of, read_any
+from loopq.formats.native import Checkpoint
+from loopq.inference.generate import decode
+from loopq.models.load import LoadedModel
 from loopq.report.card import check_card, write_card
 from loopq.report.page import write_page
 from loopq.report.tasks import task_table
-from loopq.systems.load import LoadedModel
+from loopq.terminal.progress import Line
 
 _EXAMPLES = """examples:
   loopq evaluate MODEL Q1 Q2                       KL, agreement and perplexity on the same prompts

@@ -6,10 +6,10 @@ import argparse
 
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_format
-from loopq.engines.gguf import write_gguf
-from loopq.engines.imatrix import write_imatrix
-from loopq.engines.rules import READS, check_folder_for
+from loopq.formats.gguf import write_gguf
+from loopq.formats.rules import READS, check_folder_for
 from loopq.run.export import export
+from loopq.run.imatrix import write_imatrix
 
 #: Single files of llama.cpp.
 _FILES = ("gguf", "imatrix")

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import check_folder, read_json
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.errors import CheckpointError, ConfigError
 from loopq.run.config import QuantConfig
-from loopq.table import render, size
+from loopq.storage.files import check_folder, read_json
+from loopq.terminal.table import render, size
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Find out what the folder is and print it."""
     from loopq.calibrate.dump import Dump
-    from loopq.checkpoint import native
+    from loopq.formats import native
 
     folder = Path(args.folder)
     if (folder / native.INDEX).is_file():
@@ -99,7 +99,7 @@ def _word(value: Any) -> str:
 
 
 def _foreign(folder: Path, as_json: bool) -> int:
-    from loopq.checkpoint.convert import inspect_any
+    from loopq.formats.convert import inspect_any
 
     found = inspect_any(folder)
     if as_json:

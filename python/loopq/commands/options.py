@@ -12,17 +12,17 @@ from typing import Any
 
 from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
-from loopq.checkpoint.convert import settings_of
-from loopq.checkpoint.files import nearest
 from loopq.errors import ConfigError
-from loopq.execution import Execution, Ranks
-from loopq.progress import Line, Progress, Silent
+from loopq.formats.convert import settings_of
+from loopq.layers.loop_spec import MAX_STEPS
+from loopq.models.from_python import load_python
+from loopq.models.load import DTYPES, LoadedModel, load_model
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
-from loopq.settings import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
-from loopq.systems.base import MAX_STEPS
-from loopq.systems.from_python import load_python
-from loopq.systems.load import DTYPES, LoadedModel, load_model
+from loopq.settings.declare import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
+from loopq.settings.execution import Execution, Ranks
+from loopq.storage.files import nearest
+from loopq.terminal.progress import Line, Progress, Silent
 
 
 def add_settings(
@@ -346,7 +346,7 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
 
 def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:
     """Add the options that choose a checkpoint format, or one of `more`; without a default it must be given."""
-    from loopq.checkpoint.convert import format_names
+    from loopq.formats.convert import format_names
 
     parser.add_argument(
         "--format",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loopq.checkpoint.schema import checked
 from loopq.errors import CheckpointError
-from loopq.table import render, short, size
+from loopq.storage.schema import checked
+from loopq.terminal.table import render, short, size
 
 #: Names shown of experts that the same is said of.
 _N_NAMES = 12

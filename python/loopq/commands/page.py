@@ -8,12 +8,12 @@ from typing import Any
 
 from loopq.api import weights_of
 from loopq.calibrate.data import TokenSet
-from loopq.checkpoint.native import Checkpoint
 from loopq.commands.options import execution
 from loopq.evaluate.layers import N_PROMPTS, layer_errors
-from loopq.progress import Line
+from loopq.formats.native import Checkpoint
+from loopq.models.load import LoadedModel
 from loopq.report.weights import tensors
-from loopq.systems.load import LoadedModel
+from loopq.terminal.progress import Line
 
 
 def known(

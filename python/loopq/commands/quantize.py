@@ -10,8 +10,6 @@ from typing import Any
 import loopq
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens, evaluation_tokens
-from loopq.checkpoint.convert import read_any
-from loopq.checkpoint.native import Checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.diagnose import QUICK
 from loopq.commands.evaluate import for_page, measure, print_measured, write_cards
@@ -33,15 +31,17 @@ from loopq.commands.output import print_checkpoint
 from loopq.commands.page import known
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import LoopqError
-from loopq.execution import Execution
+from loopq.formats.convert import read_any
+from loopq.formats.native import Checkpoint
 from loopq.lazy import require
-from loopq.progress import Line
+from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
 from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import Exported, export, refuse_early
 from loopq.run.result import killed_late, work_folder
-from loopq.systems.load import LoadedModel
+from loopq.settings.execution import Execution
+from loopq.terminal.progress import Line
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
 _EXAMPLES = """examples:

@@ -18,7 +18,7 @@ from loopq.commands.options import (
     loading,
 )
 from loopq.errors import ConfigError
-from loopq.progress import Line, Progress
+from loopq.terminal.progress import Line, Progress
 
 _WORK = Path(".cache") / "reproduce"
 ALL = "all"
@@ -26,7 +26,7 @@ ALL = "all"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    from loopq.reproduce.bench import BenchSettings
+    from loopq.paper.bench import BenchSettings
 
     parser.add_argument(
         "table",
@@ -67,8 +67,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, write the record."""
-    from loopq.reproduce.run import in_order, make, write
-    from loopq.reproduce.shown import find
+    from loopq.paper.run import in_order, make, write
+    from loopq.paper.shown import find
 
     if args.table is None:
         return _list()
@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list() -> int:
-    from loopq.reproduce.run import in_order
-    from loopq.reproduce.shown import TABLES
-    from loopq.table import render
+    from loopq.paper.run import in_order
+    from loopq.paper.shown import TABLES
+    from loopq.terminal.table import render
 
     rows = [(name, ", ".join(TABLES.get(name).labels), TABLES.get(name).title) for name in in_order()]
     print(render(("name", "in the paper", "title"), rows))
@@ -100,9 +100,9 @@ def _list() -> int:
 def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress) -> list[Any]:
     """Load every model before any is measured, so that a wrong name fails at once."""
     from loopq import zoo
-    from loopq.reproduce.bench import Bench, BenchSettings
-    from loopq.reproduce.models import PLBERT, data_folder, open_source
-    from loopq.reproduce.shown import TABLES
+    from loopq.paper.bench import Bench, BenchSettings
+    from loopq.paper.models import PLBERT, data_folder, open_source
+    from loopq.paper.shown import TABLES
 
     if all(TABLES.get(name).measure is None for name in tables):
         return []

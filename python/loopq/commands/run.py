@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from loopq.checkpoint.convert import is_checkpoint
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_settings, add_source, given, load_any
 from loopq.errors import ConfigError
-from loopq.generate import Decoder, Generation, decode, generate, prompt_ids
-from loopq.systems.load import LoadedModel
+from loopq.formats.convert import is_checkpoint
+from loopq.inference.generate import Decoder, Generation, decode, generate, prompt_ids
+from loopq.models.load import LoadedModel
 
 _EXAMPLES = """examples:
   loopq run huginn_small "The sea was"

@@ -9,9 +9,9 @@ import loopq
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_quantizer, execution, group_of, quant_config
 from loopq.commands.output import print_checkpoint
-from loopq.execution import Ranks
-from loopq.progress import Line
 from loopq.run.result import work_folder
+from loopq.settings.execution import Ranks
+from loopq.terminal.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from loopq.commands import COMMANDS, Command
-from loopq.table import render
+from loopq.terminal.table import render
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a table of the systems, or what models need."""
-    from loopq.systems.check import systems_table
+    from loopq.models.check import systems_table
 
     if args.models:
         print("\n\n".join(map(_needs, args.models)))
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _needs(model: str) -> str:
-    from loopq.systems.needs import needs
+    from loopq.models.needs import needs
 
     lines = needs(model)
     width = max(len(subject) for subject, _ in lines)

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from loopq.diagnose.stepmap import Bypass, StepMap, final_state, promoted
 from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
+from loopq.evaluate.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
-from loopq.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
-from loopq.systems.replace import replaced
+from loopq.models.replace import replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loopq.errors import ConfigError
-from loopq.grid import PER_CHANNEL, Bits
+from loopq.layers.grid import PER_CHANNEL, Bits
 from loopq.quantizers.config import LayerConfig
-from loopq.settings import Settings, setting
+from loopq.settings.declare import Settings, setting
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.weights import Matrix, Rounder, quantizable, rounded
-from loopq.execution import Execution
-from loopq.progress import Progress
+from loopq.settings.execution import Execution
 from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.terminal.progress import Progress
 
 
 @dataclass

@@ -12,8 +12,8 @@ from loopq.diagnose.rollouts import trace
 from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
-from loopq.systems.replace import replaced
+from loopq.models.replace import replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

@@ -19,10 +19,10 @@ from loopq.diagnose.weights import (
     weight_of,
 )
 from loopq.errors import ConfigError
+from loopq.evaluate.stats import mean_interval
 from loopq.lazy import require
-from loopq.progress import Progress
 from loopq.quantizers.config import LayerConfig
-from loopq.stats import mean_interval
+from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

@@ -22,11 +22,11 @@ from loopq.diagnose.weights import (
     weight_of,
 )
 from loopq.errors import ConfigError
+from loopq.evaluate.stats import geometric_mean_ratio
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
+from loopq.models.replace import replaced
 from loopq.quantizers.config import LayerConfig
-from loopq.stats import geometric_mean_ratio
-from loopq.systems.replace import replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor

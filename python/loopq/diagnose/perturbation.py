@@ -12,9 +12,9 @@ from loopq.diagnose.rollouts import run_variants
 from loopq.diagnose.weights import Matrix, Rounder, as_stored, core_rounder, rounded, weight_of
 from loopq.errors import ConfigError
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
+from loopq.models.replace import replaced
 from loopq.quantizers.config import LayerConfig
-from loopq.systems.replace import replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError
-from loopq.stats import pearson
+from loopq.evaluate.stats import pearson
 
 Floats = NDArray[np.float64]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
-from loopq.systems.replace import replaced
+from loopq.models.replace import replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,9 +22,9 @@ from loopq.diagnose.spectral import radius_study
 from loopq.diagnose.stepmap import Bypass
 from loopq.diagnose.weights import Matrix, Rounder, input_blocks, quantizable, weight_of
 from loopq.errors import ConfigError
-from loopq.grid import PER_CHANNEL
-from loopq.progress import Progress
+from loopq.layers.grid import PER_CHANNEL
 from loopq.systems.base import SharedParameter
+from loopq.terminal.progress import Progress
 
 # Input groups whose Hessians are in memory together, and a function that returns those of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]

@@ -12,9 +12,9 @@ from loopq.calibrate.hooks import Observer
 from loopq.diagnose.rollouts import Comparison, run_variants
 from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
 from loopq.errors import ConfigError
-from loopq.progress import Progress
+from loopq.evaluate.stats import spearman
 from loopq.quantizers.config import LayerConfig
-from loopq.stats import spearman
+from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet

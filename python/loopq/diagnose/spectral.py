@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from loopq.diagnose.stepmap import Bypass, StepMap, final_state, promoted
 from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
+from loopq.evaluate.stats import difference_in_differences, mean_interval
+from loopq.gradients.threads import OneThread
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
-from loopq.stats import difference_in_differences, mean_interval
-from loopq.systems.replace import replaced
-from loopq.threads import OneThread
+from loopq.models.replace import replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor

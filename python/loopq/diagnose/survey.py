@@ -27,10 +27,10 @@ from loopq.diagnose.sections import (
 from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
-from loopq.grid import PER_CHANNEL
-from loopq.journal import Journal, fingerprint
-from loopq.progress import Progress, Silent
+from loopq.layers.grid import PER_CHANNEL
+from loopq.storage.journal import Journal, fingerprint
 from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.terminal.progress import Progress, Silent
 
 FORMAT = "loopq-diagnosis"
 VERSION = 1

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
-from loopq.progress import Progress, Silent
-from loopq.stats import Interval, mean_interval
+from loopq.evaluate.stats import Interval, mean_interval
+from loopq.models.replace import Weights, replaced
 from loopq.systems.base import Batch, LoopedSystem, model_code
-from loopq.systems.replace import Weights, replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from loopq.calibrate.data import json_lines
-from loopq.checkpoint.files import MAX_SIZE, read_bytes
-from loopq.checkpoint.schema import Allowed, Count, checked
 from loopq.errors import ConfigError
+from loopq.storage.files import MAX_SIZE, read_bytes
+from loopq.storage.schema import Allowed, Count, checked
 
 Text = Annotated[str, Allowed("text that is not empty", bool)]
 #: The data sets of the hub have numbers of answers as text.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hooks import Observer
-from loopq.progress import Progress, Silent
+from loopq.models.replace import Weights, replaced
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
-from loopq.systems.replace import Weights, replaced
+from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor

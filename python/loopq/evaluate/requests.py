@@ -10,11 +10,11 @@ import numpy as np
 
 from loopq.calibrate.data import TokenSet
 from loopq.errors import NonFiniteError
-from loopq.generate import Decoder, Generation, decode, end_ids, generate
+from loopq.inference.generate import Decoder, Generation, decode, end_ids, generate
 from loopq.lazy import require
-from loopq.progress import Progress, Silent
+from loopq.models.load import LoadedModel
 from loopq.systems.base import Batch, model_code
-from loopq.systems.load import LoadedModel
+from loopq.terminal.progress import Progress, Silent
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
 _LONGEST = 2048

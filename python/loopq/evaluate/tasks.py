@@ -18,11 +18,11 @@ from loopq.evaluate.requests import (
     longest_input,
     n_generated,
 )
-from loopq.execution import Execution
-from loopq.generate import Decoder, Generation
-from loopq.progress import Progress
-from loopq.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
-from loopq.systems.load import LoadedModel
+from loopq.evaluate.stats import Interval, bootstrap, mcnemar_exact, paired_proportion_difference, wilson
+from loopq.inference.generate import Decoder, Generation
+from loopq.models.load import LoadedModel
+from loopq.settings.execution import Execution
+from loopq.terminal.progress import Progress
 
 #: Tokens of an answer at most, and what ends it, as the harness has them for GSM8K; what stands where no number is.
 _N_ANSWER = 256

@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
-from loopq.checkpoint.files import RawTensor
 from loopq.errors import ConfigError, NonFiniteError, SystemContractError
-from loopq.execution import Execution
 from loopq.gradients.scores import draw_labels
+from loopq.gradients.threads import OneThread
 from loopq.gradients.unroll import linked, unroll
-from loopq.journal import Journal, Snapshots
 from loopq.quantizers.loop_metric import (
     BLOCK,
     DAMPING,
@@ -28,8 +26,10 @@ from loopq.quantizers.loop_metric import (
     ridged,
 )
 from loopq.quantizers.task import Task
+from loopq.settings.execution import Execution
+from loopq.storage.files import RawTensor
+from loopq.storage.journal import Journal, Snapshots
 from loopq.systems.base import Batch, LoopedSystem, model_code
-from loopq.threads import OneThread
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError, SystemContractError
 from loopq.evaluate.compare import compare
-from loopq.execution import Execution
 from loopq.gradients.unroll import linked, unroll
-from loopq.journal import Journal
-from loopq.progress import Progress
+from loopq.settings.execution import Execution
+from loopq.storage.journal import Journal
 from loopq.systems.base import LoopedSystem, model_code
+from loopq.terminal.progress import Progress
 
 #: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
 #: in full precision.

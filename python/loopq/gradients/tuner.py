@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from loopq.calibrate.data import TokenSet
-from loopq.checkpoint.files import RawTensor, float_to_raw
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.checkpoint.model_files import raw, to_torch
 from loopq.errors import ConfigError, NonFiniteError
-from loopq.execution import Execution
 from loopq.gradients.unroll import divergence, linked, unroll
-from loopq.journal import Journal
-from loopq.settings import Settings, setting
+from loopq.layers.layer import QuantizedLayer
+from loopq.settings.declare import Settings, setting
+from loopq.settings.execution import Execution
+from loopq.storage.files import RawTensor, float_to_raw
+from loopq.storage.journal import Journal
+from loopq.storage.model_files import raw, to_torch
 from loopq.systems.base import LoopedSystem, model_code
 
 if TYPE_CHECKING:

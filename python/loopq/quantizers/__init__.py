@@ -6,7 +6,7 @@ Each file holds one method and its settings; a new file that registers itself ad
 from __future__ import annotations
 
 from loopq.quantizers.base import Method, Problem
-from loopq.registry import Registry
+from loopq.settings.registry import Registry
 
 QUANTIZERS: Registry[type[Method]] = Registry("method", "loopq.quantizers")
 

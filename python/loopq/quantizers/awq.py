@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.layers.layer import QuantizedLayer
+from loopq.layers.transforms import ChannelScale
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.rtn import ScaleSearch, round_to_grid
-from loopq.rotation import ChannelScale
-from loopq.settings import setting
+from loopq.settings.declare import setting
 
 POWERS = tuple(k / 20 for k in range(20))
 

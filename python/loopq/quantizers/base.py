@@ -10,12 +10,12 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.errors import SolveError
-from loopq.grid import Grid
+from loopq.layers.grid import Grid
+from loopq.layers.layer import QuantizedLayer, Trellis
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.loop_metric import LoopMetric
-from loopq.settings import Chosen
+from loopq.settings.declare import Chosen
 
 T = TypeVar("T")
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError
-from loopq.grid import Grid
-from loopq.patterns import check_syntax, matches
+from loopq.layers.grid import Grid
+from loopq.layers.layer import QuantizedLayer
+from loopq.layers.transforms import RotationConfig
 from loopq.quantizers import QUANTIZERS, Method, Problem
-from loopq.registry import did_you_mean
-from loopq.rotation import RotationConfig
-from loopq.settings import Settings, block, check, choice, leaves
-from loopq.steps import Calibration
+from loopq.settings.declare import Settings, block, check, choice, leaves
+from loopq.settings.patterns import check_syntax, matches
+from loopq.settings.registry import did_you_mean
+from loopq.settings.steps import Calibration
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.settings import Settings, setting
+from loopq.settings.declare import Settings, setting
 
 #: Share of the eigenvalues, the largest, that "tail" leaves out.
 TAIL_SHARE = 0.01

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import ConfigError, naming
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.rtn import ScaleSearch
-from loopq.settings import block, setting
+from loopq.settings.declare import block, setting
 
 
 @QUANTIZERS.register("gptq")

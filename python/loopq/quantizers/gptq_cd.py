@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import loopq._native as native
-from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import SolveError, naming
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
-from loopq.settings import Settings, block, setting
+from loopq.settings.declare import Settings, block, setting
 
 #: Paths of codes that are kept open by default: where gradients were taken, more take little time beside them.
 PATHS = {"inputs": 16, "loop": 64}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.rotation import Rotation
+from loopq.layers.transforms import Rotation
 
 # Share of its own added to each diagonal entry between outputs: gradients of some hundred draws see few directions.
 RIDGE = 0.1

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
-from loopq.checkpoint.layer import QuantizedLayer
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
-from loopq.settings import setting
+from loopq.settings.declare import setting
 
 ScaleSearch = Literal["max", "half-range", "mse"]
 

@@ -8,14 +8,14 @@ from typing import ClassVar
 import numpy as np
 
 import loopq._native as native
-from loopq.checkpoint.layer import QuantizedLayer, Trellis
 from loopq.errors import ConfigError, naming
-from loopq.grid import Grid
+from loopq.layers.grid import Grid
+from loopq.layers.layer import QuantizedLayer, Trellis
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.gptq_cd import GPTQCD, Metric, sides
 from loopq.quantizers.loop_metric import BLOCK
-from loopq.settings import block, setting
+from loopq.settings.declare import block, setting
 
 #: Outputs below which the joined ends of a stream may cost more than the trellis gains: over six random weights the
 #: loss was 1.42 times that of gptq-cd with 8 outputs, 0.73 with 16, 0.67 with 32 (`tests/quantizers/test_trellis.py`).

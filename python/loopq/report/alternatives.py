@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from loopq.report.markup import Cell, bar, number, paragraph, table
-from loopq.table import size
+from loopq.terminal.table import size
 
 Summary = Mapping[str, Any]
 #: Prompts shown, and characters of each.

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.convert import inspect_any
-from loopq.checkpoint.files import write_text
-from loopq.checkpoint.hf_folder import CARD
 from loopq.errors import ConfigError
-from loopq.table import size
+from loopq.formats.convert import inspect_any
+from loopq.formats.hf_folder import CARD
+from loopq.storage.files import write_text
+from loopq.terminal.table import size
 
 #: Its tag and the end of its title, by which a card of loopq's is known again.
 _TAG, _TITLE = "loopq", "quantized by loopq"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LOADS = {
-    "native": "import loopq.transformers  # or loopq.load(DIR)",
+    "native": "import loopq.integrations.transformers  # or loopq.load(DIR)",
     "compressed-tensors": "# transformers and vLLM load this folder as it is",
     "gptq": "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is",
 }

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import write_text
 from loopq.report.alternatives import comparison
 from loopq.report.markup import page_html, paragraph, section
 from loopq.report.weights import quantized, solved
-from loopq.table import size
+from loopq.storage.files import write_text
+from loopq.terminal.table import size
 
 _VARIANTS = (
     "GPTQ, one step: calibrated on the first call of each weight alone; trajectory: on all calls; llm-compressor's "

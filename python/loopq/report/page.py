@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import write_json, write_text
 from loopq.report import diagnosis as diagnosed
 from loopq.report.alternatives import alternatives, changed_prompts, facts
 from loopq.report.errors import error_maps
 from loopq.report.markup import page_html, section
 from loopq.report.weights import done
+from loopq.storage.files import write_json, write_text
 
 Data = Mapping[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.table import render, short
+from loopq.terminal.table import render, short
 
 
 def task_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from loopq.checkpoint.native import Checkpoint
+from loopq.formats.native import Checkpoint
 from loopq.report.markup import Cell, bar, listed, number, paragraph, table
 from loopq.report.style import short_name, short_names
 from loopq.systems.base import LoopedSystem
-from loopq.table import size
+from loopq.terminal.table import size
 
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 #: Names shown of weights that were left alone for one reason.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from loopq.registry import Registry
 from loopq.run.inputs import Inputs
+from loopq.settings.registry import Registry
 
 INPUTS: Registry[type[Inputs]] = Registry("inputs", "loopq.run")
 

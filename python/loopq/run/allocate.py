@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import ConfigError
-from loopq.execution import parse_bytes
 from loopq.gradients.scores import loop_fisher, measured
-from loopq.grid import BITS, PER_CHANNEL
+from loopq.layers.grid import BITS, PER_CHANNEL
 from loopq.quantizers.config import Override
-from loopq.settings import Settings, parse_text, setting
-from loopq.steps import Calibration
+from loopq.settings.declare import Settings, parse_text, setting
+from loopq.settings.execution import parse_bytes
+from loopq.settings.steps import Calibration
 
 if TYPE_CHECKING:
     from loopq.quantizers.task import Task

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.calibrate.pairs import Moments, PairedSums, collect_pairs
-from loopq.checkpoint.layer import QuantizedLayer
 from loopq.errors import naming
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.base import Problem
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
@@ -21,7 +21,7 @@ from loopq.run.open_loop import solve_open
 from loopq.run.plan import steps_apart
 from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
-from loopq.settings import setting
+from loopq.settings.declare import setting
 
 if TYPE_CHECKING:
     from loopq.run.engine import Layers, Run

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError, LoopqError
-from loopq.execution import available_bytes
 from loopq.gradients.collect_metrics import draws, metric_cost
 from loopq.quantizers.gptq import GPTQ
 from loopq.quantizers.loop_metric import LEAST, n_gradient_prompts
 from loopq.quantizers.task import Task
 from loopq.run.memory import passes
 from loopq.run.plan import hessian_work, solve_work
+from loopq.settings.execution import available_bytes
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.gradients.tuner import tune
-from loopq.journal import fingerprint
 from loopq.run.allocate import allocate
+from loopq.storage.journal import fingerprint
 
 if TYPE_CHECKING:
     from loopq.run.config import QuantConfig

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from loopq.errors import ConfigError
 from loopq.gradients.tuner import Tune
-from loopq.patterns import check_syntax
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
 from loopq.run.allocate import Allocate
 from loopq.run.inputs import Inputs
-from loopq.settings import Settings, block, choice, leaves, optional, setting
+from loopq.settings.declare import Settings, block, choice, leaves, optional, setting
+from loopq.settings.patterns import check_syntax
 
 #: Settings under one name: closest to full precision, with gradients; the same without; the method of the paper.
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -12,12 +12,12 @@ from loopq.calibrate.collect import Collection, HessianSet, collect_hessians, co
 from loopq.calibrate.dump import Dump, GradientSums
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import collect_metrics
-from loopq.journal import Journal
 from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.config import QuantConfig
 from loopq.run.outside import refuse_outside
 from loopq.run.plan import plan
+from loopq.storage.journal import Journal
 
 if TYPE_CHECKING:
     from loopq.run.engine import Run

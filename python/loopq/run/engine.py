@@ -13,16 +13,16 @@ from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
 from loopq.calibrate.select import select
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.checkpoint.weights import ModelWeights
-from loopq.execution import Execution
 from loopq.gradients.collect_metrics import collect_metrics
-from loopq.journal import Journal
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import plan, steps_by_input
 from loopq.run.solver import Solver
+from loopq.settings.execution import Execution
+from loopq.storage.journal import Journal
+from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
 
 Layers = dict[str, QuantizedLayer]

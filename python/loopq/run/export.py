@@ -10,20 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.select import treat
-from loopq.checkpoint import FORMATS
-from loopq.checkpoint.base import Ragged
-from loopq.checkpoint.convert import NATIVE, Written, read_any, refuse_own, write_as
-from loopq.checkpoint.files import check_new
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.checkpoint.native import Checkpoint
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
+from loopq.formats import FORMATS
+from loopq.formats.base import Ragged
+from loopq.formats.convert import NATIVE, Written, read_any, refuse_own, write_as
+from loopq.formats.native import Checkpoint
+from loopq.inference.restore import load_checkpoint
+from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.outside import refuse_outside
 from loopq.run.plan import plan
+from loopq.storage.files import check_new
 from loopq.systems.base import Batch, LoopedSystem
-from loopq.systems.restore import load_checkpoint
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def export(
     out : path
         New folder.
     format_name : str
-        "native" or a name in `loopq.checkpoint.FORMATS`.
+        "native" or a name in `loopq.formats.FORMATS`.
     ragged : {"keep", "split", "pad"}, optional
         What to do with a last group that is shorter than the others.
     n_prompts, seq_len : int

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from loopq.settings import Chosen
+from loopq.settings.declare import Chosen
 
 if TYPE_CHECKING:
-    from loopq.checkpoint.layer import QuantizedLayer
+    from loopq.layers.layer import QuantizedLayer
     from loopq.run.engine import Run
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
+from loopq.models.replace import replaced
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
-from loopq.systems.replace import replaced
 
 if TYPE_CHECKING:
     from loopq.quantizers.task import Task

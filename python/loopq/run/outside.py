@@ -12,7 +12,7 @@ from loopq.quantizers.task import Task
 from loopq.systems.base import declare
 
 if TYPE_CHECKING:
-    from loopq.checkpoint.layer import QuantizedLayer
+    from loopq.layers.layer import QuantizedLayer
     from loopq.run.config import QuantConfig
     from loopq.run.engine import Run
 

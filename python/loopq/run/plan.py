@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
-from loopq.patterns import check_patterns
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
-from loopq.steps import parse_steps
+from loopq.settings.patterns import check_patterns
+from loopq.settings.steps import parse_steps
 from loopq.systems.base import SharedParameter
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.select import treat
-from loopq.checkpoint.files import check_new, is_own
-from loopq.checkpoint.native import Checkpoint
-from loopq.checkpoint.weights import ModelWeights
-from loopq.execution import Execution
-from loopq.journal import Journal, fingerprint
+from loopq.formats.native import Checkpoint
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.dumped import metrics_of, refuse_rollouts, settings_of
 from loopq.run.outside import round_outside
 from loopq.run.plan import plan
 from loopq.run.solver import Solver
+from loopq.settings.execution import Execution
+from loopq.storage.files import check_new, is_own
+from loopq.storage.journal import Journal, fingerprint
+from loopq.storage.weights import ModelWeights
 
 if TYPE_CHECKING:
     from loopq.run.engine import Layers, Run

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.calibrate.hessians import Hessians
-from loopq.checkpoint.layer import LayerSettings, QuantizedLayer, TensorReader
-from loopq.checkpoint.lock import Claims
-from loopq.checkpoint.schema import checked
-from loopq.checkpoint.weights import ModelWeights
 from loopq.errors import CheckpointError, naming
-from loopq.execution import POLL, Execution
-from loopq.journal import Journal
+from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import MetricKey, Task
 from loopq.run.plan import rounding_like, solve_work
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
+from loopq.settings.execution import POLL, Execution
+from loopq.storage.journal import Journal
+from loopq.storage.lock import Claims
+from loopq.storage.schema import checked
+from loopq.storage.weights import ModelWeights
 
 #: Rows of a weight that the losses of a report are taken over, at most.
 REPORTED_ROWS = 1024

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.hessians import StepHessians
 from loopq.errors import ConfigError, SolveError
 from loopq.quantizers.task import Task
-from loopq.steps import parse_step_weights
+from loopq.settings.steps import parse_step_weights
 
 BALANCE_ROUNDS = 200
 

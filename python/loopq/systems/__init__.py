@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopq.registry import Registry
+from loopq.settings.registry import Registry
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 
 SYSTEMS: Registry[type[LoopedSystem]] = Registry("system", "loopq.systems")

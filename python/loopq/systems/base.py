@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from loopq.checkpoint.schema import Name, checked
 from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
+from loopq.layers.loop_spec import MAX_STEPS
+from loopq.storage.schema import Name, checked
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from loopq.kernels.runner import Program
     from loopq.systems.classes import ModelClass
+    from loopq.systems.program import Program
 
 Orientation = Literal["out_in", "in_out", "table"]
 Treatment = Literal["gptq", "rtn", "dense"]
 #: Takes the state after a step and the logits read from it, (width) and (vocabulary) of one token, and a threshold.
 ExitRule: TypeAlias = "Callable[[Tensor, Tensor, float], bool]"
-#: Deepest rollout: a number above it is a mistake, which would take the memory of the machine before it showed.
-MAX_STEPS = 1 << 16
 #: Names of a cache in arguments and outputs: transformers from 5.24 on, before it, and its recurrences before it.
 _CACHES = ("cache", "past_key_values", "cache_params")
 

@@ -1,7 +1,7 @@
-"""Transformer blocks read out of modules, for `loopq.kernels.runner`: by the names that published classes give them.
+"""Transformer blocks read out of modules, for `loopq.inference.runner`: by the names that published classes give them.
 
 A block with another module in it than is known here is not described: None. What no name shows, the first run of a
-text finds, which compares the logits with a rollout's (`loopq.generate`).
+text finds, which compares the logits with a rollout's (`loopq.inference.generate`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loopq.lazy import require
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.kernels.runner import Block
+    from loopq.systems.program import Block
 
 #: Rotary positions that are the same for texts of every length.
 _ROPES = (None, "default", "linear", "llama3")
@@ -56,7 +56,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
     Block or None
         None: it has other modules than these.
     """
-    from loopq.kernels.runner import Block, Branch
+    from loopq.systems.program import Block, Branch
 
     after = ("input_layernorm_2", "post_attention_layernorm_2")
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj")
@@ -92,7 +92,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
 
 def raven_block(block: nn.Module, config: Any) -> Block | None:
     """Describe a block of Huginn (norms on the stream) or R-Llama (norms before the branches); None for another."""
-    from loopq.kernels.runner import Block, Branch
+    from loopq.systems.program import Block, Branch
 
     if not _holds(block, "attn mlp norm_1 norm_2", "norm_3 norm_4"):
         return None

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.execution import available_bytes
+from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
+from loopq.settings.execution import available_bytes
 from loopq.systems import SYSTEMS
 from loopq.systems.base import model_code
-from loopq.systems.hf import check_weight_files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,7 +62,7 @@ def register_model(
         Takes the contents of ``config.json``, gives the model with any weights; they are filled from
         ``*.safetensors`` and keep the floating type that they were built with.
     encode : callable, optional
-        Text to token ids where no tokenizer lies beside the model: `loopq.systems.load.encode_bytes` for one that reads
+        Text to token ids where no tokenizer lies beside the model: `loopq.models.load.encode_bytes` for one that reads
         bytes. A tokenizer beside the model is always the one that is used.
     rename : callable, optional
         Takes the stored tensors by name, gives them under the model's own names.

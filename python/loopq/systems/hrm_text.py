@@ -21,7 +21,7 @@ from loopq.systems.blocks import angles_of, llama_block
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.kernels.runner import Program
+    from loopq.systems.program import Program
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -97,7 +97,7 @@ class HrmText(LoopedSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """Both stacks in their order, each with its norm; z_H is kept under 0, z_L under 1."""
-        from loopq.kernels.runner import Program
+        from loopq.systems.program import Program
 
         inner, config = self.model.model, self.model.config
         stacks = []

@@ -11,7 +11,7 @@ from loopq.systems.stepwise import StepwiseSystem
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.kernels.runner import Program
+    from loopq.systems.program import Program
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -41,7 +41,7 @@ class LlamaLoops(StepwiseSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """All layers, then the norm, as often as the loop runs."""
-        from loopq.kernels.runner import Program
+        from loopq.systems.program import Program
 
         inner = self.model.model
         blocks = [llama_block(layer, self.model.config) for layer in inner.layers]

@@ -13,7 +13,7 @@ from loopq.systems.stepwise import StepwiseSystem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.kernels.runner import Program
+    from loopq.systems.program import Program
 
 BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attn.Wqkv", {"role": "attention", "fused": "q+k+v"}),
@@ -113,7 +113,7 @@ class Raven(StepwiseSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """Prelude; adapter and core blocks; coda."""
-        from loopq.kernels.runner import Program
+        from loopq.systems.program import Program
 
         parts = self.model.transformer
         inside, *around = (

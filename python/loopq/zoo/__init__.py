@@ -17,7 +17,7 @@ _WEIGHTS = _HERE / "weights"
 
 
 def available() -> list[str]:
-    """Return the names of the embedded models, which `loopq.systems.load.load_model` takes as they are."""
+    """Return the names of the embedded models, which `loopq.models.load.load_model` takes as they are."""
     return sorted(path.parent.name for path in _WEIGHTS.glob("*/config.json"))
 
 

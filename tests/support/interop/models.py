@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import loopq._native as native
-from loopq.checkpoint.layer import QuantizedLayer
-from loopq.checkpoint.model_files import model_tensors
-from loopq.checkpoint.native import Checkpoint
+from loopq.formats.native import Checkpoint
+from loopq.layers.layer import QuantizedLayer
+from loopq.storage.model_files import model_tensors
 
 
 def linear_names(model, leave=("lm_head",)):
@@ -138,7 +138,7 @@ def prompts(n=3, length=12, vocab=96):
 
 def put_in(model, checkpoint, dtype=None):
     """Put dequantized weights into a model, rounded to its type."""
-    from loopq.checkpoint.native import load_into
+    from loopq.formats.native import load_into
 
     load_into(model, checkpoint)
     return model if dtype is None else model.to(dtype)

@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.kernels import fused
-from loopq.kernels.launch import launch_dequantize, prove
-from loopq.kernels.layout import pack_w4
-from loopq.kernels.plan import Variant
-from loopq.kernels.rollout import LoopParts, RolloutRunner, reference_rollout
-from loopq.kernels.sources import kernel_sources
-from loopq.kernels.tiled import TiledVariant
-from loopq.kernels.w4a16 import dequantize_packed
-from tests.support.kernels import emulation, nvrtc
-from tests.support.kernels.cases import Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
-from tests.support.kernels.rollout import (
+from loopq.cuda import fused
+from loopq.cuda.launch import launch_dequantize, prove
+from loopq.cuda.layout import pack_w4
+from loopq.cuda.plan import Variant
+from loopq.cuda.rollout import LoopParts, RolloutRunner, reference_rollout
+from loopq.cuda.sources import kernel_sources
+from loopq.cuda.tiled import TiledVariant
+from loopq.cuda.w4a16 import dequantize_packed
+from tests.support.cuda import emulation, nvrtc
+from tests.support.cuda.cases import Case, Problem, from_bf16, make_problem, relative_l2, run, to_bf16
+from tests.support.cuda.rollout import (
     WIDTH,
     assert_rounds_alike,
     draw,

@@ -14,8 +14,8 @@ from functools import cache, partial
 import numpy as np
 import pytest
 
-from tests.support.kernels import nvrtc
-from tests.support.kernels.cases import Case, from_bf16, make_problem, relative_l2, run, to_bf16
+from tests.support.cuda import nvrtc
+from tests.support.cuda.cases import Case, from_bf16, make_problem, relative_l2, run, to_bf16
 from tools.ptx import kernels
 from tools.ptx.compile import Program
 from tools.ptx.machine import launch

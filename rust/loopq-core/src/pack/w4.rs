@@ -1,4 +1,4 @@
-//! The layout `lq-w4` that the int4 kernel reads. Spec: `kernels/README.md`; twin: `loopq.kernels.layout`.
+//! The layout `lq-w4` that the int4 kernel reads. Spec: `kernels/README.md`; twin: `loopq.cuda.layout`.
 //!
 //! `W` is N x K (outputs x inputs). A strip is 16 outputs, a tile 16 outputs x 64 inputs in 128 words, and all tiles of
 //! a strip follow each other; a short last tile is filled up with the code of zero.

@@ -1,0 +1,279 @@
+"""The small operations between the products: launches of `fused_ops.cu`, and their plain twins in torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from loopq.cuda.load import Backend, Kernel
+from loopq.errors import KernelError
+
+__all__ = [
+    "MAX_ATTENTION_TOKENS",
+    "MAX_HEAD",
+    "MAX_NORM_WIDTH",
+    "add_norm",
+    "add_norm_ref",
+    "rope_attention",
+    "rope_attention_ref",
+    "rotation_table",
+    "swiglu",
+    "swiglu_ref",
+]
+
+MAX_NORM_WIDTH = 16_384
+MAX_ATTENTION_TOKENS = 64
+MAX_HEAD = 128
+_IO = {torch.bfloat16: "Bf16Io", torch.float16: "Fp16Io"}
+
+
+def _kernel(entry: str, dtype: torch.dtype) -> Kernel:
+    if dtype not in _IO:
+        raise KernelError(f"{entry}: activations are {dtype}; the kernel takes bfloat16 and float16")
+    return Kernel("fused_ops.cu", entry, (f"-DLQ_IO={_IO[dtype]}",))
+
+
+def _check_rows(entry: str, like: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        _check_kind(entry, name, t, like)
+        if t.dim() != 2 or t.stride(1) != 1 or t.stride(0) % 8 or t.data_ptr() % 16:
+            raise KernelError(
+                f"{entry}: {name} of shape {tuple(t.shape)} and strides {t.stride()} must be a matrix with unit "
+                f"stride along its rows, a row stride that is a multiple of 8, and a 16-byte aligned start"
+            )
+
+
+def _check_kind(entry: str, name: str, t: torch.Tensor, like: torch.Tensor) -> None:
+    if t.dtype != like.dtype or t.device != like.device:
+        raise KernelError(
+            f"{entry}: {name} is {t.dtype} on {t.device}; expected {like.dtype} on {like.device} like the rest"
+        )
+
+
+def _check_vector(
+    entry: str, name: str, t: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]
+) -> None:
+    if t is None:
+        return
+    _check_kind(entry, name, t, like)
+    if tuple(t.shape) != shape or not t.is_contiguous() or t.data_ptr() % 16:
+        raise KernelError(
+            f"{entry}: {name} has shape {tuple(t.shape)} and strides {t.stride()}; expected {shape}, contiguous "
+            f"and 16-byte aligned: .clone() it"
+        )
+
+
+def _check_shape(entry: str, name: str, t: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if t is not None and tuple(t.shape) != shape:
+        raise KernelError(f"{entry}: {name} has shape {tuple(t.shape)}; expected {shape}")
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else int(tensor.data_ptr())
+
+
+def _stride(tensor: torch.Tensor | None) -> np.int32:
+    return np.int32(0 if tensor is None else tensor.stride(0))
+
+
+def rotation_table(n_tokens: int, head: int, base: float, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Cosines and sines of the rotary embedding of interleaved pairs.
+
+    Returns
+    -------
+    torch.Tensor, float32, shape (n_tokens, head / 2, 2)
+        ``cos, sin`` of ``token * base ** (-2 i / head)``, computed in float64.
+    """
+    frequency = base ** (-torch.arange(0, head, 2, dtype=torch.float64) / head)
+    angle = torch.outer(torch.arange(n_tokens, dtype=torch.float64), frequency)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1).float().to(device)
+
+
+def add_norm(
+    backend: Backend,
+    a: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight1: torch.Tensor,
+    weight2: torch.Tensor | None,
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    epsilon: float,
+) -> None:
+    """``y = rms(a + residual) * weight1`` and, with weight2, ``z = rms(y) * weight2``; y may be the residual.
+
+    Parameters
+    ----------
+    a, residual, y, z : torch.Tensor, bfloat16 or float16, shape (rows, width)
+    weight1, weight2 : torch.Tensor of the same type, shape (width,)
+    epsilon : float
+        ``rms(v) = v / sqrt(mean(v^2) + epsilon)``
+
+    Raises
+    ------
+    KernelError
+        On a type, stride, alignment or width that the kernel does not take.
+    """
+    kernel = _kernel("loopq_add_norm", a.dtype)
+    _check_rows("add_norm", a, a=a, residual=residual, y=y, z=z)
+    rows, width = a.shape
+    if width % 8 or width > MAX_NORM_WIDTH:
+        raise KernelError(f"add_norm: width {width} must be a multiple of 8 up to {MAX_NORM_WIDTH}")
+    if (weight2 is None) != (z is None):
+        raise KernelError("add_norm: the second norm needs both its weight and its output z, or neither")
+    for name, rows_of in (("residual", residual), ("y", y), ("z", z)):
+        _check_shape("add_norm", name, rows_of, (rows, width))
+    for name, weight in (("weight1", weight1), ("weight2", weight2)):
+        _check_vector("add_norm", name, weight, a, (width,))
+    pieces = width // 8
+    per_thread = -(-pieces // 512)
+    threads = -(-pieces // (32 * per_thread)) * 32
+    backend.launch(
+        kernel,
+        (rows, 1),
+        threads,
+        threads // 32 * 4,
+        (
+            *(_pointer(t) for t in (a, residual, weight1, weight2, y, z)),
+            np.int32(width),
+            *(_stride(t) for t in (a, residual, y, z)),
+            np.float32(epsilon),
+        ),
+    )
+
+
+def add_norm_ref(
+    a: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight1: torch.Tensor,
+    weight2: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`add_norm` in torch: float32 inside, y and z rounded once each, z computed from the rounded y."""
+
+    def norm(v: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        factor = 1.0 / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + epsilon)
+        return (v * factor * weight.float()).to(a.dtype)
+
+    y = norm(a.float() + (0.0 if residual is None else residual.float()), weight1)
+    return y, None if weight2 is None else norm(y.float(), weight2)
+
+
+def rope_attention(
+    backend: Backend,
+    qkv: torch.Tensor,
+    qk_bias: torch.Tensor | None,
+    rotation: torch.Tensor,
+    out: torch.Tensor,
+    n_heads: int,
+    n_tokens: int,
+) -> None:
+    """Bias on q and k, rotation, causal softmax attention within sequences of `n_tokens` rows.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor, bfloat16 or float16, shape (sequences * n_tokens, 3 * n_heads * head)
+        q of all heads, then k, then v.
+    qk_bias : torch.Tensor or None, shape (2, n_heads, head), contiguous
+    rotation : torch.Tensor, float32, shape (>= n_tokens, head / 2, 2), contiguous
+        See `rotation_table`.
+    out : torch.Tensor, shape (sequences * n_tokens, n_heads * head)
+
+    Raises
+    ------
+    KernelError
+        On a shape, type, stride or alignment that the kernel does not take.
+    """
+    kernel = _kernel("loopq_rope_attention", qkv.dtype)
+    _check_rows("rope_attention", qkv, qkv=qkv, out=out)
+    head = out.shape[1] // n_heads
+    sequences = qkv.shape[0] // n_tokens
+    _check_shape("rope_attention", "out", out, (qkv.shape[0], n_heads * head))
+    _check_shape("rope_attention", "qkv", qkv, (qkv.shape[0], 3 * n_heads * head))
+    _check_vector("rope_attention", "qk_bias", qk_bias, qkv, (2, n_heads, head))
+    if head % 2 or head > MAX_HEAD or n_tokens > MAX_ATTENTION_TOKENS or qkv.shape[0] % n_tokens:
+        raise KernelError(
+            f"rope_attention: {qkv.shape[0]} rows in sequences of {n_tokens}, head {head}; the kernel takes "
+            f"sequences of up to {MAX_ATTENTION_TOKENS} tokens and even heads of up to {MAX_HEAD}"
+        )
+    if (
+        rotation.dtype != torch.float32
+        or rotation.device != qkv.device
+        or not rotation.is_contiguous()
+        or rotation.shape[0] < n_tokens
+        or rotation.shape[1:] != (head // 2, 2)
+    ):
+        raise KernelError(
+            f"rope_attention: rotation is {rotation.dtype} {tuple(rotation.shape)} on {rotation.device}; expected "
+            f"float32 (at least {n_tokens}, {head // 2}, 2), contiguous, on {qkv.device}"
+        )
+    backend.launch(
+        kernel,
+        (n_heads, sequences),
+        32 * min(8, n_tokens),
+        3 * n_tokens * (head + 1) * 4,
+        (
+            *(_pointer(t) for t in (qkv, qk_bias, rotation, out)),
+            *(np.int32(v) for v in (n_tokens, n_heads, head)),
+            *(_stride(t) for t in (qkv, out)),
+            np.float32(head**-0.5),
+        ),
+    )
+
+
+def rope_attention_ref(
+    qkv: torch.Tensor, qk_bias: torch.Tensor | None, rotation: torch.Tensor, n_heads: int, n_tokens: int
+) -> torch.Tensor:
+    """`rope_attention` in torch: float32 inside, one rounding at the end."""
+    rows = qkv.shape[0]
+    head = qkv.shape[1] // (3 * n_heads)
+    q, k, v = qkv.float().view(rows // n_tokens, n_tokens, 3, n_heads, head).permute(2, 0, 3, 1, 4)
+    if qk_bias is not None:
+        bias = qk_bias.float().view(2, 1, n_heads, 1, head)
+        q, k = q + bias[0], k + bias[1]
+    cosine, sine = rotation[:n_tokens].unbind(-1)
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1).flatten(-2)
+
+    score = (turn(q) * head**-0.5) @ turn(k).transpose(-1, -2)
+    future = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=qkv.device).triu(1)
+    weight = torch.softmax(score.masked_fill(future, float("-inf")), dim=-1)
+    return (weight @ v).transpose(1, 2).reshape(rows, n_heads * head).to(qkv.dtype)
+
+
+def swiglu(backend: Backend, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """``out = silu(gate) * up`` for gate_up (rows, 2 * width), gate first.
+
+    Raises
+    ------
+    KernelError
+        On a type, stride, alignment or width that the kernel does not take.
+    """
+    kernel = _kernel("loopq_swiglu", out.dtype)
+    _check_rows("swiglu", out, gate_up=gate_up, out=out)
+    rows, width = out.shape
+    if width % 8 or tuple(gate_up.shape) != (rows, 2 * width):
+        raise KernelError(
+            f"swiglu: {tuple(gate_up.shape)} to {tuple(out.shape)}; width must be a multiple of 8"
+        )
+    blocks = min(-(-rows * width // (8 * 256)), 8 * backend.limits.multiprocessors)
+    backend.launch(
+        kernel,
+        (blocks, 1),
+        256,
+        0,
+        (
+            *(_pointer(t) for t in (gate_up, out)),
+            *(np.int32(v) for v in (rows, width)),
+            *(_stride(t) for t in (gate_up, out)),
+        ),
+    )
+
+
+def swiglu_ref(gate_up: torch.Tensor) -> torch.Tensor:
+    """`swiglu` in torch: float32 inside, one rounding at the end."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1.0 + torch.exp(-gate)) * up).to(gate_up.dtype)

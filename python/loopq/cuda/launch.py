@@ -1,0 +1,282 @@
+"""Launches of the int4 kernels: workspace, cuts, arguments, and the proof that a loaded kernel multiplies.
+
+Importing this module needs torch; which device runs a launch is the backend's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from loopq.cuda.layout import N_STEP, TILE_K, WORDS_PER_TILE, pack_w4
+from loopq.cuda.load import Backend, Kernel
+from loopq.cuda.plan import (
+    TOKENS_PER_LAUNCH,
+    GemmShape,
+    Plan,
+    Variant,
+    fold_of,
+    make_plan,
+    token_tiles_for,
+)
+from loopq.cuda.tiled import WARP_TOKENS, TiledPlan, TiledVariant, make_tiled_plan
+from loopq.errors import KernelError
+
+__all__ = [
+    "ACTIVATIONS",
+    "SCALES",
+    "Workspace",
+    "launch_dequantize",
+    "launch_gemm",
+    "prove",
+    "workspace_for",
+    "workspace_size",
+]
+
+ACTIVATIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SCALES = {torch.float32: "f32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_OUT_FLOAT32, _EVICT_FIRST = 1, 2
+# Weights that fit in the L2 beside everything else are asked to stay; longer streams make room first.
+_STAYS_IN_L2_BYTES = 24 * 1024 * 1024
+
+
+@dataclass
+class Workspace:
+    """Scratch memory of split-K products: float32 partial sums, and counters that are zero between launches.
+
+    One workspace serves one stream (or one captured graph) at a time: two launches that run at once would mix
+    their partial sums.
+    """
+
+    partials: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def allocate(cls, n_floats: int, n_counters: int, device: torch.device) -> Workspace:
+        return cls(
+            torch.empty(max(n_floats, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(n_counters, 1), dtype=torch.int32, device=device),
+        )
+
+
+def _check_alignment(x: torch.Tensor, named: dict[str, torch.Tensor]) -> None:
+    if x.shape[0] > 1 and x.stride(0) % 8:
+        raise KernelError(
+            f"w4a16_linear: x has a row stride of {x.stride(0)} elements; the kernel needs a multiple of 8"
+        )
+    for name, tensor in named.items():
+        if tensor.data_ptr() % 16:
+            raise KernelError(
+                f"w4a16_linear: {name} starts at an address that is not a multiple of 16: .clone() it"
+            )
+
+
+def workspace_size(
+    backend: Backend, layer: tuple[int, int, int, int], rows: int, bulk: bool = False
+) -> tuple[int, int]:
+    """Partial sums and counters for (out_features, k_begin, k_end, group_size) at any 1..`rows` tokens."""
+    floats = counters = 0
+    for tiles in (1, 2, 4):
+        shape = GemmShape(*layer, tiles)
+        plan = make_plan(shape, backend.limits, bulk, backend.ring_stages)
+        counters = shape.pairs
+        if plan.slices > 1:
+            floats = max(floats, plan.slices * shape.pairs * 256 * tiles)
+        if tiles >= token_tiles_for(min(rows, TOKENS_PER_LAUNCH)):
+            break
+    if rows > TOKENS_PER_LAUNCH:
+        # Deeper rings for shorter scales do not change the slices.
+        for tokens in range(WARP_TOKENS, rows + WARP_TOKENS, WARP_TOKENS):
+            tiled = make_tiled_plan(layer, tokens, backend.limits, stages=backend.ring_stages)
+            floats, counters = max(floats, tiled.partial_floats), max(counters, tiled.units)
+    return floats, counters
+
+
+def workspace_for(
+    backend: Backend,
+    layers: list[tuple[int, int, int, int]],
+    rows: int,
+    device: torch.device,
+    bulk: bool = False,
+) -> Workspace:
+    """One workspace for layers (out_features, k_begin, k_end, group_size), at up to `rows` tokens."""
+    sizes = [workspace_size(backend, layer, rows, bulk) for layer in layers]
+    return Workspace.allocate(max(size[0] for size in sizes), max(size[1] for size in sizes), device)
+
+
+def launch_gemm(
+    backend: Backend,
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    in_features: int,
+    group_size: int,
+    k_begin: int = 0,
+    bias: torch.Tensor | None = None,
+    addend: torch.Tensor | None = None,
+    workspace: Workspace,
+    plan: Plan | TiledPlan | None = None,
+    bulk: bool = False,
+) -> None:
+    """Launch the product for x (rows, width) into out (rows, out_features).
+
+    Up to 32 rows run in `w4a16_gemm.cu`, more in `w4a16_tiled.cu`. The caller has checked types and shapes
+    (`Product.checked`, or the rollout runner when it was made); this adds what only a kernel needs. `plan` takes the
+    place of the cheapest cut: a `Plan` for up to 32 rows, else a `TiledPlan`.
+
+    Raises
+    ------
+    KernelError
+        If a pointer or a row stride is not aligned.
+    """
+    _check_alignment(x, {"x": x, "qweight": qweight, "scales": scales})
+    rows, k_end = x.shape[0], k_begin + x.shape[1]
+    layer = (qweight.shape[0] * N_STEP, k_begin, k_end, group_size)
+    types = (ACTIVATIONS[x.dtype], SCALES[scales.dtype])
+    launched: _Launch
+    if rows > TOKENS_PER_LAUNCH:
+        assert not isinstance(plan, Plan), "a cut for at most 32 tokens"
+        cut = plan or make_tiled_plan(layer, rows, backend.limits, *types, stages=backend.ring_stages)
+        launched = _Launch.tiled(cut)
+    else:
+        shape = GemmShape(*layer, token_tiles_for(rows))
+        assert not isinstance(plan, TiledPlan), "a cut for more than 32 tokens"
+        launched = _Launch.narrow(
+            plan or make_plan(shape, backend.limits, bulk, backend.ring_stages), shape, rows, *types
+        )
+    flags = _OUT_FLOAT32 if out.dtype == torch.float32 else 0
+    if launched.reads_weights_once and qweight.numel() * 4 > _STAYS_IN_L2_BYTES:
+        flags |= _EVICT_FIRST
+    strides = (x.stride(0), out.stride(0), 0 if addend is None else addend.stride(0))
+    numbers = (rows, layer[0], -(-in_features // TILE_K), k_begin, k_end, *strides)
+    backend.launch(
+        launched.kernel,
+        launched.grid,
+        launched.threads,
+        launched.shared_bytes,
+        (
+            *(t.data_ptr() for t in (x, qweight, scales, out)),
+            *(0 if t is None else t.data_ptr() for t in (bias, addend)),
+            *(workspace.partials.data_ptr(), workspace.counters.data_ptr()),
+            *(np.int32(v) for v in (*numbers, launched.group_shift, scales.shape[0], flags)),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What a cut asks of the backend."""
+
+    kernel: Kernel
+    grid: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    group_shift: int
+    reads_weights_once: bool
+
+    @classmethod
+    def narrow(cls, cut: Plan, shape: GemmShape, rows: int, activation: str, scales: str) -> _Launch:
+        variant = Variant(activation, shape.token_tiles, cut.fold, cut.stages, cut.bulk, scales)
+        return cls(
+            Kernel("w4a16_gemm.cu", "loopq_w4a16_gemm", variant.defines, partial(prove, variant)),
+            (cut.blocks, cut.slices),
+            cut.warps * 32,
+            cut.shared_bytes(rows, shape.token_tiles),
+            cut.group_shift,
+            reads_weights_once=True,
+        )
+
+    @classmethod
+    def tiled(cls, cut: TiledPlan) -> _Launch:
+        variant = cut.variant
+        return cls(
+            Kernel("w4a16_tiled.cu", "loopq_w4a16_tiled", variant.defines, partial(prove, variant)),
+            (cut.blocks, cut.slices),
+            variant.threads,
+            cut.shared_bytes,
+            cut.group_shift,
+            reads_weights_once=cut.token_blocks == 1,
+        )
+
+
+def launch_dequantize(
+    backend: Backend, qweight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, group_size: int
+) -> None:
+    """Write s * q, rounded once to out's type (bfloat16 or float16), into out (out_features, in_features)."""
+    out_features, in_features = out.shape
+    tiles = qweight.numel() // WORDS_PER_TILE
+    kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[scales.dtype]
+    group = in_features if group_size == -1 else group_size
+    numbers = (out_features, in_features, -(-in_features // TILE_K), group, scales.shape[0], kind)
+    half = "true" if out.dtype == torch.float16 else "false"
+    backend.launch(
+        Kernel("w4_dequantize.cu", "loopq_w4_dequantize", (f"-DLQ_FLOAT16={half}",)),
+        (min(-(-tiles // 8), 16 * backend.limits.multiprocessors), 1),
+        256,
+        0,
+        (qweight.data_ptr(), scales.data_ptr(), out.data_ptr(), *(np.int32(v) for v in numbers)),
+    )
+
+
+_GROUP_OF_FOLD = {fold_of(size)[0]: size for size in (32, 64, 128, 256)}
+
+
+def _cut_in_two(
+    variant: Variant | TiledVariant, layer: tuple[int, int, int, int], backend: Backend
+) -> tuple[int, Plan | TiledPlan, Workspace]:
+    """Tokens that fill a block of the variant, a cut into two slices, and the workspace for it."""
+    if isinstance(variant, TiledVariant):
+        tokens = WARP_TOKENS * variant.token_warps
+        types = (variant.activation, variant.scales)
+        tiled = make_tiled_plan(layer, tokens, backend.limits, *types, variant.stages, slices=2)
+        return tokens, tiled, Workspace.allocate(tiled.partial_floats, tiled.units, backend.device)
+    shape = GemmShape(*layer, variant.token_tiles)
+    plan = make_plan(shape, backend.limits, variant.bulk, variant.stages, slices=2)
+    floats = plan.slices * shape.pairs * 256 * variant.token_tiles
+    return 8 * variant.token_tiles, plan, Workspace.allocate(floats, shape.pairs, backend.device)
+
+
+def prove(variant: Variant | TiledVariant, backend: Backend) -> None:
+    """Multiply a small layer with a freshly loaded kernel: every sum is of small integers, so the result is exact.
+
+    The layer has every code, a short last group and a half empty pair of strips; it is cut into two slices. A device
+    or a compiler that does not do what the kernel relies on (subnormal 16-bit operands, for one) is thus an error at
+    the first call, not a wrong answer.
+
+    Raises
+    ------
+    KernelError
+        If the product is wrong.
+    """
+    k, n, group = 416, 48, _GROUP_OF_FOLD[variant.fold]
+    rng = np.random.default_rng(0)
+    codes = rng.permutation(np.arange(n * k) % 16 - 8).reshape(n, k).astype(np.int8)
+    scales = torch.from_numpy(rng.integers(1, 5, (-(-k // group), n)).astype(np.float32))
+    tokens, plan, workspace = _cut_in_two(variant, (n, 0, k, group), backend)
+    x = torch.from_numpy(rng.integers(-8, 9, (tokens, k)).astype(np.float32))
+    weight = torch.from_numpy(codes).double() * scales.double().repeat_interleave(group, dim=0)[:k].t()
+    expected = x.double() @ weight.t()
+    out = torch.full((len(x), n), torch.nan, device=backend.device)
+    launch_gemm(
+        backend,
+        x.to(backend.device, {name: dtype for dtype, name in ACTIVATIONS.items()}[variant.activation]),
+        torch.from_numpy(pack_w4(codes)).to(backend.device),
+        scales.to(backend.device, {name: dtype for dtype, name in SCALES.items()}[variant.scales]),
+        out,
+        in_features=k,
+        group_size=group,
+        workspace=workspace,
+        plan=plan,
+    )
+    wrong = int((out.cpu().double() != expected).sum())
+    if wrong:
+        raise KernelError(
+            f"w4a16_linear: the int4 kernel for {variant} is wrong on {backend.device}, in {wrong} of {out.numel()} "
+            f"outputs of a known layer. It is not used. Move the layer to the CPU for the reference path, and report "
+            f"this with the name of the GPU and the versions of its driver and of CuPy"
+        )

@@ -1,0 +1,186 @@
+"""How a product of more than 32 tokens is cut up for `kernels/w4a16_tiled.cu`: the same on every machine.
+
+A block takes 64 or 128 tokens and 256 or 128 outputs of a K slice. The cut depends on the layer, the device and the
+number of groups of 64 tokens, and it decides the order in which partial sums are added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from loopq.cuda.plan import (
+    L2_BYTES_PER_CLOCK,
+    L2_CLOCKS,
+    SCALE_TYPES,
+    SLOTS_PER_CLOCK,
+    TILE_ROWS,
+    DeviceLimits,
+    chip_of,
+    fold_of,
+)
+from loopq.errors import ConfigError
+
+__all__ = ["TiledPlan", "TiledVariant", "make_tiled_plan", "stage_clocks"]
+
+WARPS = 8
+WARP_TOKENS = 64
+UNIT_FLOATS = 32 * WARP_TOKENS  # sums of one warp
+_TILE_BYTES = 512
+_SCALE_BYTES = {"f32": 4, "bf16": 2, "fp16": 2}
+# Instructions that a warp issues for one stage, by fold: counted in the machine code for compute capability 9.0
+# (tests/cuda/test_nvrtc.py counts again). Groups of 128 and longer add _FOLD_SLOTS where they end.
+_STAGE_SLOTS = {0: 424, 1: 348, 2: 290}
+_FOLD_SLOTS = 128
+_RAMP_CLOCKS = 1500.0  # of a block, until its ring is full
+_MAX_SLICES = 16
+_DEPTHS = (6, 5, 4, 3, 2)
+
+
+@dataclass(frozen=True)
+class TiledVariant:
+    """What the kernel is compiled for."""
+
+    activation: str  # "bf16" or "fp16"
+    token_warps: int  # 1 or 2: a block has 64 tokens of each
+    fold: int  # 0: groups of 32, 1: of 64, 2: longer
+    stages: int
+    scales: str = "f32"  # or "bf16", "fp16"
+
+    @property
+    def threads(self) -> int:
+        return 32 * WARPS
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DLQ_ACT={'Bf16' if self.activation == 'bf16' else 'Fp16'}",
+            f"-DLQ_SCALE={SCALE_TYPES[self.scales]}",
+            f"-DLQ_TOKEN_WARPS={self.token_warps}",
+            f"-DLQ_FOLD={self.fold}",
+            f"-DLQ_STAGES={self.stages}",
+        )
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: 64 rows of K of the block's tokens and outputs, and their scales."""
+        pairs = WARPS // self.token_warps
+        x = WARP_TOKENS * self.token_warps * (TILE_ROWS * 2 + 16)
+        return x + 2 * pairs * _TILE_BYTES + self._scale_rows * pairs * 32 * _SCALE_BYTES[self.scales]
+
+    @property
+    def read_bytes(self) -> int:
+        """What a stage reads of x and weights."""
+        pairs = WARPS // self.token_warps
+        return WARP_TOKENS * self.token_warps * TILE_ROWS * 2 + 2 * pairs * _TILE_BYTES
+
+    @property
+    def _scale_rows(self) -> int:
+        return 2 if self.fold == 0 else 1
+
+
+@dataclass(frozen=True)
+class TiledPlan:
+    """Grid (`blocks` of outputs and tokens, `slices` along K) and what it launches."""
+
+    variant: TiledVariant
+    blocks: int
+    slices: int
+    group_shift: int
+    token_groups: int  # of 64
+    pairs: int  # of strips
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.variant.stages * self.variant.stage_bytes
+
+    @property
+    def token_blocks(self) -> int:
+        """Blocks of the same outputs."""
+        return -(-self.token_groups // self.variant.token_warps)
+
+    @property
+    def units(self) -> int:
+        """Sums of 64 tokens and 32 outputs, each with a counter."""
+        return self.token_groups * self.pairs
+
+    @property
+    def partial_floats(self) -> int:
+        """Workspace that the slices need."""
+        return self.slices * self.units * UNIT_FLOATS if self.slices > 1 else 0
+
+
+def stage_clocks(variant: TiledVariant, group_shift: int, device: DeviceLimits) -> float:
+    """Estimated clocks of a block's stage: the slowest of tensor cores, issue slots, and reads through the L2."""
+    products = TILE_ROWS * 32 * WARP_TOKENS * WARPS / chip_of(device).macs
+    slots = _STAGE_SLOTS[variant.fold] + (_FOLD_SLOTS / 2**group_shift if variant.fold == 2 else 0)
+    issue = WARPS * slots / SLOTS_PER_CLOCK
+    return max(products, issue, variant.read_bytes / L2_BYTES_PER_CLOCK)
+
+
+def _clocks(plan: TiledPlan, tiles: int, weight_bytes: float, device: DeviceLimits) -> float:
+    """Estimated time: waves of blocks, or the weights' way out of memory, then the joining of slices."""
+    chip = chip_of(device)
+    waves = -(-plan.blocks * plan.slices // device.multiprocessors)
+    stream = waves * -(-tiles // plan.slices) * stage_clocks(plan.variant, plan.group_shift, device)
+    stream = max(stream, weight_bytes / device.multiprocessors / chip.dram_bytes)
+    if plan.slices == 1:
+        return stream + waves * _RAMP_CLOCKS
+    join = (2 + plan.slices) * L2_CLOCKS
+    join += 2 * plan.partial_floats * 4 / device.multiprocessors / L2_BYTES_PER_CLOCK
+    return stream + waves * _RAMP_CLOCKS + join
+
+
+@lru_cache(maxsize=4096)
+def make_tiled_plan(
+    layer: tuple[int, int, int, int],
+    tokens: int,
+    device: DeviceLimits,
+    activation: str = "bf16",
+    scales: str = "f32",
+    stages: int | None = None,
+    slices: int | None = None,
+) -> TiledPlan:
+    """The cheapest cut that fits the device.
+
+    Parameters
+    ----------
+    layer : tuple of int
+        Outputs, first and last input of the range, group size.
+    tokens : int
+    device : DeviceLimits
+    activation, scales : str
+        "bf16" or "fp16"; "f32", "bf16" or "fp16".
+    stages, slices : int or None
+        Fix the ring depth or the number of K slices (for measurements and tests).
+
+    Raises
+    ------
+    ConfigError
+        If no cut fits.
+    """
+    out_features, k_begin, k_end, group_size = layer
+    fold, shift = fold_of(group_size)
+    pairs = (out_features // 16 + 1) // 2
+    tiles = -(-k_end // TILE_ROWS) - k_begin // TILE_ROWS
+    groups = -(-tokens // WARP_TOKENS)
+    weight_bytes = out_features * (k_end - k_begin) / 2
+    best: tuple[float, TiledPlan] | None = None
+    wide = 1 if groups == 1 else 2
+    blocks = -(-pairs * wide // WARPS) * -(-groups // wide)
+    for depth in _DEPTHS if stages is None else (stages,):
+        variant = TiledVariant(activation, wide, min(fold, 2), depth, scales)
+        if depth * variant.stage_bytes <= device.shared_bytes:
+            break
+    else:
+        raise ConfigError(
+            f"no ring of a product of {tokens} tokens fits a device with {device.shared_bytes} bytes of shared memory "
+            f"per block"
+        )
+    for n_slices in range(1, min(_MAX_SLICES, tiles) + 1) if slices is None else (min(slices, tiles),):
+        plan = TiledPlan(variant, blocks, n_slices, shift, groups, pairs)
+        cost = _clocks(plan, tiles, weight_bytes, device)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    assert best is not None, "there is always one slice"
+    return best[1]

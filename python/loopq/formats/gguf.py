@@ -1,0 +1,324 @@
+"""GGUF, exact: INT4 and INT8 codes as Q4_0 and Q8_0 blocks, bit for bit. Spec: docs/formats/gguf.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import CheckpointError
+from loopq.formats.base import in_scale_type, split
+from loopq.formats.convert import is_checkpoint, read_any
+from loopq.formats.hf_folder import CONFIG, read_all_tensors, read_config
+from loopq.formats.native import Checkpoint
+from loopq.layers.layer import QuantizedLayer
+from loopq.layers.loop_spec import LOOP, PREFIX, layer_order, parse_spec, with_loop
+from loopq.lazy import require
+from loopq.storage.files import RawTensor, check_new, replacing
+from loopq.storage.schema import checked, parse_json
+
+#: Classes whose layers are Llama's, and what llama.cpp calls them.
+ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
+#: Weights of a GGUF block share a scale.
+_BLOCK = 32
+_MODULES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+#: Types of tensors; a file is called by the first that it has.
+_KINDS = ("Q4_0", "Q8_0", "F16", "BF16", "F32")
+_NEITHER = (
+    "llama.cpp has a type for INT4 and INT8 with a float16 scale for 32 weights, and none for this grid"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What config.json says of a Llama-shaped model."""
+
+    architecture: str
+    config: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, side_files: Mapping[str, bytes]) -> Shape:
+        """Read the config.json among the files of a checkpoint or a dump; see `of`."""
+        config = parse_json(side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
+        return cls.of(checked(dict[str, Any], config, CONFIG))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Shape:
+        """Take what a config.json says.
+
+        Raises
+        ------
+        CheckpointError
+            llama.cpp has no such architecture, or a setting has no place in the file.
+        """
+        names = config.get("architectures") or []
+        dense = [str(n).removeprefix(PREFIX) for n in names]
+        found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
+        if found is None:
+            raise CheckpointError(
+                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, and loopq writes "
+                f"GGUF for {', '.join(ARCHITECTURES)}"
+            )
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+            raise CheckpointError(
+                f"config.json: rope_scaling {scaling}: only plain rotary positions are written"
+            )
+        return cls(found, config)
+
+    @property
+    def n_loops(self) -> int:
+        """Runs of the stack; one of a plain Llama."""
+        weights = self.config.get("loop_loss_weights")
+        return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        own = self.config.get("head_dim")
+        return int(own or self.config["hidden_size"] // self.config["num_attention_heads"])
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
+
+    @property
+    def order(self) -> list[int]:
+        """Numbers of the layers in the order of the file: a loop of `looped:` is written out, Nanbeige's is a key."""
+        n = int(self.config["num_hidden_layers"])
+        return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
+
+    def tensors(self, name: str) -> list[str]:
+        """Return llama.cpp's names of a tensor: one for each layer of the file that has it.
+
+        Raises
+        ------
+        CheckpointError
+            It has no place in the architecture.
+        """
+        module, _, last = name.rpartition(".")
+        if module in _OTHERS:
+            return [f"{_OTHERS[module]}.{last}"]
+        layer, _, part = module.removeprefix("model.layers.").partition(".")
+        if not module.startswith("model.layers.") or part not in _MODULES:
+            raise CheckpointError(
+                f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
+            )
+        places = [k for k, i in enumerate(self.order) if str(i) == layer] if LOOP in self.config else [layer]
+        return [f"blk.{place}.{_MODULES[part]}.{last}" for place in places]
+
+    def rows(self, name: str, n: int) -> NDArray[np.int64]:
+        """Return the order in which a tensor's rows are stored.
+
+        llama.cpp turns neighbours in a head where transformers turns one half against the other: rows of q and k are
+        reordered within each head, which is exact for codes and scales.
+        """
+        heads = {"q_proj": int(self.config["num_attention_heads"]), "k_proj": self.n_kv_heads}
+        n_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
+        order = np.arange(n)
+        if n_heads is None:
+            return order
+        return order.reshape(n_heads, 2, n // n_heads // 2).swapaxes(1, 2).reshape(-1)
+
+
+def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
+    """Return a layer as Q4_0 or Q8_0.
+
+    Returns
+    -------
+    kind : {"Q4_0", "Q8_0"}
+    data : uint8, shape (out, in / 32 * bytes of a block)
+        Of each block a float16 scale, then its codes: 4 bits plus 8, the first sixteen in the low halves of the bytes,
+        or int8.
+
+    Raises
+    ------
+    CheckpointError
+        Another grid, rows that are no whole blocks, or scales that float16 cannot hold.
+    """
+    rows, columns = layer.shape
+    if layer.bits not in (4, 8) or not layer.symmetric or layer.transform or layer.trellis:
+        kind = f"INT{layer.bits}{'' if layer.symmetric else ', asymmetric'}"
+        kind += " for a transformed input" if layer.transform else " on a trellis" if layer.trellis else ""
+        raise CheckpointError(
+            f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric"
+        )
+    width = columns if layer.group_size == -1 else layer.group_size
+    if columns % _BLOCK or width % _BLOCK:
+        raise CheckpointError(
+            f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block is {_BLOCK} weights of one row "
+            f"and one scale; quantize with groups of a multiple of {_BLOCK}, or --exclude the layer"
+        )
+    whole = QuantizedLayer(**{**vars(layer), "group_size": width})
+    cut = in_scale_type(split(whole, _BLOCK).layer, "float16", "GGUF")
+    scales = cut.scales.astype("<f2").reshape(rows, -1, 1).view(np.uint8)
+    codes = cut.codes.reshape(rows, -1, _BLOCK)
+    if layer.bits == 4:
+        raised = (codes + 8).astype(np.uint8)
+        codes = raised[..., : _BLOCK // 2] | raised[..., _BLOCK // 2 :] << 4
+    data = np.concatenate((scales, codes.view(np.uint8)), -1).reshape(rows, -1)
+    return f"Q{layer.bits}_0", data
+
+
+def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | None = None) -> list[str]:
+    """Write a Llama-shaped loop, quantized or not, as one GGUF file, read it back and compare it.
+
+    Parameters
+    ----------
+    source : path
+        Checkpoint of any format that loopq reads; or a model that is not quantized, whose tensors are written as they
+        are: a folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``.
+    out : path
+        New file.
+    vocabulary : path, optional
+        GGUF file whose tokenizer is copied (``convert_hf_to_gguf.py MODEL --vocab-only``, or any GGUF of the model).
+
+    Returns
+    -------
+    list of str
+        Lines to print.
+
+    Raises
+    ------
+    CheckpointError
+        llama.cpp has no such architecture or grid: the message names the layer and what can be done.
+    """
+    check_new(Path(out))
+    checkpoint = _read(source)
+    shape = Shape.read(checkpoint.side_files)
+    stored = dict(_stored(checkpoint, shape))
+    with replacing(Path(out)) as temporary:
+        _write(temporary, shape, stored, vocabulary)
+        n_compared = _compare(temporary, checkpoint, shape)
+    size = Path(out).stat().st_size
+    lines = [f"{out}: GGUF, {shape.architecture}, {shape.n_loops} loops, {n_compared} tensors, {size} bytes"]
+    if len(shape.order) > len(set(shape.order)):
+        lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
+    if vocabulary is None:
+        lines.append(
+            "note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF of the model"
+        )
+    return [*lines, f"read back from disk by gguf: {n_compared} tensors equal, number by number"]
+
+
+def _read(source: str | Path) -> Checkpoint:
+    """Read a checkpoint, or a model that is not quantized as one without quantized layers."""
+    name, loop = parse_spec(str(source))
+    folder = Path(name)
+    if loop is None and (is_checkpoint(folder) or not (folder / CONFIG).is_file()):
+        return read_any(folder)
+    config, _ = read_config(folder)
+    config = with_loop(config, loop) if loop else config
+    side_files = {CONFIG: json.dumps(config).encode()}
+    return Checkpoint({}, read_all_tensors(folder), {}, {"system": None}, side_files).check(folder)
+
+
+def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[str, NDArray[Any]]]]:
+    """Tensors by llama.cpp's names: the type's name and the bytes or numbers, rows in its order."""
+    for name, layer in checkpoint.layers.items():
+        kind, data = blocks(layer)
+        yield from ((target, (kind, data[shape.rows(name, len(data))])) for target in shape.tensors(name))
+    for name, tensor in checkpoint.dense.items():
+        found = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
+        yield from ((target, found) for target in shape.tensors(name))
+    if shape.config.get("tie_word_embeddings") is False and "lm_head.weight" in checkpoint.ties:
+        raise CheckpointError("lm_head.weight is tied, and config.json says tie_word_embeddings: false")
+
+
+def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> tuple[str, NDArray[Any]]:
+    if tensor.dtype not in ("F32", "F16", "BF16"):
+        raise CheckpointError(f"tensor {name!r}: of type {tensor.dtype}; GGUF holds F32, F16 and BF16")
+    # llama.cpp wants vectors in F32, which holds every 16-bit number.
+    if len(tensor.shape) == 1 or tensor.dtype == "F32":
+        return "F32", tensor.float32()[order]
+    if tensor.dtype == "F16":
+        return "F16", tensor.array()[order]
+    bytes_of = np.asarray(tensor.data).reshape(tensor.shape[0], -1)
+    return "BF16", bytes_of[order]
+
+
+def _write(
+    path: Path, shape: Shape, stored: Mapping[str, tuple[str, NDArray[Any]]], vocabulary: str | Path | None
+) -> None:
+    gguf = require("gguf")
+    writer = gguf.GGUFWriter(path, shape.architecture)
+    config, kinds = shape.config, {kind for kind, _ in stored.values()}
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(len(shape.order))
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(shape.n_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    rope = config.get("rope_parameters") or {}
+    writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if shape.architecture == "nanbeige":
+        writer.add_uint32("nanbeige.num_loops", shape.n_loops)
+        writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
+    kind = next(k for k in _KINDS if k in kinds)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if vocabulary is None:
+        writer.add_tokenizer_model("none")
+    else:
+        _copy_tokenizer(writer, Path(vocabulary))
+    for name, (kind, data) in stored.items():
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _copy_tokenizer(writer: Any, path: Path) -> None:
+    """Copy every key of the tokenizer from another GGUF."""
+    fields = [
+        f for name, f in require("gguf").GGUFReader(path).fields.items() if name.startswith("tokenizer.")
+    ]
+    if not fields:
+        raise CheckpointError(f"{path}: a GGUF without a tokenizer")
+    for field in fields:
+        kinds = [*field.types, None]
+        writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1])
+
+
+def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
+    """Read the file by gguf and compare every tensor with the checkpoint's, dequantized."""
+    gguf = require("gguf")
+    found = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    expected = {n: layer.dequantize for n, layer in checkpoint.layers.items()}
+    expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
+    n_compared = len(found)
+    for name, value in expected.items():
+        numbers = value()
+        ordered = numbers[shape.rows(name, len(numbers))]
+        for tensor in map(found.pop, shape.tensors(name)):
+            again = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape)
+            if not np.array_equal(again, ordered):
+                raise CheckpointError(
+                    f"{path}: tensor {tensor.name}: reads back differently from what was written"
+                )
+    if found:
+        raise CheckpointError(f"{path}: tensor {sorted(found)[0]}: written and not in the checkpoint")
+    return n_compared

@@ -1,0 +1,224 @@
+"""GPTQ files: version 1 ("gptq", symmetric) and version 2 ("gptq_v2", any zero points).
+
+Spec: docs/formats/gptq.md. GPTQModel, optimum with transformers, and vLLM read them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.base import (
+    Export,
+    Format,
+    Ragged,
+    StoredLayer,
+    choose,
+    in_scale_type,
+    matches,
+    split,
+)
+from loopq.layers.layer import Bits, GroupSize, QuantizedLayer, TensorReader
+from loopq.storage.files import DTYPES, RawTensor, float_to_raw
+from loopq.storage.schema import Object, checked, shown
+
+
+@dataclass(frozen=True)
+class _Config:
+    """Settings of a module, and changes of them by pattern of its name; "-:" leaves modules as they are."""
+
+    bits: Bits
+    group_size: GroupSize
+    sym: bool = True
+    pack_dtype: Literal["int32"] = "int32"
+    dynamic: Object | None = None
+
+
+class GPTQ(Format):
+    """2, 3, 4 and 8 bits; what the two versions differ in is how a zero point is stored.
+
+    Parameters
+    ----------
+    version : {1, 2}
+        1 stores z - 1 modulo 2^bits, 2 stores z.
+    """
+
+    ragged: ClassVar[tuple[Ragged, ...]] = ("keep", "split")
+    reason: ClassVar[str] = "a padded matrix does not fit the model"
+    one_group_size: ClassVar[bool] = True
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # one class, two names
+        """Value of `checkpoint_format`."""
+        return "gptq" if self.version == 1 else "gptq_v2"
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether the config says GPTQ of this version; one without a version is of the first."""
+        if config.get("quant_method") != "gptq":
+            return False
+        return bool((config.get("checkpoint_format") or config.get("format") or "gptq") == self.name)
+
+    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
+        """Cut ragged groups where that was chosen; scales must be exact in float16."""
+        if not layer.name.endswith(".weight"):
+            raise CheckpointError(f"layer {layer.name}: GPTQ files take a module's 'weight' alone")
+        if not layer.symmetric and self.version == 1:
+            raise CheckpointError(
+                f"layer {layer.name}: an asymmetric grid in GPTQ version 1 is refused by GPTQModel, since tools "
+                "disagree on its zero points; use the format 'gptq_v2'"
+            )
+        half = in_scale_type(layer, "float16", self.name)
+        return split(half) if choose(layer, ragged, self) == "split" else StoredLayer(half)
+
+    def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
+        """qweight, qzeros, scales and g_idx of a layer."""
+        bits, columns = layer.bits, layer.shape[1]
+        offset = 1 << (bits - 1) if layer.symmetric else 0
+        words = native.pack_dense(layer.codes, bits, offset)
+        zeros = np.full(layer.scales.shape, offset, np.uint8) if layer.zeros is None else layer.zeros
+        stored = (zeros.astype(np.int16) - 1 if self.version == 1 else zeros.astype(np.int16)) % (1 << bits)
+        packed = native.pack_dense(np.ascontiguousarray(stored.T.astype(np.uint8)), bits, 0)
+        width = columns if layer.group_size == -1 else layer.group_size
+        return {
+            f"{module}.qweight": RawTensor.of(np.ascontiguousarray(words.T)),
+            f"{module}.qzeros": RawTensor.of(packed),
+            f"{module}.scales": float_to_raw(np.ascontiguousarray(layer.scales.T), "F16"),
+            f"{module}.g_idx": RawTensor.of((np.arange(columns) // width).astype(np.int32)),
+        }
+
+    def config(self, export: Export) -> dict[str, Any]:
+        """Settings of most layers, and `dynamic` rules for those that differ or stay dense."""
+        kinds: dict[tuple[int, int, bool], int] = {}
+        for layer in export.layers.values():
+            key = (layer.bits, layer.group_size, layer.symmetric)
+            kinds[key] = kinds.get(key, 0) + 1
+        common = max(kinds, key=lambda k: kinds[k])
+        bits, group_size, symmetric = common
+        dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in export.dense}
+        for module, layer in export.layers.items():
+            own = (layer.bits, layer.group_size, layer.symmetric)
+            if own != common:
+                values = dict(zip(("bits", "group_size", "sym"), own, strict=True))
+                dynamic[f"+:^{re.escape(module)}$"] = values
+        modules = list(export.layers)
+        return {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group_size,
+            "sym": symmetric,
+            "desc_act": False,
+            "lm_head": "lm_head" in export.layers,
+            "checkpoint_format": self.name,
+            "format": self.name,
+            "pack_dtype": "int32",
+            "dynamic": dynamic,
+            # For optimum, which else takes every nn.Linear under a block whose name it guesses.
+            "block_name_to_quantize": _common_path(modules),
+            "modules_in_block_to_quantize": [modules],
+            "meta": dict(export.report),
+        }
+
+    def remarks(self, export: Export) -> tuple[str, ...]:
+        """Layers outside numbered blocks, which GPTQModel leaves as they were initialised, without an error."""
+        outside = [name for name in export.layers if not re.search(r"\.\d+\.", f".{name}.")]
+        if not outside:
+            return ()
+        return (
+            f"GPTQModel does not fill quantized layers outside numbered blocks ({', '.join(outside[:3])}) and "
+            "does not say so; load this with transformers and optimum, or leave them dense (quantize --exclude)",
+        )
+
+    def modules(self, names: Sequence[str]) -> list[str]:
+        """Modules with a qweight."""
+        return [n.removesuffix(".qweight") for n in names if n.endswith(".qweight")]
+
+    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+        """Read one layer, also of a file that another tool wrote."""
+        found = _settings(module, f"{reader.where}: config.json: module {module!r}", config)
+        bits, group_size = found.bits, found.group_size
+        n_words, rows = reader.get(f"{module}.qweight", ("I32",), (None, None)).shape
+        columns = _check_order(module, reader, group_size, n_words * 32 // bits)
+        if rows < 1 or columns < 1:
+            raise CheckpointError(f"{reader.where}: tensor '{module}.qweight': no rows or no columns")
+        n_groups = 1 if group_size == -1 else -(-columns // group_size)
+        codes = reader.codes(f"{module}.qweight", bits, columns, rows, down=True)
+        scales = reader.scales(f"{module}.scales", (n_groups, rows))
+        zeros = reader.codes(f"{module}.qzeros", bits, rows, n_groups).T
+        if self.version == 1:
+            zeros = ((zeros.astype(np.int16) + 1) % (1 << bits)).astype(np.uint8)
+        if found.sym:
+            codes = _signed(codes, zeros, bits, f"{reader.where}: tensor '{module}.qzeros'")
+        return QuantizedLayer(
+            name=f"{module}.weight",
+            bits=bits,
+            group_size=group_size,
+            symmetric=found.sym,
+            codes=np.ascontiguousarray(codes),
+            scales=np.ascontiguousarray(scales.T),
+            zeros=None if found.sym else np.ascontiguousarray(zeros),
+            scale_dtype=DTYPES[reader.tensors[f"{module}.scales"].dtype],
+        )
+
+
+def _signed(codes: NDArray[Any], zeros: NDArray[Any], bits: int, what: str) -> NDArray[np.int8]:
+    middle = 1 << (bits - 1)
+    if (zeros != middle).any():
+        row, group = (int(i) for i in np.argwhere(zeros != middle)[0])
+        raise CheckpointError(
+            f"{what}: zero point {int(zeros[row, group])} of output {row}, group {group}; the config says sym, "
+            f"which is {middle}"
+        )
+    return (codes.astype(np.int16) - middle).astype(np.int8)
+
+
+def _check_order(module: str, reader: TensorReader, group_size: int, columns: int) -> int:
+    """Return in_features: the length of g_idx, which must be in order, or what the words hold where there is none."""
+    name = f"{module}.g_idx"
+    if name not in reader.tensors:
+        return columns
+    index = reader.get(name, ("I32", "I64"), (None,)).array()
+    expected = np.arange(len(index)) // (group_size if group_size != -1 else max(len(index), 1))
+    wrong = np.flatnonzero(index != expected)
+    if wrong.size:
+        j = int(wrong[0])
+        raise CheckpointError(
+            f"{reader.where}: tensor {name!r}: column {j} is in group {index[j]} instead of {expected[j]}: groups in "
+            "the order of activations (desc_act) are not supported; quantize with static groups"
+        )
+    return len(index)
+
+
+def _common_path(modules: Sequence[str]) -> str:
+    """Longest path that all modules lie under; "" where there is none."""
+    paths = [m.split(".")[:-1] for m in modules]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _settings(module: str, where: str, config: Mapping[str, Any]) -> _Config:
+    """Settings of a module, with the rules of `dynamic` applied as GPTQModel does."""
+    found = checked(_Config, dict(config), where, others=True)
+    for pattern, changes in (found.dynamic or {}).items():
+        if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module, where):
+            changed = checked(dict[str, Any], changes, f"{where}: dynamic: {shown(pattern)}")
+            return checked(_Config, {**config, **changed}, where, others=True)
+    return found
+
+
+FORMATS.register("gptq")(GPTQ(1))
+FORMATS.register("gptq_v2")(GPTQ(2))

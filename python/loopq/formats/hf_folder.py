@@ -1,0 +1,154 @@
+"""Folders as transformers lays them out: config.json, safetensors in one file or in shards, everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loopq.errors import CheckpointError
+from loopq.layers.layer import QuantizedLayer
+from loopq.storage.files import MAX_SIZE, RawTensor, check_regular, inside, map_tensors, read_bytes, read_json
+from loopq.storage.model_files import TENSORS
+from loopq.storage.schema import Name, Object, checked, shown
+
+CONFIG = "config.json"
+QUANTIZE_CONFIG = "quantize_config.json"
+SHARDS = "model.safetensors.index.json"
+KEY = "quantization_config"
+CARD = "README.md"
+#: Patterns of what belongs to a model beside its weights, of its weights, and of weights that can run code.
+SIDE_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
+WEIGHTS = ("*.safetensors",)
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+#: `quant_method` of loopq's own tensors, which `loopq.integrations.transformers` registers.
+METHOD = "loopq"
+_OWN = re.compile(rb',\n  "quantization_config": \{"quant_method": "loopq".*\}(?=\s*\}\s*$)')
+
+
+@dataclass(frozen=True)
+class _Shards:
+    weight_map: dict[str, Name]
+
+
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor name to file; None where the folder has no index of shards."""
+    if not (folder / SHARDS).exists():
+        return None
+    return checked(_Shards, read_json(inside(folder, SHARDS)), folder / SHARDS, others=True).weight_map
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The one safetensors file of a folder without an index."""
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
+    if not names:
+        pickled = sorted(p.name for p in folder.glob("*.bin"))
+        hint = f"; {pickled[0]} is a pickle, which can run code: convert it to safetensors" if pickled else ""
+        raise CheckpointError(f"{folder}: no safetensors file{hint}")
+    if TENSORS not in names and len(names) > 1:
+        raise CheckpointError(f"{folder}: {len(names)} safetensors files and no {SHARDS}")
+    return [TENSORS if TENSORS in names else names[0]]
+
+
+def read_all_tensors(folder: Path) -> dict[str, RawTensor]:
+    """Map every tensor of the shards that the index names, or of the one safetensors file (`map_tensors`).
+
+    Raises
+    ------
+    CheckpointError
+        There is no file, or there are several and no index; a tensor is in two shards, or in another than the index
+        says. Pickled weights are not read.
+    """
+    tensors: dict[str, RawTensor] = {}
+    found: dict[str, str] = {}
+    stated = _weight_map(folder)
+    for file in _weight_files(folder) if stated is None else sorted(set(stated.values())):
+        for name, tensor in map_tensors(inside(folder, file)).items():
+            if name in tensors:
+                raise CheckpointError(f"{folder / file}: tensor {shown(name)} is in another shard too")
+            tensors[name], found[name] = tensor, file
+    stated = found if stated is None else stated
+    for name in sorted({*stated, *found}):
+        if stated.get(name) != found.get(name):
+            says, place = stated.get(name, "nothing"), found.get(name, "no shard")
+            raise CheckpointError(f"{folder}: tensor {shown(name)}: {SHARDS} says {says}, it is in {place}")
+    return tensors
+
+
+def read_config(folder: Path) -> tuple[Object, Object | None]:
+    """Return config.json without its quantization config, and that: there, in quantize_config.json, or None."""
+
+    def read(name: str) -> Object:
+        data = read_json(inside(folder, name), finite=False)
+        return checked(dict[str, Any], data, folder / name)
+
+    config = read(CONFIG)
+    found = config.pop(KEY, None)
+    if found is None and (folder / QUANTIZE_CONFIG).exists():
+        found = {"quant_method": "gptq", **read(QUANTIZE_CONFIG)}
+    return config, None if found is None else checked(dict[str, Any], found, f"{folder / CONFIG}: {KEY}")
+
+
+def side_files(folder: Path, leave_out: frozenset[str]) -> dict[str, bytes]:
+    """Read the files beside the weights: tokenizer, remote code, generation config."""
+    weights = {SHARDS, CONFIG, QUANTIZE_CONFIG, *leave_out}
+    names = [p.name for p in sorted(folder.iterdir()) if p.is_file() and not p.name.startswith(".")]
+    kept = [n for n in names if n not in weights and not n.endswith((".safetensors", ".bin"))]
+    return {name: read_bytes(inside(folder, name), MAX_SIZE) for name in kept}
+
+
+def describe_layers(layers: Iterable[QuantizedLayer], ties: Mapping[str, str]) -> dict[str, Any]:
+    """Return the layers of a native checkpoint by their grid, for `loopq.integrations.transformers`."""
+    names: dict[str, list[str]] = {}
+    for layer in layers:
+        rest = {k: v for k, v in layer.settings().items() if k not in ("name", "shape")}
+        names.setdefault(json.dumps(rest, sort_keys=True), []).append(layer.name)
+    groups = [{**json.loads(grid), "layers": found} for grid, found in names.items()]
+    stored = {name for found in names.values() for name in found}
+    tied = {name: source for name, source in ties.items() if source in stored}
+    return {"quant_method": METHOD, "groups": groups, "ties": tied}
+
+
+def add_own(config: bytes, quantization: Mapping[str, Any]) -> bytes:
+    """Put a `quantization_config` at the end of the config.json of a model of transformers, other bytes as they are.
+
+    A model of another library has no "architectures", and its config.json stays as it is.
+    """
+    head, brace, tail = config.rpartition(b"}")
+    told = head.rstrip()
+    if not brace or b'"architectures"' not in told or f'"{KEY}"'.encode() in told:
+        return config
+    space = head[len(told) :]
+    return told + f',\n  "{KEY}": {json.dumps(quantization)}'.encode() + space + brace + tail
+
+
+def without_own(config: bytes) -> bytes:
+    """Undo `add_own`."""
+    return _OWN.sub(b"", config)
+
+
+def check_weight_files(folder: Path, allow_pickle: bool) -> None:
+    """Refuse a folder without weights, pickled weights unless they are allowed, and files that are no plain ones.
+
+    Raises
+    ------
+    CheckpointError
+        Any of these; the message says what to do.
+    """
+    for pattern in (*SIDE_FILES, *WEIGHTS, *PICKLES):
+        for path in folder.glob(pattern):
+            if not path.is_dir():
+                check_regular(path)
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if not pickles:
+        raise CheckpointError(f"{folder}: no weights in it (*.safetensors)")
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{folder}: weights only as pickles ({', '.join(pickles)}), which can run code when they are read; "
+            "convert them to safetensors, or allow them with --allow-pickle (allow_pickle=True) if you trust the source"
+        )

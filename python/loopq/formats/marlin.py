@@ -1,0 +1,120 @@
+"""Marlin files (IST-DASLab): symmetric INT4 in the order that its kernel reads, padded to whole tiles.
+
+Spec: docs/formats/marlin.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+import loopq._native as native
+from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.base import Export, Format, Ragged, StoredLayer, in_scale_type, is_ragged
+from loopq.layers.layer import QuantizedLayer, TensorReader
+from loopq.storage.files import DTYPES, RawTensor, float_to_raw
+from loopq.storage.schema import checked
+
+#: Multiples that the kernel asks of inputs and outputs.
+K_TILE, N_TILE = 128, 256
+GROUP = 128
+
+
+@dataclass(frozen=True)
+class _Config:
+    group_size: Literal[-1, 128]
+    bits: Literal[4] = 4
+
+
+class Marlin(Format):
+    """Symmetric INT4, one scale per 128 inputs or per output, float16 scales, K % 128 = N % 256 = 0."""
+
+    name: ClassVar[str] = "marlin"
+    ragged: ClassVar[tuple[Ragged, ...]] = ("pad",)
+    reason: ClassVar[str] = "its kernel takes groups of 128 that divide the inputs"
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether the config says marlin."""
+        return config.get("quant_method") == "marlin"
+
+    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
+        """Pad inputs and outputs to whole tiles: zero codes, and a scale of 1 for rows that are not there."""
+        if layer.bits != 4 or not layer.symmetric:
+            raise CheckpointError(f"layer {layer.name}: Marlin holds symmetric INT4 alone")
+        if layer.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
+            raise CheckpointError(
+                f"layer {layer.name}: Marlin holds groups of {GROUP} or one scale per row, not groups of "
+                f"{layer.group_size}; quantize again with one of these"
+            )
+        if is_ragged(layer) and ragged not in (None, "pad"):
+            raise CheckpointError(f"layer {layer.name}: Marlin cannot {ragged} a ragged group: {self.reason}")
+        half = in_scale_type(layer, "float16", self.name)
+        rows, columns = layer.shape
+        n, k = -(-rows // N_TILE) * N_TILE, -(-columns // K_TILE) * K_TILE
+        if layer.scales.shape[1] == 1 and layer.group_size not in (-1, GROUP):
+            half = dataclasses.replace(half, group_size=-1)
+        if (n, k) == (rows, columns):
+            return StoredLayer(half)
+        pad = ((0, n - rows), (0, k - columns))
+        padded = dataclasses.replace(
+            half,
+            codes=np.pad(half.codes, pad),
+            scales=np.pad(half.scales, (pad[0], (0, 0)), constant_values=1.0),
+        )
+        more = sum(t.data.size for t in self.tensors("x", padded).values()) - layer.n_bytes
+        note = f"padded from {rows}x{columns} to {n}x{k} with zeros: {more:+d} bytes ({more / layer.n_bytes:+.1%})"
+        return StoredLayer(padded, (note,))
+
+    def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
+        """`B` and `s` of a padded layer."""
+        words, scales = native.marlin_pack(layer.codes, np.ascontiguousarray(layer.scales))
+        return {f"{module}.B": RawTensor.of(words), f"{module}.s": float_to_raw(scales, "F16")}
+
+    def config(self, export: Export) -> dict[str, Any]:
+        """The quantization config; it holds one group size."""
+        sizes = {
+            -1 if m.scales.shape[1] == 1 and m.group_size == -1 else m.group_size
+            for m in export.layers.values()
+        }
+        if len(sizes) > 1:
+            raise CheckpointError(
+                f"Marlin's config holds one group size; the layers have {sorted(sizes)}: leave those of one dense"
+            )
+        return {
+            "quant_method": "marlin",
+            "checkpoint_format": "marlin",
+            "bits": 4,
+            "group_size": sizes.pop() if sizes else GROUP,
+            "sym": True,
+            "desc_act": False,
+            "lm_head": "lm_head" in export.layers,
+            "modules_not_converted": list(export.dense),
+        }
+
+    def modules(self, names: Sequence[str]) -> list[str]:
+        """Modules with `B` and `s`."""
+        known = set(names)
+        return [n[:-2] for n in names if n.endswith(".B") and f"{n[:-2]}.s" in known]
+
+    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+        """Read one layer with its padding: without loopq's own record the file does not say where that begins."""
+        group_size = checked(_Config, dict(config), f"{reader.where}: config.json", others=True).group_size
+        words = reader.get(f"{module}.B", ("I32",), (None, None)).array()
+        k, n = words.shape[0] * 16, words.shape[1] // 2
+        if words.size == 0 or words.shape[1] % 128:
+            raise CheckpointError(
+                f"{reader.where}: tensor '{module}.B' has shape {list(words.shape)}; expected (K / 16, 2 N) with N a "
+                "multiple of 64"
+            )
+        stored = reader.scales(f"{module}.s", (1 if group_size == -1 else -(-k // group_size), n))
+        codes, scales = native.marlin_unpack(np.ascontiguousarray(words), np.ascontiguousarray(stored))
+        kind = DTYPES[reader.tensors[f"{module}.s"].dtype]
+        return QuantizedLayer(f"{module}.weight", 4, group_size, True, codes, scales, None, kind)
+
+
+FORMATS.register("marlin")(Marlin())

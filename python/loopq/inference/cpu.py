@@ -1,0 +1,148 @@
+"""The layout ``lq-cpu``: products with packed codes on the processor, by the core.
+
+Codes and scales of 32 outputs lie side by side, in the order in which a core reads them; codes on a trellis lie in
+their streams and are decoded where they are multiplied. Activations become integers block by block, sums of products
+are exact, and the result has the same bits on any instruction set, in any batch and on any number of threads:
+`docs/cpu.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+import loopq._native as native
+from loopq.errors import KernelError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from loopq.inference.linear import Grid, QuantLinear
+
+__all__ = ["Activations", "CpuPanels"]
+
+#: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
+Activations = Literal["float", "int8"]
+
+_LARGE = 2 << 20
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@lru_cache(maxsize=1024)
+def _layout(grid: Grid, scale_dtype: torch.dtype) -> native.CpuLayout:
+    return native.CpuLayout(
+        grid.out_features, grid.in_features, grid.group_size, grid.bits,
+        symmetric=grid.symmetric, scale_dtype=_DTYPES[scale_dtype], trellis=grid.trellis,
+    )  # fmt: skip
+
+
+def _memory(n_bytes: int) -> torch.Tensor:
+    """Bytes that begin on a cache line; large ones on pages of 2 MiB, where the system has them."""
+    if n_bytes < _LARGE:
+        return torch.empty(n_bytes, dtype=torch.uint8)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.from_numpy(np.frombuffer(mmap.mmap(-1, n_bytes), np.uint8))
+    made = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # advice: without it the memory is the same, only slower
+        made.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(made, np.uint8))
+
+
+class CpuPanels:
+    """What the processor reads in order: any bits, group size and width, with zero points or on a trellis."""
+
+    devices: tuple[str, ...] = ("cpu",)
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether it can hold such a layer: always."""
+        return True
+
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Codes (out, in), scales and zero points (groups, out) as one array of bytes."""
+        layout = _layout(grid, scales.dtype)
+        packed = _memory(layout.n_bytes)
+        points = None if zeros is None else np.ascontiguousarray(zeros.numpy().T)
+        layout.pack(codes, scales.t().float().contiguous().numpy(), packed.numpy(), points)
+        return packed
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        """A layer's codes again, int8 or uint8, (out, in)."""
+        return torch.from_numpy(_layout(layer.grid, layer.scales.dtype).unpack(layer.qweight.numpy()))
+
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Codes of some outputs, (n, in)."""
+        layout = _layout(layer.grid, layer.scales.dtype)
+        return torch.from_numpy(layout.rows(layer.qweight.numpy(), ids.numpy()))
+
+    def layout_of(self, layer: QuantLinear) -> native.CpuLayout:
+        """Where a layer's codes and scales lie in its `qweight`."""
+        return _layout(layer.grid, layer.scales.dtype)
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        """``T x W^T + bias`` in x's type.
+
+        Raises
+        ------
+        KernelError
+            If a gradient would have to flow through it.
+        """
+        if x.requires_grad:
+            if torch.is_grad_enabled():
+                raise KernelError(
+                    "products with packed codes have no gradient: call the model under torch.inference_mode(), or "
+                    "load it with quantized=False"
+                )
+            x = x.detach()
+        rows = x if layer.transform is None else layer.transform(x)
+        if rows.dim() != 2:
+            rows = rows.reshape(-1, rows.shape[-1])
+        precision: Literal["int8", "fixed16", "fixed24"] = "fixed24"
+        if rows.dtype == torch.bfloat16:
+            rows, precision = rows.view(torch.uint16), "fixed16"
+        elif rows.dtype != torch.float32:
+            rows = rows.float()
+        half = x.dtype == torch.bfloat16
+        out = np.empty((rows.shape[0], layer.out_features), np.uint16 if half else np.float32)
+        bound = _bound(layer)
+        bound.layout.multiply(
+            bound.packed, rows.numpy(), out, bound.bias,
+            precision="int8" if layer.activations == "int8" else precision, threads=torch.get_num_threads(),
+        )  # fmt: skip
+        result = torch.from_numpy(out)
+        if half:
+            result = result.view(torch.bfloat16)
+        elif x.dtype != torch.float32:
+            result = result.to(x.dtype)
+        return result if x.dim() == 2 else result.view(*x.shape[:-1], layer.out_features)
+
+
+class _Bound(NamedTuple):
+    """A layer's tensors as the core takes them."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+    layout: native.CpuLayout
+    packed: NDArray[np.uint8]
+    bias: NDArray[np.float32] | None
+
+
+# Beside the layers, not in them: a layer is copied and pickled.
+_BOUND: WeakKeyDictionary[QuantLinear, _Bound] = WeakKeyDictionary()
+
+
+def _bound(layer: QuantLinear) -> _Bound:
+    """The same as long as the layer's tensors are: making it takes longer than a small product."""
+    found, buffers = _BOUND.get(layer), layer._buffers
+    tensors = (buffers["qweight"], buffers["scales"], buffers["bias"])
+    if found is None or any(a is not b for a, b in zip(found.tensors, tensors, strict=True)):
+        layout = _layout(layer.grid, layer.scales.dtype)
+        bias = None if layer.bias is None else layer.bias.numpy()
+        found = _BOUND[layer] = _Bound(tensors, layout, layer.qweight.numpy(), bias)
+    return found

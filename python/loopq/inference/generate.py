@@ -1,0 +1,353 @@
+"""Generate text: one token after another, by the model's own cache where it gives the logits of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError, LoopqError
+from loopq.lazy import require
+from loopq.models.load import LoadedModel, encode_bytes
+from loopq.settings.declare import Settings, setting
+from loopq.systems.base import Batch, LoopedSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from loopq.inference.runner import Runner
+
+#: Tokens of a run that is tried before anything is generated, and how many follow it one by one.
+_PROBE, _MORE = 8, 3
+#: Largest difference from the logits of a rollout, relative to them (root mean square). In 16 bits, sums over
+#: other shapes round otherwise, and a loop multiplies that.
+_TOLERANCE = {"float32": 1e-3, "float64": 1e-6, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Generation(Settings):
+    """What is generated.
+
+    Parameters
+    ----------
+    n_tokens : int
+        Tokens to generate; fewer where the model ends its text.
+    temperature : float
+        Divides the logits before a token is drawn; 0: the most probable token.
+    top_p : float
+        Draw from the most probable tokens that together have this probability.
+    seed : int
+        Seed of the draws, and of the initial states where a model draws them.
+    exit : float, optional
+        Leave the loop early by the model's own rule: Ouro's gate at this cumulative probability, Huginn and R-Llama
+        when two steps' predictions differ by less than this KL (nats). Without a cache.
+    """
+
+    n_tokens: int = setting(128, at_least=1, common=True)
+    temperature: float = setting(0.0, at_least=0.0, common=True)
+    top_p: float = setting(1.0, at_least=1e-6, at_most=1.0, common=True)
+    seed: int = setting(0, at_least=0, common=True)
+    exit: float | None = setting(None, at_least=0.0, common=True)
+
+
+class Decoder:
+    """Logits of the token after the ones given, again and again for a text that grows.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        The model's adapter.
+    n_steps : int
+        Depth.
+    settings : Generation
+        Seed and early exit.
+
+    Attributes
+    ----------
+    no_cache : str
+        Why every token is computed from all tokens before it; empty where there is a cache.
+    no_runner : str
+        Why the model's modules are called; empty where the core runs it as one program, with a cache of its own.
+    depths : list of int
+        Steps that were run for each call.
+
+    Raises
+    ------
+    ConfigError
+        The model is not causal or gives no logits, so that it cannot generate; or it has no rule for leaving early.
+    """
+
+    def __init__(self, system: LoopedSystem, n_steps: int, settings: Generation) -> None:
+        self.system, self.n_steps, self.settings = system, system.check_depth(n_steps), settings
+        self.depths: list[int] = []
+        self._runner: Runner | None = None
+        self._cache: Any = None
+        self._seen: list[int] = []
+        if system.output != "logits" or system.prompt_length is not None:
+            what = "hidden states" if system.output != "logits" else "answers to prompts of one length"
+            raise ConfigError(f"{system.name}: gives {what}, so there is no text to generate")
+        vocabulary = self._refuse_two_directions()
+        if settings.exit is not None and system.exit_rule() is None:
+            raise ConfigError(f"exit: {system.name} has no rule of its own for leaving the loop early")
+        self.no_cache = self.no_runner = "left early"
+        if settings.exit is None:
+            texts = self._growing(vocabulary)
+            self.no_runner = self._why_no_runner(texts)
+            self.no_cache = self._why_no_cache(texts) if self.no_runner else ""
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        """Logits after the last token, float32 (vocabulary).
+
+        Of a text that goes on from the one before, only the new tokens are run.
+        """
+        with require("torch").no_grad():
+            if self.settings.exit is not None:
+                logits = self._leave_early(self._batch(ids), self.settings.exit)
+            else:
+                logits = self._rolled_out(ids) if self.no_cache else self._extended(ids)
+                self.depths.append(self.n_steps)
+        return logits.float().cpu()
+
+    def restart(self) -> None:
+        """Forget the text so far."""
+        self._seen, self._cache = [], None
+        if self._runner is not None:
+            self._runner.restart()
+
+    def _batch(self, ids: Sequence[int]) -> Batch:
+        torch = require("torch")
+        return Batch(torch.tensor([list(ids)]), (0,), self.settings.seed, by_token=True)
+
+    def _rolled_out(self, ids: Sequence[int]) -> Tensor:
+        return self.system.rollout(self._batch(ids), self.n_steps)[0, -1]
+
+    def _extended(self, ids: Sequence[int]) -> Tensor:
+        """The same, from the keys and values of the tokens seen, the runner's or the model's own."""
+        seen, now = self._seen, list(ids)
+        # Empty also after a call that was stopped: what it left is not gone on from.
+        if not seen or now[: len(seen)] != seen or len(now) == len(seen):
+            self.restart()
+        n_seen, self._seen = len(self._seen), []
+        batch = self._batch(now)
+        if self._runner is not None:
+            states = self._runner.program.start
+            logits = self._runner.extend(
+                batch.input_ids[0, n_seen:], None if states is None else states(batch, n_seen)[0]
+            )
+        else:
+            found = self.system.extend(batch, self.n_steps, n_seen, self._cache)
+            if found is None:
+                raise ConfigError("the model has no cache")
+            logits, self._cache = found[0][0, -1], found[1]
+        self._seen = now
+        return logits
+
+    def _leave_early(self, batch: Batch, threshold: float) -> Tensor:
+        """Logits at the step that the model's rule chooses for the last token; all tokens are run to it."""
+        system, n_steps = self.system, self.n_steps
+        rule = system.exit_rule()
+        embedding = system.embed(batch)
+        state = system.initial_state(batch, embedding)
+        for t in range(n_steps):
+            state = system.step(state, embedding, t, n_steps)
+            logits = system.predict(state, embedding)[0, -1]
+            if rule is not None and rule(state[0, -1], logits, threshold):
+                break
+        self.depths.append(t + 1)
+        return logits
+
+    def _refuse_two_directions(self) -> int:
+        """Another last token must not change the logits of those before it. Gives the size of the vocabulary."""
+        first = range(1, _PROBE + 1)
+        with require("torch").no_grad():
+            texts = (self._batch(first), self._batch((*first[:-1], 1)))
+            a, b = (self.system.rollout(text, self.n_steps)[0, :-1] for text in texts)
+        if not _close(a, b):
+            raise ConfigError(
+                f"{self.system.name}: a later token changes the logits of earlier ones: "
+                f"{type(self.system.model).__name__} reads in both directions and cannot generate text"
+            )
+        return int(a.shape[-1])
+
+    def _growing(self, vocabulary: int) -> list[list[int]]:
+        """A prompt, and the same with one token more, and so on."""
+        # Far apart, since the first ones often are marks, after which logits depend on every rounding.
+        apart = max(1, vocabulary // (_PROBE + _MORE + 1))
+        tried = [i * apart for i in range(1, _PROBE + _MORE + 1)]
+        start, more = self.system.prompt_ids(tried[:_PROBE]), tried[_PROBE:]
+        return [[*start, *more[:n]] for n in range(_MORE + 1)]
+
+    def _as_rolled_out(self, texts: Sequence[Sequence[int]]) -> bool:
+        """Whether texts that go on from each other have the logits of a rollout."""
+        torch = require("torch")
+        with torch.no_grad():
+            found = torch.stack([self._extended(text) for text in texts])
+            whole = self.system.rollout(self._batch(texts[-1]), self.n_steps)[0, -len(texts) :]
+        self.restart()
+        return _close(found, whole)
+
+    def _why_no_runner(self, texts: Sequence[Sequence[int]]) -> str:
+        """Try the core's runner, whose description of a model goes by the names of its modules."""
+        system = self.system
+        from loopq.inference.linear import QuantLinear
+        from loopq.inference.runner import Runner
+
+        coded = any(isinstance(m, QuantLinear) for m in system.model.modules())
+        if system.device.type != "cpu" or not coded:
+            return "the runner takes models with codes, on the processor"
+        try:
+            program = system.program(self.n_steps)
+            if program is None:
+                return f"the runner does not know the blocks of {type(system.model).__name__}"
+            self._runner = Runner(program)
+            why = "" if self._as_rolled_out(texts) else "the runner gives other logits"
+        except LoopqError as cause:
+            why = str(cause)
+        if why:
+            self._runner = None
+            self.restart()
+        return why
+
+    def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
+        """Try the model's cache: published ones differ from version to version, and some give other logits."""
+        try:
+            return "" if self._as_rolled_out(texts) else "the model's own cache gives other logits"
+        except LoopqError as cause:
+            return str(cause)
+        # Any error of code that is not ours says the same: this cache cannot be used here.
+        except Exception as cause:  # noqa: BLE001
+            return f"the model's own cache cannot be used ({type(cause).__name__}: {cause})"
+        finally:
+            self.restart()
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = _TOLERANCE[str(expected.dtype).removeprefix("torch.")]
+    return bool((found - expected).float().norm() <= tolerance * expected.float().norm())
+
+
+def choose(logits: Tensor, settings: Generation, generator: Any) -> int:
+    """Choose a token.
+
+    Parameters
+    ----------
+    logits : Tensor, float32, shape (vocabulary,)
+        Of the next token.
+    settings : Generation
+        Temperature and top-p.
+    generator : torch.Generator
+        For the draw.
+
+    Returns
+    -------
+    int
+        Token id.
+    """
+    if settings.temperature == 0.0:
+        return int(logits.numpy().argmax())
+    probability, order = (logits / settings.temperature).softmax(-1).sort(descending=True)
+    # A token is kept while those before it have less than top_p together: the first one always is.
+    kept = probability * (probability.cumsum(-1) - probability < settings.top_p)
+    return int(order[kept.multinomial(1, generator=generator)])
+
+
+def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
+    """Return the token ids of a prompt, with the special tokens that the tokenizer puts before a text.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Gives the tokenizer, and what the model needs after the prompt.
+    prompt : str
+        Text.
+
+    Returns
+    -------
+    list of int
+        Token ids.
+
+    Raises
+    ------
+    ConfigError
+        The prompt has no tokens.
+    """
+    special = hasattr(loaded.tokenizer, "decode")
+    ids = list(loaded.tokenizer(prompt).input_ids) if special else list(loaded.encode(prompt))
+    if not ids:
+        raise ConfigError("the prompt has no tokens: give at least one character")
+    return loaded.system.prompt_ids(ids)
+
+
+def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:
+    """Return the text of token ids; the ids themselves where a model has no tokenizer and does not read bytes.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        Gives the tokenizer.
+    ids : sequence of int
+        Token ids.
+
+    Returns
+    -------
+    str
+        Text without special tokens; an unfinished UTF-8 character ends it as U+FFFD.
+    """
+    if hasattr(loaded.tokenizer, "decode"):
+        return str(loaded.tokenizer.decode(list(ids), skip_special_tokens=True))
+    if loaded.encode is encode_bytes and max(ids, default=0) < 256:
+        return bytes(ids).decode("utf-8", "replace")
+    return "".join(f" {i}" for i in ids)
+
+
+def end_ids(loaded: LoadedModel) -> frozenset[int]:
+    """Tokens that end a text, as tokenizer, generation settings and configuration name them."""
+    sources = (loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    named = [getattr(source, "eos_token_id", None) for source in sources] + [
+        loaded.config.get("eos_token_id")
+    ]
+    return frozenset(
+        i for found in named for i in (found if isinstance(found, list) else [found]) if i is not None
+    )
+
+
+def generate(
+    loaded: LoadedModel, prompt: Sequence[int], decoder: Decoder, settings: Generation
+) -> Iterator[int]:
+    """Yield token ids one by one.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model.
+    prompt : sequence of int
+        Token ids of the prompt.
+    decoder : Decoder
+        Gives the logits.
+    settings : Generation
+        How many tokens, and how they are chosen.
+
+    Yields
+    ------
+    int
+        Next token; the last one comes before a token that ends the text.
+
+    Raises
+    ------
+    ConfigError
+        The prompt and the tokens asked for are more than the model has positions for.
+    """
+    limit = loaded.context_length
+    if limit is not None and len(prompt) + settings.n_tokens > limit:
+        raise ConfigError(
+            f"n_tokens {settings.n_tokens}: with the prompt's {len(prompt)} tokens more than the {limit} positions of "
+            f"the model; at most {limit - len(prompt)} here"
+        )
+    generator = require("torch").Generator().manual_seed(settings.seed)
+    ends, ids = end_ids(loaded), list(prompt)
+    for _ in range(settings.n_tokens):
+        token = choose(decoder(ids), settings, generator)
+        if token in ends:
+            return
+        yield token
+        ids.append(token)

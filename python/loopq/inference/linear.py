@@ -1,0 +1,490 @@
+"""`QuantLinear`: a linear layer that holds codes and scales instead of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+import loopq._native as native
+from loopq.cuda.layout import K_STEP, N_STEP, marlin_scales_to_rows
+from loopq.cuda.plan import fold_of
+from loopq.cuda.w4a16 import Product, spread_scales, w4a16_linear
+from loopq.errors import ConfigError, KernelError
+from loopq.inference.cpu import Activations, CpuPanels
+from loopq.inference.transforms import InputTransform
+from loopq.layers.grid import BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from loopq.layers.transforms import Transform
+
+__all__ = ["LAYOUTS", "Grid", "Layout", "QuantEmbedding", "QuantLinear"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What decides which layouts can hold a layer.
+
+    Parameters
+    ----------
+    out_features, in_features : int
+    group_size : int
+        Inputs per scale; -1 for one scale per output.
+    bits : int
+    symmetric : bool
+        Signed codes without zero points.
+    transformed : bool
+        The codes are for another basis of the input.
+    trellis : tuple of int or None
+        Bits of a state and rows of a stream, where the codes are on a trellis (docs/formats/trellis.md).
+    """
+
+    out_features: int
+    in_features: int
+    group_size: int
+    bits: int
+    symmetric: bool = True
+    transformed: bool = False
+    trellis: tuple[int, int] | None = None
+
+
+class Layout(Protocol):
+    """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
+
+    Another backend is another entry of `LAYOUTS`: nothing else knows how a layer's codes are stored.
+    """
+
+    devices: tuple[str, ...]
+    """Types of device that it can multiply on."""
+
+    def fits(self, grid: Grid) -> bool:
+        """Whether it can hold such a layer."""
+
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Codes (out, in), int8 or uint8, as they are stored; scales and zero points (groups, out)."""
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        """A layer's codes again, int8 or uint8, (out, in)."""
+
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Codes of some outputs, (n, in)."""
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        """``T x W^T + bias`` in x's type: float32 sums, one rounding."""
+
+
+class _Int4Tiles:
+    """The int4 kernel's words: `loopq.cuda.layout`. Symmetric, plain input, out % 16, in % 32."""
+
+    devices: tuple[str, ...] = ("cuda", "cpu", "meta")
+
+    def fits(self, grid: Grid) -> bool:
+        try:
+            fold_of(grid.group_size)
+        except ConfigError:
+            return False
+        plain = grid.bits == 4 and grid.symmetric and not grid.transformed and grid.trellis is None
+        return plain and grid.out_features % N_STEP == 0 and grid.in_features % K_STEP == 0
+
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.from_numpy(native.w4_pack(codes))
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        codes = native.w4_unpack(layer.qweight.cpu().numpy(), layer.in_features)
+        return torch.from_numpy(codes).to(layer.qweight.device)
+
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        raise KernelError("the int4 kernel's words have no rows")
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        size = {"in_features": layer.in_features, "group_size": layer.group_size}
+        return w4a16_linear(x, layer.qweight, layer.scales, layer.bias, **size)
+
+
+class _PlainCodes:
+    """One byte for each code of a plain grid: the weight is dequantized at each call and forgotten."""
+
+    devices: tuple[str, ...] = ("cuda", "cpu", "meta")
+
+    def fits(self, grid: Grid) -> bool:
+        return grid.trellis is None
+
+    def pack(
+        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.from_numpy(codes)
+
+    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+        return layer.qweight
+
+    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+        return layer.qweight[ids]
+
+    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+        inputs = x.float() if layer.transform is None else layer.transform(x)
+        out = inputs @ layer.dequantize().t()
+        if layer.bias is not None:
+            out = out + layer.bias
+        return out.to(x.dtype)
+
+
+# A layer for which none is named takes the first that fits.
+LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
+
+
+def _first_fit(grid: Grid, device: str) -> str:
+    for name, found in LAYOUTS.items():
+        if device in found.devices and found.fits(grid):
+            return name
+    raise ConfigError(
+        f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it "
+        "with quantized=False"
+    )
+
+
+class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Linear layer over integer codes and group scales.
+
+    Built by `from_codes` or `from_marlin`.
+
+    Attributes
+    ----------
+    layout : str
+        Key of `LAYOUTS`. ``"lq-w4"``: the int4 kernel's words, which run it on a GPU. ``"codes"``: one byte per
+        code, dequantized at each call, on any device. ``"lq-cpu"``: codes and scales for the processor; moved to
+        a GPU, the layer is packed anew.
+    activations : str
+        ``"float"``, or ``"int8"`` for W4A8 (``"lq-cpu"`` only).
+    qweight : torch.Tensor
+        int32 (out / 16, ceil(in / 64) * 128), int8 or uint8 (out, in), or uint8 (bytes,).
+    scales : torch.Tensor, shape (groups, out)
+        In 16 bits where that is exact, else float32.
+    zeros : torch.Tensor or None, uint8, shape (groups, out)
+        Zero points of an asymmetric grid.
+    bias : torch.Tensor or None, float32, shape (out,)
+    transform : InputTransform or None
+
+    Notes
+    -----
+    ``y = (T x) @ (s (u - z))^T + bias`` with float32 sums and one rounding to x's type; T is the identity and z
+    zero where there is none.
+    """
+
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        layout: str,
+        qweight: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        grid: Grid,
+        zeros: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        transform: InputTransform | None = None,
+        activations: Activations = "float",
+    ) -> None:
+        super().__init__()
+        if activations not in ("float", "int8"):
+            raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
+        self.layout, self.grid, self.activations = layout, grid, activations
+        self._check_activations(layout)
+        self.in_features, self.out_features = grid.in_features, grid.out_features
+        self.group_size, self.bits = grid.group_size, grid.bits
+        self.register_buffer("qweight", qweight)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros)
+        self.register_buffer("bias", bias)
+        self.transform = transform
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: NDArray[Any] | torch.Tensor,
+        scales: NDArray[np.float32] | torch.Tensor,
+        group_size: int,
+        bits: int,
+        bias: torch.Tensor | NDArray[Any] | None = None,
+        *,
+        zeros: NDArray[np.uint8] | None = None,
+        trellis: tuple[int, int] | None = None,
+        transform: Transform | None = None,
+        scale_dtype: torch.dtype | None = None,
+        layout: str | None = None,
+        activations: Activations = "float",
+    ) -> QuantLinear:
+        """A layer from native codes.
+
+        Parameters
+        ----------
+        codes : int8, or uint8 with `zeros`, shape (out, in)
+            In ``-2**(bits - 1) .. 2**(bits - 1) - 1``, or ``0 .. 2**bits - 1``.
+        scales : float32, shape (out, groups)
+            ``groups = ceil(in / group_size)``, or 1 for ``group_size=-1``.
+        group_size : int
+            Inputs per scale; -1 for one scale per output.
+        bits : int
+            2, 3, 4 or 8.
+        bias : shape (out,), or None
+            Kept in float32.
+        zeros : uint8, shape (out, groups), or None
+            Zero points; None for a symmetric grid.
+        trellis : tuple of int, or None
+            Bits of a state and rows of a stream, where the codes are on a trellis.
+        transform : Transform or None
+            Change of the input's basis that the codes are for; applied to the input at each call.
+        scale_dtype : torch.dtype or None
+            Type to round the scales to; None keeps them exact, in 16 bits where possible.
+        layout : str or None
+            Key of `LAYOUTS`; None takes the first that fits, which a GPU can run too.
+        activations : "float" or "int8"
+            "int8" rounds activations to 8 bits, one scale for each token and group: W4A8, of ``layout="lq-cpu"`` only.
+
+        Raises
+        ------
+        ConfigError
+            If shapes, types, codes or bits do not fit together, the transform is of an unknown kind, or the layout
+            does not take the layer or its activations.
+        """
+        q = np.ascontiguousarray(_to_numpy(codes))
+        s = torch.from_numpy(np.array(_to_numpy(scales), dtype=np.float32))
+        _check_codes(q, tuple(s.shape), zeros, group_size, bits)
+        rows = s.t().contiguous()
+        grid = Grid(q.shape[0], q.shape[1], group_size, bits, zeros is None, transform is not None, trellis)
+        if layout is None:
+            layout = _first_fit(grid, "cpu")
+        elif layout not in LAYOUTS or not LAYOUTS[layout].fits(grid):
+            raise ConfigError(f"layout {layout!r} does not take {grid}; there are {', '.join(LAYOUTS)}")
+        rows = _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype)
+        points = None if zeros is None else torch.from_numpy(zeros.T.copy())
+        return cls(
+            layout,
+            LAYOUTS[layout].pack(grid, q, rows, points),
+            rows,
+            grid=grid,
+            zeros=points,
+            bias=_bias(bias, q.shape[0]),
+            transform=None if transform is None else InputTransform(transform),
+            activations=activations,
+        )
+
+    @classmethod
+    def from_marlin(
+        cls,
+        words: NDArray[np.int32],
+        scales: NDArray[Any],
+        *,
+        in_features: int,
+        out_features: int,
+        group_size: int,
+        bias: torch.Tensor | None = None,
+    ) -> QuantLinear:
+        """A layer from a Marlin file's weight and scales: words are moved, nothing is requantised.
+
+        Parameters
+        ----------
+        words : int32, shape (K / 16, 2 N)
+        scales : shape (groups, N), Marlin's order
+        in_features, out_features, group_size : int
+            Of the layer, without the file's padding.
+
+        Raises
+        ------
+        ConfigError
+            If the file's arrays are too small for the layer, its padding is not zero, or its scales are of another
+            group size.
+        """
+        packed = native.w4_from_marlin(np.ascontiguousarray(words), in_features, out_features)
+        stored = 1 if group_size == -1 else -(-words.shape[0] * 16 // group_size)
+        if scales.ndim != 2 or scales.shape[0] != stored:
+            raise ConfigError(
+                f"Marlin scales of shape {scales.shape}; {words.shape[0] * 16} inputs in groups of {group_size} have "
+                f"{stored} rows"
+            )
+        rows = marlin_scales_to_rows(scales, group_size, in_features, out_features)
+        return cls(
+            "lq-w4",
+            torch.from_numpy(packed),
+            torch.from_numpy(rows),
+            grid=Grid(out_features, in_features, group_size, 4),
+            bias=_bias(bias, out_features),
+        )
+
+    def codes(self) -> torch.Tensor:
+        """The stored integers, int8 or uint8, (out, in)."""
+        return LAYOUTS[self.layout].unpack(self)
+
+    def dequantize(self) -> torch.Tensor:
+        """``s (u - z)`` in float32, (out, in): the weight for the transformed input.
+
+        On a trellis it is the value of the codes' state in the place of ``u - z``.
+        """
+        if self.grid.trellis is not None:
+            (state_bits, rows), group = self.grid.trellis, self.group_size
+            values = native.trellis_decode(
+                self.codes().numpy(), self.scales.t().float().contiguous().numpy(), bits=self.bits,
+                group_size=self.in_features if group == -1 else group, state_bits=state_bits, stream_rows=rows,
+            )  # fmt: skip
+            return torch.from_numpy(values)
+        return self._values(self.codes(), slice(None))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (n, in) of `dequantize`, of a layer on a plain grid, by their int64 numbers (n,)."""
+        return self._values(LAYOUTS[self.layout].rows(self, ids), ids)
+
+    def _values(self, codes: torch.Tensor, outputs: torch.Tensor | slice) -> torch.Tensor:
+        weight = codes.float()
+        if self.zeros is not None:
+            weight = weight - spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)
+        return weight * spread_scales(self.scales[:, outputs], self.in_features, self.group_size)
+
+    def product(self, x: torch.Tensor) -> Product:
+        """The operands of the int4 kernel, for a layer in its layout."""
+        return Product(x, self.qweight, self.scales, self.bias, None, self.in_features, self.group_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the layer to ``x`` of shape (..., in); the result has x's type."""
+        return LAYOUTS[self.layout].multiply(self, x)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
+        """Moves between devices, but keeps types: `model.bfloat16()` must not round the scales."""
+        device = fn(self.scales).device.type
+        if device not in LAYOUTS[self.layout].devices:
+            self._repack(_first_fit(self.grid, device))
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(move, recurse)
+        return self
+
+    def _check_activations(self, layout: str) -> None:
+        if self.activations == "int8" and layout != "lq-cpu":
+            raise ConfigError(
+                f"activations='int8' runs on the processor, in layout 'lq-cpu'; the layer would be in {layout!r}: "
+                f"keep the model on the CPU, or take activations='float'"
+            )
+
+    def _repack(self, layout: str) -> None:
+        self._check_activations(layout)
+        self.qweight = LAYOUTS[layout].pack(self.grid, self.codes().numpy(), self.scales, self.zeros)
+        self.layout = layout
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes over the stored type of the scales: copying into a narrower buffer would round them."""
+        stored = state_dict.get(f"{prefix}scales")
+        if stored is not None and stored.dtype != self.scales.dtype:
+            self.scales = torch.empty_like(self.scales, dtype=stored.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
+            f"group_size={self.group_size}, symmetric={self.zeros is None}, trellis={self.grid.trellis}, "
+            f"layout={self.layout!r}, "
+            f"activations={self.activations!r}, bias={self.bias is not None}"
+        )
+
+
+class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Embedding table over integer codes.
+
+    Parameters
+    ----------
+    table : QuantLinear
+        On a plain grid, without a transform, (vocabulary, width); a tied head's own layer, where there is one.
+    dtype : torch.dtype
+        Of the rows that it gives; follows the model's.
+    """
+
+    like: torch.Tensor
+
+    def __init__(self, table: QuantLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.table = table
+        self.num_embeddings, self.embedding_dim = table.out_features, table.in_features
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """All rows, made at each use."""
+        return self.table.dequantize().to(self.like.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantEmbedding:
+        """Takes codes of its own where a tied head's, on a GPU, are the kernel's words, which have no rows."""
+        super()._apply(fn, recurse)
+        if self.table.layout == "lq-w4":
+            own = self.table
+            self.table = QuantLinear("codes", own.codes(), own.scales, grid=own.grid)
+        return self
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows (..., width) for integer ids (...)."""
+        found = self.table.rows(ids.reshape(-1).long()).to(self.like.dtype)
+        return found.view(*ids.shape, self.embedding_dim)
+
+
+def _bias(bias: torch.Tensor | NDArray[Any] | None, out_features: int) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    kept = torch.from_numpy(np.array(_to_numpy(bias), dtype=np.float32))
+    if tuple(kept.shape) != (out_features,):
+        raise ConfigError(f"bias of shape {tuple(kept.shape)}; expected ({out_features},)")
+    return kept
+
+
+def _to_numpy(array: Any) -> Any:
+    if not isinstance(array, torch.Tensor):
+        return np.asarray(array)
+    array = array.detach().cpu()
+    return (array.float() if array.dtype == torch.bfloat16 else array).numpy()
+
+
+def _narrowest(scales: torch.Tensor) -> torch.Tensor:
+    """The same values in 16 bits where that loses nothing, else float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales):
+            return narrow
+    return scales
+
+
+def _check_codes(
+    codes: NDArray[Any],
+    scales_shape: tuple[int, ...],
+    zeros: NDArray[Any] | None,
+    group_size: int,
+    bits: int,
+) -> None:
+    if bits not in BITS:
+        raise ConfigError(f"bits must be one of {BITS}; got {bits}")
+    kind = np.int8 if zeros is None else np.uint8
+    if codes.ndim != 2 or codes.size == 0 or codes.dtype != kind:
+        raise ConfigError(
+            f"codes are {codes.dtype} of shape {codes.shape}; expected {kind.__name__} (out, in)"
+        )
+    if group_size != -1 and group_size <= 0:
+        raise ConfigError(f"group_size must be positive, or -1 for one scale per output; got {group_size}")
+    groups = 1 if group_size == -1 else -(-codes.shape[1] // group_size)
+    expected = (codes.shape[0], groups)
+    if scales_shape != expected:
+        raise ConfigError(f"scales of shape {scales_shape}; expected {expected} (output by group)")
+    if zeros is not None and (zeros.shape != expected or zeros.dtype != np.uint8):
+        raise ConfigError(f"zero points are {zeros.dtype} of shape {zeros.shape}; expected uint8 {expected}")
+    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if zeros is None else (0, (1 << bits) - 1)
+    if codes.min() < low or codes.max() > high:
+        raise ConfigError(f"{bits}-bit codes lie in {low}..{high}; got {codes.min()}..{codes.max()}")

@@ -1,0 +1,136 @@
+"""Put quantized modules in the place of a model's linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CheckpointError
+from loopq.formats.native import Checkpoint
+from loopq.layers.layer import QuantizedLayer
+from loopq.lazy import require
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from loopq.inference.cpu import Activations
+
+
+def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
+    """Replace every linear layer that a checkpoint quantizes by a `QuantLinear`, every table by a `QuantEmbedding`.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Model that the checkpoint's weights were put into (`loopq.formats.native.load_into`).
+    checkpoint : Checkpoint
+        Its layers.
+    activations : "float" or "int8"
+        See `loopq.inference.linear.QuantLinear.from_codes`.
+
+    Returns
+    -------
+    dict of str to str
+        Layers that keep a dequantized weight, with the reason.
+
+    Raises
+    ------
+    CheckpointError
+        A layer of the checkpoint is no module of the model, or of another shape.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    made: dict[int, Any] = {}
+    kept: dict[str, str] = {}
+    for layer in checkpoint.layers.values():
+        found = _owners(modules, checkpoint, layer.name)
+        if any(module is None for module in found):
+            raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
+        why = why_kept(layer, found)
+        if why:
+            kept[layer.name] = why
+            continue
+        made |= stand_ins(layer, found, activations)
+    for name, module in modules.items():
+        if id(module) in made:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, made[id(module)])
+    return kept
+
+
+def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Names of the layers whose codes `install` will put into modules of their own."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = {name: _owners(modules, checkpoint, name) for name in checkpoint.layers}
+    return {
+        name
+        for name, owners in found.items()
+        if None not in owners and not why_kept(checkpoint.layers[name], owners)
+    }
+
+
+def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
+    """Modules that hold a layer's weight, under its own name and those tied to it; None for one that is not there."""
+    names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
+    return [modules.get(n.removesuffix(".weight")) for n in names]
+
+
+def _is_table(module: nn.Module) -> bool:
+    return type(module) is require("torch").nn.Embedding and module.max_norm is None
+
+
+def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
+    """Why a layer keeps a dequantized weight; empty where its modules are replaced."""
+    torch = require("torch")
+    others = [module for module in owners if not _is_table(module)]
+    strange = {type(module).__name__ for module in others if type(module) is not torch.nn.Linear}
+    if strange:
+        return f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
+    if len(others) < len(owners) and (layer.trellis is not None or layer.transform is not None):
+        return "rows of a table are read from codes on a plain grid, without a transform"
+    if not all(has_product(layer, module.weight.device) for module in owners):
+        return "codes on a trellis, whose products run on the processor"
+    return ""
+
+
+def stand_ins(
+    layer: QuantizedLayer, owners: Sequence[Any], activations: Activations = "float"
+) -> dict[int, Any]:
+    """What holds a layer's codes in the place of each of its modules, by the module's `id`.
+
+    A table reads the codes of the head that it is tied to.
+    """
+    from loopq.inference.linear import QuantEmbedding
+
+    # A module may have several names.
+    each = {id(module): module for module in owners}
+    made = {i: quantized_linear(layer, m, activations) for i, m in each.items() if not _is_table(m)}
+    head = next(iter(made.values()), None)
+    tables = ((i, m) for i, m in each.items() if _is_table(m))
+    return made | {i: QuantEmbedding(head or quantized_linear(layer, m), m.weight.dtype) for i, m in tables}
+
+
+def has_product(layer: QuantizedLayer, device: Any) -> bool:
+    """Whether a device multiplies by a layer's packed codes."""
+    return layer.trellis is None or device.type == "cpu"
+
+
+def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activations = "float") -> Any:
+    """Return the module that holds a layer's codes, on the device and with the bias of the one that it replaces.
+
+    Raises
+    ------
+    CheckpointError
+        The module's `weight` is of another shape.
+    """
+    from loopq.inference.linear import QuantLinear
+
+    if tuple(linear.weight.shape) != layer.shape:
+        raise CheckpointError(
+            f"layer {layer.name}: of shape {list(layer.shape)}, the model has {list(linear.weight.shape)}"
+        )
+    module = QuantLinear.from_codes(
+        layer.codes, layer.scales, layer.group_size, layer.bits, getattr(linear, "bias", None),
+        zeros=layer.zeros, transform=layer.transform, layout="lq-cpu", activations=activations,
+        trellis=None if layer.trellis is None else (layer.trellis.state_bits, layer.trellis.stream_rows),
+    )  # fmt: skip
+    return module.to(linear.weight.device)

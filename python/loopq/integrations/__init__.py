@@ -1,0 +1,1 @@
+"""What transformers, vLLM and lm-evaluation-harness run checkpoints by."""

@@ -1,0 +1,216 @@
+"""Let transformers load native checkpoints: import this module, then call `AutoModel....from_pretrained(DIR)`.
+
+A module of its own, since `import loopq` needs numpy and safetensors only. Checked with transformers 4.57.6 and 5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CheckpointError
+from loopq.formats.hf_folder import METHOD
+from loopq.inference.quantized import has_product, quantized_linear, stand_ins, why_kept
+from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.loop_spec import LOOP
+from loopq.lazy import require
+from loopq.models.hf import unfuse
+from loopq.storage.files import RawTensor, map_tensors
+from loopq.storage.model_files import TENSORS, to_torch
+from loopq.storage.schema import Object, checked
+
+transformers = require("transformers")
+
+import torch  # noqa: E402  after the message that names the extra
+from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
+from transformers.utils import cached_file  # noqa: E402
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_STORED = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
+
+
+@register_quantization_config(METHOD)
+class LoopqConfig(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped here
+    """The `quantization_config` in the config.json of a native checkpoint.
+
+    Parameters
+    ----------
+    groups : sequence of dict
+        Grids: bits, group_size, symmetric, scale_dtype, orientation, transform where there is one, and "layers", the
+        names of their weights.
+    ties : dict of str to str
+        Names of tied weights to the name that is stored.
+    """
+
+    def __init__(self, groups: Sequence[Object] = (), ties: dict[str, str] | None = None, **_: Any) -> None:
+        self.quant_method = METHOD
+        self.groups, self.ties = list(groups), dict(ties or {})
+
+    def layers(self, reader: TensorReader) -> Iterator[QuantizedLayer]:
+        """Read the layers that the config names."""
+        where = f"{reader.where}: quantization_config"
+        for group in self.groups:
+            grid = {k: v for k, v in checked(Object, group, where).items() if k != "layers"}
+            for name in self.names(group):
+                shape = reader.get(f"{name.removesuffix('.weight')}.weight_shape", ("I64", "I32"), (2,))
+                settings = checked(
+                    LayerSettings, {**grid, "name": name, "shape": shape.array().tolist()}, where
+                )
+                yield QuantizedLayer.from_tensors(settings, reader, {})
+
+    @staticmethod
+    def names(group: Object) -> list[str]:
+        """Names of the weights of one grid."""
+        return list(checked(tuple[str, ...], group.get("layers"), "quantization_config: layers"))
+
+
+class _Stored(torch.nn.Module):  # type: ignore[misc]
+    """Stands for a linear layer while transformers loads the rest of the model: its bias, and no weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.shape = tuple(linear.weight.shape)
+        self.bias = linear.bias
+
+
+@register_quantizer(METHOD)
+class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts `QuantLinear` modules in the place of the linear layers of a native checkpoint, and writes them again."""
+
+    requires_calibration = True
+
+    def _convert_model_for_quantization(self, model: nn.Module) -> None:
+        """Convert nothing: transformers 4 would import accelerate to look for experts in one tensor."""
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **given: Any) -> nn.Module:
+        self._files = [Path(f) for f in given.get("checkpoint_files") or _files(model)]
+        loop = getattr(model.config, LOOP, None)
+        if loop is not None:
+            raise CheckpointError(
+                f"{self._files[0].parent}: config.json has {LOOP} {loop}, and transformers would run every layer "
+                "once; loopq.load(DIR) and `loopq run DIR` run the loop"
+            )
+        unfuse(model)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._placed: dict[str, list[str]] = {}
+        for group in self.quantization_config.groups:
+            for name in self.quantization_config.names(group):
+                self._placed[name] = [name.removesuffix(".weight")]
+        for name, source in self.quantization_config.ties.items():
+            self._placed[source].append(name.removesuffix(".weight"))
+        absent: list[str] = []
+        for name, owners in self._placed.items():
+            if any(isinstance(modules.get(o), torch.nn.Embedding) for o in owners):
+                absent += [rf"^{re.escape(owner)}\.weight$" for owner in owners]
+                continue
+            strange = [o for o in owners if type(modules.get(o)) is not torch.nn.Linear]
+            if strange:
+                raise CheckpointError(
+                    f"layer {name}: {strange[0]} is {type(modules.get(strange[0])).__name__}, not nn.Linear, and "
+                    "cannot hold codes here; loopq.load(DIR) gives the model with dequantized weights"
+                )
+            stored = _Stored(modules[owners[0]])
+            for owner in owners:
+                _put(model, owner, stored)
+        # Tied modules are one module already; transformers would look for their weights.
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        owned = {f"{owner}.weight" for owners in self._placed.values() for owner in owners}
+        for name in [name for name, source in tied.items() if {name, source} & owned]:
+            del tied[name]
+        patterns = [rf"\.{name}$" for name in _STORED]
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        # transformers 4 adds a list to it, 5 a set.
+        kind = list if transformers.__version__.startswith("4.") else set
+        missing = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        model._keys_to_ignore_on_load_missing = kind([*missing, *absent])
+        model._keys_to_ignore_on_load_unexpected = kind([*ignored, *patterns])
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        reader = TensorReader(str(self._files[0].parent), self._tensors())
+        for layer in self.quantization_config.layers(reader):
+            stored = model.get_submodule(self._placed[layer.name][0])
+            if layer.orientation == "table":
+                self._put_table(layer, model)
+                continue
+            # Only its shape and device are asked for.
+            stored.weight = torch.empty(1, device=model.device).expand(stored.shape)
+            product = has_product(layer, model.device)
+            made = quantized_linear(layer, stored) if product else _dense(layer, stored, model)
+            for owner in self._placed[layer.name]:
+                _put(model, owner, made)
+        return model
+
+    def _put_table(self, layer: QuantizedLayer, model: nn.Module) -> None:
+        """Replace an embedding table and the heads that are tied to it."""
+        owners = {name: model.get_submodule(name) for name in self._placed[layer.name]}
+        for owner in owners.values():
+            # Only its shape, type and device are asked for.
+            place = torch.empty(1, dtype=owner.weight.dtype, device=model.device).expand(owner.weight.shape)
+            owner.weight = torch.nn.Parameter(place, requires_grad=False)
+        if why_kept(layer, list(owners.values())):
+            weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
+            for owner in owners.values():
+                owner.weight = weight
+            return
+        made = stand_ins(layer, list(owners.values()))
+        for name, owner in owners.items():
+            _put(model, name, made[id(owner)])
+
+    def get_state_dict_and_metadata(
+        self, model: nn.Module, *_: Any
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Return the tensors to save: codes and scales byte for byte as they were loaded."""
+        owners = {owner for owners in self._placed.values() for owner in owners}
+        stored = self._tensors()
+        coded = owners | {f"{owner}.table" for owner in owners}
+        state = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in coded}
+        # transformers 4 refuses tied weights of code that it does not know, or keeps another of their names.
+        kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}
+        state = {n: t for n, t in state.items() if n in stored or t.untyped_storage().data_ptr() not in kept}
+        for name, tensor in stored.items():
+            module, last = name.rpartition(".")[::2]
+            if module in owners and (last in _STORED or last == "bias"):
+                state[name] = to_torch(tensor)
+        return state, {}
+
+    def _tensors(self) -> dict[str, RawTensor]:
+        return {name: tensor for file in self._files for name, tensor in map_tensors(file).items()}
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """Whether `save_pretrained` works: yes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether gradients reach the weights: no."""
+        return False
+
+
+def _files(model: nn.Module) -> list[Path]:
+    """Weight files of the model being loaded, for versions of transformers that do not hand them over."""
+    place = str(model.config._name_or_path)
+    return sorted(Path(place).glob("*.safetensors")) or [Path(cached_file(place, TENSORS))]
+
+
+def _dense(layer: QuantizedLayer, stored: nn.Module, model: nn.Module) -> nn.Module:
+    """A linear layer with the dequantized weight, for codes that no product takes."""
+    linear = torch.nn.Linear(*reversed(layer.shape), bias=False, device="meta")
+    linear.weight = torch.nn.Parameter(_dequantized(layer, model), requires_grad=False)
+    linear.bias = stored.bias
+    return linear
+
+
+def _dequantized(layer: QuantizedLayer, model: nn.Module) -> Tensor:
+    return torch.from_numpy(layer.dequantize()).to(model.device, model.dtype)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,524 @@
+"""Looped models as vLLM runs them: weights once, a key/value cache for each call of an attention layer.
+
+The first loop's layers are built as vLLM builds any; `again` gives the layers of a later loop, which are the same
+modules around an attention with a cache of its own. Everything else, tensor parallelism, quantized products and paged
+caches, is vLLM's. Pipeline parallelism is refused: each loop would pass through all machines.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP, LlamaModel
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from loopq.errors import ConfigError
+from loopq.layers.loop_spec import LOOP, layer_order
+from loopq.systems.base import Batch
+from loopq.systems.raven import initial_noise
+
+Weights = Iterable[tuple[str, Tensor]]
+#: Arguments of an inner model whose dimension counts tokens.
+_BY_TOKEN = {"input_ids": 0, "positions": 0, "inputs_embeds": 0}
+
+
+def again(module: nn.Module, name: str, vllm_config: VllmConfig) -> nn.Module:
+    """Return a module with all parameters shared, whose attention has a key/value cache of its own.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A layer with one attention in it.
+    name : str
+        What vLLM keeps that cache under; it must hold one number, which no other cache has.
+    vllm_config : VllmConfig
+        As the layer was built with.
+    """
+    if isinstance(module, Attention):
+        return Attention(
+            module.num_heads,
+            module.head_size,
+            module.impl.scale,
+            num_kv_heads=module.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=module.quant_config,
+            per_layer_sliding_window=module.sliding_window,
+            attn_type=module.attn_type,
+            prefix=name,
+        )
+    if not any(isinstance(part, Attention) for part in module.modules()):
+        return module
+    twin = copy.copy(module)
+    twin._modules = {key: again(part, name, vllm_config) for key, part in module._modules.items()}
+    return twin
+
+
+class Loops(nn.Module):
+    """Layers in the order in which they run; under their names stands each once.
+
+    Parameters
+    ----------
+    layers : nn.ModuleList
+        The layers.
+    order : list of int
+        Numbers of the layers as they run. Who runs for the second time is a twin by `again`.
+    name : str
+        The layers' name, before their number.
+    first_slot : int
+        Number of the first cache of a twin.
+    vllm_config : VllmConfig
+        As the layers were built with.
+    """
+
+    def __init__(
+        self, layers: nn.ModuleList, order: list[int], name: str, first_slot: int, vllm_config: VllmConfig
+    ) -> None:
+        super().__init__()
+        for number, layer in layers.named_children():
+            self.add_module(number, layer)
+        seen: set[int] = set()
+        twins: list[nn.Module] = []
+        run = []
+        for number in order:
+            layer = layers[number]
+            if number in seen:
+                layer = again(layer, f"{name}.{first_slot + len(twins)}.attn", vllm_config)
+                twins.append(layer)
+            seen.add(number)
+            run.append(layer)
+        # No modules of their own to PyTorch: every parameter has one name, that of the checkpoint.
+        self._run = tuple(run)
+        caches = [part for twin in twins for part in twin.modules() if isinstance(part, Attention)]
+        self.add_module("caches", nn.ModuleList(caches))
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._run)
+
+    def __len__(self) -> int:
+        return len(self._run)
+
+
+class _Causal(nn.Module, SupportsQuant):
+    """What vLLM asks of a causal model; a subclass gives the inner model."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.config = vllm_config.model_config.hf_config
+        self.build(vllm_config, prefix)
+        self.lm_head = ParallelLMHead(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if self.config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.embedding)
+        self.logits_processor = LogitsProcessor(self.config.vocab_size)
+
+    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
+        """Build the inner model."""
+        raise NotImplementedError
+
+    @property
+    def inner(self) -> Any:
+        """The inner model."""
+        raise NotImplementedError
+
+    @property
+    def embedding(self) -> Any:
+        """The token embedding."""
+        raise NotImplementedError
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (n_tokens, d)."""
+        return self.inner.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """States (n_tokens, d) that the head reads."""
+        return self.inner(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Logits (n_tokens, vocabulary)."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Weights) -> set[str]:
+        """Take the tensors of a checkpoint."""
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)  # type: ignore[no-any-return]
+
+
+class OuroLayer(nn.Module):
+    """``x += norm(attn(norm(x))); x += norm(mlp(norm(x)))``."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.self_attn = LlamaAttention(
+            config,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.max_position_embeddings,
+            quant_config=quant_config,
+            cache_config=vllm_config.cache_config,
+            prefix=f"{prefix}.self_attn",
+        )
+        self.mlp = LlamaMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            quant_config=quant_config,
+            prefix=f"{prefix}.mlp",
+        )
+        for name in ("input_layernorm", "input_layernorm_2"):
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+            self.add_module(f"post_attention{name[5:]}", RMSNorm(config.hidden_size, config.rms_norm_eps))
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        x = x + self.input_layernorm_2(self.self_attn(positions, self.input_layernorm(x)))
+        out: Tensor = x + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(x)))
+        return out
+
+
+@support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
+class OuroModel(nn.Module):
+    """Embedding, and as often as the configuration says: all layers, then the norm."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.embed_tokens",
+        )
+        n, name = config.num_hidden_layers, f"{prefix}.layers"
+        layers = nn.ModuleList(OuroLayer(vllm_config, f"{name}.{i}") for i in range(n))
+        order = list(range(n)) * config.total_ut_steps
+        self.layers = Loops(layers, order, name, n, vllm_config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.n_layers = n
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (n_tokens, d)."""
+        return self.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        for i, layer in enumerate(self.layers, 1):
+            x = layer(positions, x)
+            if i % self.n_layers == 0:
+                x = self.norm(x)
+        return x
+
+
+class Ouro(_Causal):
+    """Ouro-1.4B and Ouro-2.6B; every token is read from the last loop, the exit gate is not used."""
+
+    hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper | WeightsMapper(
+        orig_to_new_substr={"early_exit_gate": None}
+    )
+    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
+
+    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
+        self.model = OuroModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+
+    @property
+    def inner(self) -> Any:
+        return self.model
+
+    @property
+    def embedding(self) -> Any:
+        return self.model.embed_tokens
+
+
+class RavenAttention(nn.Module):
+    """Attention with one matrix for q, k and v; `rotary` turns queries and keys by their positions."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str, rotary: nn.Module) -> None:
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        head = config.n_embd // config.n_heads
+        self.Wqkv = QKVParallelLinear(
+            config.n_embd,
+            head,
+            config.n_heads,
+            config.num_key_value_heads,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.Wqkv",
+        )
+        self.proj = RowParallelLinear(
+            config.n_embd, config.n_embd, bias=False, quant_config=quant_config, prefix=f"{prefix}.proj"
+        )
+        n_heads, n_kv_heads = self.Wqkv.num_heads, self.Wqkv.num_kv_heads
+        self.widths = [n_heads * head, n_kv_heads * head, n_kv_heads * head]
+        self.qk_bias = None
+        if getattr(config, "qk_bias", True):
+            self.qk_bias = nn.Parameter(torch.zeros(2, 1, n_heads, head), requires_grad=False)
+            self.qk_bias.weight_loader = _load_own_heads
+        self.rotary = rotary
+        self.attn = Attention(
+            n_heads,
+            head,
+            head**-0.5,
+            num_kv_heads=n_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=quant_config,
+            prefix=slot,
+        )
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        q, k, v = self.Wqkv(x)[0].split(self.widths, -1)
+        if self.qk_bias is not None:
+            q, k = (part + bias.flatten() for part, bias in zip((q, k), self.qk_bias, strict=True))
+        q, k = self.rotary(positions, q, k)
+        out: Tensor = self.proj(self.attn(q, k, v))[0]
+        return out
+
+
+def _load_own_heads(parameter: nn.Parameter, stored: Tensor) -> None:
+    """Copy the biases of this machine's heads, from (2, 1, heads, width of a head)."""
+    n = parameter.shape[2]
+    parameter.data.copy_(stored.narrow(2, n * get_tensor_model_parallel_rank(), n))
+
+
+class RavenMLP(nn.Module):
+    """Gated MLP; gate and up are one matrix."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        self.fc = MergedColumnParallelLinear(
+            config.n_embd,
+            [config.intermediate_size] * 2,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.fc",
+        )
+        self.proj = RowParallelLinear(
+            config.intermediate_size,
+            config.n_embd,
+            bias=False,
+            quant_config=quant_config,
+            prefix=f"{prefix}.proj",
+        )
+        self.gated = SiluAndMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.proj(self.gated(self.fc(x)[0]))[0]
+        return out
+
+
+class RavenBlock(nn.Module):
+    """What blocks of Huginn and R-Llama have: attention, MLP and norms."""
+
+    n_norms: ClassVar[int]
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, slot: str, rotary: nn.Module) -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        self.attn = RavenAttention(vllm_config, f"{prefix}.attn", slot, rotary)
+        self.mlp = RavenMLP(vllm_config, f"{prefix}.mlp")
+        for i in range(1, self.n_norms + 1):
+            self.add_module(f"norm_{i}", RMSNorm(config.n_embd, config.norm_eps))
+
+
+class HuginnBlock(RavenBlock):
+    """``x = norm_2(attn(norm_1(x)) + x); x = norm_4(mlp(norm_3(x)) + x)``."""
+
+    n_norms = 4
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        x = self.norm_2(self.attn(positions, self.norm_1(x)) + x)
+        out: Tensor = self.norm_4(self.mlp(self.norm_3(x)) + x)
+        return out
+
+
+class RLlamaBlock(RavenBlock):
+    """``x += attn(norm_1(x)); x += mlp(norm_2(x))``."""
+
+    n_norms = 2
+
+    def forward(self, positions: Tensor, x: Tensor) -> Tensor:
+        x = x + self.attn(positions, self.norm_1(x))
+        out: Tensor = x + self.mlp(self.norm_2(x))
+        return out
+
+
+@support_torch_compile(dynamic_arg_dims=_BY_TOKEN)
+class RavenModel(nn.Module):
+    """Prelude, noise, adapter and core blocks `mean_recurrence` times, coda, norm; Huginn's has a norm after the loop.
+
+    R-Llama is told by its embeddings, which are not scaled: both call their class and their ``model_type`` alike.
+
+    The initial state of a token is noise drawn from its position, as `loopq run` draws it with seed 0: the same text
+    has the same logits whatever it is batched with.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        if getattr(config, "test_time_noise", 0) or getattr(config, "state_init", "like-init") != "like-init":
+            raise ConfigError(
+                "config.json: test_time_noise and another state_init than 'like-init' are not served"
+            )
+        initial = getattr(config, "init_values", None) or {}
+        self.scale = float(initial.get("embed_scale", config.n_embd**0.5))
+        self.huginn = self.scale != 1.0
+        if not self.huginn and "olmo" in str(getattr(config, "auto_map", "")):
+            raise ConfigError(
+                "config.json: Recurrent-OLMo-2, whose blocks have their norms elsewhere, is not served"
+            )
+        own = {"rope_type": "default", "rope_theta": float(config.rope_base)} if self.huginn else None
+        rotary = get_rope(
+            config.n_embd // config.n_heads,
+            config.max_position_embeddings,
+            is_neox_style=not self.huginn,
+            rope_parameters=own or config.rope_parameters,
+        )
+        kind = HuginnBlock if self.huginn else RLlamaBlock
+        counts = [config.n_layers_in_prelude, config.n_layers_in_recurrent_block, config.n_layers_in_coda]
+        n_steps = config.mean_recurrence
+        self.wte = VocabParallelEmbedding(
+            config.vocab_size,
+            config.n_embd,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.wte",
+        )
+        self.adapter = ColumnParallelLinear(
+            2 * config.n_embd,
+            config.n_embd,
+            bias=getattr(config, "bias", False),
+            gather_output=True,
+            quant_config=vllm_config.quant_config,
+            prefix=f"{prefix}.adapter",
+        )
+        first = 0
+        for part, n in zip(("prelude", "core_block", "coda"), counts, strict=True):
+            blocks = nn.ModuleList(
+                kind(vllm_config, f"{prefix}.{part}.{i}", f"slots.{first + i}.attn", rotary) for i in range(n)
+            )
+            if part == "core_block":
+                blocks = Loops(blocks, list(range(n)) * n_steps, "slots", sum(counts), vllm_config)
+            self.add_module(part, blocks)
+            first += n
+        self.ln_f = RMSNorm(config.n_embd, config.norm_eps)
+        self.n_core = counts[1]
+        longest = vllm_config.model_config.max_model_len
+        text = Batch(torch.zeros(1, longest, dtype=torch.long), (0,), by_token=True)
+        std = float(initial.get("std", (2.0 / (5.0 * config.n_embd)) ** 0.5)) * self.scale
+        noise = initial_noise(text, config.n_embd, std)[0].to(device=self.ln_f.weight.device)
+        self.register_buffer("noise", noise.to(self.ln_f.weight.dtype), persistent=False)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embeddings (n_tokens, d)."""
+        return self.wte(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        embedding = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        embedding = embedding * self.scale
+        for block in self.prelude:
+            embedding = block(positions, embedding)
+        x = self.noise[positions]
+        for i, block in enumerate(self.core_block):
+            if i % self.n_core == 0:
+                x = self.adapter(torch.cat((x, embedding), -1))[0]
+            x = block(positions, x)
+        if self.huginn:
+            x = self.ln_f(x)
+        for block in self.coda:
+            x = block(positions, x)
+        out: Tensor = self.ln_f(x)
+        return out
+
+
+class Raven(_Causal):
+    """Huginn-3.5B and R-Llama; the depth is `mean_recurrence`, without adaptive exit."""
+
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={"freqs_cis": None})
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+
+    def build(self, vllm_config: VllmConfig, prefix: str) -> None:
+        self.transformer = RavenModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "transformer"))
+
+    @property
+    def inner(self) -> Any:
+        return self.transformer
+
+    @property
+    def embedding(self) -> Any:
+        return self.transformer.wte
+
+
+class _Looped:
+    """A dense decoder of vLLM's, some of whose layers run several times (`loopq.systems.looped`)."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError("a loop is not divided among pipeline stages: use --tensor-parallel-size")
+        inner: Any = self.model  # type: ignore[attr-defined]
+        config = vllm_config.model_config.hf_config
+        n = config.num_hidden_layers
+        order = layer_order(getattr(config, LOOP, None), n)
+        name = f"{maybe_prefix(prefix, 'model')}.layers"
+        inner.layers = Loops(inner.layers, order, name, n, vllm_config)
+        inner.start_layer, inner.end_layer = 0, len(order)
+
+
+class LoopedLlama(_Looped, LlamaForCausalLM):
+    """Llama, SmolLM and their like with a loop."""
+
+
+class LoopedMistral(_Looped, MistralForCausalLM):
+    """Mistral with a loop."""
+
+
+class LoopedQwen2(_Looped, Qwen2ForCausalLM):
+    """Qwen2 with a loop."""
+
+
+class LoopedQwen3(_Looped, Qwen3ForCausalLM):
+    """Qwen3 with a loop."""

@@ -1,0 +1,293 @@
+"""Changes of a layer's input basis: block rotations and channel scales, compensated in the weight.
+
+A layer computes W x. With an invertible T, W x = (W T^-1) (T x). W T^-1 is quantized, in which outliers may be
+spread out; T is applied to the input at run time, or folded back into the dequantized weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import ConfigError
+from loopq.settings.declare import Settings, setting
+
+Matrix = NDArray[np.float64]
+KINDS = ("hadamard", "random")
+
+
+class Transform(Protocol):
+    """A change of input basis."""
+
+    def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W T^-1, the weight for the transformed input."""
+
+    def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W' T, the weight for the original input."""
+
+    def conjugate(self, hessian: Matrix) -> Matrix:
+        """T H T^T, the Hessian of the transformed input."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain data from which, with `arrays`, the transform can be rebuilt."""
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Arrays of the transform by name, empty where `describe` is complete."""
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % k for k in range(2, int(n**0.5) + 1))
+
+
+def _residues(q: int) -> NDArray[np.int8]:
+    """Quadratic character of every pair difference: chi(i - j) mod q, shape (q, q)."""
+    character = -np.ones(q, dtype=np.int8)
+    character[0] = 0
+    character[np.unique(np.arange(1, q, dtype=np.int64) ** 2 % q)] = 1
+    found: NDArray[np.int8] = character[np.subtract.outer(np.arange(q), np.arange(q)) % q]
+    return found
+
+
+def _paley(n: int) -> NDArray[np.int8] | None:
+    """Paley's constructions for prime fields: I where n - 1 = 3 mod 4, II where n / 2 - 1 = 1 mod 4."""
+    if n % 4:
+        return None
+    if _is_prime(n - 1) and (n - 1) % 4 == 3:
+        core = _residues(n - 1)
+        skew = np.ones((n, n), dtype=np.int8)
+        skew[0, 0] = 0
+        skew[1:, 0] = -1
+        skew[1:, 1:] = core
+        return skew + np.eye(n, dtype=np.int8)
+    if _is_prime(n // 2 - 1) and (n // 2 - 1) % 4 == 1:
+        half = n // 2
+        conference = np.ones((half, half), dtype=np.int8)
+        conference[0, 0] = 0
+        conference[1:, 1:] = _residues(half - 1)
+        plus = np.array([[1, 1], [1, -1]], dtype=np.int8)
+        minus = np.array([[1, -1], [-1, -1]], dtype=np.int8)
+        return np.kron(conference, plus) + np.kron(np.eye(half, dtype=np.int8), minus)
+    return None
+
+
+@cache
+def hadamard(n: int) -> NDArray[np.int8] | None:
+    """Return a Hadamard matrix: entries +-1, rows orthogonal.
+
+    Parameters
+    ----------
+    n : int
+        Order.
+
+    Returns
+    -------
+    ndarray, int8, shape (n, n), or None
+        Sylvester's for powers of 2; else Paley's over a prime field; else a Kronecker product of two smaller ones,
+        the largest factor first. None where none of these exists.
+
+    Examples
+    --------
+    >>> [hadamard(n) is not None for n in (1, 2, 12, 20, 160, 320, 5280, 6, 92)]
+    [True, True, True, True, True, True, True, False, False]
+    """
+    if n == 1:
+        return np.ones((1, 1), dtype=np.int8)
+    if n % 2 or (n > 2 and n % 4):
+        return None
+    if n & (n - 1) == 0:
+        smaller = hadamard(n // 2)
+        assert smaller is not None
+        return np.kron(np.array([[1, 1], [1, -1]], dtype=np.int8), smaller)
+    found = _paley(n)
+    if found is not None:
+        return found
+    for factor in range(n // 2, 1, -1):
+        if n % factor == 0:
+            first, second = hadamard(factor), hadamard(n // factor)
+            if first is not None and second is not None:
+                return np.kron(first, second)
+    return None
+
+
+def random_orthogonal(n: int, seed: int) -> Matrix:
+    """Orthogonal matrix of the QR factorisation of a Gaussian one, signs made unique, float64, shape (n, n)."""
+    q, r = np.linalg.qr(np.random.default_rng([seed, n]).standard_normal((n, n)))
+    return np.asarray(q * np.sign(np.diag(r)))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Block-diagonal rotation of a layer's input (Li, App. D).
+
+    Parameters
+    ----------
+    dim : int
+        Input columns.
+    kind : {"hadamard", "random"}
+        Normalised Hadamard matrix, or a random orthogonal matrix.
+    block : int
+        Columns that are rotated together. A shorter last block has a matrix of its size. Where no Hadamard matrix of
+        a size is found, a random one is used, and `describe` says so.
+    seed : int
+        Seed of the random matrices.
+    """
+
+    dim: int
+    kind: str
+    block: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"rotation must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if self.block < 1 or self.dim < 1:
+            raise ConfigError(f"rotation: block and dim must be at least 1; got {self.block} and {self.dim}")
+
+    def sizes(self) -> list[int]:
+        """Sizes of the blocks."""
+        whole, rest = divmod(self.dim, self.block)
+        return [self.block] * whole + ([rest] if rest else [])
+
+    def matrix(self, size: int) -> Matrix:
+        """Rotation of a block of the given size, float64, shape (size, size)."""
+        return _block(self.kind, size, self.seed)
+
+    def _right(self, rows: NDArray[Any], transposed: bool) -> Matrix:
+        out = np.empty(rows.shape, dtype=np.float64)
+        start = 0
+        for size in self.sizes():
+            r = self.matrix(size)
+            out[:, start : start + size] = rows[:, start : start + size].astype(np.float64) @ (
+                r.T if transposed else r
+            )
+            start += size
+        return out
+
+    def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W R^T, float32."""
+        return self._right(weight, True).astype(np.float32)
+
+    def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W' R, float32."""
+        return self._right(weight, False).astype(np.float32)
+
+    def conjugate(self, hessian: Matrix) -> Matrix:
+        """R H R^T, exactly symmetric."""
+        half = self._right(hessian, True)
+        both = self._right(np.ascontiguousarray(half.T), True)
+        return np.ascontiguousarray((both + both.T) / 2)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, sizes and seed, and which kind of matrix each size has."""
+        made = {
+            str(size): "hadamard" if self.kind == "hadamard" and hadamard(size) is not None else "random"
+            for size in sorted(set(self.sizes()))
+        }
+        return {
+            "type": "rotation",
+            "kind": self.kind,
+            "dim": self.dim,
+            "block": self.block,
+            "seed": self.seed,
+            "made": made,
+        }
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """Empty: a rotation is rebuilt from its description."""
+        return {}
+
+
+@cache
+def _block(kind: str, size: int, seed: int) -> Matrix:
+    exact = hadamard(size) if kind == "hadamard" else None
+    if exact is None:
+        return random_orthogonal(size, seed)
+    return np.asarray(exact.astype(np.float64) / np.sqrt(size))
+
+
+@dataclass(frozen=True)
+class ChannelScale:
+    """Input channel j is divided by s_j, its weight column multiplied (AWQ: Lin et al., arXiv:2306.00978).
+
+    Parameters
+    ----------
+    scale : ndarray, float32, shape (in_features,)
+        s, positive.
+    """
+
+    scale: NDArray[np.float32] = field(repr=False)
+
+    def fold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W diag(s), float32."""
+        return np.asarray(weight * self.scale, dtype=np.float32)
+
+    def unfold(self, weight: NDArray[np.float32]) -> NDArray[np.float32]:
+        """W' diag(s)^-1, float32."""
+        return np.asarray(weight / self.scale, dtype=np.float32)
+
+    def conjugate(self, hessian: Matrix) -> Matrix:
+        """diag(s)^-1 H diag(s)^-1."""
+        inverse = 1.0 / self.scale.astype(np.float64)
+        return np.asarray(hessian * inverse * inverse[:, None])
+
+    def describe(self) -> dict[str, Any]:
+        """The type."""
+        return {"type": "channel_scale"}
+
+    def arrays(self) -> dict[str, NDArray[np.float32]]:
+        """The scale s."""
+        return {"input_scale": self.scale}
+
+
+def from_description(data: Mapping[str, Any], arrays: Mapping[str, NDArray[np.float32]]) -> Transform:
+    """Rebuild a transform; the inverse of `describe` and `arrays`.
+
+    Raises
+    ------
+    ConfigError
+        The type is unknown.
+    """
+    kind = data.get("type")
+    if kind == "rotation":
+        return Rotation(int(data["dim"]), str(data["kind"]), int(data["block"]), int(data["seed"]))
+    if kind == "channel_scale":
+        return ChannelScale(arrays["input_scale"])
+    raise ConfigError(f"input transform of unknown type {kind!r}; this file needs a newer loopq")
+
+
+@dataclass(frozen=True)
+class RotationConfig(Settings):
+    """Rotation of a layer's input.
+
+    Parameters
+    ----------
+    kind : str
+        Rotation: none | hadamard | hadamard:SIZE | random | random:SIZE. Blocks of SIZE input columns, or one block as
+        wide as the layer, are rotated at run time, the weight against it.
+    seed : int
+        Seed of random rotations.
+    """
+
+    kind: str = setting("none", metavar="KIND")
+    seed: int = setting(0, at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, _, size = self.kind.partition(":")
+        if self.kind != "none" and (
+            kind not in KINDS or (":" in self.kind and not re.fullmatch("[1-9][0-9]{0,8}", size))
+        ):
+            raise ConfigError(
+                f"rotation must be none, hadamard, hadamard:SIZE or random:SIZE; got {self.kind!r}"
+            )
+
+    def of(self, dim: int) -> Rotation | None:
+        """The rotation of a layer of `dim` input columns, or None."""
+        kind, _, size = self.kind.partition(":")
+        return None if kind == "none" else Rotation(dim, kind, min(int(size or dim), dim), self.seed)

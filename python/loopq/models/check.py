@@ -1,0 +1,377 @@
+"""Does loopq fit a model: the conformance checks, run on a user's own checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError, LoopqError
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.trace import Trace, trace
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from loopq.models.load import LoadedModel
+
+PROBE_TOKENS = 16
+PROBE_PROMPTS = 3
+GROUP_SIZE = 128
+
+
+@dataclass(frozen=True)
+class SystemRow:
+    """One line of `loopq systems`.
+
+    Parameters
+    ----------
+    name : str
+        Name for ``--system``.
+    summary : str
+        The loop in one line.
+    checkpoints : tuple of (str, int)
+        Published models and how many of their weights are quantized by default.
+    exposed : tuple of str
+        Layers that no identity path leads around.
+    """
+
+    name: str
+    summary: str
+    checkpoints: tuple[tuple[str, int], ...]
+    exposed: tuple[str, ...]
+
+
+def systems_table() -> list[SystemRow]:
+    """Return a line for every registered system, sorted by name."""
+    return [SystemRow(name, cls.summary, cls.checkpoints, cls.exposed) for name, cls in SYSTEMS]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of one check.
+
+    Parameters
+    ----------
+    check : str
+        What must hold.
+    ok : bool or None
+        Whether it does; None where it does not apply.
+    detail : str
+        What was measured, or what is wrong.
+    """
+
+    check: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Outcome of all checks.
+
+    Parameters
+    ----------
+    system : str
+        Adapter that was taken.
+    n_steps : int
+        Depth that was checked.
+    verdicts : tuple of Verdict
+        One for each check, in the order they ran.
+    notes : tuple of str
+        Facts that are no failure.
+    """
+
+    system: str
+    n_steps: int
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return all(v.ok is not False for v in self.verdicts)
+
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+        words = {True: "ok", False: "FAILED", None: "-"}
+        text = [f"{words[v.ok]:>6}  {v.check}: {v.detail}" for v in self.verdicts]
+        return text + [f"  note  {note}" for note in self.notes]
+
+
+# What remote code raises when it meets a version of a library that it was not written for.
+_OF_THE_MODEL = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError)
+
+
+class _Failed(Exception):
+    """A check does not hold; the message is the detail of its verdict."""
+
+
+class _Idle(Exception):
+    """A check does not apply; the message says why."""
+
+
+class _Probe:
+    """A model, its adapter and a few random prompts, with the runs that several checks share."""
+
+    def __init__(self, system: LoopedSystem, n_steps: int, seed: int, vocabulary: int) -> None:
+        import torch
+
+        self.system, self.n_steps = system, n_steps
+        length = system.prompt_length or PROBE_TOKENS
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, vocabulary, (PROBE_PROMPTS, length), generator=generator)
+        self.batch = Batch(ids, tuple(range(PROBE_PROMPTS)), seed)
+        self.part = Batch(ids[1:], tuple(range(1, PROBE_PROMPTS)), seed)
+        self.output: Tensor | None = None
+        self.seen: Trace | None = None
+        self.shared: tuple[SharedParameter, ...] = ()
+
+    def declared(self) -> str:
+        """Weights that the adapter lists exist, each once."""
+        self.shared = self.system.shared_parameters(self.n_steps)
+        for parameter in self.shared:
+            found = self.system.parameter(parameter)
+            for owner in parameter.owners:
+                if self.system.model.get_submodule(owner)._parameters["weight"] is not found:
+                    raise _Failed(f"{parameter.name}: {owner} holds another tensor; the tie is broken")
+        kinds: dict[str, int] = {}
+        for parameter in self.shared:
+            kinds[parameter.treatment] = kinds.get(parameter.treatment, 0) + 1
+        total = sum(p.in_features * p.out_features for p in self.shared)
+        counts = ", ".join(f"{n} {kind}" for kind, n in kinds.items())
+        return f"{counts}; {total:,} numbers in {len(self.shared)} weights"
+
+    def rolls_out(self) -> str:
+        """One rollout gives finite numbers of the right shape."""
+        import torch
+
+        def run() -> None:
+            self.output = self.system.rollout(self.batch, self.n_steps)
+
+        self.seen = trace(self.system.model, run)
+        assert self.output is not None
+        if self.output.shape[:2] != self.batch.input_ids.shape:
+            raise _Failed(
+                f"output of shape {tuple(self.output.shape)} for {tuple(self.batch.input_ids.shape)} ids"
+            )
+        if not bool(torch.isfinite(self.output).all()):
+            raise _Failed("NaN or infinity in the output: run the model in bfloat16 or float32")
+        return f"{self.n_steps} steps, {self.system.output} {tuple(self.output.shape)}, {self.output.dtype}"
+
+    def reproducible(self) -> str:
+        """The same seed gives the same bits, whatever the global generator does."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            again = self.system.rollout(self.batch, self.n_steps)
+        if self.output is None or not torch.equal(self.output, again):
+            raise _Failed("two rollouts from one seed differ: something in the model draws random numbers")
+        return "two rollouts agree in every bit"
+
+    def counted(self) -> str:
+        """Every declared weight is called as often as declared."""
+        assert self.seen is not None
+        rows, entered = self.seen.rows, self.seen.entered
+        for parameter in self.shared:
+            routing = parameter.routed_in
+            got = entered.get(routing, 0) if routing else len(rows.get(parameter.name, ()))
+            if got != parameter.invocations:
+                what = routing or parameter.name
+                raise _Failed(f"{what}: called {got} times, declared {parameter.invocations}")
+        calls = sorted({p.invocations for p in self.shared})
+        experts = sum(bool(p.routed_in) for p in self.shared)
+        also = f"; {experts} weights of experts, which get some rows of a call" if experts else ""
+        return f"{' and '.join(map(str, calls))} calls of each weight, as declared{also}"
+
+    def complete(self) -> str:
+        """No weight is called repeatedly without being declared."""
+        assert self.seen is not None
+        known = {id(self.system.parameter(p)) for p in self.shared}
+        known |= {id(self.system.model.get_parameter(name)) for name in self.system.left_out()}
+        by_name = dict(self.system.model.named_parameters())
+        forgotten = [name for name in self.seen.repeated if id(by_name[name]) not in known]
+        if forgotten:
+            raise _Failed(f"called more than once but not declared: {', '.join(forgotten[:5])}")
+        return f"{len(self.system.left_out())} looped parameters are left out on purpose"
+
+    def steps_chain(self) -> str:
+        """Single steps in a chain give the rollout."""
+        import torch
+
+        system = self.system
+        if not system.has_steps:
+            raise _Idle("the system has no single-step function")
+        assert self.output is not None
+        with torch.no_grad():
+            embedding = system.embed(self.batch)
+            state = system.initial_state(self.batch, embedding)
+            for t in range(system.n_updates(self.n_steps)):
+                state = system.step(state, embedding, t, self.n_steps)
+            chained = system.predict(state, embedding)
+        scale = float(self.output.float().abs().max())
+        off = float((chained.float() - self.output.float()).abs().max()) / max(scale, 1e-30)
+        allowed = 1e-4 if next(system.model.parameters()).dtype == torch.float32 else 3e-2
+        if not off <= allowed:
+            raise _Failed(f"chained steps differ from the rollout by {off:.2e} of its largest value")
+        return f"largest difference {off:.1e} of the largest value"
+
+    def state_is_paired(self) -> str:
+        """A prompt's initial state is the same in whatever batch it runs."""
+        import torch
+
+        system = self.system
+        if not system.state_is_random:
+            raise _Idle("the initial state is not random")
+        with torch.no_grad():
+            whole = system.initial_state(self.batch, system.embed(self.batch))
+            part = system.initial_state(self.part, system.embed(self.part))
+        if not torch.equal(whole[1:], part):
+            raise _Failed("the noise of a prompt depends on the batch it runs in")
+        return f"noise of standard deviation {float(whole.float().std()):.4f}, fixed by seed and prompt"
+
+    def depth_matters(self) -> str:
+        """Another depth is another rollout, and an impossible one is refused."""
+        try:
+            self.system.rollout(self.batch, 0)
+        except ConfigError:
+            pass
+        else:
+            raise _Failed("a rollout of depth 0 is not refused")
+        if self.n_steps == 1:
+            return "depth 0 is refused; there is one depth"
+        try:
+            other = trace(self.system.model, lambda: self.system.rollout(self.batch, self.n_steps - 1))
+        except ConfigError:
+            return "every other depth is refused"
+        assert self.seen is not None
+        before, after = self.seen.rows, other.rows
+        if all(len(after.get(p.name, ())) == len(before.get(p.name, ())) for p in self.shared):
+            raise _Failed(
+                f"a rollout of depth {self.n_steps - 1} makes as many calls as one of {self.n_steps}"
+            )
+        return f"depth {self.n_steps - 1} makes fewer calls; depth 0 is refused"
+
+    def notes(self) -> tuple[str, ...]:
+        """Facts that are no failure: short groups, functional uses, what is left out."""
+        ragged = sorted({p.in_features for p in self.shared if p.in_features % GROUP_SIZE})
+        found = [
+            f"{width} inputs: the last group of {GROUP_SIZE} has {width % GROUP_SIZE} columns"
+            for width in ragged
+        ]
+        if self.shared:
+            found += self.system.describe_loop()
+        reasons = self.system.left_out()
+        found += [f"left out: {name} ({reason})" for name, reason in list(reasons.items())[:8]]
+        if len(reasons) > 8:
+            found.append(f"left out: {len(reasons) - 8} more")
+        if self.seen is not None:
+            hidden = [name for name in self.seen.uncalled if name not in reasons]
+            found += [f"used without a call of its module: {name}" for name in hidden[:8]]
+        return tuple(found)
+
+
+def check_model(loaded: LoadedModel, *, n_steps: int | None = None, seed: int = 0) -> CheckReport:
+    """Check that loopq's adapter fits a model.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+        The model, as `loopq.models.load.load_model` gives it.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    seed : int
+        Seed of prompts and initial states.
+
+    Returns
+    -------
+    CheckReport
+        A verdict for every check. A check that needs the outcome of a failed one does not run.
+    """
+    system = loaded.system
+    depth = system.n_steps if n_steps is None else n_steps
+    probe = _Probe(system, depth, seed, vocabulary(system))
+    report = loaded.report
+    verdicts = [
+        Verdict(
+            "loaded whole",
+            not report.unexpected,
+            f"{report.n_parameters:,} parameters, {report.dtype}; {len(report.missing)} missing, "
+            f"{len(report.unexpected)} unexpected, {len(report.repaired)} buffers set right",
+        )
+    ]
+    needed: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("weights of the loop", probe.declared),
+        ("rollout", probe.rolls_out),
+    )
+    further: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("same seed, same bits", probe.reproducible),
+        ("calls", probe.counted),
+        ("nothing forgotten", probe.complete),
+        ("single steps", probe.steps_chain),
+        ("initial state", probe.state_is_paired),
+        ("depth", probe.depth_matters),
+    )
+    for name, run in needed:
+        verdicts.append(_judge(name, run))
+    if all(v.ok is not False for v in verdicts[1:]):
+        verdicts += [_judge(name, run) for name, run in further]
+    return CheckReport(system.name, depth, tuple(verdicts), probe.notes())
+
+
+def _judge(name: str, run: Callable[[], str]) -> Verdict:
+    try:
+        return Verdict(name, True, run())
+    except _Idle as reason:
+        return Verdict(name, None, str(reason))
+    except (_Failed, LoopqError) as failure:
+        return Verdict(name, False, str(failure))
+    except _OF_THE_MODEL as failure:
+        return Verdict(name, False, f"the model's own code failed: {type(failure).__name__}: {failure}")
+
+
+def vocabulary(system: LoopedSystem) -> int:
+    """Token ids that are safe to draw for a probe.
+
+    Raises
+    ------
+    ConfigError
+        The model has no embedding that tells.
+    """
+    from torch import nn
+
+    config: Any = getattr(system.model, "config", None)
+    size = getattr(config, "vocab_size", None)
+    if size is None:
+        tables = [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
+        # A table of positions or steps may be larger than that of the tokens, or smaller.
+        sizes = [m.num_embeddings for m in _read_by_ids(system, tables) or tables]
+        if not sizes:
+            raise ConfigError(f"{type(system.model).__name__}: no vocab_size and no embedding in it")
+        size = max(sizes)
+    # The last ids are often marks with a meaning of their own.
+    return max(2, int(size) - 8)
+
+
+def _read_by_ids(system: LoopedSystem, tables: Sequence[nn.Embedding]) -> list[nn.Embedding]:
+    """Embedding tables that one run of the model calls with the token ids themselves."""
+    import torch
+
+    ids = torch.tensor([[1, 0, 1, 1]])
+    found: list[nn.Embedding] = []
+
+    def note(table: nn.Embedding, inputs: tuple[Any, ...]) -> None:
+        if torch.equal(inputs[0].cpu(), ids):
+            found.append(table)
+
+    hooks = [table.register_forward_pre_hook(note) for table in tables]
+    try:
+        system.rollout(Batch(ids, (0,)), system.n_steps)
+    except _OF_THE_MODEL:
+        return []  # The rollout that is checked says it in a verdict.
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found

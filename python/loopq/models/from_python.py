@@ -1,0 +1,89 @@
+"""Models that a Python file makes: `--python FILE.py:FUNCTION`, and what `loopq.quantize` does with a torch module."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError
+from loopq.models.load import LoadedModel, check_values, describe, encode_bytes
+from loopq.systems.base import LoopedSystem, find_system, fitting_systems
+from loopq.systems.generic import Generic
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def wrap(
+    model: nn.Module | LoopedSystem, encode: Any = encode_bytes, depth: str | None = None
+) -> LoadedModel:
+    """Take a torch module or an adapter as a loaded model.
+
+    Parameters
+    ----------
+    model : nn.Module or LoopedSystem
+        A module of a published class gets the adapter of that class; the loop of any other is discovered by one
+        run (`loopq.systems.generic.Generic`). It is put in eval mode.
+    encode : callable
+        Text to token ids; bytes when absent.
+    depth : str, optional
+        Argument of the module's forward that sets the number of steps: takes discovery for any class.
+    """
+    if isinstance(model, LoopedSystem):
+        system = model
+    elif depth is None and fitting_systems(model):
+        system = find_system(model)
+    else:
+        system = Generic(model, depth=depth)
+    check_values(system.model)
+    # Dropout would calibrate on noise of its own.
+    notes = ("the model was in train mode: it is in eval mode now",) if system.model.training else ()
+    system.model.eval()
+    return LoadedModel(
+        model=system.model,
+        system=system,
+        encode=encode,
+        tokenizer=None if encode is encode_bytes else encode,
+        config={},
+        folder=None,
+        side_files={},
+        report=describe(system.model, type(system.model).__name__, "module", notes=notes),
+    )
+
+
+def load_python(spec: str, depth: str | None = None) -> LoadedModel:
+    """Run a function of a Python file and take what it returns.
+
+    Parameters
+    ----------
+    spec : str
+        "FILE.py:FUNCTION". The function takes nothing and returns a torch module, an adapter (`LoopedSystem`), or
+        one of them with a function that turns text into token ids.
+    depth : str, optional
+        As of `wrap`.
+
+    Raises
+    ------
+    ConfigError
+        No such file or function, or it returns something else.
+    """
+    file, colon, name = spec.rpartition(":")
+    path = Path(file)
+    if not colon or path.suffix != ".py" or not path.is_file():
+        raise ConfigError(f"{spec!r}: give FILE.py:FUNCTION, where FUNCTION returns a torch module")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise ConfigError(f"{path}: has no function {name!r}")
+    made = make()
+    model, encode = made if isinstance(made, tuple) else (made, encode_bytes)
+    if not isinstance(model, LoopedSystem) and not hasattr(model, "named_modules"):
+        raise ConfigError(
+            f"{spec}: returned {type(model).__name__}, which is neither a torch module nor an adapter"
+        )
+    return wrap(model, encode, depth)

@@ -1,0 +1,266 @@
+"""Load checkpoints in the layout of transformers: a folder, or a hub id that is fetched into one."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import hf_folder
+from loopq.formats.hf_folder import check_weight_files
+from loopq.lazy import require
+from loopq.models.buffers import repair_buffers
+from loopq.systems.base import LoopedSystem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# The one version that runs the most published remote code unchanged.
+TESTED_TRANSFORMERS = "4.57.6"
+HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "spiece.model",
+)
+#: Names the licence of a model.
+_CARD = ("README.md",)
+
+
+def fetch(hub_id: str, revision: str | None, allow_pickle: bool) -> Path:
+    """Download a checkpoint from the hub, or take it from the local cache."""
+    patterns = [
+        *hf_folder.SIDE_FILES,
+        *_CARD,
+        *hf_folder.WEIGHTS,
+        *(hf_folder.PICKLES if allow_pickle else ()),
+    ]
+    try:
+        folder = require("huggingface_hub").snapshot_download(
+            hub_id, revision=revision, allow_patterns=patterns
+        )
+    except Exception as cause:
+        raise ConfigError(
+            f"{hub_id!r} is no folder, no embedded model, and cannot be fetched from the hub: {cause}"
+        ) from cause
+    return Path(folder)
+
+
+def auto_class(config: Mapping[str, Any], trust_remote_code: bool) -> str:
+    """Name of the Auto class of transformers that fits a ``config.json``."""
+    mapped = config.get("auto_map") or {}
+    kinds = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+    if trust_remote_code:
+        for kind in kinds:
+            if kind in mapped:
+                return kind
+    names = config.get("architectures") or []
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return kinds[0]
+    if any(name.endswith(("ForMaskedLM", "ForPreTraining")) for name in names):
+        return kinds[1]
+    if names:
+        return kinds[2]
+    causal = require("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return kinds[0] if config.get("model_type") in causal else kinds[2]
+
+
+def check_remote_code(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
+    """Refuse a checkpoint whose class is code of its own, unless that is trusted.
+
+    Raises
+    ------
+    ConfigError
+        The message says what would be run.
+    """
+    known = is_known(config)
+    if config.get("auto_map") and not known and not trust_remote_code:
+        files = sorted({str(v).split(".")[0] + ".py" for v in config["auto_map"].values()})
+        raise ConfigError(
+            f"{source}: model_type {config.get('model_type')!r} is not in transformers; it comes with code of its "
+            f"own ({', '.join(files)}). Read it, then allow it with --trust-remote-code"
+        )
+    if not known and not config.get("auto_map"):
+        raise ConfigError(
+            f"{source}: model_type {config.get('model_type')!r} is not known to transformers; a class of "
+            "your own is registered with loopq.systems.classes.register_model (`loopq --python FILE` runs a file first)"
+        )
+
+
+def load_hf(
+    folder: Path,
+    config: Mapping[str, Any],
+    *,
+    source: str,
+    trust_remote_code: bool,
+    allow_pickle: bool,
+    dtype: torch.dtype | None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model from a folder, without network access.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder with ``config.json`` and weights.
+    config : mapping
+        Contents of ``config.json``.
+    source : str
+        What the user asked for, for messages.
+    trust_remote_code, allow_pickle : bool
+        As of `loopq.models.load.load_model`.
+    dtype : torch.dtype or None
+        Floating type; that of the checkpoint when None.
+
+    Returns
+    -------
+    model : nn.Module
+        In eval mode, on the CPU.
+    findings : dict
+        "missing", "unexpected", "repaired" and "notes" of the load report.
+    """
+    transformers = require("transformers")
+    stored = config.get(hf_folder.KEY)
+    if isinstance(stored, Mapping) and stored.get("quant_method") == hf_folder.METHOD:
+        raise CheckpointError(
+            f"{source}: holds codes, not weights in full precision: name the model that it was made from; `loopq run`, "
+            "`loopq export` and loopq.load take codes, and `loopq evaluate` takes them behind the model"
+        )
+    check_weight_files(folder, allow_pickle)
+    check_remote_code(config, source, trust_remote_code)
+    auto = getattr(transformers, auto_class(config, trust_remote_code))
+    try:
+        # Parts that a checkpoint lacks and no rollout uses are drawn; equal work must still give equal bytes.
+        with _quiet(), _seeded():
+            model, info = auto.from_pretrained(
+                str(folder),
+                trust_remote_code=trust_remote_code,
+                use_safetensors=None if allow_pickle else True,
+                local_files_only=True,
+                output_loading_info=True,
+                dtype=dtype if dtype is not None else "auto",
+            )
+    except Exception as cause:  # it raises what it likes on a damaged folder
+        reason = " ".join(str(cause).split())
+        raise CheckpointError(
+            f"{source}: transformers {transformers.__version__} cannot load it ({type(cause).__name__}: {reason:.500})"
+            f"{_version_advice(config, trust_remote_code)}"
+        ) from cause
+    model = model.eval()
+    findings = {
+        "missing": _names(info, "missing_keys"),
+        "unexpected": _names(info, "unexpected_keys"),
+        "repaired": repair_buffers(model),
+        "notes": (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
+    }
+    return model, findings
+
+
+def unfuse(model: nn.Module) -> list[str]:
+    """Make experts of transformers 5 modules of their own; see `loopq.systems.experts.unfuse`."""
+    # torch is needed for a model alone; systems are listed without it.
+    from loopq.systems import experts
+
+    return experts.unfuse(model)
+
+
+def _version_advice(config: Mapping[str, Any], trust_remote_code: bool) -> str:
+    if not (trust_remote_code and config.get("auto_map")):
+        return ""
+    written = config.get("transformers_version")
+    stated = f" for transformers {written}" if written else " for an older transformers"
+    return (
+        f". Its own code was written{stated}; most published looped models run on {TESTED_TRANSFORMERS}: "
+        f"pip install 'transformers=={TESTED_TRANSFORMERS}' (see docs/check-your-checkpoint.md)"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from printing its own report and progress: ours says the same, and as data."""
+    logging = require("transformers").utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Draw from one seed inside the block and leave the global generator as it was."""
+    torch = require("torch")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def check_missing(source: str, missing: Sequence[str], system: LoopedSystem) -> None:
+    """Refuse a model with parameters that the checkpoint lacks, unless no rollout uses them.
+
+    Raises
+    ------
+    CheckpointError
+        Names them: they hold random numbers.
+    """
+    needed = [name for name in missing if not name.startswith(system.idle)]
+    if needed:
+        more = f" and {len(needed) - 5} more" if len(needed) > 5 else ""
+        raise CheckpointError(
+            f"{source}: the checkpoint lacks {', '.join(needed[:5])}{more}; they would hold random numbers. It is "
+            "of another class than its config.json says"
+        )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether transformers has a class for a ``config.json``."""
+    return (
+        config.get("model_type")
+        in require("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    )
+
+
+def load_tokenizer(
+    folder: Path, config: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[Any, Callable[[str], Sequence[int]]]:
+    """Return the tokenizer beside a ``config.json`` (None without one) and the function that encodes text."""
+    if not has_tokenizer(folder):
+
+        def refuse(text: str) -> Sequence[int]:
+            raise ConfigError(
+                f"{folder}: no tokenizer beside the model; give prompts as token ids (.npy, or .jsonl with input_ids)"
+            )
+
+        return None, refuse
+    transformers = require("transformers")
+    # Of a model_type that is not its own, transformers warns at length before it takes the tokenizer's files.
+    plain = {} if is_known(config) or "auto_map" in config else {"config": transformers.PretrainedConfig()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        str(folder), trust_remote_code=trust_remote_code, local_files_only=True, **plain
+    )
+    return tokenizer, lambda text: list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def side_files(folder: Path) -> tuple[Path, ...]:
+    """Files of a checkpoint other than weights and their index."""
+    found = {path for pattern in hf_folder.SIDE_FILES for path in folder.glob(pattern)}
+    return tuple(sorted(p for p in found if not p.name.endswith(".index.json")))
+
+
+def _names(info: Any, key: str) -> tuple[str, ...]:
+    found = info.get(key, ()) if isinstance(info, Mapping) else getattr(info, key, ())
+    return tuple(sorted(str(name) for name in found))

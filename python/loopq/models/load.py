@@ -1,0 +1,353 @@
+"""Load a looped model: the embedded one, a folder, or (with transformers) a hub id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopq import zoo
+from loopq.errors import ConfigError, SystemContractError
+from loopq.layers.loop_spec import LOOP, parse_spec, with_loop
+from loopq.lazy import require
+from loopq.models import hf
+from loopq.storage.files import read_json
+from loopq.storage.schema import checked
+from loopq.systems import SYSTEMS
+from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems.classes import Encode, ModelClass, find_class, load_registered, register_model
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import nn
+
+#: What configurations call the number of positions.
+_LENGTHS = ("block_size", "max_position_embeddings", "n_positions")
+#: Floating types that a model can be cast to when it is loaded.
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is read of a ``config.json`` here; the rest is for the model's class."""
+
+    model_type: str | None = None
+    architectures: tuple[str, ...] | None = None
+    auto_map: dict[str, Any] | None = None
+    transformers_version: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading found: everything that is not as the checkpoint says it should be.
+
+    Parameters
+    ----------
+    source : str
+        What was asked for.
+    kind : str
+        "registered" for a class of `loopq.systems.classes`, "transformers", or "module" for one made by hand.
+    dtype : str
+        Floating types of the parameters, joined by commas.
+    n_parameters : int
+        Numbers in all parameters, a tied one counted once.
+    missing : tuple of str
+        Parameters the checkpoint does not have and no tie supplies.
+    unexpected : tuple of str
+        Tensors of the checkpoint that the model has no place for.
+    tied : tuple of tuple of str
+        Names that stand for one parameter, the first name first.
+    repaired : tuple of str
+        Buffers that came back with other values than a freshly built model has, and were set right.
+    notes : tuple of str
+        Anything else worth saying.
+    """
+
+    source: str
+    kind: str
+    dtype: str
+    n_parameters: int
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    repaired: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+        text = [f"{self.source}: {self.kind} model, {self.n_parameters:,} parameters, {self.dtype}"]
+        text += [f"tied: {' = '.join(names)}" for names in self.tied]
+        text += [f"not in the checkpoint: {name}" for name in self.missing]
+        text += [f"in the checkpoint but not in the model: {name}" for name in self.unexpected]
+        text += [f"buffer set right: {name}" for name in self.repaired]
+        return text + list(self.notes)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to roll out.
+
+    Parameters
+    ----------
+    model : nn.Module
+        In eval mode, on its device.
+    system : LoopedSystem
+        Its adapter.
+    encode : callable
+        Text to token ids, without special tokens.
+    tokenizer : object or None
+        The tokenizer behind `encode`; None where a token is a byte.
+    config : dict
+        Contents of ``config.json``.
+    folder : Path or None
+        Where the files lie.
+    side_files : mapping of str to bytes
+        Files other than weights that belong to the checkpoint (configuration, tokenizer, remote code).
+    report : LoadReport
+        What loading found.
+    """
+
+    model: nn.Module
+    system: LoopedSystem
+    encode: Encode
+    tokenizer: Any
+    config: dict[str, Any]
+    folder: Path | None
+    side_files: Mapping[str, bytes] = field(repr=False)
+    report: LoadReport = field(repr=False)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens that the model has positions for, by its configuration; None where that does not say."""
+        config = getattr(self.model, "config", None)
+        return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
+
+    def count_bytes(self, ids: NDArray[np.int64]) -> int | None:
+        """UTF-8 bytes of the text that token ids stand for; None where `encode` has no inverse that is known.
+
+        Of a character that the last token begins and does not end, the bytes of U+FFFD count.
+        """
+        if hasattr(self.tokenizer, "decode"):
+            text = self.tokenizer.decode(
+                ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return len(text.encode("utf-8"))
+        return ids.size if self.encode is encode_bytes else None
+
+
+def encode_bytes(text: str) -> list[int]:
+    """Token ids of a byte-level model: the UTF-8 bytes of the text."""
+    return list(text.encode("utf-8"))
+
+
+def _embedded(config: dict[str, Any]) -> nn.Module:
+    require("torch")
+    from loopq.zoo.huginn import HuginnConfig, SmallHuginn
+
+    return SmallHuginn(HuginnConfig.from_dict(config))
+
+
+register_model(zoo.MODEL_TYPE, _embedded, encode=encode_bytes)
+
+
+def parse_dtype(dtype: str | None) -> torch.dtype | None:
+    """Turn "float32", "bfloat16" or "float16" into torch's type; None stays None."""
+    if dtype is None:
+        return None
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    found: torch.dtype = getattr(require("torch"), dtype)
+    return found
+
+
+def tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names of parameters that are one object, in the order of their first names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def check_values(model: nn.Module) -> None:
+    """Refuse a model with parameters that have no values: on the device "meta", or of lazy modules.
+
+    Raises
+    ------
+    ConfigError
+        The message names the first one.
+    """
+    torch = require("torch")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter) or parameter.is_meta:
+            kind = (
+                "lazy module: call the model once"
+                if not parameter.is_meta
+                else "device meta: load its values"
+            )
+            raise ConfigError(f"parameter {name} has no values ({kind} before)")
+
+
+def describe(model: nn.Module, source: str, kind: str, **findings: Any) -> LoadReport:
+    """Make the report of a model that is loaded."""
+    parameters = list(model.parameters())
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in parameters if p.is_floating_point()})
+    return LoadReport(
+        source=source,
+        kind=kind,
+        dtype=", ".join(kinds),
+        n_parameters=sum(p.numel() for p in parameters),
+        tied=tied_names(model),
+        **findings,
+    )
+
+
+def choose_system(model: nn.Module, system: str | None) -> LoopedSystem:
+    """Return the adapter named, or the one that fits the model.
+
+    Raises
+    ------
+    SystemContractError
+        None fits, several do, or the one named does not.
+    """
+    if system is None:
+        return find_system(model)
+    cls = SYSTEMS.get(system)
+    if cls.name != "generic" and not cls.matches(model):
+        raise SystemContractError(
+            f"system {system!r} does not fit {type(model).__name__}; leave --system out to have it found"
+        )
+    return cls(model)
+
+
+def load_model(
+    spec: str | Path,
+    *,
+    system: str | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    dtype: str | None = None,
+    device: str = "cpu",
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load a looped model and find its adapter.
+
+    Parameters
+    ----------
+    spec : str or Path
+        Name of an embedded model (`loopq.zoo.available`), a folder with ``config.json`` and safetensors, or a hub
+        id ("owner/name"); ``looped:MODEL[8:20]x2`` for a dense model whose layers 8 to 19 are to run twice. Only a hub
+        id makes the network be used. Classes that transformers does not know are registered before, by
+        `loopq.systems.classes.register_model`.
+    system : str, optional
+        Name of the adapter, where it is not to be found by itself.
+    trust_remote_code : bool
+        Allow the checkpoint to bring and run its own Python code.
+    allow_pickle : bool
+        Allow weights in pickle files (``*.bin``), which can run code when they are read.
+    dtype : {"float32", "bfloat16", "float16"}, optional
+        Cast the model; what the checkpoint holds when absent.
+    device : str
+        Device of the model.
+    revision : str, optional
+        Commit, tag or branch of a hub id.
+
+    Returns
+    -------
+    LoadedModel
+
+    Raises
+    ------
+    ConfigError
+        Nothing of this name, code that is not trusted, a dtype that is not known, or a device that is not there.
+    CheckpointError
+        Files that are damaged or do not fit, parameters that the checkpoint lacks, pickled weights.
+    SystemContractError
+        No looped system fits the model.
+
+    Notes
+    -----
+    Buffers that a checkpoint does not hold are compared with those of a freshly built model and set right
+    where they differ; the report names them.
+    """
+    wanted = parse_dtype(dtype)
+    base, loop = parse_spec(str(spec))
+    folder = _find_folder(base, revision, allow_pickle)
+    config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
+    checked(_Known, config, folder / "config.json", others=True)
+    registered = find_class(config, system)
+    if registered is not None:
+        model, findings = load_registered(folder, config, registered, allow_pickle)
+        model = model.to(dtype=wanted)
+    else:
+        model, findings = hf.load_hf(
+            folder,
+            config,
+            source=base,
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
+            dtype=wanted,
+        )
+    if loop is not None:
+        config = with_loop(config, loop)
+        setattr(model.config, LOOP, loop)
+    model = _to_device(model, device).eval()
+    check_values(model)
+    adapter = choose_system(model, system)
+    hf.check_missing(str(spec), findings.get("missing", ()), adapter)
+    tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
+    # Beside a model with an encoder of its own nothing but its configuration is part of the checkpoint.
+    own_encoder = registered is not None and encode is registered.encode
+    files = [folder / "config.json"] if own_encoder else hf.side_files(folder)
+    side_files = {path.name: path.read_bytes() for path in files}
+    if loop is not None:
+        side_files["config.json"] = json.dumps(config, indent=2).encode()
+    return LoadedModel(
+        model=model,
+        system=adapter,
+        encode=encode,
+        tokenizer=tokenizer,
+        config=config,
+        folder=folder,
+        side_files=side_files,
+        report=describe(model, str(spec), "registered" if registered else "transformers", **findings),
+    )
+
+
+def text_encoder(
+    registered: ModelClass | None, folder: Path, config: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[Any, Encode]:
+    """Return the tokenizer, None without one, and the function that encodes text: the class's where there is none."""
+    if registered is not None and registered.encode is not None and not hf.has_tokenizer(folder):
+        return None, registered.encode
+    return hf.load_tokenizer(folder, config, trust_remote_code)
+
+
+def _to_device(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device=device)
+    except (RuntimeError, AssertionError) as cause:
+        # torch says it on many lines; the first names the device.
+        reason = str(cause).strip().splitlines()[0]
+        raise ConfigError(f"device {device!r} cannot be used here: {reason}") from cause
+
+
+def _find_folder(spec: str | Path, revision: str | None, allow_pickle: bool) -> Path:
+    folder = Path(spec)
+    if (folder / "config.json").is_file():
+        return folder
+    if str(spec) in zoo.available():
+        return zoo.folder(str(spec))
+    if folder.is_dir():
+        raise ConfigError(f"{folder}: no config.json in it; it is not a model's folder")
+    if folder.is_file():
+        raise ConfigError(f"{folder}: a file; name the folder with the model's config.json")
+    if hf.HUB_ID.match(str(spec)):
+        return hf.fetch(str(spec), revision, allow_pickle)
+    raise ConfigError(
+        f"no model {str(spec)!r}: neither a folder with a config.json, nor a hub id (owner/name), nor an "
+        f"embedded model: {', '.join(zoo.available())}"
+    )

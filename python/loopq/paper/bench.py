@@ -1,0 +1,230 @@
+"""What every table is measured with: one model, its prompts, its Hessians collected once, and its variants compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.data import TokenSet
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
+from loopq.diagnose.weights import core_rounder
+from loopq.evaluate.compare import Measurement, compare
+from loopq.layers.grid import Bits
+from loopq.paper.models import PreparedModel, Sizes, Source
+from loopq.quantizers.config import Override
+from loopq.run.config import QuantConfig
+from loopq.run.engine import Layers, Run
+from loopq.settings.declare import Settings, setting
+from loopq.settings.execution import Execution
+from loopq.storage.journal import fingerprint
+from loopq.storage.model_files import model_tensors
+
+# Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
+ADAPTER_DAMPING = 0.1
+
+
+@dataclass(frozen=True)
+class BenchSettings(Settings):
+    """Settings of the tables.
+
+    Parameters
+    ----------
+    bits : int
+        Width of the codes where a table does not vary it.
+    group_size : int
+        Group size where a table does not vary it; -1 is per channel.
+    n_calibration : int
+        Calibration prompts; the paper has 50 of GSM8K.
+    n_evaluation : int
+        Held-out prompts on which quantized weights are compared; the paper's agreement has 20 to 60.
+    n_prompts : int
+        Prompts of the experiments that follow the state step by step.
+    seq_len : int
+        Tokens of a prompt that is cut from a text.
+    n_seeds : int
+        Sets of calibration prompts of the main table, each with initial states of its own.
+    """
+
+    bits: Bits = setting(4, common=True)
+    group_size: int = setting(128, common=True)
+    n_calibration: int = setting(50, at_least=1, common=True)
+    n_evaluation: int = setting(50, at_least=2, common=True)
+    n_prompts: int = setting(8, at_least=1, common=True)
+    seq_len: int = setting(128, at_least=2, common=True)
+    n_seeds: int = setting(3, at_least=1, common=True)
+
+
+@dataclass
+class Bench:
+    """One model on the bench; what several tables need is made once.
+
+    Parameters
+    ----------
+    source : Source
+        Model, and what its prompts are cut from.
+    settings : BenchSettings
+        Sizes.
+    execution : Execution
+        How work is carried out.
+    n_steps : int, optional
+        Depth; the system's default when absent.
+    """
+
+    source: Source
+    settings: BenchSettings
+    execution: Execution
+    n_steps: int | None = None
+
+    @property
+    def system(self) -> Any:
+        """Adapter of the model."""
+        return self.source.loaded.system
+
+    @cached_property
+    def model(self) -> PreparedModel:
+        """Model and prompts."""
+        s = self.settings
+        return self.source.prompts(Sizes(s.n_calibration, 1, s.n_evaluation, s.seq_len))
+
+    @cached_property
+    def depth(self) -> int:
+        """Recurrence steps of a rollout."""
+        depth: int = self.system.check_depth(self.n_steps or self.system.n_steps)
+        return depth
+
+    @cached_property
+    def run(self) -> Run:
+        """Collection over the calibration prompts."""
+        return Run.prepare(
+            self.system,
+            self.model.calibration,
+            QuantConfig(rank_threshold=None),
+            n_steps=self.n_steps,
+            execution=self.execution,
+        )
+
+    @cached_property
+    def sums(self) -> HessianSet:
+        """Hessians of every input, each step apart."""
+        return self.run.all_steps()
+
+    def context(self, tokens: TokenSet | None = None, **changes: Any) -> Context:
+        """Context of `loopq.diagnose.sections`: on held-out prompts, or on those given."""
+        config = DiagnoseConfig(
+            bits=self.settings.bits,
+            group_size=self.settings.group_size,
+            n_prompts=self.settings.n_prompts,
+            n_ablation_prompts=self.settings.n_prompts,
+            seed=self.execution.seed,
+            batch_size=self.execution.batch_size,
+        ).changed(**changes)
+        return Context(
+            self.system,
+            tokens or self.model.evaluation,
+            self.depth,
+            config,
+            core_rounder,
+            self.execution.progress,
+            train=self.model.calibration,
+            memory=self.execution.memory,
+            threads=self.execution.threads,
+        )
+
+    @cached_property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the layers that join state and embedding."""
+        return tuple(p.name for p in self.run.job.selection.observed if p.role == "adapter")
+
+    def rtn(self, *overrides: Override, **changes: Any) -> QuantConfig:
+        """Settings of rounding to nearest, as the paper rounds."""
+        return self._config(overrides, {"method": "rtn", "scale_search": "max"} | changes)
+
+    def gptq(self, steps: str = "all", *overrides: Override, **changes: Any) -> QuantConfig:
+        """Settings of the paper's GPTQ on the Hessians of some steps."""
+        damped = tuple(Override(name, {"damping": ADAPTER_DAMPING}) for name in self.adapters)
+        paper = {"method": "gptq", "scale_search": "max", "steps": steps}
+        return self._config((*damped, *overrides), paper | changes)
+
+    def awq(self, steps: str = "all", **changes: Any) -> QuantConfig:
+        """Settings of AWQ on an asymmetric grid."""
+        return self._config(
+            (), {"method": "awq", "symmetric": False, "scale_search": "max", "steps": steps} | changes
+        )
+
+    def _config(self, overrides: tuple[Override, ...], changes: Mapping[str, Any]) -> QuantConfig:
+        grid = {"bits": self.settings.bits, "group_size": self.settings.group_size}
+        return QuantConfig.of(*overrides, rank_threshold=None, **(grid | dict(changes)))
+
+    def solve(self, config: QuantConfig) -> Layers:
+        """Quantize from the Hessians at hand, or as the settings' inputs collect them."""
+        return self.run.solve_from(self.sums, config)
+
+    def measure(self, variants: Mapping[str, QuantConfig | Layers]) -> dict[str, Any]:
+        """Quantize by each of several settings and compare with full precision on the held-out prompts.
+
+        Returns
+        -------
+        dict
+            `model`, `n_steps`, `output`, `bytes_per_token`, and `variants`: by name, "full precision" first, the
+            bytes and for each prompt KL, agreement, negative log-likelihood, and whether the answer is right.
+        """
+        layers = {n: self.solve(v) if isinstance(v, QuantConfig) else v for n, v in variants.items()}
+        measured = compare(
+            self.system,
+            {n: {k: q.in_model_orientation() for k, q in v.items()} for n, v in layers.items()},
+            self.model.evaluation,
+            n_steps=self.n_steps,
+            seeds=(self.execution.seed,),
+            batch_size=self.execution.batch_size,
+            count_bytes=self.source.loaded.count_bytes,
+            progress=self.execution.progress,
+        )
+        sizes = {n: sum(q.n_bytes for q in v.values()) for n, v in layers.items()}
+        return self.head() | {
+            "bytes_per_token": measured[0].bytes_per_token,
+            "variants": {m.name: _plain(m, sizes.get(m.name)) for m in measured},
+        }
+
+    def key(self) -> str:
+        """Identity of everything that a result depends on."""
+        tensors = model_tensors(self.source.loaded.model)[0]
+        weights = {n: hashlib.sha256(t.data.data).hexdigest() for n, t in tensors.items()}
+        texts = [t.digest() for t in (self.model.calibration, self.model.evaluation)]
+        return fingerprint(
+            weights, texts, self.settings.to_json(), self.execution.seed, self.depth, str(self.source.data)
+        )
+
+    def head(self) -> dict[str, Any]:
+        """What every result begins with."""
+        return {"model": self.model.name, "n_steps": self.depth, "output": self.system.output}
+
+    def changed(self, **changes: Any) -> Bench:
+        """The same model with other settings; Hessians are shared."""
+        other = dataclasses.replace(self, settings=self.settings.changed(**changes))
+        other.__dict__.update(
+            {k: self.__dict__[k] for k in ("model", "run", "sums", "adapters") if k in self.__dict__}
+        )
+        return other
+
+
+def _plain(m: Measurement, n_bytes: int | None) -> dict[str, Any]:
+    hidden = m.output == "hidden"
+
+    def values(array: Any) -> list[float]:
+        return [float(f"{v:.8g}") for v in np.asarray(array)[0]]
+
+    return {
+        "n_bytes": n_bytes,
+        "kl": values(m.kl),
+        "agreement": values(m.agreement),
+        "nll": None if hidden else values(m.nll),
+        "answered": None if hidden else values(m.answered),
+    }

@@ -1,0 +1,169 @@
+"""Tables that compare variants of a model with full precision: rows, paired intervals, claims and bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loopq.evaluate.stats import (
+    Interval,
+    bootstrap,
+    gap_closed,
+    mcnemar_exact,
+    mean_interval,
+    paired_proportion_difference,
+    wilson,
+)
+from loopq.paper.shown import Claim, Found, Shown, Table
+from loopq.report.style import SERIES, Picture, canvas, label, line, styled, whole_numbers
+from loopq.terminal.table import short
+
+if TYPE_CHECKING:
+    from loopq.paper.bench import Bench
+    from loopq.run.config import QuantConfig
+
+N_RESAMPLES = 10_000
+FULL = "full precision"
+RTN, ONE, ALL = "RTN", "GPTQ, one step", "GPTQ, all steps"
+TEXT = (
+    "KL to full precision in nats, mean over held-out prompts, 95 %: bootstrap over prompts; agreement: same top-1 "
+    "token; last token right: prompts whose last token, or of a task whole answer, is predicted, which stands in for "
+    "the paper's task scores. Models without logits have the squared relative error of their output for KL and its "
+    "cosine for agreement."
+)
+HEADER = ("model", "variant", "KL", "95 %", "agreement", "last token right", "bits per byte", "kB")
+
+
+def three(bench: Bench) -> dict[str, QuantConfig]:
+    """Return the variants of Li, Table 2: rounding, GPTQ on step 0, GPTQ on the trajectory."""
+    return {RTN: bench.rtn(), ONE: bench.gptq("first"), ALL: bench.gptq("all")}
+
+
+def ratio(found: Found, top: str, bottom: str) -> Interval:
+    """Ratio of the mean KL of two variants, with its paired bootstrap over prompts."""
+    a, b = (found["variants"][name]["kl"] for name in (top, bottom))
+    return bootstrap([a, b], lambda x, y, axis: x.mean(axis) / y.mean(axis), n_resamples=N_RESAMPLES)
+
+
+def below(found: Found, better: str, worse: str, text: str | None = None) -> Claim:
+    """Claim that one variant is closer to full precision than another, judged by the interval of the ratio of KL."""
+    interval = ratio(found, better, worse)
+    holds = True if interval.high < 1 else False if interval.low > 1 else None
+    numbers = f"KL ratio {interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    return Claim(found["model"], text or f"{better} is closer than {worse}", holds, numbers)
+
+
+def answers(found: Found, better: str, worse: str) -> Claim | None:
+    """Claim that one variant gets more last tokens right: exact McNemar test and paired bootstrap over prompts."""
+    a, b = (found["variants"][name]["answered"] for name in (better, worse))
+    if a is None:
+        return None
+    x, y = np.array(a) > 0, np.array(b) > 0
+    only_a, only_b = int((x & ~y).sum()), int((y & ~x).sum())
+    p = mcnemar_exact(only_a, only_b)
+    gain = paired_proportion_difference(only_a, only_b, len(x), n_resamples=N_RESAMPLES)
+    holds = None if p >= 0.05 else gain.estimate > 0
+    numbers = f"{100 * gain.estimate:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+    text = f"{better} gets more last tokens right than {worse}"
+    return Claim(found["model"], text, holds, f"{numbers}, exact McNemar p = {p:.3g}")
+
+
+def bits_per_byte(found: Found, name: str) -> list[float] | None:
+    """Bits per byte of each prompt under a variant; None without logits or where bytes are unknown."""
+    nll, width = found["variants"][name]["nll"], found["bytes_per_token"]
+    return None if nll is None or width is None else [v / width / float(np.log(2.0)) for v in nll]
+
+
+def closed(found: Found, name: str, rtn: str = RTN) -> float:
+    """Share of the KL of rounding that a variant removes (Li, Table 2)."""
+    mean = {n: float(np.mean(found["variants"][n]["kl"])) for n in (name, rtn)}
+    return gap_closed(mean[name], mean[rtn], 0.0)
+
+
+def row(found: Found, name: str) -> tuple[str | None, ...]:
+    """Cells of one variant, under `HEADER`."""
+    v = found["variants"][name]
+    interval = mean_interval(v["kl"], n_resamples=N_RESAMPLES)
+    bits = bits_per_byte(found, name)
+    right = None
+    if v["answered"] is not None:
+        hits = wilson(int(sum(v["answered"])), len(v["answered"]))
+        right = f"{100 * hits.estimate:.0f} % [{100 * hits.low:.0f}, {100 * hits.high:.0f}]"
+    return (
+        found["model"],
+        name,
+        None if name == FULL else short(interval.estimate),
+        None if name == FULL else f"[{interval.low:.3g}, {interval.high:.3g}]",
+        None if name == FULL else f"{100 * float(np.mean(v['agreement'])):.1f} %",
+        right,
+        None if bits is None else f"{float(np.mean(bits)):.3f}",
+        None if v["n_bytes"] is None else f"{v['n_bytes'] / 1e3:.1f}",
+    )
+
+
+def table(founds: Sequence[Found], title: str, text: str = TEXT) -> Table:
+    """Return the table of all variants of all models."""
+    rows = tuple(row(found, name) for found in founds for name in found["variants"])
+    return Table(title, text, HEADER, rows)
+
+
+def bars(founds: Sequence[Found], name: str, title: str, caption: str) -> Picture:
+    """Draw the KL of every variant with its interval, a panel for each model."""
+    with styled(name):
+        longest = max(len(f["variants"]) for f in founds)
+        figure, many = canvas(4.4 * len(founds) + 1.6, 1.2 + 0.34 * longest, len(founds))
+        for axes, found in zip(np.atleast_1d(many), founds, strict=True):
+            names = [n for n in found["variants"] if n != FULL][::-1]
+            spans = [mean_interval(found["variants"][n]["kl"], n_resamples=N_RESAMPLES) for n in names]
+            middle = np.array([s.estimate for s in spans])
+            reach = np.array([[s.estimate - s.low for s in spans], [s.high - s.estimate for s in spans]])
+            axes.errorbar(middle, range(len(names)), xerr=reach, fmt="o", color=SERIES[0][0], capsize=3)
+            axes.set_yticks(range(len(names)), names, fontsize=8)
+            axes.set_xlim(left=0)
+            axes.margins(y=0.1)
+            what = "KL to full precision [nats]" if found["output"] == "logits" else "squared error [ratio]"
+            label(axes, what, "", found["model"])
+    return Picture(name, title, caption, figure)
+
+
+def curves(
+    panels: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]],
+    name: str,
+    title: str,
+    caption: str,
+    axes_labels: tuple[str, str],
+    log: bool = False,
+) -> Picture:
+    """Draw named series of (x, y), a panel for each model."""
+    with styled(name):
+        figure, many = canvas(4.6 * len(panels) + 0.8, 3.4, len(panels))
+        for axes, (heading, series) in zip(np.atleast_1d(many), panels, strict=True):
+            for index, (text, (x, y)) in enumerate(series.items()):
+                line(axes, index, x, y, text, markevery=0.1 if len(x) > 40 else None)
+            if log:
+                axes.set_xscale("log")
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
+                whole_numbers(axes.xaxis)
+            if len(series) > 1:
+                axes.legend(loc="best", fontsize=8)
+            label(axes, *axes_labels, heading)
+    return Picture(name, title, caption, figure)
+
+
+def show_variants(
+    name: str,
+    title: str,
+    caption: str,
+    claims: Callable[[Found], Sequence[Claim | None]],
+) -> Callable[[Sequence[Found]], Shown]:
+    """Return what shows the variants of all models as a table, claims and bars."""
+
+    def show(founds: Sequence[Found]) -> Shown:
+        made: list[Any] = [c for found in founds for c in claims(found) if c is not None]
+        return Shown([table(founds, title)], made, lambda: [bars(founds, name, title, caption)])
+
+    return show

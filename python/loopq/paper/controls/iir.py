@@ -1,0 +1,148 @@
+"""Linear filters: quantizing the feedback matrix moves poles, quantizing the other matrices does not (Li, App. M)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import ConfigError
+from loopq.lazy import require
+from loopq.paper.controls.rounding import round_signed
+
+Floats = NDArray[np.float64]
+
+BITS = (4, 6, 8, 10, 12, 16)
+# Li, App. M states the ripple of one design only. A scan over ripple and attenuation finds that these values, and no
+# others, give Table 20 to three decimals. "Order" is the prototype's: a band-pass filter has twice as many poles.
+DESIGNS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "Butterworth 4": ("butter", (4, (0.2, 0.4))),
+    "Chebyshev I, 4": ("cheby1", (4, 0.5, (0.2, 0.4))),
+    "Chebyshev I, 6": ("cheby1", (6, 1.0, (0.3, 0.5))),
+    "Elliptic 4": ("ellip", (4, 0.5, 40, (0.2, 0.4))),
+}
+
+
+@dataclass(frozen=True)
+class Realisation:
+    """State-space form x' = A x + B u, y = C x + D u of one filter."""
+
+    A: Floats
+    B: Floats
+    C: Floats
+    D: Floats
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the filter table.
+
+    Parameters
+    ----------
+    filter, form : str
+        Design, and "companion" (the controllable canonical form of Li, App. M) or "modal".
+    bits : int
+        Bits of the quantized entries.
+    n_states : int
+        Number of poles.
+    original, a_quantized, bcd_quantized : float
+        Largest pole magnitude of the filter, with A quantized, with B, C and D quantized.
+    stable : bool
+        Whether the filter with A quantized has all poles on or inside the unit circle.
+    """
+
+    filter: str
+    form: str
+    bits: int
+    n_states: int
+    original: float
+    a_quantized: float
+    bcd_quantized: float
+    stable: bool
+
+
+def design(name: str) -> Realisation:
+    """Return the companion realisation of one of the filters of Li, Table 20.
+
+    Raises
+    ------
+    ConfigError
+        No such filter.
+    MissingExtraError
+        SciPy is not installed.
+    """
+    if name not in DESIGNS:
+        raise ConfigError(f"unknown filter {name!r}; known: {', '.join(DESIGNS)}")
+    signal = require("scipy.signal")
+    function, arguments = DESIGNS[name]
+    b, a = getattr(signal, function)(*arguments, "bandpass")
+    return Realisation(*(np.atleast_2d(m) for m in signal.tf2ss(b, a)))
+
+
+def modal(form: Realisation) -> Realisation:
+    """Rewrite a filter in real block-diagonal form: the same poles, a 2x2 block for each complex pair.
+
+    Raises
+    ------
+    ConfigError
+        A has repeated poles, so that the form does not exist.
+    """
+    values, vectors = np.linalg.eig(form.A)
+    if np.linalg.cond(vectors) > 1e12:
+        raise ConfigError("the filter has (nearly) repeated poles: no modal form in double precision")
+    columns: list[Floats] = []
+    blocks = np.zeros_like(form.A)
+    for value, vector in zip(values, vectors.T, strict=True):
+        at = len(columns)
+        if value.imag == 0:
+            columns.append(vector.real)
+            blocks[at, at] = value.real
+        elif value.imag > 0:
+            columns.extend([vector.real, vector.imag])
+            blocks[at : at + 2, at : at + 2] = [[value.real, value.imag], [-value.imag, value.real]]
+    basis = np.stack(columns, axis=1)
+    return Realisation(blocks, np.asarray(np.linalg.solve(basis, form.B), np.float64), form.C @ basis, form.D)
+
+
+def radius(matrix: Floats) -> float:
+    """Largest eigenvalue magnitude."""
+    return float(np.abs(np.linalg.eigvals(matrix)).max())
+
+
+def transfer(form: Realisation, angles: Floats) -> NDArray[np.complex128]:
+    """Frequency response C (zI - A)^-1 B + D at z = exp(i angle)."""
+    eye = np.eye(len(form.A))
+    points = [form.C @ np.linalg.solve(np.exp(1j * w) * eye - form.A, form.B) + form.D for w in angles]
+    return np.array([p[0, 0] for p in points])
+
+
+def row(name: str, bits: int, form: str = "companion") -> Row:
+    """Quantize one filter at one number of bits: A alone, and B, C and D together."""
+    if form not in ("companion", "modal"):
+        raise ConfigError(f"form must be companion or modal; got {form!r}")
+    filter_ = design(name) if form == "companion" else modal(design(name))
+    quantized = Realisation(filter_.A, *(round_signed(m, bits) for m in (filter_.B, filter_.C, filter_.D)))
+    after = radius(round_signed(filter_.A, bits))
+    return Row(
+        name, form, bits, len(filter_.A), radius(filter_.A), after, radius(quantized.A), not after > 1.0
+    )
+
+
+def table(
+    forms: tuple[str, ...] = ("companion", "modal"), bits: tuple[int, ...] = BITS
+) -> list[dict[str, Any]]:
+    """All filters at all numbers of bits, as plain data.
+
+    Returns
+    -------
+    list of dict
+        Fields of `Row`; the companion rows are Li, Table 20.
+
+    Notes
+    -----
+    The modal rows show that the failure is due to the companion form as much as to feedback: in block-diagonal
+    form the same poles stay stable everywhere but for the Chebyshev filter of order 6 at 4 bits.
+    """
+    return [asdict(row(name, b, form)) for form in forms for name in DESIGNS for b in bits]

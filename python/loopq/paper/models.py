@@ -1,0 +1,210 @@
+"""The models of a table, each with text to calibrate, to tune and to measure on, no prompt in two of them."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopq import zoo
+from loopq.calibrate.data import TokenSet, json_lines, read_tokens, windows
+from loopq.calibrate.prompts import own_prompts
+from loopq.errors import ConfigError, DumpError
+from loopq.models.load import LoadedModel, load_model
+from loopq.storage.schema import Count, checked
+
+PLBERT = "plbert"
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """A model of a table, with its prompts.
+
+    Parameters
+    ----------
+    name : str
+        Its name in the table.
+    loaded : LoadedModel
+        The model.
+    calibration : TokenSet
+        Prompts that Hessians and gradients come from.
+    tuning_held_out : TokenSet
+        Prompts that decide when the gradient tier stops.
+    evaluation : TokenSet
+        Prompts that the table is measured on.
+    """
+
+    name: str
+    loaded: LoadedModel
+    calibration: TokenSet
+    tuning_held_out: TokenSet
+    evaluation: TokenSet
+
+    @property
+    def task(self) -> str:
+        """What is measured, in words: "text", or what stands in its place."""
+        return self.evaluation.source if self.evaluation.scored_from else "text"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Prompts of each set, and tokens of a prompt."""
+
+    n_calibration: int = 64
+    n_tuning_held_out: int = 16
+    n_evaluation: int = 32
+    seq_len: int = 128
+
+
+def data_folder(named: Path | None) -> Path | None:
+    """Return the folder of data sets: the one named, else what LOOPQ_DATA says, else None.
+
+    Raises
+    ------
+    ConfigError
+        There is no such folder.
+    """
+    place = named or Path(os.environ.get("LOOPQ_DATA", ""))
+    if place == Path():
+        return None
+    if not place.is_dir():
+        raise ConfigError(f"no data folder {place}: give another with --data or LOOPQ_DATA")
+    return place
+
+
+@dataclass(frozen=True)
+class Source:
+    """A loaded model and where its prompts are cut from.
+
+    Parameters
+    ----------
+    name : str
+        Its name in the table.
+    loaded : LoadedModel
+        The model.
+    data : Path or None
+        Data folder.
+    calibration, text : Path or None
+        Texts to calibrate and to measure on; those that ship with loopq when absent.
+    """
+
+    name: str
+    loaded: LoadedModel
+    data: Path | None = None
+    calibration: Path | None = None
+    text: Path | None = None
+
+    def prompts(self, sizes: Sizes, draw: int = 0) -> PreparedModel:
+        """Cut the prompts; each draw has calibration prompts of its own."""
+        count, cut = sizes.n_calibration + sizes.n_tuning_held_out, sizes.n_calibration
+        own = own_prompts(self.loaded)
+        if own is not None and self.calibration is None and self.text is None:
+            text = own(self.loaded, "calibration", count, draw)
+            held_out = own(self.loaded, "evaluation", sizes.n_evaluation, draw)
+        else:
+            text, held_out = (self._phonemes if self.name == PLBERT else self._text)(
+                sizes, (draw + 1) * count
+            )
+            text = _stretch(text, draw, count)
+        return PreparedModel(self.name, self.loaded, text.take(0, cut), text.take(cut), held_out)
+
+    def _text(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:
+        length = min(sizes.seq_len, int(self.loaded.config.get("block_size", sizes.seq_len)))
+
+        def cut(file: Path | None, own: bytes, what: str, n: int) -> TokenSet:
+            if file is not None:
+                return read_tokens(file, self.loaded.encode, length, n)
+            return windows(own.decode(), self.loaded.encode, length, n, what)
+
+        return (
+            cut(self.calibration, zoo.calibration_text(), "embedded calibration text", count),
+            cut(self.text, zoo.evaluation_text(), "embedded evaluation text", sizes.n_evaluation),
+        )
+
+    def _phonemes(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:
+        place = _plbert_folder(self.data)
+        return (
+            _phonemes(place / "wikitext2_valid_phonemes.jsonl.xz", sizes.seq_len, count),
+            _phonemes(place / "wikitext2_test_phonemes.jsonl.xz", sizes.seq_len, sizes.n_evaluation),
+        )
+
+
+def open_source(
+    name: str,
+    data: Path | None = None,
+    calibration: Path | None = None,
+    text: Path | None = None,
+    **loading: Any,
+) -> Source:
+    """Load a model.
+
+    Parameters
+    ----------
+    name : str
+        The embedded model, a folder, a hub id, or the real checkpoint "plbert".
+    data : Path, optional
+        Data folder; "plbert" is read from its `models/plbert_kokoro`.
+    calibration, text : Path, optional
+        Texts in place of those that ship with loopq.
+    **loading
+        Options of `loopq.models.load.load_model`.
+
+    Raises
+    ------
+    ConfigError
+        "plbert" without a data folder.
+    """
+    if name == PLBERT:
+        return Source(name, _load_plbert(_plbert_folder(data), **loading), data)
+    return Source(Path(name).name, load_model(name, **loading), data, calibration, text)
+
+
+def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int = 0) -> PreparedModel:
+    """Load a model and cut its prompts: `open_source`, then `Source.prompts`."""
+    return open_source(name, data).prompts(sizes, draw)
+
+
+def _plbert_folder(data: Path | None) -> Path:
+    if data is None:
+        raise ConfigError("plbert needs a data folder: give --data DIR or set LOOPQ_DATA")
+    return data / "models" / "plbert_kokoro"
+
+
+def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
+    if (draw + 1) * count > len(text.sequences):
+        raise ConfigError(
+            f"{text.source} has {len(text.sequences)} prompts: draw {draw} of {count} prompts each is beyond its end"
+        )
+    return text.take(draw * count, (draw + 1) * count)
+
+
+def _load_plbert(source: Path, **loading: Any) -> LoadedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        try:
+            (place / "config.json").write_bytes((source / "config.json").read_bytes())
+            packed = (source / "model.safetensors.xz").read_bytes()
+            (place / "model.safetensors").write_bytes(lzma.decompress(packed))
+        except (OSError, lzma.LZMAError) as cause:
+            raise DumpError(f"{source}: {cause}") from cause
+        return load_model(place, **loading)
+
+
+def _phonemes(path: Path, length: int, count: int) -> TokenSet:
+    """Cut the paragraphs' phoneme ids, one after the other, in windows."""
+    lines = (checked(_Phonemes, x, at, ConfigError, others=True) for at, x in json_lines(path, ConfigError))
+    ids = np.array([i for line in lines for i in line.ids], dtype=np.int64)
+    n = min(count, ids.size // length)
+    return TokenSet(tuple(ids[: n * length].reshape(n, length)), path.name, "windows")
+
+
+@dataclass(frozen=True)
+class _Phonemes:
+    """What is read of a line."""
+
+    ids: tuple[Count, ...]

@@ -1,0 +1,205 @@
+"""Models without logits: the error of their hidden states step by step, and a probe for masked tokens.
+
+The probe is a ridge regression from the final hidden state of a masked position to the token that was masked. It is
+fitted once, on the full-precision model and separate text, and then applied to the states under every set of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import TokenSet
+from loopq.lazy import require
+from loopq.models.replace import Weights, replaced
+from loopq.systems.base import Batch, LoopedSystem
+from loopq.terminal.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MASK_SHARE = 0.2
+MASK_ID = 0
+RIDGE = 1e-2
+_BATCH = 8
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A linear map from hidden states to tokens.
+
+    Parameters
+    ----------
+    weight : ndarray, float64, shape (width + 1, n_tokens)
+        The last row is the intercept.
+    tokens : ndarray, int64, shape (n_tokens,)
+        Token of each column.
+    n_positions : int
+        Masked positions on which it was fitted.
+    """
+
+    weight: Floats
+    tokens: Ints
+    n_positions: int
+
+    def predict(self, states: Floats) -> Ints:
+        """Return the token with the highest score for each of the states (n, width)."""
+        found: Ints = self.tokens[(states @ self.weight[:-1] + self.weight[-1]).argmax(1)]
+        return found
+
+
+def masked(tokens: TokenSet, seed: int = 0) -> list[tuple[Batch, Ints]]:
+    """Mask `MASK_SHARE` of each prompt's positions; which ones depends on the seed and the prompt's number.
+
+    Returns
+    -------
+    list of (Batch, ndarray)
+        Prompts with `MASK_ID` at the masked positions, and the masked ids, -1 where nothing is masked.
+    """
+    torch = require("torch")
+    found = []
+    for numbers in tokens.plan(_BATCH):
+        ids = np.stack([tokens.sequences[i] for i in numbers])
+        picks = np.stack(
+            [np.random.default_rng([seed, i]).random(ids.shape[1]) < MASK_SHARE for i in numbers]
+        )
+        hidden = torch.from_numpy(np.where(picks, MASK_ID, ids))
+        found.append((Batch(hidden, tuple(numbers), seed), np.where(picks, ids, -1)))
+    return found
+
+
+def fit_probe(system: LoopedSystem, tokens: TokenSet, progress: Progress | None = None) -> Probe:
+    """Fit the probe on the states of the unchanged model.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        A system whose rollout returns hidden states.
+    tokens : TokenSet
+        Prompts that are used neither for calibration nor for evaluation.
+    progress : Progress, optional
+        Advanced by every prompt.
+
+    Notes
+    -----
+    With X (n, width + 1) the states of the masked positions and a column of ones, and Y their tokens as
+    one-hot rows: W = (X^T X + c mean(diag X^T X) I)^-1 X^T Y, c = `RIDGE`, in float64.
+    """
+    progress = progress or Silent()
+    progress.start("probe", len(tokens.sequences), "prompts")
+    states, answers = [], []
+    for batch, truth in masked(tokens):
+        out = system.rollout(batch, system.n_steps).double().cpu().numpy()
+        states.append(out[truth >= 0])
+        answers.append(truth[truth >= 0])
+        progress.advance(len(batch.prompts))
+    progress.stop()
+    y = np.concatenate(answers)
+    known, index = np.unique(y, return_inverse=True)
+    x = np.concatenate([np.concatenate(states), np.ones((len(y), 1))], axis=1)
+    gram = x.T @ x
+    gram[np.diag_indices_from(gram)] += RIDGE * gram.diagonal().mean()
+    weight = np.linalg.solve(gram, x.T @ np.eye(len(known))[index])
+    return Probe(weight, known, len(y))
+
+
+def measure_states(
+    system: LoopedSystem,
+    variants: Mapping[str, Weights],
+    tokens: TokenSet,
+    probe: Probe,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure several sets of weights on masked prompts: states by step, and the probe's predictions.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        A system with a single-step function and hidden states as output.
+    variants : mapping of str to weights
+        The parameters that differ, by the variant's name.
+    tokens : TokenSet
+        Prompts.
+    probe : Probe
+        Result of `fit_probe`.
+    progress : Progress, optional
+        Advanced by every prompt.
+
+    Returns
+    -------
+    dict
+        For "full precision" and each variant: `error` and `cosine` of the states after each step relative to full
+        precision, mean over prompts; for each prompt `hits`, the masked positions that the probe predicts correctly,
+        `same`, those where it predicts the same token as at full precision, and `masked`, the number of masked
+        positions.
+    """
+    progress = progress or Silent()
+    names = ["full precision", *variants]
+    rows: dict[str, dict[str, list[Any]]] = {
+        name: {k: [] for k in ("error", "cosine", "hits", "same", "masked")} for name in names
+    }
+    progress.start("states", len(tokens.sequences), "prompts")
+    for batch, truth in masked(tokens):
+        exact = _states(system, batch)
+        expected = _read(probe, exact[-1], truth)
+        for name in names:
+            with replaced(system, variants.get(name, {})):
+                found = exact if name == names[0] else _states(system, batch)
+            row = rows[name]
+            row["error"] += np.transpose([_error(a, b) for a, b in zip(exact, found, strict=True)]).tolist()
+            row["cosine"] += np.transpose([_cosine(a, b) for a, b in zip(exact, found, strict=True)]).tolist()
+            answer = _read(probe, found[-1], truth)
+            row["hits"] += ((answer == truth) & (truth >= 0)).sum(1).tolist()
+            row["same"] += ((answer == expected) & (truth >= 0)).sum(1).tolist()
+            row["masked"] += (truth >= 0).sum(1).tolist()
+        progress.advance(len(batch.prompts))
+    progress.stop()
+    return {
+        name: row | {k: np.mean(row[k], axis=0).tolist() for k in ("error", "cosine")}
+        for name, row in rows.items()
+    }
+
+
+def _states(system: LoopedSystem, batch: Batch) -> list[Floats]:
+    """States after each step, float64, each (n_prompts, n_tokens, width)."""
+    torch = require("torch")
+    with torch.no_grad():
+        embedding = system.embed(batch)
+        state = system.initial_state(batch, embedding)
+        found = []
+        for t in range(system.n_updates(system.n_steps)):
+            state = system.step(state, embedding, t, system.n_steps)
+            found.append(_host(state))
+    return found
+
+
+def _host(state: Tensor) -> Floats:
+    values: Floats = state.double().cpu().numpy()
+    return values
+
+
+def _read(probe: Probe, states: Floats, truth: Ints) -> Ints:
+    """Predictions of the probe at masked positions, -1 elsewhere."""
+    predicted = np.full_like(truth, -1)
+    predicted[truth >= 0] = probe.predict(states[truth >= 0])
+    return predicted
+
+
+def _error(a: Floats, b: Floats) -> Sequence[float]:
+    """Relative l2 distance of each prompt."""
+    x, y = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    found: list[float] = (np.linalg.norm(x - y, axis=1) / np.linalg.norm(x, axis=1)).tolist()
+    return found
+
+
+def _cosine(a: Floats, b: Floats) -> Sequence[float]:
+    x, y = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    found: list[float] = ((x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))).tolist()
+    return found

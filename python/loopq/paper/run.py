@@ -1,0 +1,161 @@
+"""Measure tables on models, going on where an earlier run stopped, and write what came out as one record."""
+
+from __future__ import annotations
+
+import datetime
+import html
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import loopq
+from loopq.diagnose.survey import clean
+from loopq.errors import ConfigError, LoopqError, MissingExtraError
+from loopq.paper.bench import Bench
+from loopq.paper.shown import TABLES, Found, PaperTable, Shown, order
+from loopq.report.markup import figure_html, page_html, table
+from loopq.storage.files import write_json, write_text
+from loopq.storage.journal import Journal, fingerprint
+from loopq.terminal.progress import Progress
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Made:
+    """One table as it came out.
+
+    Parameters
+    ----------
+    name : str
+        Its name in the registry.
+    entry : PaperTable
+        What it is.
+    found : tuple of dict
+        Data of each model that can have it.
+    refused : dict
+        Why the others cannot, by model.
+    shown : Shown
+        Tables, claims and figures.
+    """
+
+    name: str
+    entry: PaperTable
+    found: tuple[Found, ...]
+    refused: Mapping[str, str]
+    shown: Shown
+
+    def lines(self) -> list[str]:
+        """Sentences: what the paper showed, what holds here, and for which models there is no such table."""
+        lines = [f"{', '.join(self.entry.labels)}: {self.entry.title}.", f"The paper: {self.entry.paper}"]
+        lines += [*self.shown.lines, *(claim.line() for claim in self.shown.claims)]
+        return lines + [f"{model}: not measured: {why}" for model, why in self.refused.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "labels": list(self.entry.labels),
+            "title": self.entry.title,
+            "paper": self.entry.paper,
+            "claims": [vars(c) for c in self.shown.claims],
+            "refused": dict(self.refused),
+            "models": list(self.found),
+        }
+
+
+def make(name: str, benches: Sequence[Bench], work: Path | None, progress: Progress) -> Made:
+    """Measure one table on every model that can have it.
+
+    Parameters
+    ----------
+    name : str
+        As registered.
+    benches : sequence of Bench
+        The models.
+    work : Path or None
+        Folder where each model's data are saved; what is there for the same weights, prompts and settings is read.
+    progress : Progress
+        Told of every model.
+    """
+    entry = TABLES.get(name)
+    found, refused = [], {}
+    for bench in benches if entry.measure else ():
+        journal = Journal(work, fingerprint(FORMAT, loopq.__version__, name, bench.key()))
+        piece = journal.find(bench.source.name)
+        if piece is not None:
+            progress.note(f"{name}, {bench.source.name}: read from {work}")
+            found.append(json.loads(piece.facts["found"]))
+            continue
+        why = entry.refuses(bench)
+        if why is None:
+            progress.note(f"{name}, {bench.source.name}")
+            try:
+                found.append(clean(entry.measure(bench)))  # type: ignore[misc]
+            except MissingExtraError:
+                raise
+            except LoopqError as error:
+                # One model that cannot have a table does not discard those of the others.
+                why = str(error)
+            else:
+                # As text: the journal sorts keys, and the layers of a model have an order.
+                journal.save(bench.source.name, found=json.dumps(found[-1]))
+        if why is not None:
+            refused[bench.source.name] = why
+    shown = entry.show(found) if found or entry.measure is None else Shown([])
+    return Made(name, entry, tuple(found), refused, shown)
+
+
+def in_order() -> list[str]:
+    """Names of all tables, figures first, as the paper numbers them."""
+    return [name for name, _ in sorted(TABLES, key=lambda item: order(min(item[1].labels, key=order)))]
+
+
+def write(made: Sequence[Made], out: Path, figures: bool = True) -> Path:
+    """Write one page, one Markdown text and the plain data of all tables; return the page.
+
+    Raises
+    ------
+    ConfigError
+        Nothing was made.
+    """
+    if not made:
+        raise ConfigError("no table was made: there is nothing to write")
+    out.mkdir(parents=True, exist_ok=True)
+    name = made[0].name if len(made) == 1 else "paper"
+    today = datetime.date.today().isoformat()
+    path = out / f"{name}-{today}"
+    head = {"date": today, "loopq": loopq.__version__, "machine": platform.machine()}
+    write_json(path.with_suffix(".json"), {"made": head, "tables": {m.name: m.to_json() for m in made}})
+    title = made[0].entry.title if len(made) == 1 else "The paper's tables and figures"
+    intro = f"loopq {loopq.__version__}, {today}, {platform.machine()}. Plain data: {path.name}.json."
+    parts = [f"# {title}", intro, *(_markdown(m) for m in made)]
+    write_text(path.with_suffix(".md"), "\n\n".join(parts) + "\n")
+    if figures:
+        write_text(path.with_suffix(".html"), page_html(title, intro, "\n".join(map(_section, made))))
+    return path.with_suffix(".html" if figures else ".md")
+
+
+def _markdown(made: Made) -> str:
+    heading, *lines = made.lines()
+    tables = [t.markdown().replace("## ", "### ", 1) for t in made.shown.tables]
+    command = f"`loopq reproduce {made.name} {' '.join(str(f['model']) for f in made.found)}`".replace(
+        " `", "`"
+    )
+    return "\n".join([f"## {heading}", "", command, "", *(f"* {x}" for x in lines), "", "\n".join(tables)])
+
+
+def _section(made: Made) -> str:
+    heading, paper, *lines = made.lines()
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    pictures = "".join(figure_html(p) for p in made.shown.pictures()) if made.shown.tables else ""
+    tables = [
+        table(heading, t.header, [["-" if c is None else c for c in row] for row in t.rows], caption=t.text)
+        for t in made.shown.tables
+    ]
+    return (
+        f'<section id="{made.name}"><h2>{html.escape(heading)}</h2><p class="intro">{html.escape(paper)}</p>'
+        f'<ul class="summary">{items}</ul><div class="figures">{pictures}</div>{"".join(tables)}</section>'
+    )

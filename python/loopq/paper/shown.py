@@ -1,0 +1,154 @@
+"""What a table of the paper is here: what is measured on one model, and how models are shown beside the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import ConfigError
+from loopq.report.style import Picture
+from loopq.settings.registry import Registry
+from loopq.terminal.table import render
+
+if TYPE_CHECKING:
+    from loopq.paper.bench import Bench
+
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its heading and explanation.
+
+    Parameters
+    ----------
+    title : str
+        Heading.
+    text : str
+        Explanation of the columns.
+    header : tuple of str
+        Column heads.
+    rows : tuple of tuple
+        Cells; None is shown as a dash.
+    """
+
+    title: str
+    text: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str | None, ...], ...]
+
+    def plain(self) -> str:
+        """Return the table as text for a terminal."""
+        return f"{self.title}\n{self.text}\n\n{render(self.header, self.rows)}\n"
+
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        lines = [" | ".join(self.header), "|".join(["---"] * len(self.header))]
+        lines += [" | ".join("-" if c is None else c for c in row) for row in self.rows]
+        return f"## {self.title}\n\n{self.text}\n\n" + "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of the paper, held against what was measured on one model.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    text : str
+        The statement.
+    holds : bool or None
+        Whether it holds; None where the interval leaves it open.
+    found : str
+        The measured numbers, with their interval.
+    """
+
+    model: str
+    text: str
+    holds: bool | None
+    found: str
+
+    def line(self) -> str:
+        """Return the claim as one sentence."""
+        word = {True: "holds", False: "does not hold", None: "is left open"}[self.holds]
+        return f"{self.model}: {self.text}: {word} ({self.found})"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table as it is printed.
+
+    Parameters
+    ----------
+    tables : sequence of Table
+        The numbers.
+    claims : sequence of Claim
+        What the paper says, held against them.
+    pictures : callable
+        Draws the figures, for which matplotlib is needed.
+    lines : sequence of str
+        Sentences over all models.
+    """
+
+    tables: Sequence[Table]
+    claims: Sequence[Claim] = ()
+    pictures: Callable[[], Sequence[Picture]] = field(default=lambda: ())
+    lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A table or figure of the paper, or several that one experiment gives.
+
+    Parameters
+    ----------
+    labels : tuple of str
+        As the paper numbers them: "Table 6", "Figure 3", "Algorithm 1", "Appendix J".
+    title : str
+        What it holds.
+    paper : str
+        What the paper's showed.
+    measure : callable or None
+        Takes a bench, returns plain data; None where no model is needed.
+    show : callable
+        Takes the data of all models, of which there are none where `measure` is None.
+    refuses : callable
+        Takes a bench; says why its model cannot have this table, or None where it can.
+    """
+
+    labels: tuple[str, ...]
+    title: str
+    paper: str
+    measure: Callable[[Bench], dict[str, Any]] | None
+    show: Callable[[Sequence[Found]], Shown]
+    refuses: Callable[[Bench], str | None] = lambda bench: None
+
+
+TABLES: Registry[PaperTable] = Registry("table", "loopq.paper.tables")
+
+
+def order(label: str) -> tuple[int, int, str]:
+    """Key by which labels are sorted: figures, tables, the others, each by number."""
+    kind, _, number = label.partition(" ")
+    digits = "".join(c for c in number if c.isdigit())
+    return ("Figure", "Table").index(kind) if kind in ("Figure", "Table") else 2, int(digits or 0), number
+
+
+def find(name: str) -> tuple[str, PaperTable]:
+    """Return name and entry of a table called by its name ("horizon") or by a label ("table-6", "figure-3").
+
+    Raises
+    ------
+    ConfigError
+        No table of that name or label.
+    """
+    for own, entry in TABLES:
+        if name == own or name in (label.lower().replace(" ", "-") for label in entry.labels):
+            return own, entry
+    labels = sorted((label for _, entry in TABLES for label in entry.labels), key=order)
+    raise ConfigError(
+        f"no table {name!r} of the paper; known: {', '.join(TABLES.names())}, or one of "
+        f"{', '.join(label.lower().replace(' ', '-') for label in labels)}"
+    )

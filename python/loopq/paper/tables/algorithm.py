@@ -1,0 +1,83 @@
+"""Li, Algorithm 1 and Eq. 3: trajectory calibration, and the loss that it minimises layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loopq.diagnose.proxy import step_proxies
+from loopq.diagnose.weights import weight_of
+from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, ONE, RTN, three
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.report.style import short_names
+
+TITLE = "Trajectory calibration, layer by layer"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Sum tr(dW H_t dW^T) over the steps for rounding, one-step and trajectory solutions of every layer."""
+    run = bench.run
+    observed = {p.name: p for p in run.job.selection.observed}
+    solved = {name: bench.solve(config) for name, config in three(bench).items()}
+    layers: dict[str, Any] = {}
+    for name, p in observed.items():
+        weight, h = weight_of(bench.system, p), bench.sums.accumulators[run.job.selection.input_groups[name]]
+        losses = {}
+        for variant, found in solved.items():
+            if name in found:
+                error = np.ascontiguousarray(found[name].dequantize() - weight, dtype=np.float32)
+                losses[variant] = step_proxies(error, h).tolist()
+        layers[name] = {"steps": p.invocations, "losses": losses}
+    return bench.head() | {"layers": {n: la for n, la in layers.items() if len(la["losses"]) == len(solved)}}
+
+
+def show(founds: Sequence[Found]) -> Shown:
+    """Loss over the trajectory relative to rounding, and at step 0 alone."""
+    rows, made = [], []
+    for found in founds:
+        layers = found["layers"]
+        short = short_names(layers)
+        total = {n: {v: sum(x) for v, x in la["losses"].items()} for n, la in layers.items()}
+        for name, la in layers.items():
+            first = {v: x[0] / la["losses"][RTN][0] for v, x in la["losses"].items()}
+            cells = [f"{first[v]:.3f}" for v in (ONE, ALL)] + [
+                f"{total[name][v] / total[name][RTN]:.3f}" for v in (ONE, ALL)
+            ]
+            rows.append((found["model"], short[name], str(la["steps"]), *cells))
+        looped = [n for n, la in layers.items() if la["steps"] > 1]
+        wins = sum(total[n][ALL] < total[n][ONE] for n in looped)
+        text = "over the trajectory its solution loses less than that of one step"
+        made.append(
+            Claim(
+                found["model"],
+                text,
+                wins == len(looped) if looped else None,
+                f"{wins} of {len(looped)} layers",
+            )
+        )
+        wins = sum(total[n][ALL] < total[n][RTN] for n in layers)
+        made.append(
+            Claim(
+                found["model"],
+                "and less than rounding",
+                wins == len(layers),
+                f"{wins} of {len(layers)} layers",
+            )
+        )
+    text = "tr(dW H dW^T) relative to rounding, H that of step 0 (left) and of all steps (right)."
+    header = ("model", "layer", "steps", "step 0: one step", "all steps", "trajectory: one step", "all steps")
+    return Shown([Table(TITLE, text, header, tuple(rows))], made)
+
+
+TABLES.register("algorithm")(
+    PaperTable(
+        ("Algorithm 1",),
+        TITLE,
+        "H is summed over the N steps of the full-precision rollout, and each layer is solved once with it.",
+        measure,
+        show,
+    )
+)

@@ -1,0 +1,76 @@
+"""Li, Table 13: how much the step of calibration matters to GPTQ and to AWQ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loopq.evaluate.stats import bootstrap
+from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, N_RESAMPLES, ONE, RTN, below, show_variants
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+
+LAST = "GPTQ, last step"
+ASYMMETRIC = "RTN, asymmetric grid"
+AWQ = ("AWQ, step 0", "AWQ, last step", "AWQ, all steps")
+TITLE = "Calibration step of GPTQ and AWQ"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Calibrate either method on the first step, the last and all."""
+    last = str(bench.depth - 1)
+    awq = dict(zip(AWQ, (bench.awq(steps) for steps in ("first", last, "all")), strict=True))
+    gptq = {ONE: bench.gptq("first"), LAST: bench.gptq(last), ALL: bench.gptq("all")}
+    return bench.measure({RTN: bench.rtn(), ASYMMETRIC: bench.rtn(symmetric=False)} | gptq | awq)
+
+
+def _spread(kl: Sequence[Any], axis: int) -> Any:
+    """Largest over smallest mean KL of the variants of one method."""
+    means = [values.mean(axis) for values in kl]
+    return np.max(means, axis=0) / np.min(means, axis=0)
+
+
+def _steps_matter_less(found: Found) -> Claim:
+    """AWQ reads magnitudes, which hardly change from step to step; GPTQ reads directions, which do."""
+    kl = [np.array(found["variants"][name]["kl"]) for name in (*AWQ, ONE, LAST, ALL)]
+    interval = bootstrap(
+        kl,
+        lambda *all_kl, axis: _spread(all_kl[:3], axis) / _spread(all_kl[3:], axis),
+        n_resamples=N_RESAMPLES,
+    )
+    numbers = (
+        f"largest over smallest KL {_spread(kl[:3], 0):.3f} for AWQ, {_spread(kl[3:], 0):.3f} for GPTQ, ratio "
+        f"{interval.estimate:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    )
+    holds = True if interval.high < 1 else False if interval.low > 1 else None
+    return Claim(found["model"], "the step of calibration matters less to AWQ than to GPTQ", holds, numbers)
+
+
+def claims(found: Found) -> list[Claim | None]:
+    """How much the steps matter to either method, and the paper's order of the variants."""
+    return [
+        _steps_matter_less(found),
+        below(found, ALL, ONE),
+        below(found, LAST, ONE),
+        below(found, AWQ[2], ASYMMETRIC),
+    ]
+
+
+def refuses(bench: Bench) -> str | None:
+    """One step has no other to compare with."""
+    return None if bench.depth > 1 else "the model has one step"
+
+
+TABLES.register("awq")(
+    PaperTable(
+        ("Table 13",),
+        TITLE,
+        "Huginn, WikiText-2 perplexity: rounding 14.98; GPTQ on step 0 15.36, step 31 15.07, all 14.89; AWQ 14.66, "
+        "14.65, 14.65.",
+        measure,
+        show_variants("awq", TITLE, "Distance to full precision by the steps of calibration.", claims),
+        refuses,
+    )
+)

@@ -1,0 +1,64 @@
+"""Li, Table 12: which part of the recipe recovers what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, ONE, RTN, answers, below, show_variants
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+from loopq.quantizers.config import Override
+
+KEPT = "adapter dense, the rest RTN"
+MIXED = "adapter all steps and rotated, core one step"
+TURNED = "GPTQ, all steps, adapter rotated"
+TITLE = "Components left out one by one"
+# Blocks of the rotation; narrower inputs are cut by what divides them.
+ROTATION = "hadamard:512"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Quantize with the adapter kept, calibrated or rotated apart from the core."""
+    names = bench.adapters
+    dense = tuple(Override(n, {"method": "dense"}) for n in names)
+    turned = tuple(Override(n, {"rotation": ROTATION}) for n in names)
+    whole = tuple(Override(n, {"rotation": ROTATION, "steps": "all"}) for n in names)
+    return bench.measure(
+        {
+            RTN: bench.rtn(),
+            ONE: bench.gptq("first", *turned),
+            KEPT: bench.rtn(*dense),
+            MIXED: bench.gptq("first", *whole),
+            ALL: bench.gptq("all"),
+            TURNED: bench.gptq("all", *turned),
+        }
+    )
+
+
+def refuses(bench: Bench) -> str | None:
+    """There must be an adapter to treat apart."""
+    return None if bench.adapters else "the model has no adapter that joins state and embedding"
+
+
+def claims(found: Found) -> list[Claim | None]:
+    """The paper's ordering."""
+    return [
+        below(found, KEPT, RTN, "the adapter alone in full precision recovers part of what rounding loses"),
+        below(found, ALL, RTN),
+        below(found, ALL, MIXED, "the core needs trajectory calibration too"),
+        below(found, TURNED, ALL, "rotating the adapter helps"),
+        answers(found, TURNED, RTN),
+    ]
+
+
+TABLES.register("components")(
+    PaperTable(
+        ("Table 12",),
+        TITLE,
+        "Huginn, GSM8K strict of 100: full precision 34, rounding 25, one step 25, adapter kept 32, adapter all steps "
+        "and core one step 23, all steps 30, with rotation 34.",
+        measure,
+        show_variants("components", TITLE, "Distance to full precision by what is treated how.", claims),
+        refuses,
+    )
+)

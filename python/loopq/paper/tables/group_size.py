@@ -1,0 +1,71 @@
+"""Li, Table 17: agreement along the rollout by group size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from loopq.diagnose.sections import groups
+from loopq.paper.bench import Bench
+from loopq.paper.compared import curves
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+
+TITLE = "Group size of rounding"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Round the whole loop at each group size and compare at every step."""
+    tokens = bench.model.evaluation
+    return bench.head() | groups(bench.context(n_prompts=len(tokens.sequences)))
+
+
+def refuses(bench: Bench) -> str | None:
+    """Without logits there is no agreement."""
+    return (
+        None
+        if bench.system.output == "logits"
+        else "the model has no logits, so no predicted token to compare"
+    )
+
+
+def _name(size: int) -> str:
+    return "per channel" if size == -1 else f"g = {size}"
+
+
+def show(founds: Sequence[Found]) -> Shown:
+    """Agreement after the first, a middle and the last step."""
+    rows, made, panels = [], [], []
+    for found in founds:
+        sizes = found["rows"]
+        for r in sizes:
+            a = r["agreement"]
+            chosen = dict.fromkeys((0, len(a) // 4, len(a) - 1))
+            cells: list[str | None] = [f"{100 * a[i]:.1f} % (N = {r['steps'][i]})" for i in chosen]
+            cells += [None] * (3 - len(cells))
+            rows.append((found["model"], _name(r["group_size"]), *cells, f"{r['kl'][-1]:.3g}"))
+        series = {_name(r["group_size"]): (r["steps"], [100 * v for v in r["agreement"]]) for r in sizes}
+        panels.append((found["model"], series))
+        last = {r["group_size"]: r["kl"][-1] for r in sizes}
+        numbers = ", ".join(f"{_name(g)} {kl:.3g}" for g, kl in last.items())
+        worst = max(last, key=lambda g: float(last[g])) == -1
+        made.append(Claim(found["model"], "one scale per row is the worst", worst, f"KL {numbers}"))
+    text = "Top-1 agreement with full precision, the whole loop rounded; initial states are paired."
+    header = ("model", "group size", "early", "later", "last", "KL, last")
+
+    def pictures() -> list[Any]:
+        at = ("recurrence steps done [number]", "same top-1 prediction [%]")
+        return [curves(panels, "group-size", TITLE, text, at)]
+
+    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+
+
+TABLES.register("group-size")(
+    PaperTable(
+        ("Table 17",),
+        TITLE,
+        "Huginn after 32 steps: 88.4, 87.5, 86.5, 83.9 % for groups of 32 to 256, 7.6 % with one scale per row.",
+        measure,
+        show,
+        refuses,
+    )
+)

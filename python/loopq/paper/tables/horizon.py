@@ -1,0 +1,116 @@
+"""Li, Fig. 3, Tables 6 and 7: how many steps of the trajectory calibration needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loopq.diagnose.rank import layer_ranks, spectrum, thresholded_rank
+from loopq.paper.bench import Bench
+from loopq.paper.compared import RTN, answers, below, curves, table
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.terminal.table import short
+
+TITLE = "Calibration horizon"
+
+
+def horizons(depth: int) -> list[int]:
+    """Steps that are summed: 1, 2, 4, ... and the depth, as in the paper."""
+    powers = [2**k for k in range(depth.bit_length()) if 2**k < depth]
+    return [*powers, depth]
+
+
+def _name(n_cal: int) -> str:
+    return f"GPTQ, {n_cal} step{'s' if n_cal > 1 else ''}"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Calibrate on the first 1, 2, 4, ... steps; count the rank of the layer that gains most."""
+    chosen = horizons(bench.depth)
+    found = bench.measure({RTN: bench.rtn()} | {_name(n): bench.gptq(f"0:{n}") for n in chosen})
+    gains = {
+        p.name: layer_ranks(bench.sums.accumulators[p.name], steps=[])["rank_gain"] or 0.0
+        for p in bench.run.job.selection.distinct_inputs
+        if p.invocations == bench.depth
+    }
+    layer = max(gains, key=lambda name: gains[name])
+    h: Any = bench.sums.accumulators[layer]
+    ranks = [thresholded_rank(spectrum(h.matrix(list(range(n))))) for n in chosen]
+    last = thresholded_rank(spectrum(h.matrix([bench.depth - 1])))
+    return found | {
+        "horizons": chosen,
+        "layer": layer,
+        "dim": h.dim,
+        "ranks": ranks,
+        "rank_last_step": last,
+    }
+
+
+def claims(found: Found) -> list[Claim | None]:
+    """More steps, more directions, less error; most of it within the first few."""
+    first, last = _name(1), _name(found["horizons"][-1])
+    ranks = found["ranks"]
+    last_alone = f"{found['rank_last_step']} at the last step alone"
+    numbers = f"{ranks[0]} to {ranks[-1]} of {found['dim']} directions, {last_alone}"
+    text = f"the rank of {found['layer']} grows with the horizon"
+    return [
+        Claim(found["model"], text, ranks[-1] > ranks[0], numbers),
+        below(found, last, first),
+        below(found, last, RTN),
+        below(found, _name(found["horizons"][1]), first, "two steps already gain on one"),
+        answers(found, last, first),
+    ]
+
+
+def refuses(bench: Bench) -> str | None:
+    """One step has one horizon."""
+    return None if bench.depth > 1 else "the model has one step"
+
+
+def show(founds: Sequence[Found]) -> Shown:
+    """Table of horizons, rank beside it, and both as curves."""
+    rows = tuple(
+        (f["model"], f["layer"], str(n), str(r), f"{100 * r / f['dim']:.2f} %", short(_kl(f, n)))
+        for f in founds
+        for n, r in zip(f["horizons"], f["ranks"], strict=True)
+    )
+    text = "Rank of the input that gains most, at 1e-3 of the largest eigenvalue, and KL by the steps summed."
+    ranks = Table(TITLE + ": rank", text, ("model", "layer", "steps", "rank", "of width", "KL"), rows)
+    made = [c for f in founds for c in claims(f) if c is not None]
+
+    def pictures() -> list[Any]:
+        rank = [(f["model"], {f["layer"]: (f["horizons"], f["ranks"])}) for f in founds]
+        kl = []
+        for f in founds:
+            flat = [float(np.mean(f["variants"][RTN]["kl"]))] * len(f["horizons"])
+            both = {"GPTQ": (f["horizons"], [_kl(f, n) for n in f["horizons"]]), RTN: (f["horizons"], flat)}
+            kl.append((f["model"], both))
+        at = "steps that are summed [number]"
+        return [
+            curves(rank, "horizon-rank", "Rank by calibration horizon", text, (at, "rank [directions]")),
+            curves(
+                kl, "horizon-kl", "Error by calibration horizon", text, (at, "KL to full precision [nats]")
+            ),
+        ]
+
+    return Shown([ranks, table(founds, TITLE)], made, pictures)
+
+
+def _kl(found: Found, n_cal: int) -> float:
+    return float(np.mean(found["variants"][_name(n_cal)]["kl"]))
+
+
+TABLES.register("horizon")(
+    PaperTable(
+        ("Figure 3", "Table 6", "Table 7"),
+        TITLE,
+        "Huginn's adapter: rank 43, 234, 282, 335 of 10,560 for 1, 4, 8, 32 steps, agreement 88.2, 90.9, 92.5, 92.5 % "
+        "(rounding 88.0 %). Ouro 1.4B perplexity 14.67, 13.17, 13.05, 12.97 for 1 to 4 steps; Parcae 1.3B 27.35, "
+        "99.59, 20.98, 20.62, 20.84 for 1, 2, 4, 6, 8: not monotone.",
+        measure,
+        show,
+        refuses,
+    )
+)

@@ -1,0 +1,42 @@
+"""Li, Table 10: a lower width, where the choice of calibration rows matters most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, ONE, RTN, answers, below, show_variants, three
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+
+EQUAL = "GPTQ, all steps, rows of one"
+TITLE = "INT3: rounding, one step, equal rows, full trajectory"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Quantize into four variants at INT3; equal rows spread the rows of one step over the trajectory."""
+    low = bench.changed(bits=3)
+    return low.measure(three(low) | {EQUAL: low.gptq("all", inputs="equal-rows")})
+
+
+def claims(found: Found) -> list[Claim | None]:
+    """The paper's ordering: the trajectory is closer than one step and than equal rows, and these than one step."""
+    return [
+        below(found, ALL, ONE),
+        below(found, ALL, RTN),
+        below(found, EQUAL, ONE),
+        below(found, ALL, EQUAL),
+        answers(found, ALL, ONE),
+        answers(found, ALL, EQUAL),
+    ]
+
+
+TABLES.register("int3")(
+    PaperTable(
+        ("Table 10",),
+        TITLE,
+        "Huginn, GSM8K strict: full precision 34.87 %, rounding 8.11, one step 5.84, equal rows 17.44, full trajectory "
+        "20.70; full over one step p = 9.3e-39, over equal rows p = 0.0097.",
+        measure,
+        show_variants("int3", TITLE, "Distance to full precision at INT3; bars are 95 % intervals.", claims),
+    )
+)

@@ -1,0 +1,71 @@
+"""Li, Fig. 4: the recurrence, drawn with its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from loopq.diagnose.survey import diagnose
+from loopq.paper.bench import Bench
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+from loopq.report.loopfigure import draw
+from loopq.report.style import short_names
+
+TITLE = "The loop and its layers"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """List the layers of a step, and measure the damage of each alone, which colours the drawing."""
+    context = bench.context()
+    found = diagnose(
+        bench.system,
+        context.tokens,
+        bench.n_steps,
+        config=context.config,
+        only=["ablation"],
+        threads=context.threads,
+        progress=context.progress,
+        name=bench.model.name,
+    )
+    return bench.head() | {"drawing": {k: found[k] for k in ("model", "layers")}}
+
+
+def show(founds: Sequence[Found]) -> Shown:
+    """One drawing for each model."""
+    rows, made = [], []
+    for found in founds:
+        layers = found["drawing"]["layers"]
+        short = short_names([layer["name"] for layer in layers])
+        exposed = [layer["name"] for layer in layers if layer["exposed"]]
+        for layer in layers:
+            shape = "x".join(map(str, layer["shape"]))
+            path = "no" if layer["exposed"] else "yes"
+            cells = (shape, layer["role"], str(layer["invocations"]), path)
+            rows.append((found["model"], short[layer["name"]], *cells))
+        numbers = ", ".join(short[n] for n in exposed) or "none"
+        made.append(
+            Claim(
+                found["model"], "a layer stands in the loop without an identity path", bool(exposed), numbers
+            )
+        )
+    text = "Layers of one step, in order; calls: times that a rollout runs the layer."
+    header = ("model", "layer", "shape", "role", "calls", "identity path")
+
+    def pictures() -> list[Any]:
+        drawn = [(f["model"], draw(f["drawing"])) for f in founds]
+        return [dataclasses.replace(p, name=f"loop-{i}", title=n) for i, (n, p) in enumerate(drawn)]
+
+    return Shown([Table(TITLE, text, header, tuple(rows))], made, pictures)
+
+
+TABLES.register("loop")(
+    PaperTable(
+        ("Figure 4",),
+        TITLE,
+        "Huginn: the adapter maps state and embedding back to the model's width with no identity path; the four core "
+        "blocks have residual paths.",
+        measure,
+        show,
+    )
+)

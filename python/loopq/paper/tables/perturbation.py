@@ -1,0 +1,68 @@
+"""Li, Table 15: perturbations other than rounding, in the adapter and in the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from loopq.diagnose.sections import perturbations
+from loopq.paper.bench import Bench
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
+
+TITLE = "Perturbations other than rounding"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Perturb adapter or core by updates of one norm and by noise of one output error, states paired."""
+    return bench.head() | perturbations(bench.context())
+
+
+def refuses(bench: Bench) -> str | None:
+    """The comparison needs an exposed layer, logits, and a state to train through."""
+    if bench.system.output != "logits":
+        return "the model has no logits, so no predicted token to compare"
+    exposed = any(p.exposed for p in bench.system.shared_parameters(bench.depth))
+    return None if exposed else "no layer is feedback-exposed: each has an identity path around it"
+
+
+def show(founds: Sequence[Found]) -> Shown:
+    """Agreement by kind and place, mean over seeds."""
+    rows, made = [], []
+    for found in founds:
+        kinds = dict.fromkeys(r["perturbation"] for r in found["rows"])
+        for kind in kinds:
+            mean = {
+                place: float(
+                    np.mean(
+                        [
+                            r["agreement"]
+                            for r in found["rows"]
+                            if (r["perturbation"], r["location"]) == (kind, place)
+                        ]
+                    )
+                )
+                for place in ("exposed", "core")
+            }
+            gap = 100 * (mean["core"] - mean["exposed"])
+            cells = (f"{100 * mean['exposed']:.1f} %", f"{100 * mean['core']:.1f} %", f"{gap:+.1f}")
+            rows.append((found["model"], kind, *cells))
+            text = f"{kind}: the adapter suffers more than the core"
+            made.append(Claim(found["model"], text, gap > 0, f"{gap:+.1f} points"))
+    text = "Top-1 agreement with full precision after all steps; rank-4 updates have one norm at both places."
+    header = ("model", "perturbation", "adapter", "core", "core - adapter [points]")
+    return Shown([Table(TITLE, text, header, tuple(rows))], made)
+
+
+TABLES.register("perturbation")(
+    PaperTable(
+        ("Table 15",),
+        TITLE,
+        "Huginn, adapter against core: trained rank-4 update 13.4 and 77.8 %, random rank-4 update 71.8 and 95.8 %, "
+        "Gaussian noise of matched output error 89.3 and 96.5 %.",
+        measure,
+        show,
+        refuses,
+    )
+)

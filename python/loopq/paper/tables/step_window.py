@@ -1,0 +1,77 @@
+"""Li, Table 23 and App. P: calibration without step 0, and with less weight on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from loopq.diagnose.proxy import late_step_wins
+from loopq.diagnose.weights import weight_of
+from loopq.paper.bench import Bench
+from loopq.paper.compared import ALL, RTN, below, show_variants
+from loopq.paper.shown import TABLES, Claim, Found, PaperTable
+from loopq.run.engine import Layers
+
+SKIP = "GPTQ, without step 0"
+# The paper's five; 1 / N would be the plain sum.
+ALPHAS = ("0.05", "0.10", "0.15", "0.20", "0.25")
+TITLE = "Calibration without step 0"
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Leave step 0 out, or weigh it by alpha against the mean of the others; compare the late step's proxy too."""
+    layers: dict[str, Any] = {
+        RTN: bench.rtn(),
+        ALL: bench.solve(bench.gptq("all")),
+        SKIP: bench.solve(bench.gptq("1:")),
+    }
+    layers |= {f"GPTQ, alpha = {a}": bench.gptq("all", step_weights=f"alpha={a}") for a in ALPHAS}
+    wins, of = _late(bench, layers[SKIP], layers[ALL])
+    return bench.measure(layers) | {"late_wins": wins, "late_of": of}
+
+
+def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
+    """Layers whose loss at the last step is smaller without step 0."""
+    input_groups = bench.run.job.selection.input_groups
+    shared = {p.name: p for p in bench.run.job.selection.observed if p.invocations == bench.depth}
+    last = bench.depth - 1
+
+    def errors(layers: Layers) -> dict[str, Any]:
+        return {
+            n: np.ascontiguousarray(layers[n].dequantize() - weight_of(bench.system, p), dtype=np.float32)
+            for n, p in shared.items()
+            if n in layers
+        }
+
+    late: Any = {n: bench.sums.accumulators[input_groups[n]].matrix([last]) for n in shared}
+    return late_step_wins(errors(skip), errors(whole), late)
+
+
+def claims(found: Found) -> list[Claim | None]:
+    """Whether leaving step 0 out helps depends on the model; the late step's proxy improves nearly everywhere."""
+    wins, of = found["late_wins"], found["late_of"]
+    text = "without step 0 the loss at the last step is smaller in nearly every layer"
+    return [
+        Claim(found["model"], text, wins >= 0.9 * of, f"{wins} of {of} layers"),
+        below(found, SKIP, ALL, "leaving step 0 out helps (in the paper on 2 of 6 models)"),
+        below(found, ALL, RTN),
+    ]
+
+
+def refuses(bench: Bench) -> str | None:
+    """Without a second step nothing is left."""
+    return None if bench.depth > 1 else "the model has one step"
+
+
+TABLES.register("step-window")(
+    PaperTable(
+        ("Table 23",),
+        TITLE,
+        "Perplexity without step 0 minus that of all steps: Ouro 2.6B -0.52, Parcae 1.3B -0.26, Huginn +0.03, R-Llama "
+        "+0.19, LoopFormer +0.25, Ouro 1.4B +0.81; the late step's proxy improves in 335 of 336 and 168 of 168 layers.",
+        measure,
+        show_variants("step-window", TITLE, "Distance to full precision by the weight of step 0.", claims),
+        refuses,
+    )
+)

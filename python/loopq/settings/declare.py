@@ -1,0 +1,477 @@
+"""Settings as frozen dataclasses: one declaration gives the checks, the flat names, the JSON, the options and their
+help.
+
+A field is a plain value (int, float, bool, str, a Literal, a tuple of these, or None besides), a *block* (another
+settings type), an *optional block*, or a *choice* (one of several settings types of a registry, told by its name).
+Every plain value has a flat name, unique among all settings of a run, which is its keyword in Python, its option on
+the command line and its name in a layer's override: the first field of a block with a prefix is called by the prefix,
+the others `prefix_field`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+from loopq.errors import ConfigError
+from loopq.settings.registry import Registry, did_you_mean
+
+_HINTS: dict[type, dict[str, Any]] = {}
+_NUMBER = r"[+-]?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][+-]?[0-9]{1,3})?"
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    common: bool = False,
+    off: str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    option: bool = True,
+) -> Any:
+    """Declare a plain value.
+
+    Parameters
+    ----------
+    default : Any
+        Its default: written down here and nowhere else.
+    at_least, at_most : float, optional
+        Range of a number.
+    common : bool
+        Shown by ``--help``; the others by ``--help-all``.
+    off : str, optional
+        Of a bool that is True by default: name of the option that makes it False. Its text is "A; else B".
+    parse : callable, optional
+        Reads the option's text; found from the annotation when absent.
+    metavar : str, optional
+        What stands for the value in the help.
+    option : bool
+        Whether there is a command-line option.
+    """
+    metadata = {
+        "at_least": at_least, "at_most": at_most, "common": common, "off": off, "parse": parse,
+        "metavar": metavar, "option": option,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def block(kind: type[Settings], prefix: str = "", /, **values: Any) -> Any:
+    """Declare settings within settings, with other defaults if asked; without a prefix they keep their own names."""
+    metadata = {"block": kind, "prefix": prefix, "values": values}
+    return dataclasses.field(default_factory=lambda: kind(**values), metadata=metadata)
+
+
+def optional(kind: type[Settings], prefix: str) -> Any:
+    """Declare settings that may be absent: there are any only where the first of them is given."""
+    return dataclasses.field(default=None, metadata={"block": kind, "prefix": prefix, "optional": True})
+
+
+def choice(registry: Registry[Any], default: str, *, common: bool = False) -> Any:
+    """Declare a choice between the settings types of a registry."""
+    return dataclasses.field(
+        default_factory=lambda: registry.get(default)(),
+        metadata={"choice": registry, "default": default, "common": common},
+    )
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A plain value among nested settings.
+
+    Parameters
+    ----------
+    name : str
+        Flat name.
+    path : tuple of str
+        Fields that lead to it.
+    annotation : Any
+        Its type.
+    default : Any
+        Its default.
+    metadata : mapping
+        As given to `setting`.
+    help : str
+        Its text in the Parameters section of its class; of a choice, with a line about each entry.
+    owner : type
+        Class that declares it.
+    choice, chosen : str
+        The choice that it belongs to and the entry there ("method", "gptq"); empty where it belongs to none.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    annotation: Any
+    default: Any
+    metadata: Mapping[str, Any]
+    help: str
+    owner: type
+    choice: str = ""
+    chosen: str = ""
+
+
+class Settings:
+    """Base of settings types: frozen dataclasses whose values are checked against their annotations."""
+
+    def __post_init__(self) -> None:
+        hints = _hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            check(field.name, getattr(self, field.name), hints[field.name], field.metadata)
+
+    def flat(self) -> dict[str, Any]:
+        """Return every plain value by its flat name; a choice by the name of what was chosen."""
+        out: dict[str, Any] = {}
+        for field, value in _fields(self):
+            if "choice" in field.metadata:
+                out[field.name] = value.name
+                out |= value.flat()
+            elif "block" not in field.metadata:
+                out[field.name] = value
+            elif value is not None:
+                names = _names(field)
+                out |= {names.get(k, k): v for k, v in value.flat().items()}
+        return out
+
+    def changed(self, **changes: Any) -> Self:
+        """Return the settings with some flat names set anew.
+
+        Where a choice is changed, values that the old and the new one both have are kept. None for the first value of
+        an optional block takes the block away.
+
+        Raises
+        ------
+        ConfigError
+            A name that these settings do not have; the message says which choice would read it.
+        """
+        found, rest = self._changed(dict(changes))
+        if rest:
+            raise ConfigError(_unread(found, sorted(rest)[0]))
+        return found
+
+    def _changed(self, rest: dict[str, Any]) -> tuple[Self, dict[str, Any]]:
+        new: dict[str, Any] = {}
+        for field, value in _fields(self):
+            if isinstance(rest.get(field.name), Settings):
+                new[field.name] = value = rest.pop(field.name)
+            if "choice" in field.metadata:
+                new[field.name], rest = _chosen(field, value, rest)
+            elif "block" in field.metadata:
+                names = _names(field)
+                own = {k: rest.pop(flat) for k, flat in names.items() if flat in rest}
+                if field.metadata.get("optional") and own:
+                    new[field.name] = value = _opened(field, value, own)
+                if value is not None:
+                    inner = own if field.metadata["prefix"] else {**own, **rest}
+                    new[field.name], left = _within(value, inner, names)
+                    if not field.metadata["prefix"]:
+                        rest = left
+            elif field.name in rest:
+                new[field.name] = rest.pop(field.name)
+        return dataclasses.replace(self, **new), rest  # type: ignore[type-var]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, the inverse of `from_json`."""
+        out: dict[str, Any] = {}
+        for field, value in _fields(self):
+            if "choice" in field.metadata:
+                out[field.name] = {"name": value.name, **value.to_json()}
+            elif isinstance(value, Settings):
+                out[field.name] = value.to_json()
+            else:
+                out[field.name] = [_plain(v) for v in value] if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Rebuild settings from plain data.
+
+        Raises
+        ------
+        ConfigError
+            A name that is missing or unknown, or a value that is not allowed.
+        """
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if not isinstance(data, Mapping) or set(data) != set(fields):
+            raise ConfigError(
+                f"{cls.__name__}: expected an object with the keys {', '.join(sorted(fields))}; got "
+                f"{', '.join(sorted(map(str, data))) if isinstance(data, Mapping) else data!r}"
+            )
+        hints = _hints(cls)
+        values: dict[str, Any] = {}
+        for name, field in fields.items():
+            value = data[name]
+            if "choice" in field.metadata:
+                inner = dict(value) if isinstance(value, Mapping) else {}
+                values[name] = field.metadata["choice"].get(str(inner.pop("name", value))).from_json(inner)
+            elif "block" in field.metadata:
+                values[name] = None if value is None else field.metadata["block"].from_json(value)
+            else:
+                values[name] = _from_plain(value, hints[name])
+        return cls(**values)
+
+
+class Chosen(Settings):
+    """Base of the settings types of a registry.
+
+    Attributes
+    ----------
+    name : str
+        Name in the registry.
+    """
+
+    name: ClassVar[str]
+
+
+def leaves(kind: type[Settings]) -> dict[str, list[Leaf]]:
+    """Return every plain value below a settings type by flat name.
+
+    A name has several entries where several choices have it; a choice itself is an entry too, its annotation a
+    Literal of the names that there are.
+    """
+    found: dict[str, list[Leaf]] = {}
+    for leaf in _leaves(kind, ()):
+        found.setdefault(leaf.name, []).append(leaf)
+    return found
+
+
+def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
+    hints, texts = _hints(kind), described(kind)
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        at = (*path, field.name)
+        if "choice" in field.metadata:
+            registry = field.metadata["choice"]
+            names = tuple(registry.names())
+            lines = [f"{name}: {lowered(summary(registry.get(name)))}" for name in names]
+            text = f"{texts[field.name]} {'; '.join(lines)}."
+            yield Leaf(field.name, at, Literal[names], field.metadata["default"], field.metadata, text, kind)
+            for name in names:
+                yield from (
+                    dataclasses.replace(leaf, choice=field.name, chosen=name)
+                    for leaf in _leaves(registry.get(name), at)
+                )
+        elif "block" in field.metadata:
+            names_of = _names(field)
+            values = field.metadata.get("values", {})
+            for number, leaf in enumerate(_leaves(field.metadata["block"], at)):
+                # Without the first of an optional block there is no block at all.
+                absent = number == 0 and field.metadata.get("optional")
+                default = None if absent else values.get(leaf.name, leaf.default)
+                yield dataclasses.replace(leaf, name=names_of.get(leaf.name, leaf.name), default=default)
+        elif field.metadata.get("option", True):
+            yield Leaf(
+                field.name,
+                at,
+                hints[field.name],
+                field.default,
+                field.metadata,
+                texts.get(field.name, ""),
+                kind,
+            )
+
+
+def described(kind: type) -> dict[str, str]:
+    """Return the text of each entry in the Parameters section of a class, and of those it inherits."""
+    text = inspect.cleandoc(kind.__doc__ or "")
+    section = re.search(r"Parameters\n-+\n(.*?)(?:\n\n\w[^\n]*\n-+\n|\Z)", text, re.DOTALL)
+    found: dict[str, str] = {} if kind.__base__ is None else described(kind.__base__)
+    names: list[str] = []
+    for line in section[1].splitlines() if section else []:
+        head = re.match(r"([\w, ]+) : ", line)
+        if head:
+            names = [n.strip() for n in head[1].split(",")]
+            found |= dict.fromkeys(names, "")
+        else:
+            found |= {n: f"{found[n]} {line.strip()}".strip() for n in names}
+    return found
+
+
+def summary(kind: type) -> str:
+    """Return the first line of a class's docstring, without its full stop."""
+    return inspect.cleandoc(kind.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def lowered(text: str) -> str:
+    """Return a text as it goes on in a sentence; what starts with two capitals is a name."""
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def choices_of(annotation: Any) -> tuple[Any, ...] | None:
+    """Return the values that a Literal allows, None among them where it may be absent; None where it is no Literal."""
+    members = typing.get_args(annotation)
+    if typing.get_origin(annotation) is Literal:
+        return members
+    inner = choices_of(members[0]) if len(members) == 2 and members[1] is type(None) else None
+    return None if inner is None else (*inner, None)
+
+
+def parse_text(annotation: Any, text: str) -> Any:
+    """Read a plain value from the text of an option or an override.
+
+    Raises
+    ------
+    ValueError
+        The text is no such value.
+    """
+    members = [a for a in typing.get_args(annotation) if a is not type(None)]
+    allowed = choices_of(annotation)
+    if allowed and not (None in allowed and text in ("none", "null")):
+        return next((v for v in allowed if str(v) == text), None) or parse_text(type(allowed[0]), text)
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        if type(None) in typing.get_args(annotation) and text in ("none", "null"):
+            return None
+        return parse_text(members[0], text)
+    if typing.get_origin(annotation) is tuple:
+        return tuple(parse_text(members[0], part.strip()) for part in text.split(","))
+    if annotation is bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"{text!r}: give true or false")
+        return text == "true"
+    if annotation is int and not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        raise ValueError(f"{text!r}: give a whole number")
+    if annotation is float and not re.fullmatch(_NUMBER, text, re.ASCII):
+        raise ValueError(f"{text!r}: give a number")
+    return annotation(text)
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
+
+
+def _fields(value: Any) -> Iterator[tuple[Any, Any]]:
+    for field in dataclasses.fields(value):
+        yield field, getattr(value, field.name)
+
+
+def _names(field: Any) -> dict[str, str]:
+    """Names inside a block to flat names; empty where the block has no prefix."""
+    prefix = field.metadata["prefix"]
+    if not prefix:
+        return {}
+    inner = [f.name for f in dataclasses.fields(field.metadata["block"])]
+    return {name: prefix if number == 0 else f"{prefix}_{name}" for number, name in enumerate(inner)}
+
+
+def _within(
+    value: Settings, changes: dict[str, Any], names: Mapping[str, str]
+) -> tuple[Settings, dict[str, Any]]:
+    """Change a block; an error calls its fields by their flat names."""
+    try:
+        return value._changed(changes)
+    except ConfigError as error:
+        first, _, rest = str(error).partition(" ")
+        raise ConfigError(f"{names.get(first, first)} {rest}") from error
+
+
+def _opened(field: Any, value: Settings | None, own: dict[str, Any]) -> Settings | None:
+    """An optional block for values that are to be set in it: made or taken away by the first of them."""
+    names = _names(field)
+    first = next(iter(names))
+    if first in own and own[first] is None:
+        value = own.pop(first)
+    elif first in own and value is None:
+        value = field.metadata["block"]()
+    if value is None and own:
+        raise ConfigError(f"{names[next(iter(own))]} goes with {names[first]}")
+    return value
+
+
+def _chosen(field: Any, value: Any, rest: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if field.name in rest:
+        asked = rest.pop(field.name)
+        if asked != value.name:
+            unset = type(value)().flat()
+            kept = {k: v for k, v in value.flat().items() if v != unset[k]}
+            value = field.metadata["choice"].get(asked)()
+            value, _ = value._changed(kept)
+    found, left = value._changed(dict(rest))
+    return found, left
+
+
+def _unread(settings: Settings, name: str) -> str:
+    everything = leaves(type(settings))
+    if name not in everything:
+        return (
+            f"unknown setting {name}{did_you_mean(name, everything)}; known: {', '.join(sorted(everything))}"
+        )
+    readers = " or ".join(leaf.chosen for leaf in everything[name])
+    field = everything[name][0].choice
+    return f"{name} goes with {field} {readers}; {field} {settings.flat()[field]} would not read it"
+
+
+def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -> None:
+    """Refuse a value that a setting cannot have.
+
+    Raises
+    ------
+    ConfigError
+        The message starts with the name and says what is allowed.
+    """
+    allowed = choices_of(annotation)
+    if allowed is not None:
+        if not any(value == v and type(value) is type(v) for v in allowed):
+            hint = did_you_mean(str(value), map(str, allowed))
+            words = ", ".join("none" if v is None else str(v) for v in allowed)
+            raise ConfigError(f"{name} must be one of {words}; got {value!r}{hint}")
+        return
+    if not _fits(value, annotation):
+        raise ConfigError(f"{name} must be {_type_name(annotation)}; got {value!r}")
+    numbers = value if isinstance(value, tuple) else (value,)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        low, high = metadata.get("at_least"), metadata.get("at_most")
+        if (low is not None and not number >= low) or (high is not None and not number <= high):
+            ends = [f"{end:g}" if isinstance(end, float) else str(end) for end in (low, high)]
+            span = f"at least {ends[0]}" if high is None else f"between {ends[0]} and {ends[1]}"
+            raise ConfigError(f"{name} must be {span}; got {number!r}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, member) for member in members)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(v, members[0]) for v in value)
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+    if choices_of(annotation) is not None:
+        return value in members
+    # A protocol cannot be checked.
+    return annotation is Any or getattr(annotation, "_is_protocol", False) or isinstance(value, annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    words = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "text",
+        type(None): "None",
+    }
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(member) for member in typing.get_args(annotation))
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
+    return words.get(annotation, name)
+
+
+def _plain(value: Any) -> Any:
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+def _from_plain(value: Any, annotation: Any) -> Any:
+    if typing.get_origin(annotation) is tuple and isinstance(value, list):
+        member = typing.get_args(annotation)[0]
+        return tuple(member.from_json(v) if hasattr(member, "from_json") else v for v in value)
+    return value

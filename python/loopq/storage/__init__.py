@@ -1,0 +1,1 @@
+"""Files that are complete or absent, and what is read from outside them."""

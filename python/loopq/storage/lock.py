@@ -1,0 +1,201 @@
+"""One writer for each output, by a lock beside it; and one process for each piece of shared work, by claims."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from loopq.errors import LoopqError
+from loopq.storage.files import runs
+
+if sys.platform != "win32":
+    import fcntl
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Be the only run that writes an output, inside the block.
+
+    Parameters
+    ----------
+    out : Path
+        File or folder that is to be written; the lock is `.NAME.lock` beside it, and is gone afterwards. A killed run
+        leaves the file, but no lock: the system ends it with the process (on Windows the file is the lock).
+
+    Raises
+    ------
+    LoopqError
+        Another run is writing it; the message says which.
+    """
+    path = out.with_name(f".{out.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _hold(path)
+    except OSError as cause:
+        raise LoopqError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
+    try:
+        os.truncate(handle, 0)
+        os.write(handle, _own())
+        yield
+    finally:
+        # Removed while it is held, so that nobody can hold the file that is going.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        os.close(handle)
+
+
+def _hold(path: Path) -> int:
+    while True:
+        if sys.platform == "win32":
+            try:
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except FileExistsError as cause:
+                raise _taken(path) from cause
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as cause:
+            os.close(handle)
+            raise _taken(path) from cause
+        # Its last holder may have removed it between the two calls.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return handle
+        os.close(handle)
+
+
+def _taken(path: Path) -> LoopqError:
+    host, process = "", 0
+    with contextlib.suppress(OSError):
+        host, process = _owner(path.read_bytes())
+    who = f"process {process} on {host}" if host else "another process"
+    name = path.name.removeprefix(".").removesuffix(".lock")
+    return LoopqError(
+        f"{path.with_name(name)}: {who} is writing it (lock {path}); wait for it, or name another output"
+    )
+
+
+def _own() -> bytes:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+
+
+def _owner(text: bytes) -> tuple[str, int]:
+    """Host and process that a lock or a claim names; no host where it was killed before it wrote them."""
+    try:
+        owner = json.loads(text)
+        return str(owner["host"])[:64], int(owner["pid"])
+    except (ValueError, KeyError, TypeError):
+        return "", 0
+
+
+#: Seconds between two heartbeats of a claim, and after how many without one another process takes it over. Network file
+#: systems may show a file's time a minute late.
+BEAT, STALE = 10.0, 120.0
+
+
+class Claims:
+    """Pieces of work that any number of processes divide among them, on any machines that share a folder.
+
+    A claim is a file `NAME.claim.N` that one process alone can make (O_EXCL); it names its owner, who sets its time
+    anew every `BEAT` seconds. Where the last claim of a name stands still for `STALE` seconds, by the watch of the
+    process that looks, or its owner has ended on this machine, the next number is made: by one process alone, too.
+    An owner that slept for so long does not know: what is claimed must bear being done twice.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the claims are, which exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: dict[str, int] = {}
+        self._seen: dict[Path, tuple[int, float]] = {}
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Claims:
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for name in list(self._held):
+            self.release(name)
+
+    def take(self, name: str) -> bool:
+        """Claim a piece of work; False where another process has it.
+
+        Raises
+        ------
+        LoopqError
+            The folder cannot be written, or is gone.
+        """
+        number = 0
+        while self._path(name, number).exists():
+            number += 1
+        if number and not self._left(name, number - 1):
+            return False
+        path = self._path(name, number)
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        except OSError as cause:
+            raise LoopqError(f"{path}: cannot be written ({cause.strerror})") from cause
+        with os.fdopen(handle, "wb") as file:
+            file.write(_own())
+        self._held[name] = number
+        return True
+
+    def holds(self, name: str) -> bool:
+        """Whether a claim of this process still stands: nobody took it over, nobody ended the work."""
+        number = self._held[name]
+        return self._path(name, number).exists() and not self._path(name, number + 1).exists()
+
+    def release(self, name: str, *, done: bool = False) -> None:
+        """Give a piece of work back.
+
+        The claim on one that is done stays, without a heartbeat: others may see late that it is.
+        """
+        path = self._path(name, self._held.pop(name))
+        if not done:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _path(self, name: str, number: int) -> Path:
+        return self._folder / f"{quote(name, safe='')}.claim.{number}"
+
+    def _left(self, name: str, number: int) -> bool:
+        """Whether the owner of a claim is gone."""
+        path = self._path(name, number)
+        try:
+            # Opened, since a network file system may answer a plain question from memory.
+            with path.open("rb") as file:
+                beat, (host, process) = os.fstat(file.fileno()).st_mtime_ns, _owner(file.read())
+        except OSError:
+            return False
+        mine = process == os.getpid()
+        if host == socket.gethostname() and (not runs(process) or (mine and self._held.get(name) != number)):
+            return True
+        last, since = self._seen.get(path, (0, 0.0))
+        if beat != last:
+            self._seen[path] = (beat, time.monotonic())
+            return False
+        return time.monotonic() - since > STALE
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT):
+            for name, number in list(self._held.items()):
+                with contextlib.suppress(OSError):
+                    os.utime(self._path(name, number))

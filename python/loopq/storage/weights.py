@@ -1,0 +1,74 @@
+"""The stored weights of a model: each tensor once, tied names, and the one way to a layer's matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import NonFiniteError
+from loopq.storage.files import RawTensor
+from loopq.storage.model_files import model_tensors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Stored(Protocol):
+    """What tells how a weight is stored; `loopq.systems.base.SharedParameter` is one."""
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter."""
+
+    @property
+    def orientation(self) -> str:
+        """ "out_in" or "in_out"."""
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The stored weights of a model.
+
+    Parameters
+    ----------
+    tensors : mapping of str to RawTensor
+        Every tensor by the first name that holds it.
+    ties : mapping of str to str
+        Every further name to the first.
+    """
+
+    tensors: Mapping[str, RawTensor]
+    ties: Mapping[str, str]
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> ModelWeights:
+        """The state of a torch model, in its own memory."""
+        return cls(*model_tensors(model))
+
+    def raw(self, name: str) -> RawTensor:
+        """Return a tensor as it is stored, by any of its names."""
+        return self.tensors[self.ties.get(name, name)]
+
+    def oriented(self, parameter: Stored) -> NDArray[np.float32]:
+        """Return a weight in float32, outputs first, C-contiguous, shape (out_features, in_features).
+
+        Raises
+        ------
+        NonFiniteError
+            NaN or infinity, with its place.
+        """
+        weight = self.raw(parameter.name).float32()
+        if parameter.orientation == "in_out":
+            weight = weight.T
+        weight = np.ascontiguousarray(weight)
+        if not np.isfinite(weight).all():
+            row, column = (int(i) for i in np.argwhere(~np.isfinite(weight))[0])
+            raise NonFiniteError(
+                f"layer {parameter.name}: weight[{row}, {column}] is {weight[row, column]}; the stored model is "
+                "damaged or overflowed: convert it again from its source"
+            )
+        return weight

@@ -1,0 +1,1 @@
+"""What a user sees while work goes on: progress, tables, interrupts."""

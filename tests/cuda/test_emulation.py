@@ -1,0 +1,222 @@
+"""The unchanged kernel source on the CPU, over a checking stand-in for its primitives, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.cuda.cases import Case, from_bf16, make_problem, relative_l2, run, solve, to_bf16
+from tests.support.cuda.emulation import EmulationError, compiler
+
+pytestmark = pytest.mark.skipif(
+    compiler() is None,
+    reason="NO C++ COMPILER: the CUDA kernels are NOT functionally tested here; install g++ or set CXX",
+)
+
+TOLERANCE = 1e-6  # the issue's bound; a float32 sum of these lengths stays near 1e-7
+
+HUGINN = [
+    Case(k=10560, n=48, tokens=7, blocks=1, slices=4, warps=5),
+    Case(k=5280, n=80, tokens=16, blocks=2, slices=3, warps=4),
+    Case(k=17920, n=32, tokens=1, blocks=1, slices=7, warps=4, bulk=True),
+]
+
+
+@pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
+def test_huginn_widths_at_full_length(case: Case) -> None:
+    result, problem = solve(case)
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16])
+@pytest.mark.parametrize("case", HUGINN, ids=lambda c: f"K{c.k}")
+def test_huginn_widths_sweep(case: Case, tokens: int, bulk: bool) -> None:
+    for group in (32, 64, 128, -1):
+        result, problem = solve(case, tokens=tokens, bulk=bulk, group=group, seed=tokens)
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("k", [32, 64, 96, 128, 160, 192, 224, 480])
+def test_every_remainder_of_k(k: int, group: int, bulk: bool) -> None:
+    result, problem = solve(Case(k=k, n=48, tokens=3, group=group, bulk=bulk, warps=3, seed=k))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [*range(1, 17), 17, 24, 31, 32])
+def test_every_number_of_tokens(tokens: int) -> None:
+    result, problem = solve(Case(k=416, n=80, tokens=tokens, blocks=2, slices=2, warps=3, seed=tokens))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [33, 48, 64, 65, 100, 128, 129, 200, 256])
+def test_many_tokens(tokens: int) -> None:
+    """Blocks of 64 and of 128 tokens, whole and in part; the last block's pairs are in part beyond the outputs."""
+    result, problem = solve(Case(k=416, n=304, tokens=tokens, slices=2, seed=tokens))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [40, 130])
+@pytest.mark.parametrize("group", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("k", [32, 96, 160, 480])
+def test_every_remainder_of_k_with_many_tokens(k: int, group: int, tokens: int) -> None:
+    for slices in (1, 3):
+        case = Case(k=k, n=48, tokens=tokens, group=group, slices=slices, seed=k)
+        result, problem = solve(case)
+        assert relative_l2(result, problem.expected) < TOLERANCE, case
+
+
+@pytest.mark.parametrize(
+    ("activation", "scales", "group"), [("bf16", "bf16", 64), ("fp16", "fp16", 32), ("fp16", "f32", 128)]
+)
+def test_types_with_many_tokens(activation: str, scales: str, group: int) -> None:
+    for tokens in (50, 100):
+        case = Case(k=352, n=48, tokens=tokens, activation=activation, scales=scales, group=group, slices=2)
+        result, problem = solve(case)
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_other_ring_depths_with_many_tokens(stages: int) -> None:
+    for tokens in (64, 70):
+        result, problem = solve(Case(k=992, n=80, tokens=tokens, stages=stages, slices=2))
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+def test_bias_addend_rounding_and_a_range_of_k_with_many_tokens() -> None:
+    for tokens in (33, 140):
+        case = Case(k=832, n=48, tokens=tokens, k_begin=96, k_end=736, slices=2, bias=True, addend=True)
+        exact, problem = solve(case)
+        assert relative_l2(exact, problem.expected) < TOLERANCE
+        rounded, _ = solve(case, out_float32=False)
+        np.testing.assert_array_equal(rounded, from_bf16(to_bf16(exact)))
+
+
+def test_order_does_not_matter_and_tokens_share_bits_with_many_tokens() -> None:
+    case = Case(k=608, n=272, tokens=120, slices=4)
+    first, _ = solve(case)
+    for seed in (1, 2, 3):
+        again, _ = solve(case, seed=seed)
+        np.testing.assert_array_equal(again, first)
+    part, _ = solve(case, tokens=70)
+    np.testing.assert_array_equal(part, first[:70])
+
+
+def test_a_token_has_the_same_bits_in_any_batch() -> None:
+    case = Case(k=1312, n=80, tokens=16, blocks=2, slices=3, warps=5)
+    full, _ = solve(case)
+    for tokens in (1, 7, 8, 9):
+        part, _ = solve(case, tokens=tokens)
+        np.testing.assert_array_equal(part, full[:tokens])
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_order_of_threads_and_blocks_does_not_matter(bulk: bool) -> None:
+    case = Case(k=1312, n=112, tokens=5, blocks=2, slices=4, warps=5, bulk=bulk)
+    first, _ = solve(case)
+    for seed in range(1, 6):
+        again, _ = solve(case, seed=seed)
+        np.testing.assert_array_equal(again, first)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slices", "warps", "n"),
+    [
+        (1, 1, 1, 16),
+        (1, 1, 1, 160),
+        (1, 1, 16, 32),
+        (3, 1, 4, 112),
+        (2, 5, 2, 64),
+        (1, 9, 7, 48),
+        (4, 2, 16, 256),
+        (1, 3, 2, 272),
+    ],
+)
+@pytest.mark.parametrize("bulk", [False, True])
+def test_every_way_of_cutting(blocks: int, slices: int, warps: int, n: int, bulk: bool) -> None:
+    case = Case(k=608, n=n, tokens=9, blocks=blocks, slices=slices, warps=warps, bulk=bulk, seed=n)
+    result, problem = solve(case)
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("stages", "tokens"), [(2, 4), (3, 12)])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_other_ring_depths(stages: int, tokens: int, group: int) -> None:
+    result, problem = solve(Case(k=992, n=64, tokens=tokens, group=group, stages=stages, warps=3))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("scales", ["f32", "bf16", "fp16"])
+@pytest.mark.parametrize("activation", ["bf16", "fp16"])
+def test_types_of_activations_and_scales(activation: str, scales: str, bulk: bool) -> None:
+    case = Case(k=352, n=48, tokens=4, activation=activation, scales=scales, bulk=bulk, group=32)
+    for group in (32, 128):
+        result, problem = solve(case, group=group)
+        assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+def test_sixteen_bit_output_is_rounded_once() -> None:
+    case = Case(k=1312, n=80, tokens=7, out_float32=False, blocks=2, slices=3, warps=4)
+    result, problem = solve(case)
+    exact, _ = solve(case, out_float32=True)
+    np.testing.assert_array_equal(result, from_bf16(to_bf16(exact)))
+    correctly_rounded = from_bf16(to_bf16(problem.expected))
+    assert relative_l2(result, correctly_rounded.astype(np.float64)) < 2e-4
+    half, problem = solve(case, activation="fp16")
+    np.testing.assert_allclose(half, problem.expected.astype(np.float16), rtol=1e-3)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_bias_and_addend(slices: int) -> None:
+    result, problem = solve(Case(k=416, n=48, tokens=5, slices=slices, bias=True, addend=True))
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("k_begin", "k_end"), [(0, 416), (416, 832), (0, 96), (96, 832), (32, 64)])
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_range_of_k_keeps_the_groups_of_the_whole(k_begin: int, k_end: int, group: int) -> None:
+    case = Case(k=832, n=48, tokens=3, group=group, k_begin=k_begin, k_end=k_end, slices=2, warps=3)
+    result, problem = solve(case)
+    assert relative_l2(result, problem.expected) < TOLERANCE
+
+
+def test_weights_are_exact() -> None:
+    """One input at a time picks out one column of W: every q in -8..7 must come out as exactly q * s."""
+    case = Case(k=128, n=16, tokens=16, warps=1)
+    for activation in ("bf16", "fp16"):
+        problem = make_problem(replace(case, activation=activation))
+        one = 0x3F80 if activation == "bf16" else 0x3C00
+        for start in range(0, 128, 16):
+            problem.x[:, :128] = 0
+            problem.x[np.arange(16), start + np.arange(16)] = one
+            expected = (problem.codes * problem.scale_bits[0][:, None])[:, start : start + 16].T
+            np.testing.assert_array_equal(run(problem), expected)
+
+
+def test_not_a_number_stays_in_its_token() -> None:
+    problem = make_problem(Case(k=224, n=32, tokens=4))
+    problem.x[2, 5] = 0x7FC0
+    result = run(problem)
+    assert np.isnan(result[2]).all()
+    assert relative_l2(result[[0, 1, 3]], problem.expected[[0, 1, 3]]) < TOLERANCE
+
+
+def test_too_little_shared_memory_is_seen() -> None:
+    problem = make_problem(Case(k=1024, n=32, tokens=4, warps=1))
+    needed = problem.case.plan.shared_bytes(4, 1)
+    run(problem, shared_bytes=needed)
+    with pytest.raises(EmulationError, match="shared access at byte"):
+        run(problem, shared_bytes=needed - 16)
+
+
+def test_an_array_too_short_is_seen() -> None:
+    problem = make_problem(Case(k=224, n=32, tokens=4))
+    problem.scale_bits = problem.scale_bits[:1]
+    problem.codes = problem.codes[:, :96]
+    with pytest.raises(EmulationError, match="outside memory"):
+        run(problem)

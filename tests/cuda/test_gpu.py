@@ -1,0 +1,64 @@
+"""On a GPU: results against float64, graphs against single launches, and the operator itself (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from benches.kernels.procedure import verify_products
+from benches.kernels.rollouts import LoopSize, same_bits_overlapping, verify_rollout
+from benches.kernels.shapes import HUGINN, Projection
+from loopq.cuda.load import CudaBackend, cuda_backend
+from loopq.errors import KernelError
+from loopq.inference.linear import QuantLinear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_products_of_huginn(bulk: bool) -> None:
+    if bulk and torch.cuda.get_device_capability(0) < (9, 0):
+        pytest.skip("bulk copies need compute capability 9.0")
+    records = verify_products(cuda_backend(0), HUGINN, bulk=bulk)
+    assert len(records) == 51
+    for r in records:
+        assert r["error_float32"] <= 3e-6
+        assert r["error_rounded"] <= 2e-4
+        assert r["repeatable"]
+        assert r["same_in_batch"]
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+def test_edges(group_size: int) -> None:
+    edges = [Projection("edge", k, n, 1) for k, n in ((32, 16), (96, 48), (1312, 336))]
+    for r in verify_products(cuda_backend(0), edges, tokens=(1, 8, 9, 24, 33, 64), group_size=group_size):
+        assert r["error_float32"] <= 3e-6
+
+
+def test_a_graph_replays_the_bits_of_single_launches() -> None:
+    size = LoopSize(width=480, heads=5, inner=1280, blocks=2)
+    for r in verify_rollout(cuda_backend(0), size=size, n_steps=4):
+        assert r["n_products"] == 4 * 9
+        assert r["replay_equals_eager"]
+    assert same_bits_overlapping(cuda_backend(0), CudaBackend(0, overlap=True), size=size, n_steps=4)
+
+
+def test_the_operator_agrees_with_the_reference_and_refuses() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-8, 8, (48, 416)).astype(np.int8)
+    layer = QuantLinear.from_codes(codes, rng.uniform(0.5, 2, (48, 4)).astype(np.float32), 128, 4)
+    for tokens in (1, 64, 65):
+        x = torch.randn(tokens, 416, generator=torch.Generator().manual_seed(1)).bfloat16()
+        expected = layer.cpu()(x).float()
+        found = layer.cuda()(x.cuda()).float().cpu()
+        # Above 64 tokens the weights are rounded to bfloat16 first.
+        allowed = 4e-3 if tokens <= 64 else 8e-3
+        assert torch.linalg.norm(found - expected) <= allowed * torch.linalg.norm(expected)
+    with pytest.raises(KernelError, match="move the layer or the input"):
+        layer.cuda()(torch.ones(1, 416).bfloat16())
+    with pytest.raises(KernelError, match="takes bfloat16 and float16"):
+        layer.cuda()(torch.ones(1, 416, device="cuda"))

@@ -1,0 +1,207 @@
+"""The parts of the benchmarks that need no GPU: statistics, shapes, and both verifications, emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from benches.kernels import procedure as bench
+from benches.kernels import products as bench_products
+from benches.kernels import rollouts as bench_rollout
+from benches.kernels.shapes import HUGINN, MODELS, Projection, weights_per_step
+from loopq.cuda.w4a16 import dequantize_packed
+from loopq.errors import ConfigError
+from tests.support.cuda.backend import EmulatedBackend
+from tests.support.cuda.emulation import compiler
+
+needs_compiler = pytest.mark.skipif(
+    compiler() is None, reason="NO C++ COMPILER: verification is NOT emulated here; install g++ or set CXX"
+)
+CPU = torch.device("cpu")
+
+
+def test_huginn_is_as_large_as_published() -> None:
+    assert weights_per_step(HUGINN) == 1_637_222_400
+    assert sum(layer.calls for layer in HUGINN) == 17
+    step = sum(layer.calls * layer.int4_bytes() for layer in HUGINN)
+    # 0.8445 GB without any padding; tiles of 64 rows fill up 32 rows of K = 5280.
+    assert 0.8445e9 <= step <= 0.8445e9 * 1.006
+    for layers in MODELS.values():
+        assert all(layer.in_features % 32 == 0 and layer.out_features % 16 == 0 for layer in layers)
+
+
+def test_timing_takes_quartiles() -> None:
+    assert bench.Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]) == bench.Timing(3.0, 2.0, 4.0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bulk", [False, True])
+def test_verification_of_products(bulk: bool) -> None:
+    layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
+    records = bench.verify_products(EmulatedBackend(), layers, tokens=(1, 7, 40), bulk=bulk)
+    assert len(records) == 9
+    for record in records:
+        assert record["error_float32"] < 1e-6
+        assert record["error_rounded"] < 2e-4
+        assert 1e-3 < record["error_bfloat16"] < 2.2e-3, "one rounding to bfloat16, no more and no less"
+        assert record["repeatable"]
+        assert record["same_in_batch"]
+
+
+@needs_compiler
+def test_verification_notices_a_wrong_product() -> None:
+    class Wrong(EmulatedBackend):
+        def launch(self, kernel, grid, threads, shared_bytes, args):  # type: ignore[no-untyped-def]
+            args = list(args)
+            args[-2] = np.int32(1)  # one scale row instead of all of them
+            super().launch(kernel, grid, threads, shared_bytes, args)
+
+    (record,) = bench.verify_products(Wrong(), [Projection("a", 416, 48, 1)], tokens=(1,))
+    assert record["error_float32"] > 1e-2
+
+
+@needs_compiler
+def test_verification_of_rollouts() -> None:
+    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=2)
+    records = bench_rollout.verify_rollout(
+        EmulatedBackend(), size=size, n_steps=2, tokens=(1, 5), graphs=False
+    )
+    for record in records:
+        assert record["n_products"] == 2 * 9
+        assert record["replay_equals_eager"] is None
+        assert 0 < record["from_eager_loop"] < 0.05
+        assert record["hoisted_from_plain"] < 0.02
+
+
+def test_arms_hold_the_same_weights() -> None:
+    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
+    int4 = bench_rollout.random_parts(size, CPU, quantized=True)
+    dense = bench_rollout.random_parts(size, CPU, quantized=False)
+    for a, b in zip(int4.products(), dense.products(), strict=True):
+        weight = dequantize_packed(a.qweight, a.scales, a.in_features, a.group_size)
+        assert torch.equal(weight.bfloat16(), b.weight)
+    assert torch.equal(int4.blocks[0].norms[3], dense.blocks[0].norms[3])
+
+
+class FixedClock(EmulatedBackend):
+    """Runs nothing when timed: the variants take 3 and 1 microseconds in the order in which they are first timed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+        self.order: list[int] = []
+
+    def microseconds(self, work: Callable[[], object]) -> float:
+        if work not in self.seen:
+            self.seen.append(work)
+        self.order.append(self.seen.index(work))
+        return 3.0 if self.order[-1] % 2 == 0 else 1.0
+
+
+QUICK = bench.Procedure(warm_ups=0, trials=4, cold_bytes=1, calls_per_graph=2, copy_bytes=64)
+
+
+def test_the_papers_procedure_is_the_default() -> None:
+    assert bench.Procedure() == bench.Procedure(warm_ups=10, trials=50)
+    assert bench.Procedure().copies(HUGINN[0].int4_bytes()) * HUGINN[0].int4_bytes() >= 200 * 1024**2
+    with pytest.raises(ConfigError, match="trials must be at least 1; got 0"):
+        bench.Procedure(trials=0)
+
+
+def test_paired_trials_alternate_and_warm_up() -> None:
+    backend = FixedClock()
+    calls: list[str] = []
+    first, second = lambda: calls.append("first"), lambda: calls.append("second")
+    procedure = bench.Procedure(warm_ups=2, trials=4)
+    assert bench.paired_trials(backend, first, second, procedure) == ([3.0] * 4, [1.0] * 4)
+    assert calls == ["first", "second"] * 2
+    assert backend.order == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_copy_counts_what_is_read_and_written() -> None:
+    assert bench.copy_bandwidth(FixedClock(), QUICK) == pytest.approx(2 * 64 / 3e-6)
+
+
+def test_a_recording_repeats_its_runs() -> None:
+    calls: list[int] = []
+    runs = [lambda i=i: calls.append(i) for i in range(3)]
+    recording = bench.record(FixedClock(), runs, bench.Procedure(calls_per_graph=7))
+    assert calls == [0, 1, 2], "one round before, so that everything is loaded"
+    recording.captured.replay()
+    assert calls[3:] == [0, 1, 2] * 3
+    assert recording.n_calls == 9
+    assert recording.per_call([18.0]) == [2.0]
+
+
+@needs_compiler
+def test_comparison_of_products_adds_up() -> None:
+    layers = [Projection("a", 1312, 48, 2), Projection("b", 96, 80, 1)]
+    found = bench_products.compare_products(
+        FixedClock(), layers, tokens=(1, 7), bandwidth=1e9, procedure=QUICK
+    )
+    assert len(found["products"]) == 4
+    for record in found["products"]:
+        assert record["ratio"] == {"ratio": 3.0, "low": 3.0, "high": 3.0}
+        assert record["int4"]["median"] == 0.5  # one microsecond for two calls
+        share = record["int4_bytes"] / 0.5e-6 / 1e9
+        assert record["share_of_copy_bandwidth"] == pytest.approx(share)
+        assert "unavailable" in record["torch_int4"] or "timing" in record["torch_int4"]
+    assert [step["ratio"] for step in found["step"]] == [3.0, 3.0]
+    assert found["step"][0]["int4"] == pytest.approx(1.5)
+
+
+@needs_compiler
+def test_sweep_times_the_planners_cut_and_others() -> None:
+    layers = [Projection("a", 1312, 96, 1)]
+    options = {"tokens": (1,), "slices": (1, 2), "warps": (4,), "depths": (4,), "procedure": QUICK}
+    found = bench_products.sweep_cuts(FixedClock(), layers, **options)  # type: ignore[arg-type]
+    assert found["complete"]
+    cuts = found["cuts"]
+    assert sum(cut["picked"] for cut in cuts) == 2, "one per way of bringing weights in"
+    assert {(cut["slices"], cut["warps"]) for cut in cuts if not cut["picked"]} == {(1, 4), (2, 4)}
+    stopped = bench_products.sweep_cuts(FixedClock(), layers, seconds=-1.0, **options)  # type: ignore[arg-type]
+    assert stopped == {"cuts": [], "complete": False}
+
+
+@needs_compiler
+def test_threshold_times_three_ways() -> None:
+    found = bench_products.find_threshold(
+        FixedClock(), [Projection("a", 160, 32, 1)], tokens=(17, 70), procedure=QUICK
+    )
+    # The clock's times alternate from graph to graph.
+    ways = [(r["tokens"], r["int4"], r["pieces"], r["dequantized"]) for r in found]
+    assert ways == [(17, 1.5, 0.5, 1.5), (70, 0.5, 1.5, 0.5)]
+
+
+@needs_compiler
+def test_comparison_of_rollouts_pairs_like_with_like() -> None:
+    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
+    (found,) = bench_rollout.compare_rollouts(
+        {"plain": EmulatedBackend()}, size=size, n_steps=1, tokens=(2,), procedure=QUICK
+    )
+    assert set(found["ratios"]) == {
+        "bf16_graph_plain / int4_graph_plain",
+        "bf16_graph_plain_hoisted / int4_graph_plain_hoisted",
+        "bf16_eager / int4_eager",
+        "bf16_eager / int4_graph_plain",
+    }
+    assert all(ratio["low"] <= ratio["ratio"] <= ratio["high"] for ratio in found["ratios"].values())
+    assert len(found["milliseconds"]) == 6
+    assert all(0 < t["low"] <= t["median"] <= t["high"] for t in found["milliseconds"].values())
+
+
+@needs_compiler
+def test_overlap_that_changes_bits_is_noticed() -> None:
+    size = bench_rollout.LoopSize(width=96, heads=3, inner=160, blocks=1)
+
+    class Racing(EmulatedBackend):
+        def launch(self, kernel, grid, threads, shared_bytes, args):  # type: ignore[no-untyped-def]
+            if kernel.entry != "loopq_swiglu":  # one small kernel came too late
+                super().launch(kernel, grid, threads, shared_bytes, args)
+
+    same = bench_rollout.same_bits_overlapping
+    assert same(EmulatedBackend(), EmulatedBackend(), size=size, n_steps=1, seeds=1)
+    assert not same(EmulatedBackend(), Racing(), size=size, n_steps=1, seeds=1)

@@ -1,0 +1,191 @@
+"""GGUF: our codes as llama.cpp's blocks, bit for bit, read back by its own Python package."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import benches.zoo.models
+import loopq
+from loopq.errors import CheckpointError
+from loopq.formats.convert import write_as
+from loopq.formats.gguf import Shape, blocks, write_gguf
+from loopq.formats.native import load_into
+from tests.support.interop import models
+
+gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
+
+
+def looped(**grid):
+    """A Nanbeige-shaped model and its checkpoint, with the config.json of the published class."""
+    config = {
+        "architectures": ["NanbeigeForCausalLM"], "model_type": "nanbeige", "vocab_size": 96, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 24, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_loops": 3,
+    }  # fmt: skip
+    small = {
+        "model_type": "loopq-zoo-nanbeige", "vocab_size": 96, "n_embd": 64, "intermediate_size": 96, "n_layers": 2,
+        "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "block_size": 64, "num_loops": 3,
+    }  # fmt: skip
+    torch.manual_seed(3)
+    model = benches.zoo.models.build(small).eval()
+    return model, models.checkpoint_of(model, config, **{"bits": 4, "group_size": 32, **grid})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, -1])
+def test_blocks_stand_for_the_very_weights(bits, group_size):
+    weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
+    layer = models.rounded("a.weight", weight, bits=bits, group_size=group_size)
+    flipped = dataclasses.replace(layer, scales=-layer.scales)
+    for found in (layer, flipped):
+        kind, data = blocks(found)
+        assert kind == f"Q{bits}_0"
+        again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+        assert np.array_equal(again, found.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("grid", "match"),
+    [
+        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has a type for INT4 and INT8"),
+        ({"bits": 4, "group_size": 32, "symmetric": False}, r"INT4, asymmetric"),
+        ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a GGUF block is 32 weights"),
+        ({"bits": 4, "group_size": 48}, r"128 columns in groups of 48"),
+        ({"bits": 4, "group_size": 32, "scale_dtype": "float32"}, r"GGUF stores scales in float16"),
+    ],
+)
+def test_what_llama_cpp_has_no_type_for_is_refused(grid, match):
+    weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
+    with pytest.raises(CheckpointError, match=match):
+        blocks(models.rounded("a.weight", weight, **grid))
+
+
+@pytest.mark.parametrize("grid", [{}, {"bits": 8, "group_size": -1}, {"leave": ("lm_head", "mlp")}])
+def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path, grid):
+    _, checkpoint = looped(**grid)
+    write_as(tmp_path / "q", checkpoint, "native")
+    lines = write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    assert "nanbeige, 3 loops, 21 tensors" in lines[0]
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    found = {name: field.contents() for name, field in reader.fields.items()}
+    assert found["general.architecture"] == "nanbeige"
+    assert found["nanbeige.num_loops"] == 3
+    assert found["nanbeige.skip_loop_final_norm"] is False
+    assert found["nanbeige.attention.key_length"] == 24
+    tensors = {t.name: t for t in reader.tensors}
+    value = tensors["blk.1.attn_q.weight"]
+    weight = gguf.quants.dequantize(value.data, value.tensor_type)
+    layer = checkpoint.layers["model.layers.1.self_attn.q_proj.weight"].dequantize()
+    # Row r of the first half of a head and row r of its second half become neighbours.
+    head = layer[24:48]
+    assert np.array_equal(weight[24:48:2], head[:12])
+    assert np.array_equal(weight[25:48:2], head[12:])
+    other = tensors["blk.1.attn_v.weight"]
+    plain = checkpoint.layers["model.layers.1.self_attn.v_proj.weight"].dequantize()
+    assert np.array_equal(gguf.quants.dequantize(other.data, other.tensor_type), plain)
+
+
+def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
+    base = {"architectures": ["NanbeigeForCausalLM"]}
+    assert Shape.of({**base, "loop_loss_weights": [0.1, 0.2], "num_loops": 2}).n_loops == 3
+    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2"):
+        Shape.of({"architectures": ["OuroForCausalLM"]})
+    with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
+        Shape.of({**base, "rope_scaling": {"type": "yarn"}})
+    with pytest.raises(CheckpointError, match=r"'model\.gate\.weight': has no place"):
+        Shape.of(base).tensors("model.gate.weight")
+    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
+        Shape.read({"config.json": b"[]"})
+
+
+def test_the_tokenizer_of_another_file_is_copied(tmp_path):
+    path = tmp_path / "vocabulary.gguf"
+    writer = gguf.GGUFWriter(path, "nanbeige")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{i}>" for i in range(96)])
+    writer.add_token_scores([0.5] * 96)
+    writer.add_bos_token_id(1)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        write()
+    _, checkpoint = looped()
+    write_as(tmp_path / "q", checkpoint, "native")
+    write_gguf(tmp_path / "q", tmp_path / "m.gguf", path)
+    source, found = (gguf.GGUFReader(p).fields for p in (path, tmp_path / "m.gguf"))
+    names = [n for n in source if n.startswith("tokenizer.")]
+    assert len(names) == 4
+    assert {n: found[n].contents() for n in names} == {n: source[n].contents() for n in names}
+
+
+def test_logits_of_llama_cpp(tmp_path):
+    """Runs where llama-cpp-python is there and knows the architecture."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: llama-cpp-python is not installed")
+    model, checkpoint = looped(bits=8, group_size=32)
+    write_as(tmp_path / "q", checkpoint, "native")
+    write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    load_into(model, checkpoint)
+    ids = [5, 9, 7, 30, 11, 12]
+    engine = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=32, logits_all=True, verbose=False, n_threads=1)
+    engine.eval(ids)
+    found = torch.tensor(np.array(engine.scores[: len(ids)]))
+    expected = model(torch.tensor([ids]), use_cache=False).logits[0].detach()
+    # Q8_0 products round the activations to 8 bits.
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
+
+
+def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, looped_layers=[1, 3, 2], tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    told = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    write_as(tmp_path / "q", models.checkpoint_of(model, told, bits=4, group_size=32), "native")
+    lines = write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    assert "the loop is written out: 6 layers in the order in which they run" in lines
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.fields["llama.block_count"].contents() == 6
+    data = {t.name: t.data for t in reader.tensors}
+    for part in ("attn_q.weight", "ffn_down.weight", "ffn_norm.weight"):
+        assert np.array_equal(data[f"blk.1.{part}"], data[f"blk.3.{part}"])
+        assert np.array_equal(data[f"blk.2.{part}"], data[f"blk.4.{part}"])
+    layers = loopq.load(tmp_path / "q").model.model.layers
+    for k, i in ((0, 0), (1, 1), (2, 2), (5, 3)):
+        again = gguf.quants.dequantize(data[f"blk.{k}.ffn_down.weight"], gguf.GGMLQuantizationType.Q4_0)
+        assert np.array_equal(again, layers[i].mlp.down_proj.weight.detach().numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "m")
+    lines = write_gguf(f"looped:{tmp_path / 'm'}[1:3]x2", tmp_path / "m.gguf")
+    assert "the loop is written out: 5 layers in the order in which they run" in lines
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
+    found = reader.fields["general.file_type"].contents()
+    assert gguf.LlamaFileType(found).name == ("ALL_F32" if kind == "F32" else f"MOSTLY_{kind}")
+    tensors = {t.name: t for t in reader.tensors}
+    assert tensors["blk.4.ffn_up.weight"].tensor_type.name == kind
+    again = gguf.quants.dequantize(
+        tensors["blk.4.ffn_up.weight"].data, tensors["blk.4.ffn_up.weight"].tensor_type
+    )
+    assert np.array_equal(again, model.model.layers[2].mlp.up_proj.weight.detach().float().numpy())
+    # Without a loop, a plain Llama.
+    write_gguf(tmp_path / "m", tmp_path / "plain.gguf")
+    assert gguf.GGUFReader(tmp_path / "plain.gguf").fields["llama.block_count"].contents() == 3
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        write_gguf(tmp_path, tmp_path / "none.gguf")

@@ -1,0 +1,160 @@
+"""Generating text: the logits of one token after another, choosing tokens, and what cannot generate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loopq.errors import ConfigError
+from loopq.inference.generate import Decoder, Generation, choose, decode, end_ids, generate
+from loopq.models.load import load_model
+from loopq.systems.base import Batch
+from tests.support.systems import CASES, as_loaded, open_system
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
+
+_TEXT = [5, 9, 7, 30, 11, 12]
+_MORE = [8, 21, 4, 17]
+_SILENT = ("albert", "trm")
+_CAUSAL = {name: case for name, case in CASES.items() if case.system not in _SILENT}
+#: Classes, or adapters, that keep keys and values.
+_CACHED = (
+    "COCONUT",
+    "IQuest",
+    "LoopUS",
+    "looped Llama",
+    "looped OLMoE, experts",
+    "looped Qwen2, windows",
+    "transformers GPT-2 COCONUT",
+    "transformers GPT-NeoX Ponder",
+    "transformers GPT-NeoX Ponder, scaled",
+    "transformers HRM-Text",
+    "transformers Mamba",
+    "transformers Zamba",
+    "transformers Zamba2",
+    "generic HRM-Text",
+    "generic Zamba",
+)
+
+
+def _rolled_out(system, ids, n_steps):
+    return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0, -1].float()
+
+
+@pytest.mark.parametrize("name", _CAUSAL)
+def test_one_token_after_another_gives_the_logits_of_a_rollout(name):
+    case = _CAUSAL[name]
+    system = open_system(case)
+    for n_steps in case.depths:
+        decoder = Decoder(system, n_steps, Generation())
+        assert (decoder.no_cache == "") == (name in _CACHED), decoder.no_cache
+        ids = system.prompt_ids(_TEXT)
+        for n in range(len(_MORE) + 1):
+            text = [*ids, *_MORE[:n]]
+            expected = _rolled_out(system, text, n_steps)
+            torch.testing.assert_close(decoder(text), expected, rtol=1e-5, atol=1e-5)
+        assert decoder.depths == [n_steps] * 5
+
+
+@pytest.mark.parametrize("name", ["looped Llama", "Ouro"])
+def test_a_text_may_begin_otherwise_than_the_one_before_or_be_the_same(name):
+    system = open_system(CASES[name])
+    decoder = Decoder(system, 2, Generation())
+    for text in (_TEXT, [*_TEXT, 8], [3, *_TEXT], _TEXT[:4], _TEXT[:4]):
+        torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_text_whose_run_was_stopped_is_run_anew(monkeypatch):
+    system = open_system(CASES["looped Llama"])
+    decoder, right = Decoder(system, 2, Generation()), system.extend
+    decoder(_TEXT)
+
+    def stopped(*args):
+        right(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(system, "extend", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        decoder([*_TEXT, 8])
+    monkeypatch.setattr(system, "extend", right)
+    text = [*_TEXT, 8]
+    torch.testing.assert_close(decoder(text), _rolled_out(system, text, 2), rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_starts_from_the_same_state_however_many_follow():
+    system = open_system(CASES["Huginn"])
+    ids = torch.tensor([_TEXT])
+    long, short = (system.noise(Batch(i, (3,), 1, by_token=True)) for i in (ids, ids[:, :4]))
+    assert torch.equal(long[:, :4], short)
+    assert not torch.equal(long[:, 0], long[:, 1])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.system in _SILENT])
+def test_models_that_are_not_causal_are_refused(name):
+    system = open_system(CASES[name])
+    with pytest.raises(ConfigError, match=r"no text to generate|cannot generate text"):
+        Decoder(system, system.n_steps, Generation())
+
+
+def test_a_cache_that_fails_or_gives_other_logits_is_not_used(monkeypatch):
+    system = open_system(CASES["transformers HRM-Text"])
+    right = system.extend
+    monkeypatch.setattr(system, "extend", lambda *args: (right(*args)[0] * 1.01, None))
+    assert Decoder(system, 2, Generation()).no_cache == "the model's own cache gives other logits"
+    monkeypatch.setattr(system, "extend", lambda *args: [][0])
+    decoder = Decoder(system, 2, Generation())
+    assert "IndexError" in decoder.no_cache
+    torch.testing.assert_close(decoder(_TEXT), _rolled_out(system, _TEXT, 2))
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("Huginn", 1e-9, 1e3), ("Ouro", 1.0, 0.0)])
+def test_a_loop_is_left_early_by_the_models_own_rule(name, low, high):
+    """With a threshold that is met at once, and with one that never is."""
+    system = open_system(CASES[name])
+    late, early = (Decoder(system, 3, Generation(exit=x)) for x in (low, high))
+    torch.testing.assert_close(late(_TEXT), _rolled_out(system, _TEXT, 3), rtol=1e-5, atol=1e-5)
+    first = 2 if name == "Huginn" else 1
+    torch.testing.assert_close(early(_TEXT), _rolled_out(system, _TEXT, first), rtol=1e-5, atol=1e-5)
+    assert (late.depths, early.depths) == ([3], [first])
+
+
+def test_a_model_without_a_rule_is_not_left_early():
+    with pytest.raises(ConfigError, match=r"^exit: nanbeige has no rule"):
+        Decoder(open_system(CASES["Nanbeige"]), 2, Generation(exit=0.5))
+
+
+def test_tokens_are_chosen_greedily_or_drawn_from_the_most_probable():
+    logits = torch.tensor([0.0, 2.0, 1.0, -9.0])
+    generator = torch.Generator().manual_seed(0)
+    assert choose(logits, Generation(), generator) == 1
+    drawn = [choose(logits, Generation(temperature=1.0, top_p=0.9), generator) for _ in range(200)]
+    assert set(drawn) == {1, 2}
+    share = drawn.count(1) / 200
+    assert abs(share - 0.731) < 0.1
+    assert {choose(logits, Generation(temperature=5.0, top_p=1e-6), generator) for _ in range(20)} == {1}
+
+
+def test_generation_repeats_and_stops_where_the_model_ends_its_text():
+    loaded = load_model("huginn_small")
+    settings = Generation(n_tokens=8, temperature=0.8, seed=4)
+
+    def text(given):
+        decoder = Decoder(loaded.system, 2, given)
+        return list(generate(loaded, list(b"The sea"), decoder, given))
+
+    found = text(settings)
+    assert len(found) == 8
+    assert found == text(settings)
+    assert found[:5] == text(settings.changed(n_tokens=5))
+    assert found != text(settings.changed(seed=5))
+    loaded.config["eos_token_id"] = [found[3]]
+    assert text(settings) == found[: found.index(found[3])]
+    assert end_ids(loaded) == {found[3]}
+    with pytest.raises(ConfigError, match=r"n_tokens 128: .* 7 tokens more than the 128 positions"):
+        text(Generation())
+
+
+def test_text_of_bytes_and_of_other_ids():
+    assert decode(load_model("huginn_small"), list("é".encode())) == "é"
+    case = CASES["COCONUT"]
+    assert decode(as_loaded(open_system(case)), [300, 2]) == " 300 2"

@@ -1,0 +1,206 @@
+"""`QuantLinear` against the weight that its codes stand for: layouts, zero points, transforms, types, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from loopq.errors import ConfigError
+from loopq.inference.linear import LAYOUTS, Grid, QuantLinear
+from loopq.layers.transforms import ChannelScale, Rotation
+from tests.support.cuda.layers import dense, layer_parts
+from tests.support.cuda.marlin import marlin_by_formula
+
+TRANSFORMS = [
+    Rotation(20, "hadamard", 8),
+    Rotation(20, "random", 7, seed=3),
+    ChannelScale(np.linspace(0.5, 2, 20).astype(np.float32)),
+]
+
+
+def asymmetric(bits=3, rows=6, columns=20, group_size=8, seed=0):
+    """Arguments of `from_codes` for a layer with zero points, and its weight in float64."""
+    rng = np.random.default_rng(seed)
+    groups = 1 if group_size == -1 else -(-columns // group_size)
+    codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
+    zeros = rng.integers(0, 1 << bits, (rows, groups)).astype(np.uint8)
+    scales = rng.uniform(0.01, 0.2, (rows, groups)).astype(np.float16).astype(np.float32)
+    index = np.arange(columns) // (columns if group_size == -1 else group_size)
+    weight = (codes.astype(float) - zeros[:, index]) * scales[:, index]
+    return {
+        "codes": codes, "scales": scales, "group_size": group_size, "bits": bits, "zeros": zeros,
+    }, weight  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({}, True),
+        ({"group_size": -1}, True),
+        ({"group_size": 48}, False),
+        ({"bits": 3}, False),
+        ({"out_features": 24}, False),
+        ({"in_features": 80}, False),
+        ({"symmetric": False}, False),
+        ({"transformed": True}, False),
+    ],
+)
+def test_what_the_int4_kernel_takes(changes, fits):
+    given = {"out_features": 48, "in_features": 160, "group_size": 64, "bits": 4}
+    assert LAYOUTS["lq-w4"].fits(Grid(**given | changes)) is fits
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size"), [(48, 160, 64), (10, 70, 32), (16, 64, -1)]
+)
+def test_symmetric_layers_multiply_by_codes_times_scales(
+    bits: int, out_features: int, in_features: int, group_size: int
+) -> None:
+    codes, scales = layer_parts(out_features, in_features, group_size, bits)
+    layer = QuantLinear.from_codes(codes, scales, group_size, bits, bias=np.ones(out_features))
+    fits = bits == 4 and out_features % 16 == 0 and in_features % 32 == 0
+    assert layer.layout == ("lq-w4" if fits else "codes")
+    assert torch.equal(layer.codes(), torch.from_numpy(codes))
+    x = torch.randn(2, 3, in_features, generator=torch.Generator().manual_seed(4))
+    expected = x.double().numpy() @ dense(codes, scales, group_size).T + 1
+    np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-4, atol=1e-4 * 2**bits)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_scales_are_kept_exactly_in_the_fewest_bits() -> None:
+    codes, scales = layer_parts()
+    coarse = np.round(scales * 64) / 64
+    assert QuantLinear.from_codes(codes, coarse, 64, 4).scales.dtype == torch.bfloat16
+    finer = np.round(scales * 512) / 512
+    assert QuantLinear.from_codes(codes, finer, 64, 4).scales.dtype == torch.float16
+    assert QuantLinear.from_codes(codes, scales, 64, 4).scales.dtype == torch.float32
+    assert (
+        QuantLinear.from_codes(codes, scales, 64, 4, scale_dtype=torch.bfloat16).scales.dtype
+        == torch.bfloat16
+    )
+
+
+def test_state_moves_and_loads() -> None:
+    codes, scales = layer_parts()
+    layer = QuantLinear.from_codes(
+        torch.from_numpy(codes), torch.from_numpy(scales), 64, 4, bias=torch.ones(48)
+    )
+    other = QuantLinear.from_codes(np.zeros_like(codes), np.ones_like(scales), 64, 4, bias=torch.zeros(48))
+    other.load_state_dict(layer.state_dict())
+    x = torch.ones(1, 160)
+    expected = layer(x)
+    assert torch.equal(other(x), expected)
+    assert layer.to(torch.bfloat16).scales.dtype == torch.float32
+    assert torch.equal(layer.half()(x), expected)
+    assert layer.to("meta").scales.device.type == "meta"
+    assert "bits=4" in repr(layer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 5}, r"bits must be one of \(2, 3, 4, 8\)"),
+        ({"bits": 3}, r"3-bit codes lie in -4\.\.3"),
+        ({"group_size": 0}, "group_size must be positive"),
+        ({"group_size": 32}, r"scales of shape \(48, 3\); expected \(48, 5\)"),
+        ({"codes": np.zeros(8, np.int8)}, r"codes are int8 of shape \(8,\)"),
+        ({"codes": np.zeros((48, 160), np.int64)}, r"codes are int64 of shape \(48, 160\); expected int8"),
+        ({"bias": np.zeros(3)}, r"bias of shape \(3,\)"),
+    ],
+)
+def test_from_codes_refuses(changes: dict[str, object], message: str) -> None:
+    codes, scales = layer_parts()
+    given = {"codes": codes, "scales": scales, "group_size": 64, "bits": 4, **changes}
+    with pytest.raises(ConfigError, match=message):
+        QuantLinear.from_codes(**given)  # type: ignore[arg-type]
+
+
+def test_from_marlin_is_the_same_layer() -> None:
+    codes, scales = layer_parts(64, 128, 64)
+    n = np.arange(64)
+    stored = np.empty((2, 64), np.float32)
+    stored[:, (n & ~63) + 8 * (n & 7) + ((n & 63) >> 3)] = scales.T
+    layer = QuantLinear.from_marlin(
+        marlin_by_formula(codes), stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(64)
+    )
+    same = QuantLinear.from_codes(codes, scales, 64, 4, bias=np.ones(64))
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(layer(x), same(x))
+    words = marlin_by_formula(codes)
+    for group, given in ((-1, stored), (128, stored), (32, stored), (64, stored[:1])):
+        with pytest.raises(ConfigError, match="in groups of"):
+            QuantLinear.from_marlin(words, given, in_features=128, out_features=64, group_size=group)
+    with pytest.raises(ConfigError, match="zero beyond 96 inputs"):
+        QuantLinear.from_marlin(words, stored, in_features=96, out_features=64, group_size=64)
+    with pytest.raises(ConfigError, match="bias of shape"):
+        QuantLinear.from_marlin(
+            words, stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(63)
+        )
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group_size", [-1, 8, 32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_asymmetric_layers_equal_their_definition(bits, group_size, bias):
+    given, weight = asymmetric(bits, group_size=group_size)
+    b = torch.linspace(-1, 1, 6) if bias else None
+    layer = QuantLinear.from_codes(**given, bias=b)
+    assert torch.equal(layer.codes(), torch.from_numpy(given["codes"]))
+    np.testing.assert_array_equal(layer.dequantize().numpy(), weight.astype(np.float32))
+    x = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0))
+    expected = x.double().numpy() @ weight.T + (b.double().numpy() if bias else 0)
+    np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_input_is_transformed_at_each_call(transform, symmetric):
+    given, weight = asymmetric()
+    if symmetric:
+        given |= {"codes": (given["codes"].astype(int) - 4).astype(np.int8), "zeros": None}
+        weight = given["codes"] * np.repeat(given["scales"].astype(float), 8, axis=1)[:, :20]
+    layer = QuantLinear.from_codes(**given, transform=transform)
+    plain = transform.unfold(weight.astype(np.float32))
+    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
+    np.testing.assert_allclose(layer(x).numpy(), x.numpy() @ plain.T, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(plain, weight, atol=1e-3)
+    changed = given | {"codes": given["codes"] // 2, "scales": given["scales"] * 3}
+    again = QuantLinear.from_codes(**changed, transform=transform)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), layer(x))
+    assert str(transform.describe()["type"]) in repr(layer)
+
+
+def test_types_survive_a_change_of_the_models_type():
+    given, _ = asymmetric()
+    layer = QuantLinear.from_codes(**given, transform=Rotation(20, "hadamard", 4))
+    before = {n: (t.dtype, t.clone()) for n, t in layer.named_buffers()}
+    layer.bfloat16().double()
+    for name, tensor in layer.named_buffers():
+        assert tensor.dtype == before[name][0]
+        assert torch.equal(tensor, before[name][1])
+    assert {n: str(t[0]).removeprefix("torch.") for n, t in before.items()} == {
+        "qweight": "uint8", "scales": "float16", "zeros": "uint8", "transform.rotation_4": "float32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codes": np.zeros((6, 20), np.int8)}, r"codes are int8 of shape \(6, 20\); expected uint8"),
+        ({"codes": np.full((6, 20), 8, np.uint8)}, r"3-bit codes lie in 0\.\.7; got 8\.\.8"),
+        (
+            {"zeros": np.zeros((6, 2), np.uint8)},
+            r"zero points are uint8 of shape \(6, 2\); expected uint8 \(6, 3\)",
+        ),
+        ({"zeros": np.zeros((6, 3), np.int32)}, "zero points are int32"),
+        ({"transform": object()}, "no module applies an input transform of type object"),
+    ],
+)
+def test_asymmetric_and_transformed_layers_refuse(changes, message):
+    given, _ = asymmetric()
+    with pytest.raises(ConfigError, match=message):
+        QuantLinear.from_codes(**given | changes)

@@ -1,0 +1,303 @@
+"""The runner: logits of a rollout, the same bits however a text comes, and what it leaves to the model's modules."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import loopq._native as native
+from loopq.errors import ConfigError, KernelError
+from loopq.inference.generate import Decoder, Generation
+from loopq.inference.linear import QuantLinear
+from loopq.inference.runner import Runner, _Threads
+from loopq.layers.transforms import Rotation
+from loopq.models.load import load_model
+from loopq.systems.base import Batch, find_system
+from loopq.systems.program import Branch
+from tests.support.systems import CASES, open_system
+
+_KNOWN = (
+    "Huginn",
+    "R-Llama",
+    "Ouro",
+    "Nanbeige",
+    "Nanbeige, weighted loops",
+    "looped Llama",
+    "transformers HRM-Text",
+)
+_TEXT = [5, 9, 7, 30, 11, 12, 8, 21, 4, 17, 3, 2, 40]
+
+
+def coded(system, bits=4, **settings):
+    """The system with codes in the place of its shared linear layers, rounded to nearest in groups of 16."""
+    for shared in system.shared_parameters(system.n_steps):
+        name = shared.name.removesuffix(".weight")
+        linear = system.model.get_submodule(name)
+        weight = linear.weight.detach().float().numpy()
+        found = native.rtn(weight, bits=bits, group_size=16)
+        parent, _, child = name.rpartition(".")
+        made = QuantLinear.from_codes(
+            found["codes"],
+            found["scales"],
+            16,
+            bits,
+            linear.bias,
+            layout="lq-cpu",
+            scale_dtype=torch.float32,
+            **settings,
+        )
+        setattr(system.model.get_submodule(parent), child, made)
+    return system
+
+
+def looped(kind, **settings):
+    """A model of transformers with random weights, norms and biases, whose layers 1 and 2 of 4 run three times."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, **settings,
+    )  # fmt: skip
+    config.looped_layers = [1, 3, 3]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    return find_system(model)
+
+
+def rolled_out(system, ids, n_steps):
+    return system.rollout(Batch(torch.tensor([ids]), (0,), by_token=True), n_steps)[0].float()
+
+
+def extended(runner, ids):
+    batch, start = Batch(torch.tensor([ids]), (0,), by_token=True), runner.program.start
+    states = None if start is None else start(batch, runner.seen)[0]
+    return runner.extend(batch.input_ids[0, runner.seen :], states)
+
+
+@pytest.mark.parametrize("name", [*_KNOWN, "Qwen2", "Qwen3", "Mistral"])
+def test_it_gives_the_logits_of_a_rollout_at_any_depth(name):
+    own = {"Mistral": {"sliding_window": None}}.get(name, {})
+    system = coded(open_system(CASES[name]) if name in CASES else looped(name, **own))
+    if name == "transformers HRM-Text":
+        system.model.model.z_L_init.data.normal_()
+    for n_steps in (1, 3):
+        runner = Runner(system.program(n_steps))
+        whole = rolled_out(system, _TEXT, n_steps)
+        for n in range(1, len(_TEXT) + 1):
+            found = extended(runner, _TEXT[:n])
+            torch.testing.assert_close(found, whole[n - 1], rtol=2e-5, atol=2e-5)
+        assert runner.seen == len(_TEXT)
+
+
+@pytest.mark.parametrize("name", ["Huginn", "looped Llama"])
+def test_bits_depend_neither_on_threads_nor_on_how_the_text_comes(name):
+    system = coded(open_system(CASES[name]))
+    own = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            for parts in ((13,), (4, 13), (1, 2, 3, 13), (12, 13)):
+                runner = Runner(system.program(2))
+                for last in parts:
+                    logits = extended(runner, _TEXT[:last])
+                found.append(logits)
+                runner.restart()
+                assert torch.equal(extended(runner, _TEXT), logits)
+    finally:
+        torch.set_num_threads(own)
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+def test_threads_do_not_overtake_each_other():
+    """A core of two blocks behind an adapter, on more threads than there are processors, again and again."""
+    system = coded(load_model("huginn_small").system)
+    own = torch.get_num_threads()
+    ids = list(b"The sea was calm")
+    try:
+        torch.set_num_threads(1)
+        expected = extended(Runner(system.program(8)), ids)
+        for threads in (2, 3):
+            torch.set_num_threads(threads)
+            runner = Runner(system.program(8))
+            for _ in range(10):
+                assert torch.equal(extended(runner, ids), expected)
+                runner.restart()
+    finally:
+        torch.set_num_threads(own)
+
+
+def test_a_long_text_is_run_in_pieces_with_angles_for_all_its_positions():
+    system = coded(looped("Llama"))
+    long = [(7 * i) % 50 for i in range(700)]
+    runner = Runner(system.program(1))
+    torch.testing.assert_close(extended(runner, long), rolled_out(system, long, 1)[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_models_in_sixteen_bits_differ_by_their_own_rounding(dtype, tolerance):
+    system = coded(open_system(CASES["looped Llama"]))
+    system.model.to(dtype)
+    whole = rolled_out(system, _TEXT, 2)
+    found = extended(Runner(system.program(2)), _TEXT)
+    assert (found - whole[-1]).norm() < tolerance * whole[-1].norm()
+
+
+def test_eight_bit_activations_are_those_of_the_layers():
+    system = coded(open_system(CASES["looped Llama"]), activations="int8")
+    exact, whole = coded(open_system(CASES["looped Llama"])), rolled_out(system, _TEXT, 2)[-1]
+    found = extended(Runner(system.program(2)), _TEXT)
+    torch.testing.assert_close(found, whole, rtol=2e-3, atol=2e-3)
+    assert (found - whole).norm() < 0.2 * (whole - rolled_out(exact, _TEXT, 2)[-1]).norm()
+
+
+def test_text_is_generated_by_it_and_not_by_a_wrong_description(monkeypatch):
+    system = coded(open_system(CASES["Ouro"]))
+    decoder = Decoder(system, 3, Generation())
+    assert (decoder.no_runner, decoder.no_cache) == ("", "")
+    for n in range(6, len(_TEXT) + 1):
+        torch.testing.assert_close(
+            decoder(_TEXT[:n]), rolled_out(system, _TEXT[:n], 3)[-1], rtol=2e-5, atol=2e-5
+        )
+    other = [3, *_TEXT[1:]]
+    for text in (other, other[:9], other[:9]):
+        torch.testing.assert_close(decoder(text), rolled_out(system, text, 3)[-1], rtol=2e-5, atol=2e-5)
+    right = system.program
+
+    def without_branch_norms(n_steps):
+        found = right(n_steps)
+        order = [
+            (name, dataclasses.replace(what, norms=tuple(Branch(n.input) for n in what.norms)))
+            if name == "block"
+            else (name, what)
+            for name, what in found.order
+        ]
+        return dataclasses.replace(found, order=order)
+
+    monkeypatch.setattr(system, "program", without_branch_norms)
+    wrong = Decoder(system, 3, Generation())
+    assert wrong.no_runner == "the runner gives other logits"
+    torch.testing.assert_close(wrong(_TEXT), rolled_out(system, _TEXT, 3)[-1])
+
+
+def test_a_text_without_new_tokens_is_refused_by_the_runner():
+    system = coded(open_system(CASES["Ouro"]))
+    runner = Runner(system.program(2))
+    extended(runner, _TEXT)
+    with pytest.raises(ConfigError, match="no tokens to go on by, after 13"):
+        extended(runner, _TEXT)
+
+
+def test_tokens_run_on_one_thread_where_more_take_longer(monkeypatch):
+    clock, most = [0.0], 4
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: most)
+    threads = _Threads()
+
+    def ran(n_calls, seconds, n_tokens=1):
+        given = []
+        for _ in range(n_calls):
+            with threads.of(n_tokens) as n:
+                clock[0] += seconds[n]
+            given.append(n)
+        return given
+
+    assert ran(3, {4: 1.0}, n_tokens=2) == [4] * 3
+    assert ran(64, {4: 1.0, 1: 0.5}) == [4, 4] + [1] * 62
+    # They are timed anew, since other work may have ended.
+    assert ran(64, {4: 0.2, 1: 0.5}) == [4, 4, 1, 1] + [4] * 60
+    # One slow call does not decide.
+    assert ran(1, {4: 9.0}) + ran(63, {4: 0.2, 1: 0.5}) == [4, 4, 1, 1] + [4] * 60
+    most = 1
+    assert ran(5, {1: 1.0}) == [1] * 5
+
+
+def test_what_it_does_not_know_is_run_by_the_models_modules():
+    plain = Decoder(open_system(CASES["Ouro"]), 2, Generation())
+    assert plain.no_runner == "the runner takes models with codes, on the processor"
+    other = Decoder(coded(open_system(CASES["Parcae"])), 2, Generation())
+    assert other.no_runner == "the runner does not know the blocks of SmallParcae"
+    for changed in ({"sliding_window": 4}, {"hidden_act": "gelu"}):
+        assert coded(looped("Mistral", **{"sliding_window": None, **changed})).program(2) is None
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert looped("Llama", rope_parameters=rope).program(2) is None
+
+    system = coded(open_system(CASES["looped Llama"]))
+    layer = system.model.model.layers[0].mlp
+    size = layer.down_proj.in_features
+    layer.down_proj = QuantLinear.from_codes(
+        np.ones((layer.down_proj.out_features, size), np.int8),
+        np.full((layer.down_proj.out_features, 1), 0.01, np.float32),
+        -1, 4, transform=Rotation(size, "hadamard", 16), layout="lq-cpu",
+    )  # fmt: skip
+    assert "does not multiply by QuantLinear" in Decoder(system, 2, Generation()).no_runner
+
+
+def test_linear_layers_without_codes_and_unlike_activations():
+    system = open_system(CASES["looped Llama"])
+    with pytest.raises(KernelError, match="found none"):
+        Runner(system.program(2))
+    coded(system)
+    layer = system.model.model.layers[1].self_attn
+    weight = layer.q_proj.dequantize()
+    layer.q_proj = nn.Linear(weight.shape[1], weight.shape[0])
+    layer.q_proj.weight.data, layer.q_proj.bias.data = weight, torch.linspace(-1, 1, len(weight))
+    found = extended(Runner(system.program(2)), _TEXT)
+    torch.testing.assert_close(found, rolled_out(system, _TEXT, 2)[-1], rtol=2e-5, atol=2e-5)
+    layer.k_proj.activations = "int8"
+    with pytest.raises(KernelError, match="found float, int8"):
+        Runner(system.program(2))
+
+
+def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
+    weight, square = np.ones((3, 4), np.float32), np.ones((4, 4), np.float32)
+    block = {
+        "heads": 2, "kv_heads": 1, "head": 2, "neighbours": False, "scale": 1.0, "qkv": [1, 1], "out": 1,
+        "gate_up": [1, 1], "down": 1, "norms": [[None] * 3] * 2, "qk_bias": [], "qk_norms": None,
+        "gates": False,
+    }  # fmt: skip
+
+    def make(block=block, order=(("block", 0),), norms=(), head=0):
+        return native.CpuRunner(
+            [(None, weight, None), (None, square, None)], list(norms), [block], list(order), head,
+            precision="fixed24", half=False,
+        )  # fmt: skip
+
+    runner = make()
+    angles, logits = np.zeros((3, 2), np.float32), np.zeros((1, 3), np.float32)
+    runner.run(np.ones((2, 4), np.float32), angles, logits)
+    assert runner.seen == 2
+    with pytest.raises(ConfigError, match="angles: expected 8, got 6"):
+        runner.run(np.ones((2, 4), np.float32), angles, logits)
+    assert runner.seen == 0
+    with pytest.raises(ConfigError, match="tokens with logits: expected at most 1, got 2"):
+        runner.run(np.ones((1, 4), np.float32), angles, np.zeros((2, 3), np.float32))
+    for wrong in (
+        {"heads": 3}, {"head": 3}, {"kv_heads": 0}, {"qkv": [1]}, {"out": 0}, {"gate_up": [1]}, {"down": 7},
+        {"qk_bias": [1.0]}, {"qk_norms": [0, 0]}, {"norms": [[0, None, None], [None] * 3]},
+        {"gates": True},
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="expected"):
+            make({**block, **wrong})
+    for order in (
+        [("block", 1)],
+        [("norm", 0)],
+        [("adapter", 1)],
+        [("keep", 2)],
+        [("take", 2)],
+        [("add", 2)],
+    ):
+        with pytest.raises(ConfigError, match="expected"):
+            make(order=order)
+    with pytest.raises(ConfigError, match="a norm: expected 4, got 3"):
+        make(norms=[([1.0] * 3, 1e-6)], order=[("norm", 0)])
+    with pytest.raises(ConfigError, match="states to begin with"):
+        make(order=[("start", 0)]).run(np.ones((1, 4), np.float32), angles, logits)
+    with pytest.raises(TypeError, match='no step of a program is called "walk"'):
+        make(order=[("walk", 0)])

@@ -1,0 +1,33 @@
+"""The grid of the codes."""
+
+from __future__ import annotations
+
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.layers.grid import Grid
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"bits": 5}, "bits must be one of 2, 3, 4, 8; got 5"),
+        ({"group_size": 0}, r"group_size must be -1 \(per channel\) or at least 1; got 0"),
+        ({"group_size": "16"}, "group_size must be a whole number; got '16'"),
+        ({"symmetric": 1}, "symmetric must be true or false; got 1"),
+        ({"scale_dtype": "int8"}, "scale_dtype must be one of float32, float16, bfloat16"),
+        ({"scale_bits": 0}, "scale_bits must be between 1 and 11, the significant bits of float16; got 0"),
+        ({"scale_bits": 9, "scale_dtype": "bfloat16"}, "scale_bits must be between 1 and 8"),
+    ],
+)
+def test_refuses(changes, match):
+    with pytest.raises(ConfigError, match=match):
+        Grid(**changes)
+
+
+def test_groups_and_what_the_core_is_told():
+    assert [Grid(group_size=g).n_groups(100) for g in (-1, 1, 32, 100, 128)] == [1, 100, 4, 1, 1]
+    assert [Grid(group_size=g).width(100) for g in (-1, 32)] == [100, 32]
+    assert [Grid(group_size=g).core_group_size for g in (-1, 32)] == [0, 32]
+    assert Grid().core_scale_dtype == "float16"
+    assert Grid(scale_dtype="bfloat16", scale_bits=5).core_scale_dtype == "bfloat16:5"

@@ -1,0 +1,97 @@
+"""Hadamard matrices, block rotations, channel scales, and the layers that carry them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.transforms import ChannelScale, Rotation, RotationConfig, hadamard
+from loopq.storage.schema import checked
+from tests.support.problems import correlated, solve
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 12, 20, 24, 28, 32, 36, 44, 60, 64, 160, 320, 512])
+def test_hadamard_rows_are_orthogonal(n):
+    h = hadamard(n).astype(np.int64)
+    assert set(np.unique(h)) <= {-1, 1}
+    np.testing.assert_array_equal(h @ h.T, n * np.eye(n, dtype=np.int64))
+
+
+def test_hadamard_of_huginns_width_exists_and_odd_sizes_do_not():
+    h = hadamard(5280)
+    rows = h[[0, 1, 17, 5279]].astype(np.int64)
+    np.testing.assert_array_equal(
+        rows @ h.T.astype(np.int64) != 0, np.eye(5280, dtype=bool)[[0, 1, 17, 5279]]
+    )
+    assert hadamard(6) is None
+    assert hadamard(7) is None
+
+
+@pytest.mark.parametrize(
+    ("dim", "kind", "block"),
+    [(96, "hadamard", 32), (84, "hadamard", 64), (70, "random", 32), (54, "hadamard", 54)],
+)
+def test_rotation_is_orthogonal_and_changes_no_product(dim, kind, block):
+    rng = np.random.default_rng(0)
+    rotation = Rotation(dim, kind, block, seed=3)
+    weight, x = rng.normal(size=(11, dim)).astype(np.float32), rng.normal(size=(30, dim)).astype(np.float32)
+    turned = rotation.fold(x)
+    np.testing.assert_allclose(turned @ rotation.fold(weight).T, x @ weight.T, atol=2e-5)
+    np.testing.assert_allclose(rotation.unfold(rotation.fold(weight)), weight, atol=1e-6)
+    hessian = x.astype(np.float64).T @ x
+    np.testing.assert_allclose(
+        rotation.conjugate(hessian), turned.astype(np.float64).T @ turned, rtol=1e-4, atol=1e-3
+    )
+    np.testing.assert_allclose(
+        np.linalg.eigvalsh(rotation.conjugate(hessian)),
+        np.linalg.eigvalsh(hessian),
+        atol=1e-9 * np.trace(hessian),
+    )
+    for size in set(rotation.sizes()):
+        np.testing.assert_allclose(rotation.matrix(size) @ rotation.matrix(size).T, np.eye(size), atol=1e-12)
+
+
+def test_partial_blocks_are_named():
+    assert Rotation(10560, "hadamard", 512).sizes() == [512] * 20 + [320]
+    assert Rotation(10560, "hadamard", 512).describe()["made"] == {"320": "hadamard", "512": "hadamard"}
+    assert Rotation(70, "hadamard", 64).describe()["made"] == {"64": "hadamard", "6": "random"}
+
+
+def test_spelling():
+    assert RotationConfig("none").of(64) is None
+    assert RotationConfig("hadamard").of(64) == Rotation(64, "hadamard", 64)
+    assert RotationConfig("random:16", 5).of(64) == Rotation(64, "random", 16, 5)
+    for bad in ("hadamrd", "hadamard:x", "random:-1", "hadamard:0"):
+        with pytest.raises(ConfigError, match="rotation"):
+            RotationConfig(bad)
+
+
+def test_a_rotation_spreads_an_outlier_column():
+    """The setting of Li, Table 14: per channel, INT4, one input column of the weight is huge."""
+    rng = np.random.default_rng(1)
+    weight, hessian = rng.normal(size=(32, 64)).astype(np.float32), correlated(rng, 64)
+    weight[:, 9] *= 50
+    losses = {}
+    for rotation in ("none", "hadamard", "hadamard:32", "random:32"):
+        layer = solve("gptq", weight, hessian, bits=4, group_size=-1, rotation=rotation)
+        error = layer.dequantize() - weight
+        losses[rotation] = np.trace(error @ hessian @ error.T)
+    assert max(losses[k] for k in losses if k != "none") < 0.5 * losses["none"]
+
+
+def test_layers_keep_their_transform_on_disk():
+    rng = np.random.default_rng(2)
+    weight, hessian = rng.normal(size=(8, 48)).astype(np.float32), correlated(rng, 48)
+    turned = solve("gptq", weight, hessian, bits=3, group_size=16, rotation="random:32", rotation_seed=4)
+    hessian[5] *= 100
+    hessian[:, 5] *= 100
+    scaled = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
+    assert isinstance(scaled.transform, ChannelScale)
+    for layer in (turned, scaled):
+        settings = checked(LayerSettings, layer.settings(), "file")
+        again = QuantizedLayer.from_tensors(settings, TensorReader("file", layer.tensors()), {})
+        assert again.same_as(layer)
+        np.testing.assert_array_equal(again.dequantize(), layer.dequantize())
+        assert not again.same_as(solve("rtn", weight, None, bits=3, group_size=16))

@@ -1,0 +1,68 @@
+"""Every row of Li, Table 20, and what another realisation of the same poles does."""
+
+import numpy as np
+import pytest
+
+from loopq.errors import ConfigError
+from loopq.paper.controls import iir
+
+PAPER = {
+    "Butterworth 4": (0.915, {4: 2.593, 6: 1.287, 8: 1.134, 10: 1.011, 12: 0.934, 16: 0.916}),
+    "Chebyshev I, 4": (0.962, {4: 4.575, 6: 1.441, 8: 1.141, 10: 1.062, 12: 0.950, 16: 0.965}),
+    "Chebyshev I, 6": (0.984, {4: 5.645, 6: 1.922, 8: 1.602, 10: 1.202, 12: 1.134, 16: 1.012}),
+    "Elliptic 4": (0.970, {4: 4.569, 6: 1.439, 8: 1.140, 10: 1.002, 12: 0.995, 16: 0.967}),
+}
+STABLE_FROM = {"Butterworth 4": 12, "Chebyshev I, 4": 12, "Chebyshev I, 6": 17, "Elliptic 4": 12}
+
+
+@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("bits", iir.BITS)
+def test_every_row_of_the_paper_to_three_decimals(name, bits):
+    original, after = PAPER[name]
+    found = iir.row(name, bits)
+    assert round(found.original, 3) == original
+    assert round(found.a_quantized, 3) == after[bits]
+    assert found.stable == (bits >= STABLE_FROM[name])
+    # The poles do not depend on B, C and D: equal to machine precision, here exactly.
+    assert found.bcd_quantized == found.original
+
+
+def test_pole_counts_are_twice_the_prototype_order():
+    assert [iir.row(name, 16).n_states for name in iir.DESIGNS] == [8, 8, 12, 8]
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_modal_form_is_the_same_filter(name):
+    companion = iir.design(name)
+    modal = iir.modal(companion)
+    angles = np.linspace(0.05, 3.0, 40)
+    np.testing.assert_allclose(
+        iir.transfer(modal, angles), iir.transfer(companion, angles), rtol=1e-5, atol=1e-8
+    )
+    assert iir.radius(modal.A) == pytest.approx(iir.radius(companion.A), abs=1e-6)
+
+
+def test_modal_form_survives_where_the_companion_form_does_not():
+    stable = {(r["filter"], r["bits"]): r["stable"] for r in iir.table(forms=("modal",))}
+    whole = [name for name in iir.DESIGNS if all(stable[name, b] for b in iir.BITS)]
+    assert len(whole) == 3
+    (rest,) = set(iir.DESIGNS) - set(whole)
+    assert [stable[rest, b] for b in iir.BITS] == [False, True, True, True, True, True]
+
+
+def test_table_has_all_rows():
+    assert len(iir.table()) == 48
+    assert len(iir.table(forms=("companion",))) == 24
+
+
+def test_unknown_names_list_the_known():
+    with pytest.raises(ConfigError, match="Butterworth 4"):
+        iir.design("Bessel")
+    with pytest.raises(ConfigError, match="companion"):
+        iir.row("Butterworth 4", 8, form="jordan")
+
+
+def test_repeated_poles_have_no_modal_form():
+    jordan = iir.Realisation(np.array([[0.5, 1.0], [0.0, 0.5]]), *(np.zeros((2, 2)) for _ in range(3)))
+    with pytest.raises(ConfigError, match="repeated"):
+        iir.modal(jordan)

@@ -1,0 +1,108 @@
+"""Claims: one process for each piece of shared work, and another where it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from loopq.errors import LoopqError
+from loopq.storage import lock
+from loopq.storage.lock import Claims
+
+
+def claim(folder, name, host, process):
+    (folder / f"{name}.claim.0").write_text(json.dumps({"host": host, "pid": process}))
+
+
+def ended():
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_one_process_alone_has_a_claim(tmp_path):
+    with Claims(tmp_path) as claims:
+        assert claims.take("a/b")
+        assert claims.holds("a/b")
+        assert not claims.take("a/b")
+        owner = json.loads((tmp_path / "a%2Fb.claim.0").read_text())
+        assert owner == {"host": socket.gethostname(), "pid": os.getpid()}
+        claims.release("a/b")
+        assert claims.take("a/b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_of_many_pieces_is_claimed_once_by_processes_that_race(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from loopq.storage.lock import Claims\n"
+        "claims = Claims(Path(sys.argv[1])).__enter__()\n"
+        "time.sleep(max(0.0, float(sys.argv[2]) - time.time()))\n"
+        "print(*(n for n in range(200) if claims.take(str(n))), flush=True); sys.stdin.read()\n"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path), str(time.time() + 1)]
+    racing = [subprocess.Popen(argv, stdin=-1, stdout=-1, text=True) for _ in range(4)]
+    taken = [int(n) for process in racing for n in process.stdout.readline().split()]
+    for process in racing:
+        process.communicate()
+    assert sorted(taken) == list(range(200))
+
+
+def test_the_claim_of_a_process_that_ended_is_free(tmp_path):
+    claim(tmp_path, "a", socket.gethostname(), ended())
+    # A container that was started again has the number that it had.
+    claim(tmp_path, "b", socket.gethostname(), os.getpid())
+    claim(tmp_path, "c", socket.gethostname(), os.getppid())
+    with Claims(tmp_path) as claims:
+        assert claims.take("a")
+        assert claims.take("b")
+        assert not claims.take("c")
+
+
+def test_a_claim_of_another_machine_is_free_when_its_heart_stands_still(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE", 0.05)
+    (tmp_path / "halfway.claim.0").touch()
+    for number, name in enumerate(("a", "halfway")):
+        if number == 0:
+            claim(tmp_path, name, "elsewhere", 1)
+        with Claims(tmp_path) as claims:
+            assert not claims.take(name)
+            os.utime(tmp_path / f"{name}.claim.0", ns=(1, 1))
+            time.sleep(0.1)
+            assert not claims.take(name)
+            time.sleep(0.1)
+            assert claims.take(name)
+            assert (tmp_path / f"{name}.claim.1").exists()
+            assert not claims.take(name)
+
+
+def test_a_heart_beats_and_who_overslept_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.01)
+    with Claims(tmp_path) as claims:
+        assert claims.take("a")
+        path = tmp_path / "a.claim.0"
+        os.utime(path, ns=(1, 1))
+        for _ in range(500):
+            if path.stat().st_mtime_ns != 1:
+                break
+            time.sleep(0.01)
+        assert path.stat().st_mtime_ns != 1
+        (tmp_path / "a.claim.1").touch()
+        assert not claims.holds("a")
+        (tmp_path / "a.claim.1").unlink()
+        path.unlink()
+        assert not claims.holds("a")
+
+
+def test_a_folder_that_is_gone_is_an_error_of_one_line(tmp_path):
+    with (
+        Claims(tmp_path / "gone") as claims,
+        pytest.raises(LoopqError, match=r"claim\.0: cannot be written"),
+    ):
+        claims.take("a")

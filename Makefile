@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -122,11 +122,7 @@ soak: setup ## Hours: kills, pairs of writers, full disks, hostile files, bit fl
 
 FUZZ_SECONDS ?= 600
 
-mutation: setup ## Change the measuring modules one place at a time and list what no test sees: an hour of one core
-	@$(PY) -c 'import cosmic_ray' 2>/dev/null || $(PY) -m pip install -q "cosmic-ray>=8.4"
-	$(PY) -m benches.mutation
-
-mutation-core: setup ## The same for the solver in Rust, N changes by lot: a quarter of a minute each on one core
+mutation-core: setup ## Change the solver in Rust in N places, by lot, and list what no test sees: a quarter of a minute each
 	@cargo mutants --version >/dev/null 2>&1 || cargo install --locked cargo-mutants
 	$(PY) -m benches.mutation_core $(if $(N),--sample $(N))
 

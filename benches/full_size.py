@@ -127,12 +127,12 @@ def _drawn(shape: Any, generator: Any) -> Any:
     return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
 
 
-def run(command: list[str], python: str = sys.executable, module: str = "loopq") -> dict[str, Any]:
+def run(command: list[str]) -> dict[str, Any]:
     """Run a command; give its seconds, peaks in GiB, GiB read from disk, and what it announced."""
-    print("$", module, *command, flush=True)
+    print("$ loopq", *command, flush=True)
     began = time.monotonic()
     process = subprocess.Popen(
-        [python, "-m", module, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "loopq", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     peaks = {"RssAnon": 0, "VmHWM": 0}
     read = 0
@@ -148,10 +148,10 @@ def run(command: list[str], python: str = sys.executable, module: str = "loopq")
     output = process.stdout.read()
     print(output, flush=True)
     if process.returncode:
-        raise SystemExit(f"{module} {' '.join(command)}: exit code {process.returncode}")
+        raise SystemExit(f"loopq {' '.join(command)}: exit code {process.returncode}")
     said = _SAID.search(output)
     return {
-        "command": command[0] if module == "loopq" else module,
+        "command": command[0],
         "seconds": round(time.monotonic() - began, 1),
         "peak_gib": round(peaks["RssAnon"] / 2**20, 2),
         "peak_with_mapped_files_gib": round(peaks["VmHWM"] / 2**20, 2),
@@ -238,9 +238,6 @@ def main() -> None:
     parser.add_argument("--memory", help="of `quantize`")
     parser.add_argument("--preset", default="fast")
     parser.add_argument("--dump", action="store_true", help="also collect and solve")
-    parser.add_argument(
-        "--peer", help="Python of llm-compressor's environment: runs that too (full_size_peer)"
-    )
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
 
@@ -251,7 +248,7 @@ def main() -> None:
     settings = {
         k: str(v) if isinstance(v, Path) else v
         for k, v in vars(args).items()
-        if k not in ("work", "record", "code", "peer")
+        if k not in ("work", "record", "code")
     }
     # Hours of work: what was measured with the same settings is not measured again.
     saved = made / "measured.json"
@@ -313,11 +310,6 @@ def main() -> None:
                 for left in (out, *made.glob(f".{out.name}.*")):
                     shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
             keep(run(command))
-    peer = "benches.full_size_peer"
-    if args.peer and peer not in done:
-        asked = [str(model), str(made / "prompts.npy"), str(made / "Q")]
-        asked += ["--n-steps", str(args.n_steps)] if args.n_steps else []
-        keep(run(asked, args.peer, peer))
     if PARTS not in done:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             parts = pool.apply(alone, (model, prompts, args.preset, args.n_steps, bool(args.code)))

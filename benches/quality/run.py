@@ -1,7 +1,7 @@
 """The quality tables, one command: `python -m benches.quality.run`; a dated record goes to benches/record/.
 
 Every (model, draw of calibration prompts, setting) is saved in `.cache/quality` as soon as it is done: an interrupted
-run is resumed, and `--only` selects a part. Checks beside the table are in `checks.py`.
+run is resumed, and `--only` selects a part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import benches.zoo.register  # noqa: F401  opens the folders of the small models
 import loopq
-from benches.quality.checks import CHECKS, check_tables
 from benches.zoo import folders
 from loopq import zoo
 from loopq.errors import LoopqError
@@ -35,9 +34,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("models", nargs="*", help="huginn_small, folders, plbert (default: all there are)")
     parser.add_argument("--data", type=Path, help="data folder, for plbert (default: LOOPQ_DATA)")
     parser.add_argument("--grid", action="append", help="BITS:GROUP, as in 3:32 (default: 4:128 3:32 2:32)")
-    parser.add_argument(
-        "--only", action="append", default=[], help="variants or checks whose name contains this"
-    )
+    parser.add_argument("--only", action="append", default=[], help="variants whose name contains this")
     parser.add_argument("--tier", action="append", help="only variants of tiers whose name starts with this")
     parser.add_argument("--n-updates", type=int, default=400)
     parser.add_argument("--n-calibration", type=int, default=96)
@@ -106,17 +103,11 @@ SUMMARY_COLUMNS = [
 ]  # fmt: skip
 
 
-def report(
-    records: list[dict[str, Any]],
-    checks: dict[str, list[dict[str, Any]]],
-    settings: Any,
-    refused: list[str],
-) -> str:
+def report(records: list[dict[str, Any]], settings: Any, refused: list[str]) -> str:
     rows = related(records)
     parts = ["# Quality tables", "", "Settings: `" + json.dumps(settings) + "`", ""]
     if rows:
         parts += ["## Over models", "", table(summary(rows), SUMMARY_COLUMNS), ""]
-    parts += check_tables(checks, table)
     for key in dict.fromkeys((r["model"], r["bits"], r["group_size"]) for r in rows):
         mine = [r for r in rows if (r["model"], r["bits"], r["group_size"]) == key]
         what = "" if mine[0]["output"] == "logits" else " (no logits: squared relative error, cosine)"
@@ -126,20 +117,13 @@ def report(
     return "\n".join(parts)
 
 
-def write(
-    out: Path,
-    name: str,
-    records: list[dict[str, Any]],
-    checks: dict[str, Any],
-    settings: Any,
-    refused: list[str],
-) -> Path:
+def write(out: Path, name: str, records: list[dict[str, Any]], settings: Any, refused: list[str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"{name}-{datetime.date.today().isoformat()}"
-    data = {"settings": settings, "records": records, "checks": checks, "refused": refused}
+    data = {"settings": settings, "records": records, "refused": refused}
     for suffix, text in (
         (".json", json.dumps(data, indent=1)),
-        (".md", report(records, checks, settings, refused)),
+        (".md", report(records, settings, refused)),
     ):
         temporary = stem.with_suffix(suffix + ".part")
         temporary.write_text(text + "\n")
@@ -201,11 +185,7 @@ def main() -> None:
     ]
     machine = {"machine": platform.machine(), "cpus": os.cpu_count()}
     records = measure(args, cache, sizes, models, variants)
-    checks: dict[str, list[dict[str, Any]]] = {}
-    for name, check in CHECKS.items():
-        if wanted(name, args.only):
-            checks[name] = check(cache, models, sizes, data, args.threads)
-    found = (records, checks, settings | machine, cache.refused)
+    found = (records, settings | machine, cache.refused)
     print(write(args.out, args.name, *found))
     print(report(*found))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benches.quality.blindness import Judged, summary
 from loopq.diagnose import verdict
 from loopq.diagnose.blindness import ALL, ONE, RTN, model_ratio, solved_losses
 from loopq.diagnose.config import DiagnoseConfig
@@ -66,19 +65,3 @@ def test_a_model_is_judged_by_the_geometric_mean() -> None:
     assert any(
         "one-step calibration is worse than rounding: 2.00 times" in line for line in verdict.summary(layers)
     )
-
-
-def test_the_record_counts_models_whose_verdict_is_right() -> None:
-    better, worse = {RTN: 2.0, ONE: 1.0, ALL: 0.5}, {RTN: 1.0, ONE: 2.0, ALL: 0.5}
-    found = [
-        Judged("seen", [worse, better, worse], 1.2, 1.4, 1.3),
-        Judged("missed", [better, None], 1.1, 1.3, 1.2),
-        Judged("plain", [None], 0.5, 0.7, 0.6),
-        Judged("level", [worse], 0.9, 1.1, 1.0),
-    ]
-    assert [x.row()[-1] for x in found] == ["yes", "no", "yes", "level"]
-    assert found[0].row()[1:3] == ("2 of 3", "1.260")
-    assert summary(found).startswith(
-        "right on 2 of 4 models, wrong on 1, level on 1; sensitivity 1 of 2 models"
-    )
-    assert "specificity 1 of 1" in summary(found)

@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import json
-import os
 import re
 import runpy
 import shlex
-import sys
 import textwrap
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 
 from loopq.cli import main, parse
@@ -30,7 +25,6 @@ ELSEWHERE = {
 }
 #: Examples that take longer than a test should, by what stands in them.
 LONG = ("found = loopq.diagnose", "for measured in loopq.evaluate")
-NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
 _DECIMAL = re.compile(r"\d+\.\d+(?:e[-+]?\d+)?")
 
 
@@ -93,31 +87,6 @@ def test_command_is_read(page, command):
         assert stopped.value.code == 0
     else:
         assert parse(words).run
-
-
-@pytest.mark.parametrize("name", NOTEBOOKS["PAGES"])
-def test_a_notebook_is_its_page(name):
-    made = json.loads((ROOT / "docs" / "notebooks" / f"{name}.ipynb").read_text("utf-8"))
-    assert made == NOTEBOOKS["notebook"](name), "run python docs/notebooks.py"
-    nbformat.validate(made)
-    shown = ["".join(cell["source"]) for cell in made["cells"] if cell["cell_type"] == "code"]
-    assert any("loopq" in code for code in shown)
-    for target in re.findall(
-        r"\]\((\.\.[^)#]+)", (ROOT / "docs" / "notebooks" / f"{name}.ipynb").read_text("utf-8")
-    ):
-        assert (ROOT / "docs" / "notebooks" / target).exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NOTEBOOKS["PAGES"])
-def test_a_notebook_runs(name, folder, monkeypatch):
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    made = nbformat.read(ROOT / "docs" / "notebooks" / f"{name}.ipynb", as_version=4)
-    for cell in made.cells:
-        # A shell command that fails stops no notebook.
-        if cell.cell_type == "code" and cell.source.startswith("!"):
-            cell.source += "\nassert _exit_code == 0"
-    nbclient.execute(made, cwd=str(folder), timeout=600)
 
 
 @pytest.mark.slow

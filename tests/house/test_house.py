@@ -243,7 +243,6 @@ def test_readme_example_runs():
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert example
     code = example[1]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 16
     printed = python(code)
     kl = {line.split()[0]: float(line.split("KL")[1].split()[0]) for line in printed.splitlines()[1:]}
     assert kl["all"] < kl["first"]
@@ -260,22 +259,6 @@ def test_the_trunk_keeps_its_counts():
     assert floors[-1] == ["cli"]
     # What declares a setting says everything about it in one place.
     assert set(counts.too_many_arguments()) <= {"settings.setting"}
-
-
-def test_the_architecture_names_the_contract_and_every_part():
-    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
-    order = text.partition("## Who may import whom")[2].partition("Kept by")[0]
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    layers = [re.findall(r"loopq\.(\w+)", layer) for layer in contracts[0]["layers"]][1:]  # without __main__
-    assert [re.findall(r"`(\w+)`", part) for part in order.split("->")] == layers
-    table = text.partition("## Where things are")[2].partition("\n## ")[0]
-    small = {"errors", "lazy", "patterns", "progress", "registry", "table", "threads"}
-    parts = {module.folder for module in counts.modules() if not module.folder.startswith("_")}
-    parts |= {path.parent.name for path in (ROOT / "rust" / "loopq-core" / "src").glob("*/mod.rs")}
-    named = {Path(name).stem for name in re.findall(r"`([\w./-]+)`", table)}
-    assert parts <= named | small, sorted(parts - named - small)
 
 
 def test_links_of_the_documents_lead_somewhere():

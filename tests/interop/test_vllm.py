@@ -12,23 +12,20 @@ from pathlib import Path
 import pytest
 
 import loopq.integrations.vllm
-from benches.formats import vllm as bench
+from tests.support.interop import vllm
 from tests.support.interop.environments import interpreter
 
-LOOPS = ("Ouro", "Huginn", "R-Llama", "Llama with a loop")
 
-
-@pytest.mark.parametrize("model", LOOPS)
+@pytest.mark.parametrize("model", vllm.MODELS)
 def test_vllm_computes_every_loop(tmp_path, model):
     python = interpreter("vllm")
-    work = bench.prepared(tmp_path)
-    full = bench.measured(python, work, model, "full precision", "-")
-    assert "says" not in full, full
+    work = vllm.prepared(tmp_path)
+    full = vllm.in_full(python, work, model)
     # float32 against float32, over all tokens of a prompt at once and one by one from the caches.
     assert abs(full["prompt"]) < 1e-6
     assert abs(full["generated"]) < 1e-6
     assert full["agreement"] == 1.0
-    codes = bench.measured(python, work, model, "INT4 g32", "compressed-tensors")
+    codes = vllm.in_int4(python, work, model)
     # vLLM computes in bfloat16 here, loopq in float32.
     assert codes["prompt"] < 5e-3
     assert codes["generated"] < 5e-3
@@ -66,7 +63,7 @@ def test_configurations_are_read_without_code_of_the_checkpoint(tmp_path, own_ma
 
     for kind in (HuginnConfig, OuroConfig):
         transformers.AutoConfig.register(kind.model_type, kind, exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(bench.HUGINN))
+    (tmp_path / "config.json").write_text(json.dumps(vllm.HUGINN))
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     assert isinstance(read, HuginnConfig)
     names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings", "head_dim")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 
 from benches import pages
-from benches.next.table import tables
-from benches.quality import activations, peers, peers_table, stability
+from benches.quality import peers, peers_table
 from benches.quality.peak import Peak
 from benches.quality.run import RECORD, ROOT
 from benches.quality.subjects import prepare
@@ -104,36 +101,10 @@ def test_a_page_without_marks_is_an_error(tmp_path):
         pages.into(page, "u", "new")
 
 
-def newest(name: str) -> Any:
-    """Read the newest record of a name."""
-    return json.loads(max(RECORD.glob(f"{name}-20??-??-??.json")).read_text())
-
-
-@pytest.mark.parametrize(
-    ("document", "mark", "made"),
-    [
-        ("next.md", "next", lambda: tables(newest("next"))),
-        ("next.md", "activations", lambda: activations.page(newest("activations")["results"])),
-        ("next.md", "stability", lambda: stability.page(newest("stability")["results"])),
-        ("quantizers.md", "peers", lambda: peers_table.page(newest("peers")["records"], list(peers.OURS))),
-    ],
-)
-def test_tables_of_the_pages_are_those_of_the_records(document, mark, made):
-    assert pages.within(ROOT / "docs" / document, mark) == made()
-
-
-@pytest.mark.parametrize("document", ["README.md", "docs/quantizers.md"])
-def test_gain_of_the_trellis_in_prose_is_that_of_the_table(document):
-    table = pages.within(ROOT / "docs" / "next.md", "next")
-
-    def ratios(row):
-        return [float(g) for g in re.findall(rf"^\| {row} \| \S+ % \| (\S+)", table, flags=re.MULTILINE)]
-
-    # Both are over the preset with one path of codes.
-    gains = [f"{a / b:.2f}" for a, b in zip(ratios("trellis"), ratios("best, beam search"), strict=True)]
-    assert len(gains) == 3
-    said = f"{gains[0]}, {gains[1]} and {gains[2]} of the KL of `--preset best` at 4, 3 and 2 bits"
-    assert said in " ".join((ROOT / document).read_text().split())
+def test_the_table_of_the_page_is_that_of_the_newest_record():
+    newest = json.loads(max(RECORD.glob("peers-20??-??-??.json")).read_text())
+    made = peers_table.page(newest["records"], list(peers.OURS))
+    assert pages.within(ROOT / "docs" / "quantizers.md", "peers") == made
 
 
 def test_what_cannot_be_planted_is_named():

@@ -1,24 +1,16 @@
-"""Exports in vLLM itself, on a CPU: which load, and how far its logits are from loopq's.
+"""Tiny looped models in vLLM's CPU build, and how far its logits are from loopq's.
 
-Run: python -m benches.formats.vllm --python PYTHON [--only MODEL ...] [--record FILE]
-
-PYTHON is the interpreter of an environment with vLLM's CPU build (`make .cache/venv-vllm/stamp` makes one). Tiny
-models with random weights: Ouro, Huginn and a Llama with a loop, which vLLM runs by the plugin `loopq.integrations.vllm`,
-IQuest-Coder-Loop, which it has a class for, and Llama, whose layers run once, for the formats. Each is quantized,
-exported and loaded by vLLM in bfloat16. Log-probabilities of all tokens of four prompts, and of eight more that vLLM
-generates one by one from its caches, are compared with those of `loopq.load` in float32, which computes each text
-whole: KL in nats per token, and how often both have the same most likely token. In full precision both have float32;
-"compiled" is what `torch.compile` makes of vLLM's class. On a processor without AVX-512 vLLM has no int4 product: a
-plain one stands in for it there, around which everything else is vLLM's.
+Models have random weights. Each is quantized, exported and loaded by vLLM in bfloat16. Log-probabilities of all tokens
+of four prompts, and of eight more that vLLM generates one by one from its caches, are compared with those of
+`loopq.load` in float32, which computes each text whole: KL in nats per token, and how often both have the same most
+likely token. In full precision both have float32. On a processor without AVX-512 vLLM has no int4 product: a plain one
+stands in for it there, around which everything else is vLLM's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +20,12 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 import loopq
-from benches.python.record import write
-from benches.zoo.models.iquest import IQuestConfig, SmallIQuest
 from benches.zoo.models.llama_loops import OuroConfig, SmallOuro
 from benches.zoo.models.rllama import RLlamaConfig, SmallRLlama
 from loopq.formats.convert import is_checkpoint
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.classes import register_model
-from loopq.terminal.table import render
 from loopq.zoo.huginn import HuginnConfig, SmallHuginn
 
 SHAPE = {
@@ -45,11 +34,6 @@ SHAPE = {
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
 }  # fmt: skip
 LLAMA = {**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "looped_layers": [0, 2, 1]}
-IQUEST = {
-    **SHAPE, "architectures": ["IQuestLoopCoderForCausalLM"], "model_type": "iquestloopcoder", "loop_num": 2,
-    "loop_window_size": 16, "auto_map": {"AutoConfig": "configuration_made.MadeConfig"},
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-}  # fmt: skip
 OURO = {
     **SHAPE, "architectures": ["OuroForCausalLM"], "model_type": "ouro", "total_ut_steps": 4, "num_key_value_heads": 4,
 }  # fmt: skip
@@ -68,21 +52,6 @@ LOOPED = {
     "architectures": ["LoopedLlamaForCausalLM"],
     "num_hidden_layers": 4,
     "looped_layers": [1, 3, 3],
-}
-#: vLLM reads the configuration by a class beside it; the published one is not needed for that.
-CONFIG_CODE = """from transformers import PretrainedConfig
-
-
-class MadeConfig(PretrainedConfig):
-    model_type = "iquestloopcoder"
-"""
-GRIDS: dict[str, dict[str, Any]] = {
-    "INT4 g32": {"bits": 4, "group_size": 32},
-    "INT4 g32, zero points": {"bits": 4, "group_size": 32, "symmetric": False},
-    "INT4 per channel": {"bits": 4, "group_size": -1},
-    "INT8 g32": {"bits": 8, "group_size": 32},
-    "INT3 g32": {"bits": 3, "group_size": 32},
-    "INT2 g32": {"bits": 2, "group_size": 32},
 }
 #: Token ids of a prompt, and those that are generated after it, one by one from the cache.
 LENGTH, MORE = 64, 8
@@ -107,13 +76,12 @@ def plain_product(input, q_weight, scales, zeros, bias, pack_factor, isa_hint):
     return out if bias is None else out + bias
 
 
-stands_in = not hasattr(torch.ops._C, "cpu_gemm_wna16")
-if stands_in:
+if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
     _custom_ops.cpu_gemm_wna16 = plain_product
-folder, prompts, dtype, more, compiled, out = sys.argv[1:]
+folder, prompts, dtype, more, out = sys.argv[1:]
 prompts = np.load(prompts)
-model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=compiled == "eager", max_model_len=128,
-            max_logprobs=512, trust_remote_code=True)
+model = LLM(model=folder, skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, max_model_len=128,
+            max_logprobs=512)
 asked = SamplingParams(max_tokens=int(more), prompt_logprobs=512, logprobs=512, temperature=0, detokenize=False,
                        ignore_eos=True)
 found = model.generate([{"prompt_token_ids": row.tolist()} for row in prompts], asked)
@@ -123,19 +91,8 @@ for i, prompt in enumerate(found):
     for j, token in enumerate([*prompt.prompt_logprobs[1:], *prompt.outputs[0].logprobs]):
         for k, value in token.items():
             logits[i, j, k] = value.logprob
-np.savez(out, tokens=tokens, logits=logits, stands_in=stands_in)
+np.savez(out, tokens=tokens, logits=logits)
 """
-
-
-def iquest(config: dict[str, Any]) -> torch.nn.Module:
-    """Build IQuest's class in small from a published ``config.json``."""
-    own = {
-        "n_embd": "hidden_size", "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
-        "n_layers": "num_hidden_layers", "norm_eps": "rms_norm_eps", "rope_base": "rope_theta",
-        "block_size": "max_position_embeddings",
-    }  # fmt: skip
-    same = ("vocab_size", "head_dim", "intermediate_size", "loop_num", "loop_window_size")
-    return SmallIQuest(IQuestConfig(**{k: config[v] for k, v in own.items()}, **{k: config[k] for k in same}))
 
 
 def ouro(config: dict[str, Any]) -> torch.nn.Module:
@@ -171,13 +128,12 @@ def huginn(config: dict[str, Any]) -> torch.nn.Module:
     return SmallHuginn(HuginnConfig(**settings))
 
 
-CLASSES = {"iquestloopcoder": iquest, "ouro": ouro, "huginn_raven": huginn}
-LOOPS = {"Ouro": OURO, "Huginn": HUGINN, "R-Llama": RLLAMA, "Llama with a loop": LOOPED, "IQuest": IQUEST}
-MODELS = {**LOOPS, "Llama": LLAMA}
+CLASSES = {"ouro": ouro, "huginn_raven": huginn}
+MODELS = {"Ouro": OURO, "Huginn": HUGINN, "R-Llama": RLLAMA, "Llama with a loop": LOOPED}
 
 
 def make(folder: Path, config: dict[str, Any]) -> None:
-    """Write a tiny model with random weights, gates and vectors included."""
+    """Write a tiny model with random weights, vectors included."""
     import transformers
 
     torch.manual_seed(0)
@@ -186,12 +142,11 @@ def make(folder: Path, config: dict[str, Any]) -> None:
     else:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config, initializer_range=0.06))
     with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "gate_projections" in name or value.ndim < 2:
+        for value in model.parameters():
+            if value.ndim < 2:
                 value.add_(torch.randn_like(value), alpha=0.2)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "configuration_made.py").write_text(CONFIG_CODE)
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
         del tensors["lm_head.weight"]
@@ -210,29 +165,22 @@ def ours(folder: Path, tokens: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate(found)
 
 
-def served(python: str, folder: Path, prompts: Path, dtype: str, mode: str) -> dict[str, NDArray[Any]] | str:
-    """Tokens and log-probabilities by vLLM, or the last line of its error."""
+def served(python: str, folder: Path, prompts: Path, dtype: str) -> dict[str, NDArray[Any]]:
+    """Tokens and log-probabilities by vLLM."""
     out = folder.with_suffix(".npz")
-    command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(MORE), mode, str(out)]
+    command = [python, "-c", SERVE, str(folder), str(prompts), dtype, str(MORE), str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode == 0:
-        return dict(np.load(out))
-    (folder.parent / "error.txt").write_text(run.stdout + run.stderr)
-    errors = [line for line in (run.stdout + run.stderr).splitlines() if "Error" in line]
-    return errors[-1].strip() if errors else f"exit code {run.returncode}"
+    assert run.returncode == 0, run.stdout + run.stderr
+    return dict(np.load(out))
 
 
-def compared(
-    python: str, theirs: Path, own: Path, work: Path, dtype: str, mode: str = "eager"
-) -> dict[str, Any]:
-    """KL and agreement of a folder in vLLM with one in loopq, or what vLLM says.
+def compared(python: str, theirs: Path, own: Path, work: Path, dtype: str) -> dict[str, float]:
+    """KL and agreement of a folder in vLLM with one in loopq.
 
     `prompt` is over the tokens of the prompts, which vLLM computes at once, `generated` over those that it computes one
     by one from its caches.
     """
-    got = served(python, theirs, work / "prompts.npy", dtype, mode)
-    if isinstance(got, str):
-        return {"says": got}
+    got = served(python, theirs, work / "prompts.npy", dtype)
     expected = ours(own, got["tokens"])
     kl = (np.exp(expected) * (expected - got["logits"])).sum(-1)
     same = expected.argmax(-1) == got["logits"].argmax(-1)
@@ -240,7 +188,6 @@ def compared(
         "prompt": float(kl[:, : LENGTH - 1].mean()),
         "generated": float(kl[:, LENGTH - 1 :].mean()),
         "agreement": float(same.mean()),
-        "product": "plain" if got["stands_in"] and dtype != "float32" else "vLLM's",
     }
 
 
@@ -254,62 +201,16 @@ def prepared(work: Path) -> Path:
     return work
 
 
-def measured(python: str, work: Path, model: str, name: str, form: str) -> dict[str, Any]:
-    """One line of the table: a model of `MODELS`, a grid of `GRIDS` and a format, or full precision."""
-    source, quantized, exported = work / model, work / f"{model} {name}", work / f"{model} {name} {form}"
-    line: dict[str, Any] = {"model": model, "grid": name, "format": form}
-    if not source.exists():
-        make(source, MODELS[model])
-    if form == "-":
-        mode = "compiled" if "compiled" in name else "eager"
-        return line | compared(python, source, source, work, "float32", mode)
-    try:
-        if not quantized.exists():
-            calibration = np.load(work / "calibration.npy").tolist()
-            loopq.quantize(source, calibration, out=quantized, preset="fast", **GRIDS[name])
-        loopq.export(quantized, exported, form)
-    except loopq.LoopqError as error:
-        return line | {"says": f"refused by loopq: {error}"}
-    if model == "Llama":
-        config = json.loads((exported / "config.json").read_text())
-        config.pop("looped_layers", None)
-        (exported / "config.json").write_text(json.dumps(config))
-    return line | compared(python, exported, quantized, work, "bfloat16")
+def in_full(python: str, work: Path, model: str) -> dict[str, float]:
+    """Make a model of `MODELS` and compare it in full precision, float32 in both."""
+    make(work / model, MODELS[model])
+    return compared(python, work / model, work / model, work, "float32")
 
 
-def rows(only: list[str] | None) -> list[tuple[str, str, str]]:
-    """Models, grids and formats that are asked for."""
-    found = []
-    for model in LOOPS:
-        found += [(model, "full precision", "-"), (model, "full precision, compiled", "-")]
-        found += [(model, "INT4 g32", form) for form in ("compressed-tensors", "gptq")]
-    found += [("Llama", name, form) for name in GRIDS for form in ("compressed-tensors", "gptq")]
-    return [row for row in found if not only or row[0] in only]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--python", required=True, help="interpreter of the environment of vLLM and loopq")
-    parser.add_argument("--only", action="append", choices=sorted(MODELS), help="may stand several times")
-    parser.add_argument("--record", type=Path)
-    args = parser.parse_args()
-
-    results = []
-    with tempfile.TemporaryDirectory() as place:
-        work = prepared(Path(place))
-        for row in rows(args.only):
-            results.append(measured(args.python, work, *row))
-            print(results[-1], file=sys.stderr, flush=True)
-    columns = ("model", "grid", "format", "prompt", "generated", "agreement", "product", "says")
-    print(render(columns, [[_cell(line.get(c, "")) for c in columns] for line in results]))
-    write(args.record, results)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)[:160]
-
-
-if __name__ == "__main__":
-    main()
+def in_int4(python: str, work: Path, model: str) -> dict[str, float]:
+    """Compare the compressed-tensors export of a model that `in_full` made, INT4 in groups of 32."""
+    quantized, exported = work / f"{model} INT4", work / f"{model} exported"
+    calibration = np.load(work / "calibration.npy").tolist()
+    loopq.quantize(work / model, calibration, out=quantized, preset="fast", bits=4, group_size=32)
+    loopq.export(quantized, exported, "compressed-tensors")
+    return compared(python, exported, quantized, work, "bfloat16")

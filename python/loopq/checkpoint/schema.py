@@ -239,7 +239,7 @@ def sealed(format_name: str, data: Mapping[str, Any]) -> Object:
 
 
 def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError] = CheckpointError) -> Object:
-    """Return the content of what `sealed` gave; version 1, which has no sum, is read as it is.
+    """Return the content of what `sealed` gave.
 
     Raises
     ------
@@ -249,8 +249,8 @@ def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError]
     if not isinstance(data, dict) or data.get("format") != format_name:
         raise error(f"{where}: its format is not {format_name!r}")
     version = data.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise error(f"{where}: version {shown(version)}; this loopq reads versions 1 to {VERSION}")
-    if version > 1 and data.pop("sha256", None) != _digest(data):
+    if type(version) is not int or version != VERSION:
+        raise error(f"{where}: version {shown(version)}; this loopq reads version {VERSION}")
+    if data.pop("sha256", None) != _digest(data):
         raise error(f"{where}: altered: its sha256 is not that of its content")
     return {k: v for k, v in data.items() if k not in ("format", "version")}

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from loopq.checkpoint.files import check_folder, read_json
+from loopq.checkpoint.files import check_folder
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.errors import CheckpointError, ConfigError
@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
             return 0
         print_checkpoint(checkpoint, None)
         print(_settings(folder, checkpoint.settings))
-        _unprotected(folder / native.INDEX)
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)
@@ -47,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
             print((folder / "manifest.json").read_text("utf-8"))
         else:
             print_dump(dump.manifest)
-            _unprotected(folder / "manifest.json")
         return 0
     if (folder / "config.json").is_file():
         return _foreign(folder, args.json)
@@ -56,13 +54,6 @@ def run(args: argparse.Namespace) -> int:
         f"{folder}: neither a checkpoint (loopq.json or config.json) nor a dump (manifest.json); an interrupted "
         "collection is finished by giving its command again"
     )
-
-
-def _unprotected(index: Path) -> None:
-    if read_json(index)["version"] == 1:
-        print(
-            f"{index.name}: version 1, unprotected: it has no SHA-256 of itself, so that changes go unnoticed"
-        )
 
 
 def _settings(folder: Path, settings: dict[str, Any]) -> str:

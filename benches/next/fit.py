@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benches.next.corrections import STATE, Corrections, LowRank, Place, blank
 from loopq.calibrate.data import TokenSet
-from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.gradients.unroll import linked, unroll
 from loopq.systems.base import LoopedSystem
 from loopq.systems.replace import replaced
 
@@ -100,6 +100,16 @@ def _held_out(
                 out = unroll(system, batch, system.n_steps)
             total += float(divergence(reference, out, system.output)) * len(batch.prompts)
     return total / len(tokens.sequences)
+
+
+def divergence(reference: Tensor, out: Tensor, output: str) -> Tensor:
+    """KL(reference || out) in nats, mean over positions; for hidden states the squared relative error."""
+    if output == "logits":
+        log_p, log_q = reference.log_softmax(-1), out.log_softmax(-1)
+        kl: Tensor = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+        return kl
+    error: Tensor = (out - reference).square().sum() / reference.square().sum()
+    return error
 
 
 def low_rank(name: str, error: Matrix, sides: tuple[Matrix, Matrix], rank: int, steps: int) -> Corrections:

@@ -13,7 +13,6 @@ from benches.next import fit
 from benches.next.corrections import STATE, Corrections, blank
 from benches.next.methods import left_of
 from benches.next.subject import Subject, bytes_of, weights_of
-from loopq.gradients.tuner import Tune, tune
 from loopq.quantizers.base import Problem
 from loopq.run.allocate import Allocate
 from loopq.run.engine import Layers
@@ -91,13 +90,6 @@ def searched(bench: Bench, bits: int) -> Made:
 def finer(bench: Bench, bits: int) -> Made:
     """Preset best with twice the scales: what bytes buy without a new method."""
     return bench.subject.solve("finer", bits, GROUP // 2), None
-
-
-def tuned(bench: Bench, bits: int) -> Made:
-    """Codes and scales by gradient from preset best, the best on held-out prompts."""
-    model = bench.subject.model
-    prompts = (model.calibration, model.tuning_held_out)
-    return tune(bench.system, bench.best(bits)[0], prompts, Tune(what="codes")).layers, None
 
 
 def mixed(bench: Bench, bits: int) -> Made:
@@ -186,7 +178,6 @@ def random_tokens(share: float) -> Callable[[Bench, int], Made]:
 
 #: What starts from the layers of preset best, or from their bytes: these are made outside its time.
 FROM_BEST = (
-    tuned,
     mixed,
     state_bias,
     state_closed,
@@ -208,7 +199,6 @@ METHODS: dict[str, tuple[Callable[[Bench, int], Made], tuple[int, ...]]] = {
     "best, damped shift": (coded("gptq-cd-shift", beam=1), (3, 2)),
     "best, 5 % random tokens": (random_tokens(0.05), (4, 3, 2)),
     "best, group 64": (finer, (4, 3, 2)),
-    "codes by gradient": (tuned, (3, 2)),
     "mixed bits": (mixed, (3,)),
     "state bias, closed form": (state_bias, (4, 3)),
     "state, closed form": (state_closed, (4, 3)),

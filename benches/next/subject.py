@@ -102,7 +102,7 @@ class Subject:
         settings = {**PRESETS["best"], **one_path, **settings}
         config = QuantConfig.of(**settings, bits=bits, group_size=group)
         with self.timed(what):
-            return choose.solve(self.run.with_config(config), self.model.tuning_held_out)[1]
+            return choose.solve(self.run.with_config(config))[1]
 
     def measure(self, weights: Weights, corrections: Corrections | None) -> dict[str, Any]:
         """KL to full precision, mean and by prompt, and top-1 agreement, on text of another author and another kind."""

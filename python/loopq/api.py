@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.checkpoint.convert import NATIVE, is_checkpoint, read_any, verify, write_as
 from loopq.checkpoint.files import json_bytes, own_folder, remove_leftovers, remove_own
@@ -22,7 +21,6 @@ from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
-from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.dumped import collect_dump, refuse_rollouts
@@ -100,7 +98,6 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
-    refuse_unused_held_out(config)
     if execution.ranks is not None:
         if out is None or write is not None:
             raise ConfigError(
@@ -108,11 +105,11 @@ def quantize(
             )
         refuse_rollouts(config, "several processes together", "start one, or take preset fast")
         killed_late(Path(out))
-        run, _ = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
         return _quantize_together(run, Path(out))
     with _output(out, execution, write) as (execution, finish):
-        run, held = _prepared(open_model(model), calibration, take, config, n_steps, execution)
-        run, layers, facts = solve_run(run, held)
+        run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        run, layers, facts = solve_run(run)
         checkpoint = checkpoint_of(run, layers, facts)
         finish(checkpoint)
     del run, layers
@@ -150,23 +147,20 @@ def _prepared(
     config: QuantConfig,
     n_steps: int | None,
     execution: Execution,
-) -> tuple[Run, TokenSet | None]:
-    """Plan a run and say what it takes; the second result is what is held out for tuning."""
+) -> Run:
+    """Plan a run and say what it takes."""
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
-    tokens, held = calibration_tokens(loaded, calibration, take, matters=config.reads_text), None
+    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")
-    if config.tune is not None:
-        tokens, held = split_held_out(tokens, config.n_held_out)
     run = Run.prepare(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
-    refuse_short_scales(run)
     run = choose_metric(run)
     execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
-    return run, held
+    return run
 
 
 @contextlib.contextmanager

@@ -38,8 +38,6 @@ def test_every_setting_has_its_option(name):
             "allocate": 3.25,
             "beam": 8,
             "scale_bits": 5,
-            "n_held_out": 2,
-            "tune_truncate": 2,
             "metric_prompts": 4,
             "outside": 8,
         }.get(name, value)

@@ -185,7 +185,7 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
 
 
 #: What `solve` has no options for: it has no model to run.
-_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "n_held_out", "tune", "allocate")
+_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "allocate")
 _METRIC = ("metric", "passes")
 _LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR-EXPRESSION)"
 

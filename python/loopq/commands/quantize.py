@@ -38,7 +38,6 @@ from loopq.lazy import require
 from loopq.progress import Line
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
-from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import Exported, export, refuse_early
 from loopq.run.result import killed_late, work_folder
 from loopq.systems.load import LoadedModel
@@ -88,7 +87,6 @@ def run(args: argparse.Namespace) -> int:
     native = args.format == "native"
     killed_late(out)
     config = quant_config(args)
-    refuse_unused_held_out(config)
     if args.html:
         require("matplotlib")
         check_place(args.html)
@@ -132,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"page: {args.html}")
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)
-    if config.layer == plain and config.allocate is None and config.tune is None:
+    if config.layer == plain and config.allocate is None:
         print(_HINT, file=sys.stderr)
     return 0
 

@@ -75,8 +75,8 @@ def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
             f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
         )
     refuse_outside(config, f"{who} cannot", instead)
-    if config.allocate is not None or config.tune is not None:
-        raise ConfigError(f"allocate and tune run the model, which {who} cannot: {instead}")
+    if config.allocate is not None:
+        raise ConfigError(f"allocate runs the model, which {who} cannot: {instead}")
 
 
 def collect_dump(run: Run, out: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from loopq.annotations import choices_of
 from loopq.cli import parser
 from loopq.commands.options import flag_of, given
 from loopq.run.config import QuantConfig
-from loopq.settings import choices_of, leaves
+from loopq.settings import leaves
 
 BASE = ["quantize", "m", "--out", "o"]
 PARSER = parser()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "python" / "loopq"
 #: The way of a weight from the command line to a file and back.
-TRUNK = ("api", "cli", "commands", "run", "quantizers", "gradients", "calibrate", "checkpoint", "settings")
+TRUNK = ("api", "cli", "commands", "run", "quantizers", "gradients", "calibrate", "checkpoint", "settings", "annotations")
 MAX_ARGUMENTS = 7
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -65,7 +65,7 @@ def test_every_keyword_of_a_run_is_a_flat_name():
         "method",
         "damping",
         "metric_draws",
-        "tune_every",
+        "allocate_score",
         "allocate",
         "alpha",
         "layer",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.annotations import choices_of
 from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.checkpoint.convert import settings_of
@@ -19,7 +20,7 @@ from loopq.execution import Execution, Ranks
 from loopq.progress import Line, Progress, Silent
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
-from loopq.settings import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
+from loopq.settings import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.systems.base import MAX_STEPS
 from loopq.systems.from_python import load_python
 from loopq.systems.load import DTYPES, LoadedModel, load_model

@@ -61,7 +61,7 @@ class _Coded(GPTQCD):
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         assert problem.metric is not None
-        combined = problem.metric.combined(problem.observed)
+        combined = problem.metric.combined(problem.require_observed())
         right = combined + np.diag(self.damping.vector(combined, problem.threads))
         left = left_of(problem, combined)
         group = problem.grid.width(problem.target.shape[1])

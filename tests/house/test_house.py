@@ -192,7 +192,7 @@ class MadeUp(Method):
 
     def quantize(self, problem):
         """Quantize a layer."""
-        assert problem.observed.shape == (8, 8)
+        assert problem.require_observed().shape == (8, 8)
         weight = (self.loudness * problem.target).astype("float32")
         return problem.layer(round_to_grid(problem, weight, "max"), self.name)
 '''

@@ -26,7 +26,7 @@ from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
-from loopq.run.result import DumpRun, apart, checkpoint_of, killed_late, work_folder
+from loopq.run.result import DumpRun, apart, check_out, checkpoint_of, was_killed_late, work_folder
 from loopq.systems.base import LoopedSystem
 from loopq.systems.from_python import wrap
 from loopq.systems.load import LoadedModel, load_model
@@ -104,7 +104,7 @@ def quantize(
                 "several processes write a checkpoint of loopq's own format: `export` it afterwards"
             )
         refuse_rollouts(config, "several processes together", "start one, or take preset fast")
-        killed_late(Path(out))
+        check_out(Path(out))
         run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
         return _quantize_together(run, Path(out))
     with _output(out, execution, write) as (execution, finish):
@@ -176,9 +176,11 @@ def _output(
         yield execution, lambda checkpoint: None
         return
     out = Path(path)
-    killed_late(out)
+    check_out(out)
     with locked(out):
-        late = killed_late(out)
+        # Another run may have written it before this one had the lock.
+        check_out(out)
+        late = was_killed_late(out)
 
         def finish(checkpoint: Checkpoint) -> None:
             if late:

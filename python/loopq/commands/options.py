@@ -216,8 +216,8 @@ def add_patterns(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> N
         ).rare = True
 
 
-def quant_config(args: argparse.Namespace) -> QuantConfig:
-    """Read what `add_quantizer` added.
+def quant_config(args: argparse.Namespace, base: QuantConfig | None = None) -> QuantConfig:
+    """Read what `add_quantizer` added: the changes to some settings, or to the defaults.
 
     Raises
     ------
@@ -225,7 +225,7 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         A value that is not allowed, or an option that what was chosen would not read.
     """
     include = tuple(getattr(args, "include", ()))
-    config = QuantConfig() if getattr(args, "like", None) is None else like(args)
+    config = base or QuantConfig()
     config = dataclasses.replace(
         config,
         overrides=(*config.overrides, *args.layer),
@@ -240,8 +240,23 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
 _LOADING = "how the model is loaded and run"
 
 
-def like(args: argparse.Namespace) -> QuantConfig:
-    """Read the settings of the checkpoint that ``--like`` names; depth, seed and share of random tokens too."""
+def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
+    """Give the arguments the depth, seed and share of random tokens of the checkpoint that ``--like`` names.
+
+    Those that were given as options stay as they are.
+
+    Returns
+    -------
+    QuantConfig or None
+        Settings of the checkpoint; None without the option.
+
+    Raises
+    ------
+    ConfigError
+        The checkpoint holds no settings of a run.
+    """
+    if args.like is None:
+        return None
     settings = settings_of(args.like)
     if "quantization" not in settings:
         raise ConfigError(f"--like {args.like}: it holds no settings of a run")

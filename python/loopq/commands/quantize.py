@@ -21,6 +21,7 @@ from loopq.commands.options import (
     add_quantizer,
     add_source,
     add_text,
+    adopt_like,
     calibration_take,
     check_place,
     given,
@@ -39,7 +40,7 @@ from loopq.progress import Line
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
 from loopq.run.export import Exported, export, refuse_early
-from loopq.run.result import killed_late, work_folder
+from loopq.run.result import check_out, work_folder
 from loopq.systems.load import LoadedModel
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
@@ -85,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     # What can be refused is refused before the model is loaded, which takes minutes for a large one.
     out = Path(args.out)
     native = args.format == "native"
-    killed_late(out)
-    config = quant_config(args)
+    check_out(out)
+    config = quant_config(args, adopt_like(args))
     if args.html:
         require("matplotlib")
         check_place(args.html)

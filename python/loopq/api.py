@@ -19,6 +19,7 @@ from loopq.checkpoint.model_files import model_tensors
 from loopq.checkpoint.native import Checkpoint
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.evaluate.compare import compare
 from loopq.execution import Execution
 from loopq.run.auto import choose_metric
 from loopq.run.choose import solve as solve_run
@@ -390,8 +391,6 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    from loopq.evaluate.compare import compare
-
     _, execution, take = _options(None, options, Take)
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
     loaded = open_model(model)
@@ -452,7 +451,7 @@ def diagnose(
     dict
         What `loopq.report.page.write_page` shows; its schema is in `loopq.report`.
     """
-    from loopq.diagnose.survey import diagnose as survey
+    from loopq.diagnose.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
     _, execution, take = _options(None, options, Take)
     loaded = open_model(model)

@@ -33,7 +33,7 @@ from loopq.checkpoint.files import (
     write_tensors,
 )
 from loopq.checkpoint.layer import TensorReader
-from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files
+from loopq.checkpoint.model_files import TENSORS, FileEntry, check_files, raw
 from loopq.checkpoint.schema import (
     Allowed,
     Count,
@@ -66,9 +66,7 @@ _Number = Annotated[
 
 def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
     """Copy input rows to bytes of a storage type ("F32", "F16" or "BF16")."""
-    import torch
-
-    from loopq.checkpoint.model_files import raw
+    import torch  # lazy: loopq imports without torch
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return raw(rows.to(kinds[dtype]))

@@ -119,7 +119,7 @@ def _backend(index: int) -> Any:
 
 
 def _machine(backend: Any) -> dict[str, Any]:
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     name = (
         torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else str(backend.device)

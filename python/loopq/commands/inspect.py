@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loopq.calibrate.dump import Dump
+from loopq.checkpoint import native
+from loopq.checkpoint.convert import inspect_any
 from loopq.checkpoint.files import check_folder
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
@@ -27,9 +30,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find out what the folder is and print it."""
-    from loopq.calibrate.dump import Dump
-    from loopq.checkpoint import native
-
     folder = Path(args.folder)
     if (folder / native.INDEX).is_file():
         checkpoint = native.read(folder)
@@ -90,8 +90,6 @@ def _word(value: Any) -> str:
 
 
 def _foreign(folder: Path, as_json: bool) -> int:
-    from loopq.checkpoint.convert import inspect_any
-
     found = inspect_any(folder)
     if as_json:
         print(json.dumps(found, indent=1))

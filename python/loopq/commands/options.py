@@ -13,7 +13,7 @@ from typing import Any
 from loopq.annotations import choices_of
 from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
-from loopq.checkpoint.convert import settings_of
+from loopq.checkpoint.convert import format_names, settings_of
 from loopq.checkpoint.files import nearest
 from loopq.errors import ConfigError
 from loopq.execution import Execution, Ranks
@@ -362,8 +362,6 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
 
 def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:
     """Add the options that choose a checkpoint format, or one of `more`; without a default it must be given."""
-    from loopq.checkpoint.convert import format_names
-
     parser.add_argument(
         "--format",
         required=default is None,

@@ -73,7 +73,7 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     SystemContractError
         The rollout of a system without a single-step function lets no gradient through.
     """
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
     if not system.has_steps:
         return _whole(system, batch, n_steps)

@@ -56,7 +56,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
     Block or None
         None: it has other modules than these.
     """
-    from loopq.kernels.runner import Block, Branch
+    from loopq.kernels.runner import Block, Branch  # lazy: loopq imports without torch
 
     after = ("input_layernorm_2", "post_attention_layernorm_2")
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj")
@@ -92,7 +92,7 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
 
 def raven_block(block: nn.Module, config: Any) -> Block | None:
     """Describe a block of Huginn (norms on the stream) or R-Llama (norms before the branches); None for another."""
-    from loopq.kernels.runner import Block, Branch
+    from loopq.kernels.runner import Block, Branch  # lazy: loopq imports without torch
 
     if not _holds(block, "attn mlp norm_1 norm_2", "norm_3 norm_4"):
         return None

@@ -30,7 +30,7 @@ from loopq.systems.stepwise import StepwiseSystem
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.kernels.runner import Program
+    from loopq.kernels.runner import Program  # lazy: loopq imports without torch
 
 #: Key of a ``config.json`` that makes a dense model a looped one: first layer, the one after the last, times.
 LOOP = "looped_layers"
@@ -137,7 +137,7 @@ class Looped(StepwiseSystem):
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Every linear of every layer; those outside the loop are called once."""
-        from torch import nn
+        from torch import nn  # lazy: loopq imports without torch
 
         gate = gates(self.model, self._routing())
         modules = []
@@ -185,7 +185,7 @@ class Looped(StepwiseSystem):
 
         A copy of a layer shares its parameters, buffers, submodules and hooks; only the number of its slot is its own.
         """
-        from torch import nn
+        from torch import nn  # lazy: loopq imports without torch
 
         inner, config = self._inner, self.model.config
         layers = nn.ModuleList(_in_slot(inner.layers[i], slot) for slot, i in enumerate(order))
@@ -215,7 +215,7 @@ class Looped(StepwiseSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """The layers in their order, then the norm."""
-        from loopq.kernels.runner import Program
+        from loopq.kernels.runner import Program  # lazy: loopq imports without torch
 
         inner = self._inner
         blocks = [llama_block(layer, self.model.config) for layer in inner.layers]

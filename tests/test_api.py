@@ -65,8 +65,8 @@ def test_settings_are_refused_before_the_model_is_looked_for(tmp_path):
             "damping goes with method gptq or gptq-cd or trellis; method rtn would not read",
         ),
         ({"alpha": 0.5}, "alpha goes with inputs asymmetric; inputs open would not read it"),
-        ({"tune_every": 5}, "tune_every goes with tune"),
-        ({"tune": "all"}, "tune must be one of scales, codes; got 'all'"),
+        ({"allocate_score": "fisher"}, "allocate_score goes with allocate"),
+        ({"inputs": "all"}, "unknown inputs 'all'"),
     ]:
         with pytest.raises(ConfigError, match=match):
             loopq.quantize(tmp_path / "nowhere", **settings)

@@ -113,8 +113,8 @@ def test_wrong_usage_stops_the_program():
     ("args", "match"),
     [
         (
-            ["quantize", "m", "--out", "o", "--held-out", "3"],
-            "unknown argument --held-out (did you mean --n-held-out",
+            ["quantize", "m", "--out", "o", "--random-token", "3"],
+            "unknown argument --random-token (did you mean --random-tokens",
         ),
         (
             ["quantize", "m", "--out", "o", "--group", "3"],

@@ -36,7 +36,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grid", action="append", help="BITS:GROUP, as in 3:32 (default: 4:128 3:32 2:32)")
     parser.add_argument("--only", action="append", default=[], help="variants whose name contains this")
     parser.add_argument("--tier", action="append", help="only variants of tiers whose name starts with this")
-    parser.add_argument("--n-updates", type=int, default=400)
     parser.add_argument("--n-calibration", type=int, default=96)
     parser.add_argument("--n-evaluation", type=int, default=32)
     parser.add_argument("--seq-len", type=int, default=Sizes.seq_len)
@@ -148,7 +147,7 @@ def measure(
                 nonlocal kept
                 if kept is None:
                     model = prepare_model(name, sizes, data_folder(args.data), draw)
-                    kept = SolutionCache(model, args.threads, args.n_updates)
+                    kept = SolutionCache(model, args.threads)
                 return kept
 
             for bits, group in grids:
@@ -174,7 +173,7 @@ def measure(
 def main() -> None:
     args = parse()
     sizes = Sizes(args.n_calibration, 32, args.n_evaluation, args.seq_len)
-    settings = {"loopq": loopq.__version__, **vars(sizes), "seeds": args.n_seeds, "n_updates": args.n_updates}
+    settings = {"loopq": loopq.__version__, **vars(sizes), "seeds": args.n_seeds}
     cache = Cache(args.cache, settings, args.table)
     data = data_folder(args.data)
     models = args.models or [*zoo.available(), *folders(), *([PLBERT] if data else [])]

@@ -11,23 +11,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.evaluate.compare import compare
 from loopq.formats.convert import NATIVE, is_checkpoint, read_any, verify, write_as
 from loopq.formats.native import Checkpoint
 from loopq.inference.restore import load_checkpoint
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model
 from loopq.run.auto import choose_metric
-from loopq.run.choose import refuse_short_scales, refuse_unused_held_out, split_held_out
 from loopq.run.choose import solve as solve_run
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
-from loopq.run.result import DumpRun, apart, checkpoint_of, killed_late, work_folder
+from loopq.run.result import DumpRun, apart, check_out, checkpoint_of, was_killed_late, work_folder
 from loopq.settings.execution import Execution
 from loopq.storage.files import json_bytes, own_folder, remove_leftovers, remove_own
 from loopq.storage.lock import locked
@@ -100,19 +99,18 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
-    refuse_unused_held_out(config)
     if execution.ranks is not None:
         if out is None or write is not None:
             raise ConfigError(
                 "several processes write a checkpoint of loopq's own format: `export` it afterwards"
             )
         refuse_rollouts(config, "several processes together", "start one, or take preset fast")
-        killed_late(Path(out))
-        run, _ = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        check_out(Path(out))
+        run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
         return _quantize_together(run, Path(out))
     with _output(out, execution, write) as (execution, finish):
-        run, held = _prepared(open_model(model), calibration, take, config, n_steps, execution)
-        run, layers, facts = solve_run(run, held)
+        run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        run, layers, facts = solve_run(run)
         checkpoint = checkpoint_of(run, layers, facts)
         finish(checkpoint)
     del run, layers
@@ -150,23 +148,20 @@ def _prepared(
     config: QuantConfig,
     n_steps: int | None,
     execution: Execution,
-) -> tuple[Run, TokenSet | None]:
-    """Plan a run and say what it takes; the second result is what is held out for tuning."""
+) -> Run:
+    """Plan a run and say what it takes."""
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
-    tokens, held = calibration_tokens(loaded, calibration, take, matters=config.reads_text), None
+    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")
-    if config.tune is not None:
-        tokens, held = split_held_out(tokens, config.n_held_out)
     run = Run.prepare(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
-    refuse_short_scales(run)
     run = choose_metric(run)
     execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
-    return run, held
+    return run
 
 
 @contextlib.contextmanager
@@ -182,9 +177,11 @@ def _output(
         yield execution, lambda checkpoint: None
         return
     out = Path(path)
-    killed_late(out)
+    check_out(out)
     with locked(out):
-        late = killed_late(out)
+        # Another run may have written it before this one had the lock.
+        check_out(out)
+        late = was_killed_late(out)
 
         def finish(checkpoint: Checkpoint) -> None:
             if late:
@@ -394,8 +391,6 @@ def evaluate(
     >>> [m.name for m in measured]
     ['full precision', 'INT4']
     """
-    from loopq.evaluate.compare import compare
-
     _, execution, take = _options(None, options, Take)
     named = checkpoints if isinstance(checkpoints, Mapping) else {str(f): read_any(f) for f in checkpoints}
     loaded = open_model(model)
@@ -456,7 +451,7 @@ def diagnose(
     dict
         What `loopq.report.page.write_page` shows; its schema is in `loopq.report`.
     """
-    from loopq.diagnose.survey import diagnose as survey
+    from loopq.diagnose.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
     _, execution, take = _options(None, options, Take)
     loaded = open_model(model)

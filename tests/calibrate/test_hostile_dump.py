@@ -10,7 +10,6 @@ import pytest
 from loopq.calibrate import collect
 from loopq.calibrate.collect import collect_hessians, collect_rows
 from loopq.calibrate.dump import Dump, Manifest, merge
-from loopq.cli import main
 from loopq.errors import DumpError
 from loopq.models.load import load_model
 from loopq.storage.files import replacing
@@ -85,12 +84,6 @@ def test_a_manifest_that_is_wrong(made, change, match):
     with pytest.raises(DumpError, match=match):
         dump = Dump(made["rows"])
         dump.weights()
-
-
-def test_version_1_is_read_and_said_to_be_unprotected(made, capsys):
-    for name, said in (("rows", False), ("rows-1", True)):
-        assert main(["inspect", str(made[name])]) == 0
-        assert ("manifest.json: version 1, unprotected" in capsys.readouterr().out) == said
 
 
 def test_a_hessian_that_is_not_the_one_of_the_manifest(made):

@@ -7,7 +7,8 @@ import pytest
 from loopq.cli import parser
 from loopq.commands.options import flag_of, given
 from loopq.run.config import QuantConfig
-from loopq.settings.declare import choices_of, leaves
+from loopq.settings.declare import leaves
+from loopq.storage.annotations import choices_of
 
 BASE = ["quantize", "m", "--out", "o"]
 PARSER = parser()
@@ -38,8 +39,6 @@ def test_every_setting_has_its_option(name):
             "allocate": 3.25,
             "beam": 8,
             "scale_bits": 5,
-            "n_held_out": 2,
-            "tune_truncate": 2,
             "metric_prompts": 4,
             "outside": 8,
         }.get(name, value)

@@ -105,8 +105,6 @@ def test_options_beside_a_preset_and_overrides_win(saved_model, tmp_path, comman
         (["nowhere", "--method", "rtn", "--precision", "float32"], "--precision goes with --method gptq; method rtn"),
         (["nowhere", "--sweeps", "2"], "--sweeps goes with --inputs asymmetric; inputs open would not read it"),
         (["nowhere", "--allocate-bits", "3,4"], "--allocate-bits goes with --allocate"),
-        (["nowhere", "--tune-n-updates", "3"], "--tune-n-updates goes with --tune"),
-        (["nowhere", "--n-held-out", "3"], "--n-held-out goes with --tune"),
         # What the model is needed for.
         (["nowhere"], "no model 'nowhere'"),
         (["{model}", "--steps", "7"], "the rollout has 3 steps, 0 to 2"),

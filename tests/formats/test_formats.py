@@ -610,7 +610,7 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
 
     fit = r"layer a\.b\.weight: its tensors are not those of"
     for change, match in [
-        (lambda d: d.update(version=3), "version 3; this loopq reads versions 1 to 2"),
+        (lambda d: d.update(version=3), "version 3; this loopq reads version 2"),
         (lambda d: d.update(format="x"), "its format is not 'loopq-export'"),
         (lambda d: d.update(target="marlin"), "config.json says gptq, .* 'marlin'"),
         (lambda d: d["layers"][0].update(name="other.weight"), "layer 'other.weight' is in loopq_export"),

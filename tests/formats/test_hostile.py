@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import safetensors
 
-from loopq.cli import main
 from loopq.errors import CheckpointError, LoopqError, SystemContractError
 from loopq.formats.base import matches
 from loopq.formats.convert import read_any, write_as
@@ -40,7 +39,7 @@ def test_campaign():
     counts = campaign([checkpoints], range(1500))
     assert counts.failures == []
     assert sum(counts.outcomes.values()) == 1500
-    assert counts.outcomes["refused"] > 900
+    assert counts.outcomes["refused"] > 850
     assert set(counts.outcomes) == set(FINE)
 
 
@@ -208,22 +207,18 @@ def test_shards_outside_the_folder_are_refused(tmp_path):
         read_any(tmp_path / "g")
 
 
-def test_version_1_is_read_and_said_to_be_unprotected(tmp_path, capsys):
-    whole = checkpoint(layer(8, 32))
-    write_as(tmp_path / "q", whole, "native")
+@pytest.mark.parametrize(
+    ("version", "match"),
+    [(2, "altered: its sha256 is not that of its content"), (1, "version 1; this loopq reads version 2")],
+)
+def test_an_index_without_its_sum_is_refused_whatever_version_it_claims(tmp_path, version, match):
+    write_as(tmp_path / "q", checkpoint(layer(8, 32)), "native")
     index = tmp_path / "q" / "loopq.json"
-    assert main(["inspect", str(tmp_path / "q")]) == 0
-    assert "unprotected" not in capsys.readouterr().out
     data = read_json(index)
-    assert (data["version"], len(data["sha256"])) == (2, 64)
-    del data["sha256"]
-    with pytest.raises(CheckpointError, match="altered: its sha256 is not that of its content"):
-        index.write_text(json.dumps(data))
+    assert (data["version"], len(data.pop("sha256"))) == (2, 64)
+    index.write_text(json.dumps(data | {"version": version}))
+    with pytest.raises(CheckpointError, match=match):
         read_any(tmp_path / "q")
-    index.write_text(json.dumps(data | {"version": 1}))
-    assert read_any(tmp_path / "q").layers["a.b.weight"].same_as(whole.layers["a.b.weight"])
-    assert main(["inspect", str(tmp_path / "q")]) == 0
-    assert "version 1, unprotected" in capsys.readouterr().out
 
 
 def test_every_change_of_one_bit_of_the_index_is_noticed(tmp_path):

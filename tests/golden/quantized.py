@@ -168,20 +168,13 @@ def solved(case):
 
 
 def beyond():
-    """Cases whose settings are objects: bits under a budget, tuning by gradient."""
-    from loopq.gradients.tuner import Tune
+    """Cases whose settings are objects: bits under a budget."""
     from loopq.run.allocate import Allocate
 
     few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4}
     return {
         "allocate-ablation": {**G, "allocate": Allocate(4.0, **few)},
         "allocate-fisher": {**G, "allocate": Allocate(3500, score="fisher", **few)},
-        "tune-scales": {"bits": 3, **G, "tune": Tune("scales", n_updates=12, every=4, scale_rate=0.02)},
-        "tune-codes": {
-            "bits": 3,
-            **G,
-            "tune": Tune("codes", n_updates=12, every=4, scale_rate=0.02, code_rate=0.2),
-        },
     }
 
 

@@ -7,10 +7,10 @@ import contextlib
 import pytest
 import torch
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import SystemContractError
 from loopq.gradients import unroll as module
 from loopq.gradients.collect_metrics import draws
-from loopq.gradients.unroll import divergence, linked, unroll
+from loopq.gradients.unroll import linked, unroll
 
 
 def test_unrolled_rollout_is_the_rollout(tiny, tokens):
@@ -29,7 +29,8 @@ def test_linked_weights_get_the_gradient_of_all_steps_and_leave_no_trace(tiny, t
 
     def loss(values):
         with linked(tiny.system, {name: values}):
-            return divergence(reference, unroll(tiny.system, batch, 3), "logits")
+            out = unroll(tiny.system, batch, 3)
+        return torch.nn.functional.mse_loss(out, 2 * reference)
 
     (grad,) = torch.autograd.grad(loss(leaf), leaf)
     direction = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0))
@@ -40,10 +41,6 @@ def test_linked_weights_get_the_gradient_of_all_steps_and_leave_no_trace(tiny, t
     assert tiny.model.get_parameter(name) is own
     assert list(tiny.model.state_dict()) == before
     torch.testing.assert_close(tiny.system.rollout(batch, 3), reference, rtol=0, atol=0)
-    with linked(tiny.system, {name: leaf}):
-        truncated = divergence(reference, unroll(tiny.system, batch, 3, truncate=1), "logits")
-    (late,) = torch.autograd.grad(truncated, leaf)
-    assert not torch.allclose(late, grad)
 
 
 def test_activations_computed_again_give_the_same_gradient(tiny, tokens, monkeypatch):
@@ -65,14 +62,10 @@ def test_a_rollout_as_a_whole_has_the_gradients_of_its_steps(tiny, tokens, monke
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
     batch = next(iter(few.batches(1, 0)))
     assert not tiny.system.rollout(batch, 3).requires_grad
-    with pytest.raises(SystemContractError, match="cannot be cut off"):
-        unroll(tiny.system, batch, 3, truncate=1)
 
 
-def test_refuses_no_steps_and_a_rollout_without_gradients(tiny, tokens, monkeypatch):
+def test_refuses_a_rollout_without_gradients(tiny, tokens, monkeypatch):
     batch = next(tokens.batches(1, 0))
-    with pytest.raises(ConfigError, match="truncate must be at least 1; got 0"):
-        unroll(tiny.system, batch, 3, truncate=0)
     monkeypatch.setattr(type(tiny.system), "has_steps", False)
     monkeypatch.setattr(type(tiny.system), "differentiable", lambda self: contextlib.nullcontext())
     with pytest.raises(SystemContractError, match="lets no gradient through"):

@@ -192,7 +192,7 @@ class MadeUp(Method):
 
     def quantize(self, problem):
         """Quantize a layer."""
-        assert problem.observed.shape == (8, 8)
+        assert problem.require_observed().shape == (8, 8)
         weight = (self.loudness * problem.target).astype("float32")
         return problem.layer(round_to_grid(problem, weight, "max"), self.name)
 '''
@@ -255,7 +255,7 @@ def test_the_trunk_keeps_its_counts():
     floors = counts.floors()
     assert len(floors) <= 9
     # Imports that were not read would leave everything on one floor.
-    assert "settings" in floors[0]
+    assert "annotations" in floors[0]
     assert floors[-1] == ["cli"]
     # What declares a setting says everything about it in one place.
     assert set(counts.too_many_arguments()) <= {"settings.setting"}

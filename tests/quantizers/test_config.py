@@ -89,5 +89,5 @@ def test_what_depends_on_the_hessian_alone_is_computed_once_for_an_input_group()
         calls.append(problem.once(("rotated", config.rotation), lambda: pytest.fail("computed again")))
     assert calls[0] is calls[1]
     hessian, inner = calls[0]
-    assert list(inner) == [("gptq-cd", config.method.damping, "conditional")]
+    assert list(inner) == [("factor", config.method.damping, "conditional", "float64")]
     assert hessian.shape == (16, 16)

@@ -1,4 +1,4 @@
-"""Settings of a run: presets, overrides, plain data of this version and of the first."""
+"""Settings of a run: presets, overrides, plain data."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import pytest
 
 import loopq
 from loopq.errors import ConfigError
-from loopq.gradients.tuner import Tune
-from loopq.quantizers.config import LayerConfig, Override
+from loopq.quantizers.config import Override
 from loopq.run.allocate import Allocate
-from loopq.run.asymmetric import Asymmetric
 from loopq.run.config import PRESETS, QuantConfig, flat_names
-from tests.golden.quantized import HERE
 from tests.support.runs import digest
-
-VERSION_1 = json.loads((HERE / "loopq-v1.json").read_text())["settings"]["quantization"]
 
 
 def test_overrides_apply_in_order_and_survive_json():
@@ -70,69 +65,15 @@ def test_every_keyword_of_a_run_is_a_flat_name():
         "method",
         "damping",
         "metric_draws",
-        "tune_every",
+        "allocate_score",
         "allocate",
         "alpha",
         "layer",
     } <= flat_names()
 
 
-def test_settings_of_version_1_mean_the_same():
-    """`loopq-v1.json` is the index of a checkpoint that the first version wrote."""
-    config = QuantConfig.from_json(VERSION_1)
-    assert config.inputs == Asymmetric(alpha=0.5, sweeps=2)
-    assert (config.include, config.exclude) == ((), ("v.weight",))
-    assert (config.rank_threshold, config.n_held_out, config.allocate, config.tune) == (None,) * 4
-    common = {"bits": 3, "group_size": 16, "damping": 0.02, "damping_kind": "diagonal", "scale_bits": 10}
-    run = {"method": "gptq-cd", "metric": "loop", "metric_draws": 2, "passes": 2, **common}
-    run |= {"metric_prompts": 1 << 31, "rounds": 8}
-    weighed = {"steps": "1:", "step_weights": "alpha=1/4"}
-    expected = {
-        "adapter.weight": run | {"bits": 8, "steps": "first", "step_weights": "sum"},
-        "q.weight": common | weighed | {"method": "gptq", "scales": "static", "scale_search": "max"},
-        "k.weight": common | weighed | {"method": "gptq", "scales": "static", "scale_search": "max"},
-        "fc.weight": run | weighed | {"metric": "inputs", "rotation": "hadamard:8"},
-        "proj.weight": run | weighed,
-    }
-    for name, changes in expected.items():
-        assert config.for_layer(name) == LayerConfig.of(**changes), name
-    assert QuantConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-
-
-def test_version_1_kept_settings_of_every_method_beside_each_other():
-    layer = VERSION_1["layer"] | {"method": "gptq", "metric": "inputs", "descent": 7}
-    data = VERSION_1 | {
-        "layer": layer,
-        "inputs": "open",
-        "overrides": [
-            {"pattern": "*", "changes": {"method": "full"}},
-            {"pattern": "k*", "changes": {"rounds": 3}},
-            {"pattern": "q*", "changes": {"method": "rtn", "damping": 0.5, "bits": 2}},
-        ],
-    }
-    config = QuantConfig.from_json(data)
-    assert config.layer.method.name == "gptq"
-    assert config.inputs.name == "open"
-    found = config.for_layer("fc.weight").method
-    assert (found.name, found.descent, found.passes, found.metric.draws) == ("gptq-cd", 7, 2, 2)
-    assert (found.damping.fraction, found.damping.kind) == (0.02, "diagonal")
-    assert config.for_layer("k.weight").method.rounds == 3
-    assert (
-        config.for_layer("q.weight").flat()
-        == LayerConfig.of(
-            method="rtn",
-            scale_search="max",
-            bits=2,
-            group_size=16,
-            scale_bits=10,
-            steps="1:",
-            step_weights="alpha=1/4",
-        ).flat()
-    )
-
-
 def test_plain_data_that_is_damaged_is_refused():
-    data = QuantConfig.of(Override("a*", {"bits": 8}), allocate=Allocate(3.5), tune=Tune()).to_json()
+    data = QuantConfig.of(Override("a*", {"bits": 8}), allocate=Allocate(3.5)).to_json()
     assert QuantConfig.from_json(json.loads(json.dumps(data))).to_json() == data
     for change, match in [
         ({"colour": 1}, "QuantConfig: expected an object with the keys .*; got .*colour"),
@@ -140,7 +81,7 @@ def test_plain_data_that_is_damaged_is_refused():
         ({"layer": None}, "layer must be LayerConfig; got None"),
         ({"inputs": {"name": "both"}}, "unknown inputs 'both'"),
         ({"overrides": [{"pattern": "*"}]}, "override: expected an object with a pattern and changes"),
-        ({"tune": {"what": "all"}}, "Tune: expected an object"),
+        ({"allocate": {"score": "fisher"}}, "Allocate: expected an object"),
         ({"rank_threshold": "small"}, "rank_threshold must be a finite number or None; got 'small'"),
     ]:
         with pytest.raises(ConfigError, match=match):

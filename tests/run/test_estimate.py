@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from loopq.gradients.tuner import Tune
 from loopq.run.allocate import Allocate
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration, estimate
@@ -39,7 +38,7 @@ def test_a_memory_limit_means_more_passes(loaded, tokens):
     assert limited.memory < free.memory
 
 
-def test_what_choosing_bits_and_tuning_take_is_said_too(tiny, tokens):
+def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
     def extra(**changes):
         run = run_of(tiny, tokens, QuantConfig.of(**changes))
         return estimate(dataclasses.replace(run, probe_seconds=0.5)).extra
@@ -48,10 +47,8 @@ def test_what_choosing_bits_and_tuning_take_is_said_too(tiny, tokens):
     assert extra() == ""
     measured = extra(allocate=Allocate(3.25, bits=(3, 4), group_sizes=(16,), n_prompts=4))
     assert measured == f"; besides, about: bits by ablation {4 * 2 * layers * 0.5:.0f} s"
-    both = extra(
-        allocate=Allocate(3.25, "fisher", n_prompts=4), tune=Tune("scales", n_updates=3, batch_size=2)
-    )
-    assert both == "; besides, about: bits by fisher 6 s, tuning at most 12 s"
+    predicted = extra(allocate=Allocate(3.25, "fisher", n_prompts=4))
+    assert predicted == "; besides, about: bits by fisher 6 s"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "1.5 h")])

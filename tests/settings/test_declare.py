@@ -16,7 +16,6 @@ from loopq.calibrate.prompts import CalibrationTake
 from loopq.cli import parser
 from loopq.commands.options import override, quant_config
 from loopq.errors import ConfigError
-from loopq.gradients.tuner import Tune
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
@@ -260,9 +259,9 @@ def test_an_optional_part_is_there_where_its_first_value_is_given():
 EVERY = [
     *(QuantConfig.of(method=name, bits=3, steps="1:") for name in QUANTIZERS.names()),
     *(QuantConfig.of(inputs=name, exclude=("a*",), include=("b",)) for name in INPUTS.names()),
-    QuantConfig.of(inputs="asymmetric", alpha=0.25, sweeps=3, preset="best", metric_draws=2, n_held_out=4),
+    QuantConfig.of(inputs="asymmetric", alpha=0.25, sweeps=3, preset="best", metric_draws=2),
     QuantConfig.of(method="gptq", damping=0.1, damping_kind="tail", scales="static", act_order=True),
-    QuantConfig.of(allocate=Allocate(3.25, "fisher", (2, 4), (16,), 3), tune=Tune("codes", truncate=2)),
+    QuantConfig.of(allocate=Allocate(3.25, "fisher", (2, 4), (16,), 3)),
     QuantConfig.of(allocate=Allocate(900), rank_threshold=None, rotation="random:16", rotation_seed=3),
     QuantConfig.of(Override("a*", {"bits": 8}), Override("re:b$", {"method": "rtn", "steps": "first"})),
 ]
@@ -383,7 +382,7 @@ def said(command, flags):
 def test_options_reach_the_settings():
     arguments = ["quantize", "model", "--out", "q", "--preset", "best", "--bits", "3", "--asymmetric", "--damping", "0",
                  "--scale-bits", "none", "--unsigned-scales", "--no-refit", "--inputs", "asymmetric", "--alpha", "0.5",
-                 "--allocate", "900K", "--allocate-bits", "2,4", "--tune", "codes",
+                 "--allocate", "900K", "--allocate-bits", "2,4",
                  "--layer", "a*=>bits=8,metric=inputs", "--exclude", "x", "--exclude", "y"]  # fmt: skip
     found = quant_config(parser().parse_args(arguments))
     expected = QuantConfig.of(
@@ -398,7 +397,6 @@ def test_options_reach_the_settings():
         inputs="asymmetric",
         alpha=0.5,
         allocate=Allocate(900 * 1024, bits=(2, 4)),
-        tune="codes",
         exclude=("x", "y"),
     )
     assert found == expected

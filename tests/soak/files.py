@@ -164,16 +164,11 @@ def checkpoints(base: Path) -> list[Target]:
         ("gptq-bare", zeros, "gptq_v2", None),
         ("marlin", wide, "marlin", None),
         ("shards", checkpoint(plain), "gptq", None),
-        ("native-1", whole, "native", None),
     ]
     for name, model, kind, ragged in made:
         write_as(base / name, model, kind, ragged=ragged)
     for name in ("ct-bare", "gptq-bare", "shards"):
         (base / name / RECORD).unlink()
-    old = json.loads((base / "native-1" / "loopq.json").read_text())
-    write_json(
-        base / "native-1" / "loopq.json", {k: v for k, v in old.items() if k != "sha256"} | {"version": 1}
-    )
     tensors = read_tensors(base / "shards" / "model.safetensors")
     (base / "shards" / "model.safetensors").unlink()
     parts = {"one.safetensors": sorted(tensors)[:4], "two.safetensors": sorted(tensors)[4:]}
@@ -184,7 +179,7 @@ def checkpoints(base: Path) -> list[Target]:
         "weight_map": {n: file for file, names in parts.items() for n in names},
     }
     write_json(base / "shards" / "model.safetensors.index.json", index)
-    indexes = {"native": "loopq.json", "native-1": "loopq.json", "shards": "model.safetensors.index.json"}
+    indexes = {"native": "loopq.json", "shards": "model.safetensors.index.json"}
     return [
         Target(name, base / name, checkpoint_facts, indexes.get(name, "config.json"), name == "native")
         for name, *_ in made
@@ -192,7 +187,7 @@ def checkpoints(base: Path) -> list[Target]:
 
 
 def dumps(base: Path) -> list[Target]:
-    """A dump of rows, a dump of Hessians, and one of version 1."""
+    """A dump of rows and a dump of Hessians."""
     rng = np.random.default_rng(3)
     shared = (
         SharedParameter("x.q.weight", ("x.q",), 8, 6, "out_in", 2, "attention"),
@@ -204,9 +199,8 @@ def dumps(base: Path) -> list[Target]:
         "x.k.weight": RawTensor.of(rng.normal(size=(8, 6)).astype(np.float32)),
     }
     targets = []
-    for name in ("rows", "hessian", "rows-1"):
-        folder = base / name
-        kind = name.partition("-")[0]
+    for kind in ("rows", "hessian"):
+        folder = base / kind
         files = write_files(folder / "model", model, {"config.json": b"{}"})
         if kind == "rows":
             cuts = {"00000": slice(0, 25), "00001": slice(25, 40)}
@@ -247,11 +241,7 @@ def dumps(base: Path) -> list[Target]:
             ties={},
             loopq_version="0",
         ).write(folder)
-        targets.append(Target(name, folder, dump_facts, "manifest.json", not name.endswith("-1")))
-    old = json.loads((base / "rows-1" / "manifest.json").read_text())
-    write_json(
-        base / "rows-1" / "manifest.json", {k: v for k, v in old.items() if k != "sha256"} | {"version": 1}
-    )
+        targets.append(Target(kind, folder, dump_facts, "manifest.json", True))
     return targets
 
 
@@ -461,7 +451,7 @@ def path_case(target: Target, folder: Path, rng: random.Random) -> Case:
             f"/{outside}/{old.name}",
         ]
     )
-    if target.name in ("rows", "hessian", "rows-1") and path[0] == "files" and rng.random() < 0.3:
+    if target.name in ("rows", "hessian") and path[0] == "files" and rng.random() < 0.3:
         # The name is as it has to be, the folder in it leads out.
         shutil.copytree(old.parent, outside / "folder")
         shutil.rmtree(old.parent)

@@ -40,8 +40,6 @@ COMMANDS = {
     "asymmetric": f"quantize {{model}} --out {{out}} {PAPER} --inputs asymmetric --sweeps 2",
     "loop metric": f"quantize {{model}} --out {{out}} {TINY} --preset best --inputs open",
     "closed loop": f"quantize {{model}} --out {{out}} {PAPER} --inputs closed-loop",
-    "tune scales": f"quantize {{model}} --out {{out}} {PAPER} --tune scales --tune-n-updates 6 --tune-every 2",
-    "tune codes": f"quantize {{model}} --out {{out}} {PAPER} --tune codes --tune-n-updates 6 --tune-every 2",
     "allocate": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE}",
     "allocate fisher": f"quantize {{model}} --out {{out}} {PAPER} {ALLOCATE} --allocate-score fisher",
     "collect rows": f"collect {{model}} --out {{out}} {COLLECT} --shard-batches 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -105,8 +106,6 @@ class Collection:
 
 
 def _digest(tensor: RawTensor) -> str:
-    import hashlib
-
     return hashlib.sha256(tensor.data.data).hexdigest()
 
 
@@ -451,7 +450,7 @@ def _finished_shards(out: Path) -> int:
 def _write_shard(
     out: Path, index: int, batches: tuple[int, int], buffer: Mapping[str, list[Tensor]], dtype: str
 ) -> None:
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     tensors = {name: rows_to_raw(torch.cat(parts), dtype) for name, parts in buffer.items()}
     path = out / "shards" / f"{index:05d}.safetensors"

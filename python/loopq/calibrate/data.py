@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from loopq.errors import CalibrationError, ConfigError, LoopqError
 from loopq.storage.files import MAX_SIZE, check_regular
 from loopq.storage.schema import parse_json
+from loopq.systems.base import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from loopq.systems.base import Batch
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -127,9 +126,7 @@ class TokenSet:
 
     def batches(self, batch_size: int, seed: int = 0) -> Iterator[Batch]:
         """Yield the prompts in order, neighbours of equal length together, at most `batch_size` at a time."""
-        import torch
-
-        from loopq.systems.base import Batch
+        import torch  # lazy: loopq imports without torch
 
         for numbers in self.plan(batch_size):
             ids = np.stack([self.sequences[i] for i in numbers])

@@ -25,7 +25,7 @@ _LIMB_BITS = 62
 @contextlib.contextmanager
 def true_float32() -> Iterator[None]:
     """Keep float32 products from being rounded to tf32 or bfloat16 first, and put the settings back."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -62,7 +62,7 @@ class DeviceSums:
 
     def add(self, step: int, rows: Tensor) -> None:
         """Add rows of a step, Tensor (n_rows, dim) of any floating type, cut in the blocks of the core."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         key = step if self._per_step else -1
         if key not in self._limbs:
@@ -86,7 +86,7 @@ class DeviceSums:
         SolveError
             Rows of a step hold a number above 2^27 in magnitude, or NaN.
         """
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         for step, top in self._top.items():
             if not float(top) <= native.ROW_LIMIT:
@@ -115,7 +115,7 @@ class DeviceSums:
 
 
 def _zeros(rows: int, columns: int, device: torch_device) -> Tensor:
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     return torch.zeros(rows, columns, dtype=torch.int64, device=device)
 
@@ -132,7 +132,7 @@ def _add(sums: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 def to_native(rows: Tensor) -> Any:
     """Copy rows to an array that the core reads; bfloat16 as its bits."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     host = rows.detach().to("cpu").contiguous()
     if host.dtype == torch.bfloat16:

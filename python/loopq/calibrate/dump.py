@@ -34,7 +34,7 @@ from loopq.storage.files import (
     write_json,
     write_tensors,
 )
-from loopq.storage.model_files import TENSORS, FileEntry, check_files
+from loopq.storage.model_files import TENSORS, FileEntry, check_files, raw
 from loopq.storage.schema import (
     Allowed,
     Count,
@@ -66,9 +66,7 @@ _Number = Annotated[
 
 def rows_to_raw(rows: Tensor, dtype: str) -> RawTensor:
     """Copy input rows to bytes of a storage type ("F32", "F16" or "BF16")."""
-    import torch
-
-    from loopq.storage.model_files import raw
+    import torch  # lazy: loopq imports without torch
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return raw(rows.to(kinds[dtype]))

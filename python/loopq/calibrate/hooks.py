@@ -168,7 +168,7 @@ class Observer:
             raise
 
     def _refuse_non_finite(self, parameter: SharedParameter, step: int, rows: Tensor) -> None:
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         finite = torch.isfinite(rows)
         if bool(finite.all()):
@@ -184,7 +184,7 @@ class Observer:
         )
 
     def _cause(self) -> str:
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         for name, tensor in self._system.model.named_parameters():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -122,7 +122,7 @@ class Parts:
 
     def add(self, input_group: str, step: int, rows: Tensor) -> None:
         """Take the rows of one invocation."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         if step not in self._ranges[-1].rows[input_group]:
             return
@@ -203,7 +203,7 @@ class Parts:
         CalibrationError
             The sums hold other rows than the rollouts gave.
         """
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         self._close()
         self.covered()

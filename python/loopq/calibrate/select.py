@@ -96,7 +96,7 @@ def select(
     seed : int
         Seed of the initial state.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)

@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
 from loopq.calibrate.prompts import CalibrationTake, calibration_tokens
+from loopq.calibrate.select import select
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -22,7 +24,9 @@ from loopq.commands.options import (
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
 from loopq.run.config import PRESETS
+from loopq.run.dumped import MetricOfDump
 from loopq.settings.execution import Ranks
+from loopq.settings.steps import parse_steps
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -88,11 +92,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Collect and print what the dump holds."""
-    from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
-    from loopq.calibrate.select import select
-    from loopq.run.dumped import MetricOfDump
-    from loopq.settings.steps import parse_steps
-
     ranks, shown = ranks_of_environment()
     _check(args, ranks)
     loaded = load(args)

@@ -9,6 +9,7 @@ from pathlib import Path
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, check_place, execution, whole
 from loopq.commands.output import layer_table, measurement_table
+from loopq.lazy import require
 from loopq.terminal.progress import Line
 
 
@@ -94,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _pages(args: argparse.Namespace) -> int:
     from loopq import demo
-    from loopq.lazy import require
     from loopq.paper.models import data_folder
 
     require("matplotlib")

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from loopq.api import diagnose
+from loopq.calibrate.prompts import calibration_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -20,6 +22,7 @@ from loopq.commands.options import (
 )
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import ConfigError
+from loopq.lazy import require
 from loopq.report.page import write_data, write_page
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line
@@ -52,8 +55,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Diagnose a model or a dump, print the verdicts, write page and data."""
     if args.html:
-        from loopq.lazy import require
-
         require("matplotlib")
     kept = Path(args.work) / "section.json" if args.work else None
     for file in filter(None, (args.html, args.json, kept)):
@@ -90,9 +91,6 @@ def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> d
 
 
 def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
-    from loopq.api import diagnose
-    from loopq.calibrate.prompts import calibration_tokens
-
     if args.only and args.quick:
         raise ConfigError("--only and --quick both choose the sections: give one of them")
     loaded = load(args)

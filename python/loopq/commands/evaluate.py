@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopq.api import evaluate
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.prompts import evaluation_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
@@ -98,8 +100,6 @@ def tasks(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print a table."""
-    from loopq.calibrate.prompts import evaluation_tokens
-
     if args.python is not None and args.model is not None:
         args.model, args.checkpoints = None, [args.model, *args.checkpoints]
     _refuse(args)
@@ -175,8 +175,6 @@ def measure(
     n_seeds: int = 1,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Measure checkpoints of a model on prompts; return a summary of each set of weights, and what was measured on."""
-    from loopq.api import evaluate
-
     how = execution(args)
     with Line() as progress:
         measured = evaluate(

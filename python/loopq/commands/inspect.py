@@ -7,11 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loopq.calibrate.dump import Dump
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import native
+from loopq.formats.convert import inspect_any
 from loopq.run.config import QuantConfig
-from loopq.storage.files import check_folder, read_json
+from loopq.storage.files import check_folder
 from loopq.terminal.table import render, size
 
 
@@ -27,9 +30,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Find out what the folder is and print it."""
-    from loopq.calibrate.dump import Dump
-    from loopq.formats import native
-
     folder = Path(args.folder)
     if (folder / native.INDEX).is_file():
         checkpoint = native.read(folder)
@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
             return 0
         print_checkpoint(checkpoint, None)
         print(_settings(folder, checkpoint.settings))
-        _unprotected(folder / native.INDEX)
         return 0
     if (folder / "manifest.json").is_file():
         dump = Dump(folder)
@@ -47,7 +46,6 @@ def run(args: argparse.Namespace) -> int:
             print((folder / "manifest.json").read_text("utf-8"))
         else:
             print_dump(dump.manifest)
-            _unprotected(folder / "manifest.json")
         return 0
     if (folder / "config.json").is_file():
         return _foreign(folder, args.json)
@@ -56,13 +54,6 @@ def run(args: argparse.Namespace) -> int:
         f"{folder}: neither a checkpoint (loopq.json or config.json) nor a dump (manifest.json); an interrupted "
         "collection is finished by giving its command again"
     )
-
-
-def _unprotected(index: Path) -> None:
-    if read_json(index)["version"] == 1:
-        print(
-            f"{index.name}: version 1, unprotected: it has no SHA-256 of itself, so that changes go unnoticed"
-        )
 
 
 def _settings(folder: Path, settings: dict[str, Any]) -> str:
@@ -99,8 +90,6 @@ def _word(value: Any) -> str:
 
 
 def _foreign(folder: Path, as_json: bool) -> int:
-    from loopq.formats.convert import inspect_any
-
     found = inspect_any(folder)
     if as_json:
         print(json.dumps(found, indent=1))

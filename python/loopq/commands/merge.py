@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from loopq.calibrate.dump import merge
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_dump
 
@@ -19,8 +20,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge and print what the sum holds."""
-    from loopq.calibrate.dump import merge
-
     print_dump(merge([Path(p) for p in args.parts], Path(args.out)))
     print(f"written to {args.out}")
     return 0

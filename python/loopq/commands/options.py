@@ -13,14 +13,15 @@ from typing import Any
 from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
-from loopq.formats.convert import settings_of
+from loopq.formats.convert import format_names, settings_of
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
-from loopq.settings.declare import Leaf, Settings, check, choices_of, leaves, lowered, parse_text, summary
+from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
 from loopq.settings.execution import Execution, Ranks
+from loopq.storage.annotations import choices_of
 from loopq.storage.files import nearest
 from loopq.terminal.progress import Line, Progress, Silent
 
@@ -185,7 +186,7 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
 
 
 #: What `solve` has no options for: it has no model to run.
-_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "n_held_out", "tune", "allocate")
+_RUN_THE_MODEL = ("inputs", "alpha", "sweeps", "allocate")
 _METRIC = ("metric", "passes")
 _LAYERS = "layers (PATTERN: a shell pattern on a parameter's name, or re:REGULAR-EXPRESSION)"
 
@@ -215,8 +216,8 @@ def add_patterns(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> N
         ).rare = True
 
 
-def quant_config(args: argparse.Namespace) -> QuantConfig:
-    """Read what `add_quantizer` added.
+def quant_config(args: argparse.Namespace, base: QuantConfig | None = None) -> QuantConfig:
+    """Read what `add_quantizer` added: the changes to some settings, or to the defaults.
 
     Raises
     ------
@@ -224,7 +225,7 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
         A value that is not allowed, or an option that what was chosen would not read.
     """
     include = tuple(getattr(args, "include", ()))
-    config = QuantConfig() if getattr(args, "like", None) is None else like(args)
+    config = base or QuantConfig()
     config = dataclasses.replace(
         config,
         overrides=(*config.overrides, *args.layer),
@@ -239,8 +240,23 @@ def quant_config(args: argparse.Namespace) -> QuantConfig:
 _LOADING = "how the model is loaded and run"
 
 
-def like(args: argparse.Namespace) -> QuantConfig:
-    """Read the settings of the checkpoint that ``--like`` names; depth, seed and share of random tokens too."""
+def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
+    """Give the arguments the depth, seed and share of random tokens of the checkpoint that ``--like`` names.
+
+    Those that were given as options stay as they are.
+
+    Returns
+    -------
+    QuantConfig or None
+        Settings of the checkpoint; None without the option.
+
+    Raises
+    ------
+    ConfigError
+        The checkpoint holds no settings of a run.
+    """
+    if args.like is None:
+        return None
     settings = settings_of(args.like)
     if "quantization" not in settings:
         raise ConfigError(f"--like {args.like}: it holds no settings of a run")
@@ -346,8 +362,6 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
 
 def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:
     """Add the options that choose a checkpoint format, or one of `more`; without a default it must be given."""
-    from loopq.formats.convert import format_names
-
     parser.add_argument(
         "--format",
         required=default is None,

@@ -163,29 +163,20 @@ def print_checkpoint(checkpoint: Any, out: str | None) -> None:
     try:
         lines = extras(checkpoint.settings)
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
-        raise CheckpointError(
-            f"settings: damaged: what was chosen or tuned cannot be read ({cause!r})"
-        ) from cause
+        raise CheckpointError(f"settings: damaged: what was chosen cannot be read ({cause!r})") from cause
     print("\n".join(lines), end="\n" if lines else "")
     if out:
         print(f"written to {out}, read back and compared")
 
 
 def extras(settings: dict[str, Any]) -> list[str]:
-    """What was chosen or tuned, one line each."""
+    """What was chosen, one line each."""
     lines = []
     if "allocation" in settings:
         a = settings["allocation"]
         lines.append(
             f"bits: {a['bits_a_weight']:.3f} a weight, {size(a['n_bytes'])} of a budget of {size(a['budget_bytes'])}; "
             f"score {a['asked']['score']}, predicted KL {a['predicted_cost']:.5f}"
-        )
-    if "tuning" in settings:
-        t = settings["tuning"]
-        lines.append(
-            f"gradient tier, {t['asked']['what']}: {t['updates']} updates on {t['n_prompts']} prompts, held-out "
-            f"{t['held_out_before']:.5f} -> {t['held_out_after']:.5f} ({t['n_held_out']} prompts), "
-            f"{100 * t['codes_flipped']:.2f} % of the codes changed"
         )
     return lines
 

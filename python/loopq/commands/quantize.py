@@ -19,6 +19,7 @@ from loopq.commands.options import (
     add_quantizer,
     add_source,
     add_text,
+    adopt_like,
     calibration_take,
     check_place,
     given,
@@ -37,9 +38,8 @@ from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
-from loopq.run.choose import refuse_unused_held_out
 from loopq.run.export import Exported, export, refuse_early
-from loopq.run.result import killed_late, work_folder
+from loopq.run.result import check_out, work_folder
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line
 
@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
     # What can be refused is refused before the model is loaded, which takes minutes for a large one.
     out = Path(args.out)
     native = args.format == "native"
-    killed_late(out)
-    config = quant_config(args)
-    refuse_unused_held_out(config)
+    check_out(out)
+    config = quant_config(args, adopt_like(args))
     if args.html:
         require("matplotlib")
         check_place(args.html)
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(f"page: {args.html}")
     plain = LayerConfig.of(bits=config.layer.grid.bits, group_size=config.layer.grid.group_size)
-    if config.layer == plain and config.allocate is None and config.tune is None:
+    if config.layer == plain and config.allocate is None:
         print(_HINT, file=sys.stderr)
     return 0
 

@@ -19,6 +19,7 @@ from loopq.commands.options import (
 )
 from loopq.errors import ConfigError
 from loopq.terminal.progress import Line, Progress
+from loopq.terminal.table import render
 
 _WORK = Path(".cache") / "reproduce"
 ALL = "all"
@@ -89,7 +90,6 @@ def run(args: argparse.Namespace) -> int:
 def _list() -> int:
     from loopq.paper.run import in_order
     from loopq.paper.shown import TABLES
-    from loopq.terminal.table import render
 
     rows = [(name, ", ".join(TABLES.get(name).labels), TABLES.get(name).title) for name in in_order()]
     print(render(("name", "in the paper", "title"), rows))

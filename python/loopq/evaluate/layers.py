@@ -100,7 +100,7 @@ def _rows(
     system: LoopedSystem, parameters: Sequence[SharedParameter], batch: Batch, n_steps: int
 ) -> dict[str, list[Tensor]]:
     """Some input rows of every call of every parameter, of one rollout."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     found: dict[str, list[Tensor]] = {p.name: [] for p in parameters}
 
@@ -122,7 +122,7 @@ def _add(
     other: Sequence[Tensor],
 ) -> None:
     """Add the squared errors and the squared output of every call of one layer: all calls in one product."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     stored = system.parameter(parameter).detach()
     weight = stored.float()

@@ -344,9 +344,7 @@ def _files(
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     facts: dict[str, Any] = {"quantizer": [f"loopq:{_native.__version__}"]}
     layer = checkpoint.settings.get("quantization", {}).get("layer", {})
-    method = layer.get("method")
-    # Version 1 of the native checkpoint had flat settings.
-    damping = method.get("damping", {}).get("fraction") if isinstance(method, dict) else layer.get("damping")
+    damping = layer.get("method", {}).get("damping", {}).get("fraction")
     if damping is not None:
         facts["damp_percent"] = damping
     return facts

@@ -210,7 +210,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     CheckpointError
         Names or shapes do not fit the model; the model is unchanged then.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     own = dict(model.state_dict(keep_vars=True))
     stored: dict[str, RawTensor | QuantizedLayer] = {**checkpoint.dense, **checkpoint.layers}

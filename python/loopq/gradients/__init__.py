@@ -1,3 +1,3 @@
-"""The gradient tier: scales and codes tuned on the end loss through the unrolled loop. Never a default."""
+"""Gradients of the end loss through the unrolled loop: the loop metric, and scores of candidates."""
 
 from __future__ import annotations

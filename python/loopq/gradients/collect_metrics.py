@@ -135,7 +135,7 @@ def draws(
     Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
     Hidden states: the product with normal noise, the same thing for a square error.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     for batch in islice(tokens.batches(1, seed), skip, None):
         leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
@@ -154,7 +154,7 @@ def draws(
 
 
 def _target(system: LoopedSystem, out: Tensor, batch: Batch, seed: list[int]) -> Tensor:
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     if system.output == "logits":
         logp = out.log_softmax(-1)

@@ -103,7 +103,7 @@ def loop_fisher(
     one gradient for each prompt is enough. Since g runs through the remaining steps, what the loop does to an
     error is in it: this is exposure, not the layer's own output error.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     if system.output != "logits":
         raise ConfigError(

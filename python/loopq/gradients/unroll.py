@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import SystemContractError
 from loopq.systems.base import Batch, LoopedSystem
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None
             module._parameters.update(before)
 
 
-def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | None = None) -> Tensor:
+def unroll(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     """Run a rollout with gradients: step by step, or as a whole where the system has no single-step function.
 
     Parameters
@@ -60,9 +60,6 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
         Prompts; their seeds fix the initial states.
     n_steps : int
         Depth.
-    truncate : int, optional
-        Only the last `truncate` steps carry gradients (truncated back-propagation), the readout among them where it
-        is a step itself; all when absent.
 
     Returns
     -------
@@ -74,36 +71,24 @@ def unroll(system: LoopedSystem, batch: Batch, n_steps: int, *, truncate: int | 
     Raises
     ------
     SystemContractError
-        Truncation is asked for without a single-step function, or the rollout lets no gradient through.
+        The rollout of a system without a single-step function lets no gradient through.
     """
-    import torch
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils.checkpoint import checkpoint  # lazy: loopq imports without torch
 
-    if truncate is not None and truncate < 1:
-        raise ConfigError(f"truncate must be at least 1; got {truncate}")
     if not system.has_steps:
-        return _whole(system, batch, n_steps, truncate)
+        return _whole(system, batch, n_steps)
     embedding = system.embed(batch)
     state = system.initial_state(batch, embedding)
-    first = n_steps - (truncate if truncate is not None else n_steps)
-    recompute = _activation_bytes(system, batch, n_steps - max(first, 0)) > ACTIVATION_BYTES
+    recompute = _activation_bytes(system, batch, n_steps) > ACTIVATION_BYTES
     for t in range(system.n_updates(n_steps)):
-        if t < first:
-            with torch.no_grad():
-                state = system.step(state, embedding, t, n_steps)
-        elif not recompute:
-            state = system.step(state, embedding, t, n_steps)
-        else:
+        if recompute:
             state = checkpoint(system.step, state, embedding, t, n_steps, use_reentrant=False)
+        else:
+            state = system.step(state, embedding, t, n_steps)
     return system.predict(state, embedding)
 
 
-def _whole(system: LoopedSystem, batch: Batch, n_steps: int, truncate: int | None) -> Tensor:
-    if truncate is not None:
-        raise SystemContractError(
-            f"system {system.name!r} has no single-step function: gradients cannot be cut off after some steps; leave "
-            "truncate out"
-        )
+def _whole(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
     with system.differentiable():
         out = system.rollout(batch, n_steps)
     if not out.requires_grad:
@@ -119,13 +104,3 @@ def _activation_bytes(system: LoopedSystem, batch: Batch, n_steps: int) -> int:
     found = (getattr(module, "weight", None) for module in system.model.modules())
     width = sum(sum(w.shape) for w in found if w is not None and w.ndim == 2)
     return 8 * width * int(batch.input_ids.numel()) * n_steps
-
-
-def divergence(reference: Tensor, out: Tensor, output: str) -> Tensor:
-    """KL(reference || out) in nats, mean over positions; for hidden states the squared relative error."""
-    if output == "logits":
-        log_p, log_q = reference.log_softmax(-1), out.log_softmax(-1)
-        kl: Tensor = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
-        return kl
-    error: Tensor = (out - reference).square().sum() / reference.square().sum()
-    return error

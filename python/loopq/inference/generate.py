@@ -15,7 +15,7 @@ from loopq.systems.base import Batch, LoopedSystem
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.inference.runner import Runner
+    from loopq.inference.runner import Runner  # lazy: loopq imports without torch
 
 #: Tokens of a run that is tried before anything is generated, and how many follow it one by one.
 _PROBE, _MORE = 8, 3
@@ -189,8 +189,8 @@ class Decoder:
     def _why_no_runner(self, texts: Sequence[Sequence[int]]) -> str:
         """Try the core's runner, whose description of a model goes by the names of its modules."""
         system = self.system
-        from loopq.inference.linear import QuantLinear
-        from loopq.inference.runner import Runner
+        from loopq.inference.linear import QuantLinear  # lazy: loopq imports without torch
+        from loopq.inference.runner import Runner  # lazy: loopq imports without torch
 
         coded = any(isinstance(m, QuantLinear) for m in system.model.modules())
         if system.device.type != "cpu" or not coded:

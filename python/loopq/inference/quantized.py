@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
 from loopq.formats.native import Checkpoint
+from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
 
@@ -99,8 +100,6 @@ def stand_ins(
 
     A table reads the codes of the head that it is tied to.
     """
-    from loopq.inference.linear import QuantEmbedding
-
     # A module may have several names.
     each = {id(module): module for module in owners}
     made = {i: quantized_linear(layer, m, activations) for i, m in each.items() if not _is_table(m)}
@@ -122,8 +121,6 @@ def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activation
     CheckpointError
         The module's `weight` is of another shape.
     """
-    from loopq.inference.linear import QuantLinear
-
     if tuple(linear.weight.shape) != layer.shape:
         raise CheckpointError(
             f"layer {layer.name}: of shape {list(layer.shape)}, the model has {list(linear.weight.shape)}"

@@ -37,7 +37,7 @@ def load_checkpoint(
         store.load_into(loaded.model, checkpoint)
         return loaded
     # torch is needed for modules that hold codes, and for nothing before.
-    from loopq.inference.quantized import coded, install
+    from loopq.inference.quantized import coded, install  # lazy: loopq imports without torch
 
     store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
     kept = install(loaded.model, checkpoint, activations)

@@ -31,7 +31,7 @@ def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def without_weights() -> Iterator[None]:
     """Build modules inside the block with real buffers but parameters that take no memory."""
-    from torch import nn
+    from torch import nn  # lazy: loopq imports without torch
 
     plain = nn.Module.register_parameter
 
@@ -57,7 +57,7 @@ def fresh_buffers(model: nn.Module) -> dict[str, Tensor]:
     CheckpointError
         The class cannot be built, so that nothing can be checked.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     def make() -> Any:
         return type(model)(copy.deepcopy(model.config))
@@ -98,7 +98,7 @@ def repair_buffers(
     CheckpointError
         A buffer cannot be told: a new one is random or not finite, or has another shape.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     loaded = unsaved_buffers(model)
     if not loaded:
@@ -123,7 +123,7 @@ def repair_buffers(
 
 
 def _same(loaded: Tensor, fresh: Tensor | None) -> bool:
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     if fresh is None or loaded.is_meta or loaded.shape != fresh.shape:
         return False

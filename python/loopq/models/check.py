@@ -116,7 +116,7 @@ class _Probe:
     """A model, its adapter and a few random prompts, with the runs that several checks share."""
 
     def __init__(self, system: LoopedSystem, n_steps: int, seed: int, vocabulary: int) -> None:
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         self.system, self.n_steps = system, n_steps
         length = system.prompt_length or PROBE_TOKENS
@@ -145,7 +145,7 @@ class _Probe:
 
     def rolls_out(self) -> str:
         """One rollout gives finite numbers of the right shape."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         def run() -> None:
             self.output = self.system.rollout(self.batch, self.n_steps)
@@ -162,7 +162,7 @@ class _Probe:
 
     def reproducible(self) -> str:
         """The same seed gives the same bits, whatever the global generator does."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -199,7 +199,7 @@ class _Probe:
 
     def steps_chain(self) -> str:
         """Single steps in a chain give the rollout."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         system = self.system
         if not system.has_steps:
@@ -220,7 +220,7 @@ class _Probe:
 
     def state_is_paired(self) -> str:
         """A prompt's initial state is the same in whatever batch it runs."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         system = self.system
         if not system.state_is_random:
@@ -340,7 +340,7 @@ def vocabulary(system: LoopedSystem) -> int:
     ConfigError
         The model has no embedding that tells.
     """
-    from torch import nn
+    from torch import nn  # lazy: loopq imports without torch
 
     config: Any = getattr(system.model, "config", None)
     size = getattr(config, "vocab_size", None)
@@ -357,7 +357,7 @@ def vocabulary(system: LoopedSystem) -> int:
 
 def _read_by_ids(system: LoopedSystem, tables: Sequence[nn.Embedding]) -> list[nn.Embedding]:
     """Embedding tables that one run of the model calls with the token ids themselves."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     ids = torch.tensor([[1, 0, 1, 1]])
     found: list[nn.Embedding] = []

@@ -164,7 +164,7 @@ def load_hf(
 def unfuse(model: nn.Module) -> list[str]:
     """Make experts of transformers 5 modules of their own; see `loopq.systems.experts.unfuse`."""
     # torch is needed for a model alone; systems are listed without it.
-    from loopq.systems import experts
+    from loopq.systems import experts  # lazy: loopq imports without torch
 
     return experts.unfuse(model)
 

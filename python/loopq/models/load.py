@@ -146,7 +146,7 @@ def encode_bytes(text: str) -> list[int]:
 
 def _embedded(config: dict[str, Any]) -> nn.Module:
     require("torch")
-    from loopq.zoo.huginn import HuginnConfig, SmallHuginn
+    from loopq.zoo.huginn import HuginnConfig, SmallHuginn  # lazy: loopq imports without torch
 
     return SmallHuginn(HuginnConfig.from_dict(config))
 

@@ -27,7 +27,7 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     weights : mapping of str to ndarray, float32
         Parameter name to new values in the model's own orientation.
     """
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     parameters = {name: system.model.get_parameter(name) for name in weights}
     for name, parameter in parameters.items():

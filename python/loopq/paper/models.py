@@ -34,7 +34,7 @@ class PreparedModel:
     calibration : TokenSet
         Prompts that Hessians and gradients come from.
     tuning_held_out : TokenSet
-        Prompts that decide when the gradient tier stops.
+        Prompts that decide what is kept of a fit by gradient.
     evaluation : TokenSet
         Prompts that the table is measured on.
     """

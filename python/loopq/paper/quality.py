@@ -13,7 +13,6 @@ import numpy as np
 from loopq.calibrate.collect import HessianSet
 from loopq.evaluate.compare import compare
 from loopq.evaluate.stats import gap_closed
-from loopq.gradients.tuner import Tune, tune
 from loopq.paper.models import PreparedModel
 from loopq.quantizers.config import Override
 from loopq.run.config import PRESETS, QuantConfig
@@ -24,7 +23,6 @@ from loopq.terminal.progress import Progress, Silent
 GRIDS = ((4, 128), (3, 32), (2, 32))
 LOOP: dict[str, Any] = dict(PRESETS["best"])
 CLOSED, METRIC = "closed form", "closed form, loop metric"
-SCALES, CODES = "gradient: scales", "gradient: codes"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Variant:
     asymmetric : bool
         Whether layers are calibrated one after another, against the outputs of full precision.
     tier : str
-        "closed form", with or without the loop metric, or what is tuned by gradient.
+        "closed form", with or without the loop metric.
     """
 
     name: str
@@ -71,8 +69,6 @@ VARIANTS = (
     Variant("gptq-cd, asymmetric calibration", _CD, asymmetric=True),
     Variant("gptq-cd, loop metric", LOOP, tier=METRIC),
     Variant("gptq-cd, loop metric, asymmetric calibration", LOOP, asymmetric=True, tier=METRIC),
-    Variant("gptq-cd + tuned scales", LOOP, asymmetric=True, tier=SCALES),
-    Variant("gptq-cd + tuned codes", LOOP, asymmetric=True, tier=CODES),
 )
 RTN, TRAJECTORY = "RTN", "GPTQ, trajectory"
 
@@ -138,9 +134,7 @@ def related(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 class SolutionCache:
     """Solves variants of one model from one collection; a closed-form solution that several start from is kept."""
 
-    def __init__(
-        self, model: PreparedModel, threads: int = 0, n_updates: int = 250, progress: Progress | None = None
-    ) -> None:
+    def __init__(self, model: PreparedModel, threads: int = 0, progress: Progress | None = None) -> None:
         self.model = model
         system = model.loaded.system
         # Layers outside the loop are rounded (Li, App. Q), such as a head: gptq-cd alone calibrates them.
@@ -152,7 +146,6 @@ class SolutionCache:
             QuantConfig(include=self._rounded),
             execution=Execution(threads=threads, progress=progress or Silent()),
         )
-        self._n_updates = n_updates
         self._sums: HessianSet | None = None
         self._done: dict[tuple[str, int, int], Layers] = {}
 
@@ -164,16 +157,7 @@ class SolutionCache:
         key = (f"{variant.layer} {variant.steps} {variant.asymmetric}", bits, group)
         if key not in self._done:
             self._done[key] = self.closed(config, variant.asymmetric)
-        layers = self._done[key]
-        if variant.tier in (CLOSED, METRIC):
-            return layers
-        return tune(
-            self._run.job.system,
-            layers,
-            (self.model.calibration, self.model.tuning_held_out),
-            Tune(what="scales" if variant.tier == SCALES else "codes", n_updates=self._n_updates),
-            execution=Execution(progress=self._run.execution.progress),
-        ).layers
+        return self._done[key]
 
     def collected(self) -> tuple[Run, HessianSet]:
         """Hessians of every step, collected once."""

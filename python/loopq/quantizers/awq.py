@@ -42,7 +42,7 @@ class AWQ(Method):
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
-        hessian = problem.observed
+        hessian = problem.require_observed()
         magnitude = np.sqrt(np.diag(hessian))
         best: tuple[float, float, ChannelScale, dict[str, object]] | None = None
         for power in POWERS:

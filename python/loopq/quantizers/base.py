@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+import loopq._native as native
 from loopq.errors import SolveError
 from loopq.layers.grid import Grid
 from loopq.layers.layer import QuantizedLayer, Trellis
@@ -54,9 +55,8 @@ class Problem:
     shared: dict[Any, Any] = field(default_factory=dict)
     metric: LoopMetric | None = None
 
-    @property
-    def observed(self) -> NDArray[np.float64]:
-        """The Hessian, which must be there.
+    def require_observed(self) -> NDArray[np.float64]:
+        """Return the Hessian, or refuse a layer without one.
 
         Raises
         ------
@@ -66,6 +66,36 @@ class Problem:
         if self.hessian is None:
             raise SolveError(f"layer {self.name}: needs the layer's activations, and none were collected")
         return self.hessian
+
+    def factor(
+        self,
+        damping: Damping,
+        order: Literal["natural", "diagonal", "conditional"] = "natural",
+        precision: Literal["float64", "float32"] = "float64",
+    ) -> native.DampedFactor:
+        """Return S = H + diag(mu), factored once for all layers of the input group.
+
+        Parameters
+        ----------
+        damping : Damping
+            Gives mu.
+        order : {"natural", "diagonal", "conditional"}
+            Order of the columns.
+        precision : {"float64", "float32"}
+            Arithmetic of the factor.
+
+        Raises
+        ------
+        SolveError
+            No activation of this layer was collected, or S cannot be factored.
+        """
+
+        def make() -> native.DampedFactor:
+            hessian = self.require_observed()
+            mu = damping.vector(hessian, self.threads)
+            return native.DampedFactor(hessian, mu, order=order, precision=precision, threads=self.threads)
+
+        return self.once(("factor", damping, order, precision), make)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """Return what depends on H alone, computed once for all layers of the input group."""

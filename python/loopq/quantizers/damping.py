@@ -66,3 +66,16 @@ class Damping(Settings):
             kept = values[: len(values) - max(1, round(TAIL_SHARE * len(values)))]
             mu = np.full(len(diagonal), self.fraction * max(float(kept.sum()), 0.0) / len(diagonal))
         return np.where(diagonal > 0, mu, max(self.fraction, 1e-6) * (mean if mean > 0 else 1.0))
+
+
+@dataclass(frozen=True)
+class PublishedDamping(Damping):
+    """Damping as published with GPTQ: of kind "mean", every channel gets the same, zero or not."""
+
+    def vector(self, hessian: NDArray[np.float64], threads: int = 0) -> NDArray[np.float64]:
+        """Return mu, added to diag H."""
+        if self.kind != "mean":
+            return super().vector(hessian, threads)
+        # Summed in order, as GPTQ's codes always were: NumPy's mean adds pairs and has other last bits.
+        diagonal = np.diag(hessian)
+        return np.full(len(diagonal), self.fraction * (np.cumsum(diagonal)[-1] / len(diagonal)))

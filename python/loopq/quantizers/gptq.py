@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 import loopq._native as native
 from loopq.errors import ConfigError, naming
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
-from loopq.quantizers.damping import Damping
+from loopq.quantizers.damping import Damping, PublishedDamping
 from loopq.quantizers.rtn import ScaleSearch
 from loopq.settings.declare import block, setting
 
@@ -61,19 +58,11 @@ class GPTQ(Method):
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
-        hessian, grid = problem.observed, problem.grid
-
-        def factored() -> native.DampedFactor:
-            return native.DampedFactor(
-                hessian,
-                self._added(hessian, problem.threads),
-                order="diagonal" if self.act_order else "natural",
-                precision=self.precision,
-                threads=problem.threads,
-            )
-
+        problem.require_observed()
+        grid = problem.grid
+        damping = PublishedDamping(self.damping.fraction, self.damping.kind)
         with naming(problem.name):
-            factor = problem.once((self.name, self.damping, self.precision, self.act_order), factored)
+            factor = problem.factor(damping, "diagonal" if self.act_order else "natural", self.precision)
             result = native.gptq(
                 problem.target,
                 factor,
@@ -87,11 +76,3 @@ class GPTQ(Method):
                 threads=problem.threads,
             )
         return problem.layer(result, self.name)
-
-    def _added(self, hessian: NDArray[np.float64], threads: int) -> NDArray[np.float64]:
-        """What is added to the diagonal, shape (d,)."""
-        if self.damping.kind != "mean":
-            return self.damping.vector(hessian, threads)
-        # Summed in order, as GPTQ's codes always were: NumPy's mean adds pairs and has other last bits.
-        diagonal = np.diag(hessian)
-        return np.full(len(diagonal), self.damping.fraction * (np.cumsum(diagonal)[-1] / len(diagonal)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import loopq._native as native
@@ -119,7 +119,7 @@ class GPTQCD(Method):
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
-        problem.observed  # noqa: B018  # refuses a layer without activations
+        problem.require_observed()
         with naming(problem.name):
             result = self._coupled(problem) if self.metric.kind == "loop" else self._plain(problem)
         return problem.layer(result, self.name)
@@ -139,13 +139,7 @@ class GPTQCD(Method):
         )
 
     def _plain(self, problem: Problem) -> dict[str, Any]:
-        hessian = problem.observed
-
-        def factored() -> native.DampedFactor:
-            mu = self.damping.vector(hessian, problem.threads)
-            return native.DampedFactor(hessian, mu, order=self.order, threads=problem.threads)
-
-        factor = problem.once((self.name, self.damping, self.order), factored)
+        factor = problem.factor(self.damping, self.order)
         return native.gptq_cd(problem.target, factor, self._settings(problem), threads=problem.threads)
 
     def _coupled(self, problem: Problem) -> dict[str, Any]:
@@ -177,8 +171,8 @@ def sides(
     metric = problem.metric
     if metric is None:
         raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
-    combined = metric.combined(problem.observed)
-    mu = damping.vector(combined, problem.threads)
-    factor = native.DampedFactor(combined, mu, order=columns, threads=problem.threads)
+    combined = metric.combined(problem.require_observed())
+    # Of this layer alone: no other one has its gradients.
+    factor = replace(problem, hessian=combined, shared={}).factor(damping, columns)
     left = metric.factors(problem.target, combined, problem.threads, rows)
     return factor, left, {"metric": "loop", "metric_gradients": metric.n_gradients}

@@ -96,7 +96,7 @@ class TrellisMethod(Method):
 
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer; one of fewer than 16 outputs by gptq-cd, with the same metric and damping."""
-        problem.observed  # noqa: B018  # refuses a layer without activations
+        problem.require_observed()
         rows = len(problem.target)
         if rows < FEW:
             return GPTQCD(metric=self.metric, damping=self.damping).quantize(problem)
@@ -104,7 +104,7 @@ class TrellisMethod(Method):
             if self.metric.kind == "loop":
                 factor, left, told = sides(problem, self.damping, "conditional", "natural")
             else:
-                factor = problem.once((self.name, self.damping), lambda: self._factor(problem))
+                factor = problem.factor(self.damping, "conditional")
                 sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
@@ -114,7 +114,3 @@ class TrellisMethod(Method):
                 scale_dtype=grid.core_scale_dtype, state_bits=self.state_bits, threads=problem.threads,
             )  # fmt: skip
         return problem.layer(found | told, self.name, trellis=Trellis(self.state_bits, BLOCK))
-
-    def _factor(self, problem: Problem) -> native.DampedFactor:
-        mu = self.damping.vector(problem.observed, problem.threads)
-        return native.DampedFactor(problem.observed, mu, order="conditional", threads=problem.threads)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq._native as native
 from loopq.calibrate.pairs import Moments, PairedSums, collect_pairs
 from loopq.errors import naming
 from loopq.layers.layer import QuantizedLayer
@@ -169,13 +168,7 @@ class _Group:
         return layer.with_report(**report)
 
     def _target(self, task: Task, problem: Problem, moments: Moments) -> NDArray[np.float32]:
-        damping = task.config.method.shift_damping
-
-        def factor() -> native.DampedFactor:
-            mu = damping.vector(moments.quantized, problem.threads)
-            return native.DampedFactor(moments.quantized, mu, threads=problem.threads)
-
-        return problem.once(("shift", damping), factor).shift(
+        return problem.factor(task.config.method.shift_damping).shift(
             problem.target, moments.cross, self.settings.alpha, threads=problem.threads
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from loopq.errors import ConfigError
-from loopq.gradients.tuner import Tune
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
@@ -54,12 +53,8 @@ class QuantConfig(Settings):
     outside : {4, 8}, optional
         Bits of the matrices outside the loop (embedding tables, heads, layers before and after it), which are rounded
         to nearest with searched scales; they stay as they are when absent. In loopq's own format alone.
-    n_held_out : int, optional
-        Calibration prompts held out for tuning; a quarter when absent.
     allocate : Allocate, optional
         Bits and group size of each layer under a budget.
-    tune : Tune, optional
-        Tuning by gradient from the closed form.
     """
 
     layer: LayerConfig = block(LayerConfig)
@@ -69,9 +64,7 @@ class QuantConfig(Settings):
     exclude: tuple[str, ...] = setting((), option=False)
     rank_threshold: float | None = setting(1e-3, at_least=0.0, at_most=0.99)
     outside: Literal[4, 8] | None = setting(None)
-    n_held_out: int | None = setting(None, at_least=1)
     allocate: Allocate | None = optional(Allocate, "allocate")
-    tune: Tune | None = optional(Tune, "tune")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,8 +75,7 @@ class QuantConfig(Settings):
         """Whether any code depends on calibration prompts: not where all layers are rounded or left dense."""
         named = [o.changes["method"] for o in self.overrides if "method" in o.changes]
         others = [QUANTIZERS.get(m) if isinstance(m, str) else m for m in named]
-        chosen = self.allocate is not None or self.tune is not None
-        return chosen or any(m.needs_hessian for m in (self.layer.method, *others))
+        return self.allocate is not None or any(m.needs_hessian for m in (self.layer.method, *others))
 
     @classmethod
     def of(cls, *overrides: Override, preset: str | None = None, **changes: Any) -> QuantConfig:
@@ -137,57 +129,6 @@ class QuantConfig(Settings):
                 except ConfigError as error:
                     raise ConfigError(f"override {override.pattern!r}, layer {name}: {error}") from error
         return found
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> QuantConfig:
-        """Rebuild the settings from plain data, also of version 1 of `loopq.json`, whose layer settings were flat."""
-        layer = data.get("layer") if isinstance(data, Mapping) else None
-        if isinstance(layer, Mapping) and "method" in layer and "grid" not in layer:
-            try:
-                return _version_1(dict(data))
-            except (KeyError, TypeError, AttributeError) as cause:
-                raise ConfigError(f"settings of version 1 that are not whole: {cause}") from cause
-        return super().from_json(data)
-
-
-def _version_1(data: dict[str, Any]) -> QuantConfig:
-    """Settings of version 1, which had those of every method, read or not, beside each other."""
-
-    def renamed(changes: Mapping[str, Any]) -> dict[str, Any]:
-        return {**changes} | ({"method": "gptq-cd"} if changes.get("method") == "full" else {})
-
-    layer = renamed(data["layer"]) | {
-        "steps": data["steps"], "metric_draws": data.get("metric_draws", 4), "metric_prompts": 1 << 31
-    }  # fmt: skip
-    changes = [renamed(o["changes"]) for o in data["overrides"]]
-    read = _read_by(layer["method"], layer)
-    # What an override without a method is read by depends on those before it.
-    methods = {layer["method"], *(c["method"] for c in changes if "method" in c)}
-    everything = {name for method in methods for name in _read_by(method, layer)}
-    overrides = []
-    for o, change in zip(data["overrides"], changes, strict=True):
-        if "method" in change:
-            # What this method reads stood beside the settings of the run, and has other defaults today.
-            settings = LayerConfig.of(method=change["method"])
-            beside = {k: v for k, v in layer.items() if k in settings.method.flat()}
-            change = {k: v for k, v in (beside | change).items() if k in settings.flat()}
-        else:
-            change = {k: v for k, v in change.items() if k in everything}
-        overrides.append(Override(str(o["pattern"]), change))
-    inputs = {k: data[k] for k in ("alpha", "sweeps") if data["inputs"] == "asymmetric"}
-    config = QuantConfig(
-        layer=LayerConfig.of(**read),
-        overrides=tuple(overrides),
-        include=tuple(data["include"]),
-        exclude=tuple(data["exclude"]),
-        rank_threshold=data["rank_threshold"],
-    )
-    return config.changed(inputs=data["inputs"], **inputs)
-
-
-def _read_by(method: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat names of a layer that a method reads."""
-    return {k: v for k, v in changes.items() if k in LayerConfig.of(method=method).flat()}
 
 
 def flat_names() -> set[str]:

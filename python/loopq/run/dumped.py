@@ -13,7 +13,7 @@ from loopq.calibrate.dump import Dump, GradientSums
 from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.quantizers.loop_metric import LoopMetric, n_gradient_prompts
-from loopq.quantizers.task import MetricKey, Task
+from loopq.quantizers.task import Metrics, Task
 from loopq.run.config import QuantConfig
 from loopq.run.outside import refuse_outside
 from loopq.run.plan import plan
@@ -75,8 +75,8 @@ def refuse_rollouts(config: QuantConfig, who: str, instead: str) -> None:
             f"inputs {config.inputs.name!r} run the model between layers, which {who} cannot: {instead}"
         )
     refuse_outside(config, f"{who} cannot", instead)
-    if config.allocate is not None or config.tune is not None:
-        raise ConfigError(f"allocate and tune run the model, which {who} cannot: {instead}")
+    if config.allocate is not None:
+        raise ConfigError(f"allocate runs the model, which {who} cannot: {instead}")
 
 
 def collect_dump(run: Run, out: Path) -> None:
@@ -114,8 +114,8 @@ def loop_metric(dump: Dump, name: str, steps: Sequence[int]) -> LoopMetric:
     return LoopMetric(sums.left, sums.right, first.n_prompts * first.n_draws)
 
 
-def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric | None]:
-    """Read the loop metric of every layer that asks for one; None of an expert that no gradient reached.
+def metrics_of(dump: Dump, tasks: Sequence[Task]) -> Metrics:
+    """Read the loop metric of every layer that asks for one.
 
     Raises
     ------
@@ -124,7 +124,7 @@ def metrics_of(dump: Dump, tasks: Sequence[Task]) -> dict[MetricKey, LoopMetric 
     ConfigError
         Other counts of prompts or draws are asked for than the dump's.
     """
-    found: dict[MetricKey, LoopMetric | None] = {}
+    found: Metrics = {}
     measured = {m.parameter for m in dump.manifest.metrics}
     for task in tasks:
         if task.gradients is None:

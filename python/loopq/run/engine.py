@@ -15,8 +15,7 @@ from loopq.calibrate.hessians import Hessians
 from loopq.calibrate.select import select
 from loopq.gradients.collect_metrics import collect_metrics
 from loopq.layers.layer import QuantizedLayer
-from loopq.quantizers.loop_metric import LoopMetric
-from loopq.quantizers.task import MetricKey, Task
+from loopq.quantizers.task import Metrics, Task
 from loopq.run.config import QuantConfig
 from loopq.run.plan import plan, steps_by_input
 from loopq.run.solver import Solver
@@ -40,15 +39,14 @@ class Run:
         What is asked for.
     probe_seconds : float
         Seconds that a rollout of the first prompt took.
-    metrics : dict
-        Loop metrics that were collected, by `Task.metric_key`; None of an expert that no gradient reaches. Runs of the
-        same collection share them.
+    metrics : Metrics
+        Loop metrics that were collected; runs of the same collection share them.
     """
 
     job: Collection
     config: QuantConfig
     probe_seconds: float = 0.0
-    metrics: dict[MetricKey, LoopMetric | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
     @classmethod
     def prepare(

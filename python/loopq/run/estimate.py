@@ -37,7 +37,7 @@ class Estimate:
     metric_seconds : float
         Its share of `seconds`.
     extra : str
-        What choosing bits and tuning take besides, in words.
+        What choosing bits takes besides, in words.
     """
 
     memory: int
@@ -100,20 +100,15 @@ def seconds_of(metric: MetricCost, rollout: float) -> float:
 
 
 def _extra(run: Run) -> str:
-    """What choosing bits and tuning take besides the quantization, by the timed rollout."""
-    parts = []
-    n_prompts = len(run.job.tokens.sequences)
-    asked, tune = run.config.allocate, run.config.tune
-    if asked is not None:
-        candidates = len(asked.bits) * len(asked.group_sizes) * len(run.tasks)
-        # One rollout of each candidate for a measured score; forward and backward once for a predicted one.
-        rollouts = min(asked.n_prompts, n_prompts) * (candidates if asked.score == "ablation" else 3)
-        parts.append(f"bits by {asked.score} {duration(run.probe_seconds * rollouts)}")
-    if tune is not None:
-        # The full-precision rollout, and one with its backward pass.
-        rollouts = 4 * tune.n_updates * min(tune.batch_size, n_prompts)
-        parts.append(f"tuning at most {duration(run.probe_seconds * rollouts)}")
-    return f"; besides, about: {', '.join(parts)}" if parts else ""
+    """What choosing bits takes besides the quantization, by the timed rollout."""
+    asked = run.config.allocate
+    if asked is None:
+        return ""
+    candidates = len(asked.bits) * len(asked.group_sizes) * len(run.tasks)
+    # One rollout of each candidate for a measured score; forward and backward once for a predicted one.
+    n_prompts = min(asked.n_prompts, len(run.job.tokens.sequences))
+    rollouts = n_prompts * (candidates if asked.score == "ablation" else 3)
+    return f"; besides, about: bits by {asked.score} {duration(run.probe_seconds * rollouts)}"
 
 
 def _core_rate(widest: int, threads: int) -> float:

@@ -79,9 +79,6 @@ def run_bytes(run: Run) -> int:
         candidates = len(asked.bits) * len(asked.group_sizes)
         each = 4 if asked.score == "ablation" else 12
         need["allocate"] = max(everything, 4 * candidates * n_weights) + each * candidates * n_weights
-    if run.config.tune is not None:
-        # Codes and scales as they are, in double for the optimizer, their gradients and two moments.
-        need["tune"] = 4 * 8 * n_weights
     limit = run.execution.memory
     what = max(need, key=lambda name: need[name])
     if limit is not None and need[what] > limit:

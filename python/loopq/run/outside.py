@@ -33,7 +33,7 @@ def round_outside(run: Run) -> dict[str, QuantizedLayer]:
 
 def tasks_outside(run: Run) -> list[Task]:
     """The layers that `round_outside` rounds."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     bits = run.config.outside
     if bits is None:

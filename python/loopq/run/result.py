@@ -31,18 +31,21 @@ def work_folder(out: str | Path) -> Path:
     return Path(out).with_name(f".{Path(out).name}.work")
 
 
-def killed_late(out: Path) -> bool:
-    """Whether a run was killed after it wrote an output and before it removed its work; any other output is refused.
+def was_killed_late(out: Path) -> bool:
+    """Whether a run was killed after it wrote an output and before it removed its work."""
+    return is_own(work_folder(out)) and out.is_dir() and not out.is_symlink() and any(out.iterdir())
+
+
+def check_out(out: Path) -> None:
+    """Refuse an output folder that is neither new nor that of a run that was killed late.
 
     Raises
     ------
     CheckpointError
         As of `check_new`.
     """
-    late = is_own(work_folder(out)) and out.is_dir() and not out.is_symlink() and any(out.iterdir())
-    if not late:
+    if not was_killed_late(out):
         check_new(out)
-    return late
 
 
 def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:

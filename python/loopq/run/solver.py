@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from loopq.errors import CheckpointError, naming
 from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
-from loopq.quantizers.task import MetricKey, Task
+from loopq.quantizers.task import Metrics, Task
 from loopq.run.plan import rounding_like, solve_work
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
 from loopq.settings.execution import POLL, Execution
@@ -43,8 +43,8 @@ class Solver:
         Threads and progress.
     rank_threshold : float or None
         Threshold of the rank in the report, relative to the largest eigenvalue; None leaves it out.
-    metrics : mapping
-        Loop metrics of the layers that ask for one, by `Task.metric_key`; None of an expert that no gradient reaches.
+    metrics : Metrics
+        Loop metrics of the layers that ask for one.
     journal : Journal
         Where solved layers are saved, so that a killed run can be resumed.
     """
@@ -53,7 +53,7 @@ class Solver:
     hessians: Hessians
     execution: Execution = field(default_factory=Execution)
     rank_threshold: float | None = None
-    metrics: Mapping[MetricKey, LoopMetric | None] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     journal: Journal = field(default_factory=lambda: Journal(None))
 
     def run(self, tasks: Sequence[Task]) -> dict[str, QuantizedLayer]:
@@ -171,7 +171,7 @@ class Solver:
             return None
 
         def rank() -> int:
-            _, (above,) = native.count_above(problem.observed, [threshold], problem.threads)
+            _, (above,) = native.count_above(problem.require_observed(), [threshold], problem.threads)
             return above
 
         return problem.once("rank", rank)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +20,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from loopq.errors import ConfigError
 from loopq.settings.registry import Registry, did_you_mean
+from loopq.storage.annotations import choices_of, fits, hints, is_union, words
 
-_HINTS: dict[type, dict[str, Any]] = {}
 _NUMBER = r"[+-]?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][+-]?[0-9]{1,3})?"
 
 
@@ -122,9 +120,9 @@ class Settings:
     """Base of settings types: frozen dataclasses whose values are checked against their annotations."""
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
+        kinds = hints(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            check(field.name, getattr(self, field.name), hints[field.name], field.metadata)
+            check(field.name, getattr(self, field.name), kinds[field.name], field.metadata)
 
     def flat(self) -> dict[str, Any]:
         """Return every plain value by its flat name; a choice by the name of what was chosen."""
@@ -204,7 +202,7 @@ class Settings:
                 f"{cls.__name__}: expected an object with the keys {', '.join(sorted(fields))}; got "
                 f"{', '.join(sorted(map(str, data))) if isinstance(data, Mapping) else data!r}"
             )
-        hints = _hints(cls)
+        kinds = hints(cls)
         values: dict[str, Any] = {}
         for name, field in fields.items():
             value = data[name]
@@ -214,7 +212,7 @@ class Settings:
             elif "block" in field.metadata:
                 values[name] = None if value is None else field.metadata["block"].from_json(value)
             else:
-                values[name] = _from_plain(value, hints[name])
+                values[name] = _from_plain(value, kinds[name])
         return cls(**values)
 
 
@@ -243,7 +241,7 @@ def leaves(kind: type[Settings]) -> dict[str, list[Leaf]]:
 
 
 def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
-    hints, texts = _hints(kind), described(kind)
+    kinds, texts = hints(kind), described(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         at = (*path, field.name)
         if "choice" in field.metadata:
@@ -269,7 +267,7 @@ def _leaves(kind: type[Settings], path: tuple[str, ...]) -> Iterator[Leaf]:
             yield Leaf(
                 field.name,
                 at,
-                hints[field.name],
+                kinds[field.name],
                 field.default,
                 field.metadata,
                 texts.get(field.name, ""),
@@ -303,15 +301,6 @@ def lowered(text: str) -> str:
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
-def choices_of(annotation: Any) -> tuple[Any, ...] | None:
-    """Return the values that a Literal allows, None among them where it may be absent; None where it is no Literal."""
-    members = typing.get_args(annotation)
-    if typing.get_origin(annotation) is Literal:
-        return members
-    inner = choices_of(members[0]) if len(members) == 2 and members[1] is type(None) else None
-    return None if inner is None else (*inner, None)
-
-
 def parse_text(annotation: Any, text: str) -> Any:
     """Read a plain value from the text of an option or an override.
 
@@ -324,7 +313,7 @@ def parse_text(annotation: Any, text: str) -> Any:
     allowed = choices_of(annotation)
     if allowed and not (None in allowed and text in ("none", "null")):
         return next((v for v in allowed if str(v) == text), None) or parse_text(type(allowed[0]), text)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if is_union(annotation):
         if type(None) in typing.get_args(annotation) and text in ("none", "null"):
             return None
         return parse_text(members[0], text)
@@ -339,12 +328,6 @@ def parse_text(annotation: Any, text: str) -> Any:
     if annotation is float and not re.fullmatch(_NUMBER, text, re.ASCII):
         raise ValueError(f"{text!r}: give a number")
     return annotation(text)
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    if kind not in _HINTS:
-        _HINTS[kind] = typing.get_type_hints(kind)
-    return _HINTS[kind]
 
 
 def _fields(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -417,14 +400,15 @@ def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -
         The message starts with the name and says what is allowed.
     """
     allowed = choices_of(annotation)
+    fit = fits(value, annotation)
+    if allowed is not None and not fit:
+        hint = did_you_mean(str(value), map(str, allowed))
+        named = ", ".join("none" if v is None else str(v) for v in allowed)
+        raise ConfigError(f"{name} must be one of {named}; got {value!r}{hint}")
     if allowed is not None:
-        if not any(value == v and type(value) is type(v) for v in allowed):
-            hint = did_you_mean(str(value), map(str, allowed))
-            words = ", ".join("none" if v is None else str(v) for v in allowed)
-            raise ConfigError(f"{name} must be one of {words}; got {value!r}{hint}")
         return
-    if not _fits(value, annotation):
-        raise ConfigError(f"{name} must be {_type_name(annotation)}; got {value!r}")
+    if not fit:
+        raise ConfigError(f"{name} must be {words(annotation)}; got {value!r}")
     numbers = value if isinstance(value, tuple) else (value,)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float):
@@ -434,36 +418,6 @@ def check(name: str, value: Any, annotation: Any, metadata: Mapping[str, Any]) -
             ends = [f"{end:g}" if isinstance(end, float) else str(end) for end in (low, high)]
             span = f"at least {ends[0]}" if high is None else f"between {ends[0]} and {ends[1]}"
             raise ConfigError(f"{name} must be {span}; got {number!r}")
-
-
-def _fits(value: Any, annotation: Any) -> bool:
-    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, member) for member in members)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(v, members[0]) for v in value)
-    if annotation is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
-    if choices_of(annotation) is not None:
-        return value in members
-    # A protocol cannot be checked.
-    return annotation is Any or getattr(annotation, "_is_protocol", False) or isinstance(value, annotation)
-
-
-def _type_name(annotation: Any) -> str:
-    words = {
-        int: "a whole number",
-        float: "a finite number",
-        bool: "true or false",
-        str: "text",
-        type(None): "None",
-    }
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_type_name(member) for member in typing.get_args(annotation))
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation).removeprefix("typing.")
-    return words.get(annotation, name)
 
 
 def _plain(value: Any) -> Any:

@@ -14,11 +14,10 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from loopq.errors import CheckpointError, LoopqError
+from loopq.storage.annotations import fits, hints, is_union, words
 
 T = TypeVar("T")
 #: Of `loopq.json`, `manifest.json` and `loopq_export.json`.
@@ -65,7 +64,6 @@ Depth = Annotated[int, between(1, 2**20)]
 Seed = Annotated[int, between(-(2**63), 2**64 - 1)]
 Sha256 = Annotated[str, Allowed("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
 Name = Annotated[str, Allowed("a plain name, no path, no leading dot, at most 200 bytes", plain_name)]
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 class _Refused(ValueError):
@@ -108,11 +106,7 @@ def _value(kind: Any, value: Any, key: str, others: bool) -> Any:
         if not args[1].test(found):
             raise _Refused(key, value, args[1].text)
         return found
-    if origin is Literal:
-        if not any(type(value) is type(a) and value == a for a in args):
-            raise _Refused(key, value, ", ".join(map(repr, args)))
-        return value
-    if origin in (Union, UnionType):
+    if is_union(kind):
         return None if value is None else _value(args[0], value, key, others)
     if origin is tuple:
         if not isinstance(value, list) or (args[-1] is not Ellipsis and len(value) != len(args)):
@@ -126,8 +120,8 @@ def _value(kind: Any, value: Any, key: str, others: bool) -> Any:
             raise _Refused(key, value, "an object")
         inner = {k: f"{key}.{shown(k)[1:-1]}" for k in value}
         return {_key(args[0], k, inner[k]): _value(args[1], v, inner[k], others) for k, v in value.items()}
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise _Refused(key, value, _WORDS[kind])
+    if not fits(value, kind):
+        raise _Refused(key, value, words(kind))
     return value
 
 
@@ -139,11 +133,6 @@ def _key(kind: Any, key: str, at: str) -> Any:
     return int(key)
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
 def _object(kind: Any, value: Any, key: str, others: bool) -> Any:
     fields = {f.name: f for f in dataclasses.fields(kind)}
     if not isinstance(value, dict):
@@ -153,7 +142,7 @@ def _object(kind: Any, value: Any, key: str, others: bool) -> Any:
     if missing or unknown:
         what = f"{(missing or unknown)[0]!r:.100} is {'missing' if missing else 'unknown'}"
         raise ValueError(f"{key.removeprefix('.') + ': ' if key else ''}{what}; known: {', '.join(fields)}")
-    known = {n: _value(_hints(kind)[n], v, f"{key}.{n}", others) for n, v in value.items() if n in fields}
+    known = {n: _value(hints(kind)[n], v, f"{key}.{n}", others) for n, v in value.items() if n in fields}
     try:
         return kind(**known)
     except LoopqError as cause:
@@ -239,7 +228,7 @@ def sealed(format_name: str, data: Mapping[str, Any]) -> Object:
 
 
 def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError] = CheckpointError) -> Object:
-    """Return the content of what `sealed` gave; version 1, which has no sum, is read as it is.
+    """Return the content of what `sealed` gave.
 
     Raises
     ------
@@ -249,8 +238,8 @@ def unsealed(data: Any, format_name: str, where: object, error: type[LoopqError]
     if not isinstance(data, dict) or data.get("format") != format_name:
         raise error(f"{where}: its format is not {format_name!r}")
     version = data.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        raise error(f"{where}: version {shown(version)}; this loopq reads versions 1 to {VERSION}")
-    if version > 1 and data.pop("sha256", None) != _digest(data):
+    if type(version) is not int or version != VERSION:
+        raise error(f"{where}: version {shown(version)}; this loopq reads version {VERSION}")
+    if data.pop("sha256", None) != _digest(data):
         raise error(f"{where}: altered: its sha256 is not that of its content")
     return {k: v for k, v in data.items() if k not in ("format", "version")}

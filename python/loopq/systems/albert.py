@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare, find_prefix, logits_of, setting
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _MARKER = "encoder.albert_layer_groups.0.albert_layers.0.attention.query"
 _LINEARS = (
@@ -75,8 +75,6 @@ class Albert(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward with `n_steps` applications of each group."""
-        import torch
-
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
         layers = depth * self._n_groups

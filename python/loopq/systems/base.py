@@ -82,7 +82,7 @@ class Batch:
         Tensor, float32, shape ``(n_prompts, *shape)``, tokens without those left out, on the CPU
             The same numbers for a prompt in whatever batch it runs; the global generator is not touched.
         """
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         def draw(number: int, size: tuple[int, ...]) -> Tensor:
             generator = torch.Generator().manual_seed(number % (1 << 63))
@@ -497,7 +497,7 @@ def routing_module(model: nn.Module, name: str, layer: str = "") -> str | None:
     layer : str
         Module around it: lists that hold this one too are none of experts.
     """
-    from torch import nn
+    from torch import nn  # lazy: loopq imports without torch
 
     def is_list(module: str) -> bool:
         return module != layer and isinstance(model.get_submodule(module), nn.ModuleList)
@@ -522,7 +522,7 @@ def gates(model: nn.Module, routing: Iterable[str]) -> dict[str, str]:
         Modules that choose experts. What stands in them beside the experts and has an output for each, or one alone, is
         a gate.
     """
-    from torch import nn
+    from torch import nn  # lazy: loopq imports without torch
 
     found = {}
     for name in routing:
@@ -566,7 +566,7 @@ def declare(
     SystemContractError
         A module that is missing, or whose weight is not a matrix.
     """
-    from torch import nn
+    from torch import nn  # lazy: loopq imports without torch
 
     owners = owners_of_parameters(model)
     seen: set[int] = set()
@@ -603,7 +603,7 @@ def declare(
 
 def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:
     """Return the adapters, of those named or of all, that fit a model by its structure."""
-    from loopq.systems import SYSTEMS
+    from loopq.systems import SYSTEMS  # lazy: the package imports this module
 
     return [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from loopq.lazy import require
+from loopq.systems.program import Block, Branch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.systems.program import Block
 
 #: Rotary positions that are the same for texts of every length.
 _ROPES = (None, "default", "linear", "llama3")
@@ -56,7 +56,6 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
     Block or None
         None: it has other modules than these.
     """
-    from loopq.systems.program import Block, Branch
 
     after = ("input_layernorm_2", "post_attention_layernorm_2")
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj")
@@ -92,7 +91,6 @@ def llama_block(layer: nn.Module, config: Any) -> Block | None:
 
 def raven_block(block: nn.Module, config: Any) -> Block | None:
     """Describe a block of Huginn (norms on the stream) or R-Llama (norms before the branches); None for another."""
-    from loopq.systems.program import Block, Branch
 
     if not _holds(block, "attn mlp norm_1 norm_2", "norm_3 norm_4"):
         return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
@@ -128,7 +130,7 @@ def load_registered(
 
 def _check_size(folder: Path, config: Mapping[str, Any], found: ModelClass, tensors: Tensors) -> None:
     """Refuse a ``config.json`` of another size than the weights, or than memory, before anything is made."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     skeleton = None
     # A constructor that computes with what it makes cannot be tried without memory.
@@ -157,8 +159,7 @@ def _check_shapes(folder: Path, own: Mapping[str, Any], tensors: Tensors) -> Non
 
 def _read_tensors(folder: Path, allow_pickle: bool) -> Tensors:
     torch = require("torch")
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # lazy: loopq imports without torch
 
     check_weight_files(folder, allow_pickle)
     files = sorted(folder.glob("*.safetensors"))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cache_of, declare, is_embedding, past
 from loopq.systems.classes import ModelClass
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _MARKER = "base_causallm.transformer.h.0.attn.c_attn"
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -91,8 +91,6 @@ class Coconut(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run question, latents and answer in `n_steps` passes that keep each other's keys and values."""
-        import torch
-
         with torch.set_grad_enabled(self.keeps_graph):
             return self._whole(self.to_device(batch.input_ids), self.check_depth(n_steps))[0]
 
@@ -110,8 +108,6 @@ class Coconut(LoopedSystem):
 
     def _whole(self, ids: Tensor, depth: int) -> tuple[Tensor, Any]:
         """Logits aligned with the ids, and the cache."""
-        import torch
-
         question, answer, marked = self._split(ids)
         passes, cache = self._passes(question, answer, depth)
         logits = torch.cat([out for _, out in passes], 1)
@@ -142,8 +138,6 @@ class Coconut(LoopedSystem):
         self, question: Tensor, answer: Tensor, depth: int
     ) -> tuple[list[tuple[Tensor, Tensor]], Any]:
         """Return hidden states (after the final norm) and logits of every pass, and the cache after the last."""
-        import torch
-
         table = self.base.transformer.wte
         rows = question.shape[0]
         first = torch.cat((question, question.new_full((rows, 1), self.start_id)), 1)
@@ -187,8 +181,6 @@ def wrap_gpt2(base: nn.Module, start_id: int, latent_id: int, end_id: int) -> nn
         With `base_causallm`, `embedding` and the three ids; parameter names are those of the published
         checkpoint. It has no forward of its own: `Coconut.rollout` is the rollout.
     """
-    from torch import nn
-
     if _MARKER.removeprefix("base_causallm.") not in dict(base.named_modules()):
         raise SystemContractError(f"coconut: {type(base).__name__} is no GPT-2 with a language-model head")
 

@@ -160,7 +160,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | No
 
 def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **arguments: int) -> Tensor:
     """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives."""
-    import torch
+    import torch  # lazy: loopq imports without torch
 
     ids = ids.to(next(model.parameters()).device)
     parameters = inspect.signature(model.forward).parameters
@@ -221,7 +221,7 @@ class Generic(LoopedSystem):
     def discovery(self, n_steps: int | None = None) -> Discovery:
         """The loop at a depth, found by one short run when it is first asked for."""
         if n_steps not in self._found:
-            import torch
+            import torch  # lazy: loopq imports without torch
 
             ids = torch.arange(_PROBE_PROMPTS * _PROBE_TOKENS).reshape(_PROBE_PROMPTS, _PROBE_TOKENS)
             batch = Batch(ids, tuple(range(_PROBE_PROMPTS)))

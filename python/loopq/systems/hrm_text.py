@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
 from loopq.systems.base import (
@@ -17,11 +20,7 @@ from loopq.systems.base import (
     setting,
 )
 from loopq.systems.blocks import angles_of, llama_block
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from loopq.systems.program import Program
+from loopq.systems.program import Program
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -81,8 +80,6 @@ class HrmText(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward with `n_steps` high cycles."""
-        import torch
-
         depth = self.check_depth(n_steps)
         with torch.set_grad_enabled(self.keeps_graph), setting(self.model.config, H_cycles=depth):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))
@@ -97,8 +94,6 @@ class HrmText(LoopedSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """Both stacks in their order, each with its norm; z_H is kept under 0, z_L under 1."""
-        from loopq.systems.program import Program
-
         inner, config = self.model.model, self.model.config
         stacks = []
         for stack in (inner.L_module, inner.H_module):
@@ -134,15 +129,14 @@ class HrmText(LoopedSystem):
 
     def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
         """Return cat(embeddings, z_L_init), Tensor (n_prompts, n_tokens, 2 * width)."""
-        import torch
-
         low = self.model.model.z_L_init.to(embedding.dtype).expand_as(embedding)
         return torch.cat((embedding, low), -1)
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One high cycle."""
-        import torch
-        from transformers.masking_utils import create_causal_mask
+        from transformers.masking_utils import (
+            create_causal_mask,  # lazy: only its own models need transformers
+        )
 
         inner = self.model.model
         high, low = state.chunk(2, -1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
 from loopq.systems.llama_loops import llama_linears
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 Cache = dict[tuple[int, int], tuple["Tensor", "Tensor"]]
 
@@ -56,8 +56,6 @@ class IQuest(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run all layers `n_steps` times over all tokens."""
-        import torch
-
         depth = self.check_depth(n_steps)
         with torch.set_grad_enabled(self.keeps_graph):
             return self._run(self.to_device(batch.input_ids), depth, 0, {})
@@ -69,8 +67,6 @@ class IQuest(LoopedSystem):
 
     def _run(self, ids: Tensor, n_steps: int, n_seen: int, cache: Cache) -> Tensor:
         """Logits of the tokens `ids`, which follow the `n_seen` that the cache holds; they are added to it."""
-        import torch
-
         inner = self.model.model
         state = inner.embed_tokens(ids)
         positions = torch.arange(n_seen, n_seen + ids.shape[1], device=ids.device)
@@ -85,8 +81,6 @@ class IQuest(LoopedSystem):
 
     def _heads(self, attention: Any, x: Tensor, rope: Any, place: tuple[int, int], cache: Cache) -> Tensor:
         """What the heads of a layer give in a loop, (n_prompts, n_heads, n_tokens, head width)."""
-        import torch
-
         q, k, v = (
             linear(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -106,16 +100,12 @@ class IQuest(LoopedSystem):
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of (n_prompts, n_heads, n_tokens, width) by tables (1, n_tokens, width)."""
-    import torch
-
     first, second = x.chunk(2, -1)
     return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention of the last tokens to all, or to the last `window` up to each; heads of k and v repeat."""
-    import torch
-
     at = torch.arange(k.shape[2], device=k.device)
     back = at[-q.shape[2] :, None] - at
     seen = back >= 0 if window is None else (back >= 0) & (back < window)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor, nn
 
 from loopq.systems.base import SharedParameter, declare
 from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.program import Program
 from loopq.systems.stepwise import StepwiseSystem
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from loopq.systems.program import Program
 
 _LINEARS = (
     ("self_attn.q_proj", "attention"),
@@ -41,8 +39,6 @@ class LlamaLoops(StepwiseSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """All layers, then the norm, as often as the loop runs."""
-        from loopq.systems.program import Program
-
         inner = self.model.model
         blocks = [llama_block(layer, self.model.config) for layer in inner.layers]
         if not all(blocks):

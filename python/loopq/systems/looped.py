@@ -24,12 +24,12 @@ from loopq.systems.base import (
     stacked_experts,
 )
 from loopq.systems.blocks import angles_of, llama_block
+from loopq.systems.program import Program
 from loopq.systems.stepwise import StepwiseSystem
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from loopq.systems.program import Program
 
 _PARTS = ("layers", "norm", "embed_tokens")
 
@@ -77,7 +77,7 @@ class Looped(StepwiseSystem):
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Every linear of every layer; those outside the loop are called once."""
-        from torch import nn
+        from torch import nn  # lazy: loopq imports without torch
 
         gate = gates(self.model, self._routing())
         modules = []
@@ -125,7 +125,7 @@ class Looped(StepwiseSystem):
 
         A copy of a layer shares its parameters, buffers, submodules and hooks; only the number of its slot is its own.
         """
-        from torch import nn
+        from torch import nn  # lazy: loopq imports without torch
 
         inner, config = self._inner, self.model.config
         layers = nn.ModuleList(_in_slot(inner.layers[i], slot) for slot, i in enumerate(order))
@@ -155,7 +155,6 @@ class Looped(StepwiseSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """The layers in their order, then the norm."""
-        from loopq.systems.program import Program
 
         inner = self._inner
         blocks = [llama_block(layer, self.model.config) for layer in inner.layers]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of
 from loopq.systems.stepwise import StepwiseSystem
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _MARKER = "transformer.h.blocks.0.adaLN_modulation.1"
 _BLOCK: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -81,8 +81,6 @@ class LoopFormer(StepwiseSystem):
         return logits_of(self._gpt(ids, targets=ids, steps=[1.0 / n_steps] * n_steps)[0])
 
     def _embed(self, ids: Tensor) -> Tensor:
-        import torch
-
         positions = torch.arange(ids.shape[1], device=ids.device)
         parts = self._gpt.transformer
         embedding: Tensor = parts.wte(ids) + parts.wpe(positions)
@@ -90,8 +88,6 @@ class LoopFormer(StepwiseSystem):
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """Blocks modulated by the time t/N and the size 1/N of the step."""
-        import torch
-
         size = 1.0 / n_steps
         now = torch.zeros(state.shape[0], dtype=state.dtype, device=state.device)
         sizes = torch.ones_like(now) * size

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from loopq.errors import ConfigError
 from loopq.lazy import require
@@ -12,9 +16,6 @@ from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, ExitRule, SharedParameter, cache_name, declare
 from loopq.systems.classes import ModelClass
 from loopq.systems.stepwise import StepwiseSystem
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _PARTS = ("encoder", "reasoning", "decoder")
 _MARKS = ("encoder.embed_tokens", "reasoning.gate.dt_input_proj", "decoder.lm_head")
@@ -54,8 +55,6 @@ class LoopUS(StepwiseSystem):
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Every linear of every layer, 196 of 28; those of encoder and decoder are called once."""
-        from torch import nn
-
         modules = []
         for part in _PARTS:
             for i, layer in enumerate(self.model.get_submodule(part).layers):
@@ -101,8 +100,6 @@ class LoopUS(StepwiseSystem):
 
     def _layers(self, part: str, x: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
         """Run the layers of a part on tokens that follow the `n_seen` of a cache."""
-        import torch
-
         end = n_seen + x.shape[1]
         at, keys = torch.arange(n_seen, end, device=x.device), torch.arange(end, device=x.device)
         rope = self.model.encoder.rotary_emb(x, at[None])
@@ -123,8 +120,6 @@ class LoopUS(StepwiseSystem):
         return x
 
     def _gated(self, state: Tensor, n_seen: int = 0, cache: Any = None) -> Tensor:
-        from torch.nn import functional as F
-
         gate = self.model.reasoning.gate
         # The gate may have been left in float32.
         before = state.to(gate.A_log.dtype)
@@ -173,8 +168,6 @@ def build_loopus(config: dict[str, Any]) -> nn.Module:
         A setting is missing, or the three lists do not divide the layers.
     """
     transformers = require("transformers")
-    import torch
-    from torch import nn
 
     absent = {"base_config_dict", "N", *(f"{part}_layer_indices" for part in _PARTS)} - set(config)
     if absent:

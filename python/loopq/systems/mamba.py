@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cached, declare, logits_of, past
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @SYSTEMS.register("mamba")
@@ -70,8 +70,6 @@ class Mamba(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward without a cache."""
-        import torch
-
         self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)
         with torch.set_grad_enabled(self.keeps_graph):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.errors import SystemContractError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, SharedParameter, declare, find_prefix, logits_of, setting
 from loopq.systems.stepwise import StepwiseSystem
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _MARKER = "transformer.core_block.0.attn.c_q"
 _GATE = {"role": "gate", "treatment": "dense", "reason": "32 inputs and a row per head: nothing to save"}
@@ -101,8 +101,6 @@ class Parcae(StepwiseSystem):
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One injection and one pass through the core blocks."""
-        import torch
-
         embeds, ids = embedding
         rotary = self._core.freqs_cis[:, : state.shape[1]]
         now, total = torch.tensor(t), torch.tensor(n_steps)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from loopq.errors import SystemContractError
 from loopq.systems.base import Batch, ExitRule, SharedParameter, cached, declare, logits_of, past, setting
 from loopq.systems.blocks import raven_block
+from loopq.systems.program import Program
 from loopq.systems.stepwise import StepwiseSystem
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from loopq.systems.program import Program
 
 BLOCK_LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("attn.Wqkv", {"role": "attention", "fused": "q+k+v"}),
@@ -103,8 +102,6 @@ class Raven(StepwiseSystem):
 
     def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
         """Go on by the model's cache: a slot for each block of each step."""
-        import torch
-
         where = {} if cache is None else {"cache_position": torch.arange(n_seen, batch.input_ids.shape[1])}
         ids, noise = self.to_device(batch.input_ids[:, n_seen:]), self.noise(batch, n_seen)
         return cached(
@@ -113,8 +110,6 @@ class Raven(StepwiseSystem):
 
     def program(self, n_steps: int) -> Program | None:
         """Prelude; adapter and core blocks; coda."""
-        from loopq.systems.program import Program
-
         parts = self.model.transformer
         inside, *around = (
             [raven_block(block, self.model.config) for block in parts[name]]
@@ -164,8 +159,6 @@ class Raven(StepwiseSystem):
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """Adapter and core blocks."""
-        import torch
-
         # The block index addresses the cache only, and there is none.
         block = torch.tensor(0, dtype=torch.long)
         rotary = self._rotary(state)
@@ -174,8 +167,6 @@ class Raven(StepwiseSystem):
 
     def predict(self, state: Tensor, embedding: Any) -> Tensor:
         """Coda, final norm and head."""
-        import torch
-
         after = self._leave(state)
         ids = torch.zeros(state.shape[:2], dtype=torch.long, device=state.device)
         return self._forward_around(ids, lambda *rest: (after, 0, 0, state, rest[3]))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.systems import SYSTEMS
 from loopq.systems.blocks import angles_of
 from loopq.systems.raven import Raven
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 
 @SYSTEMS.register("rllama")
@@ -37,8 +37,6 @@ class RLlama(Raven):
         )
 
     def _rotary(self, state: Tensor) -> Any:
-        import torch
-
         positions = torch.arange(state.shape[1], device=state.device).unsqueeze(0)
         return self.model.rotary_emb(state, positions)
 

@@ -26,7 +26,7 @@ class StepwiseSystem(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward at a fixed depth from the initial states of the batch."""
-        import torch
+        import torch  # lazy: loopq imports without torch
 
         depth = self.check_depth(n_steps)
         ids = self.to_device(batch.input_ids)

@@ -89,9 +89,9 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     Trace
         Parameters are named as `named_parameters` does, a tied one by its first name.
     """
-    import torch
-    from torch import nn
-    from torch.overrides import TorchFunctionMode
+    import torch  # lazy: loopq imports without torch
+    from torch import nn  # lazy: loopq imports without torch
+    from torch.overrides import TorchFunctionMode  # lazy: loopq imports without torch
 
     tables = {
         id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, declare
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("self_attn.qkv_proj", {"role": "attention", "fused": "q+k+v"}),
@@ -81,8 +81,6 @@ class Trm(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Call the root forward `n_steps` times from the learned initial state."""
-        import torch
-
         depth = self.check_depth(n_steps)
         self._check_length(batch)
         given = self._given(batch)
@@ -102,16 +100,12 @@ class Trm(LoopedSystem):
 
     def initial_state(self, batch: Batch, embedding: Any) -> Tensor:
         """Learned vectors, the same at every position, Tensor (n_prompts, n_positions, 2 * width)."""
-        import torch
-
         inner = self.model.inner
         high, low = (start.expand_as(embedding) for start in (inner.H_init, inner.L_init))
         return torch.cat((high, low), -1).to(embedding.dtype)
 
     def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
         """One call: H_cycles times (L_cycles updates of z_L, one of z_H)."""
-        import torch
-
         inner, config = self.model.inner, self.model.config
         high, low = state.chunk(2, -1)
         rotary = inner.rotary_emb() if hasattr(inner, "rotary_emb") else None
@@ -129,8 +123,6 @@ class Trm(LoopedSystem):
         return logits
 
     def _given(self, batch: Batch) -> dict[str, Tensor]:
-        import torch
-
         ids = self.to_device(batch.input_ids)
         puzzles = torch.zeros(ids.shape[0], dtype=torch.int32, device=ids.device)
         return {"inputs": ids, "puzzle_identifiers": puzzles}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from loopq.errors import ConfigError
 from loopq.systems import SYSTEMS
@@ -16,9 +19,6 @@ from loopq.systems.base import (
     owners_of_parameters,
     past,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 _BLOCKS = ("shared_transf", "shared_transformer")
 _LOW_RANK = "_adapter_list."
@@ -89,8 +89,6 @@ class Zamba(LoopedSystem):
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:
         """Run the model's own forward without a cache."""
-        import torch
-
         self.check_depth(n_steps)
         with torch.set_grad_enabled(self.keeps_graph):
             return logits_of(self.model(input_ids=self.to_device(batch.input_ids), use_cache=False))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    import socket
+from typing import NoReturn
 
 #: Exit code of a program that was interrupted.
 INTERRUPTED = 130
@@ -52,7 +50,6 @@ class Interrupts:
         self._wakeup: socket.socket | None = None
         if self._main and patience is not None:
             # Not above: what is imported before there is a handler is time in which Ctrl-C is a traceback.
-            import socket
 
             # The number of every signal is written here when it comes, not when Python gets round to it.
             watched, self._wakeup = socket.socketpair()

@@ -24,6 +24,7 @@ def register() -> None:
 
     Versions of vLLM up to 0.26 have a class of their own for Ouro, which they keep.
     """
+    # Lazy: the name of this package is read without vLLM and without transformers.
     from transformers import AutoConfig
     from vllm import ModelRegistry
 

@@ -19,6 +19,7 @@ from loopq.inference.linear import QuantLinear
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.emulation import compiler
 from tests.support.cuda.layers import dense, layer_parts
+from tests.support.linear import linear_of
 
 needs_compiler = pytest.mark.skipif(
     compiler() is None, reason="NO C++ COMPILER: launches are NOT emulated here; install g++ or set CXX"
@@ -185,7 +186,7 @@ def emulate(backend: EmulatedBackend, x: torch.Tensor, layer: QuantLinear, **mor
 def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> None:
     backend = EmulatedBackend()
     codes, scales = layer_parts(in_features=4128, group_size=128)
-    layer = QuantLinear.from_codes(codes, scales, 128, 4, bias=np.linspace(-1, 1, 48))
+    layer = linear_of(codes, scales, 128, 4, bias=np.linspace(-1, 1, 48))
     x = torch.randn(tokens, 4160, generator=torch.Generator().manual_seed(2)).to(dtype)[:, :4128]
     out = emulate(backend, x, layer, out_dtype=torch.float32)
     expected = layer.float().forward(x.float())
@@ -199,7 +200,7 @@ def test_launches_agree_with_the_reference(tokens: int, dtype: torch.dtype) -> N
 def test_many_tokens_are_dequantised_and_multiplied() -> None:
     backend = EmulatedBackend()
     codes, scales = layer_parts(in_features=224, group_size=64)
-    layer = QuantLinear.from_codes(codes, scales, 64, 4)
+    layer = linear_of(codes, scales, 64, 4)
     x = torch.randn(5, 53, 224, generator=torch.Generator().manual_seed(3)).bfloat16()
     out = emulate(backend, x, layer)
     assert backend.launches == {"loopq_w4_dequantize": 1}
@@ -212,7 +213,7 @@ def test_many_tokens_are_dequantised_and_multiplied() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dequantize_kernel_rounds_once(group_size: int, dtype: torch.dtype) -> None:
     codes, scales = layer_parts(out_features=32, in_features=224, group_size=group_size)
-    layer = QuantLinear.from_codes(codes, scales, group_size, 4)
+    layer = linear_of(codes, scales, group_size, 4)
     out = torch.full((32, 224), torch.nan, dtype=dtype)
     launch.launch_dequantize(EmulatedBackend(), layer.qweight, layer.scales, out, group_size)
     assert torch.equal(out, layer.dequantize().to(dtype))

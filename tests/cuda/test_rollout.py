@@ -11,7 +11,6 @@ import torch
 from loopq.cuda import fused
 from loopq.cuda.rollout import LoopParts, RolloutRunner, reference_rollout
 from loopq.errors import ConfigError, KernelError
-from loopq.inference.linear import QuantLinear
 from tests.support.cuda.backend import EmulatedBackend
 from tests.support.cuda.emulation import compiler
 from tests.support.cuda.rollout import (
@@ -23,6 +22,7 @@ from tests.support.cuda.rollout import (
     relative,
     spacing,
 )
+from tests.support.linear import linear_of
 
 pytestmark = pytest.mark.skipif(
     compiler() is None, reason="NO C++ COMPILER: fused kernels are NOT tested here; install g++ or set CXX"
@@ -170,9 +170,7 @@ def test_runner_refuses() -> None:
             SimpleNamespace(config=SimpleNamespace(n_heads=1), transformer=SimpleNamespace(core_block=[]))
         )
     model = huginn_like(quantized=True)
-    model.transformer.adapter = QuantLinear.from_codes(
-        np.zeros((96, 192), np.int8), np.ones((96, 3), np.float32), 64, 3
-    )
+    model.transformer.adapter = linear_of(np.zeros((96, 192), np.int8), np.ones((96, 3), np.float32), 64, 3)
     with pytest.raises(ConfigError, match="not in the kernel's layout"):
         RolloutRunner(LoopParts.from_model(model), EmulatedBackend())
     model.transformer.adapter = torch.nn.Linear(192, 96)

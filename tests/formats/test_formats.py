@@ -14,7 +14,8 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import restore
 from loopq.formats.convert import RECORD, format_names, format_of, inspect_any, read_any, verify, write_as
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import ChannelScale, Rotation
 from loopq.storage.files import RawTensor, float_to_raw, read_json, read_tensors, write_json, write_tensors
 from loopq.storage.schema import checked
@@ -227,7 +228,7 @@ def test_layers_of_different_grids(tmp_path):
         again = read_any(tmp_path / form)
         for one in made:
             assert again.layers[one.name].same_as(one), (form, one.name)
-            assert again.layers[one.name].group_size == one.group_size
+            assert again.layers[one.name].grid.group_size == one.grid.group_size
     groups = read_json(tmp_path / "compressed-tensors" / "config.json")["quantization_config"][
         "config_groups"
     ]
@@ -302,7 +303,7 @@ def test_gptq_splits_all_layers_alike_since_readers_know_one_group_size(tmp_path
     }
     (tmp_path / "g" / RECORD).unlink()
     again = read_any(tmp_path / "g").layers
-    assert [again[one.name].group_size for one in made] == [8, 8, 8, 16]
+    assert [again[one.name].grid.group_size for one in made] == [8, 8, 8, 16]
     for one in made:
         np.testing.assert_array_equal(again[one.name].dequantize(), one.dequantize())
 
@@ -315,7 +316,7 @@ def test_one_short_group_is_one_scale_per_row(tmp_path):
         "weights"
     ]
     assert (group["strategy"], group["group_size"]) == ("channel", None)
-    assert read_any(tmp_path / "ct").layers[made.name].group_size == 32
+    assert read_any(tmp_path / "ct").layers[made.name].grid.group_size == 32
 
 
 def test_what_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
@@ -354,7 +355,7 @@ def test_bfloat16_scales_that_float16_holds_are_exported(tmp_path):
     write_as(tmp_path / "g", checkpoint(made), "gptq")
     again = read_any(tmp_path / "g").layers[made.name]
     assert again.same_as(made)
-    assert again.scale_dtype == "bfloat16"
+    assert again.grid.scale_dtype == "bfloat16"
     made.scales[0, 0] = 2.0**-30
     with pytest.raises(CheckpointError, match=r"scale\[0, 0\]"):
         write_as(tmp_path / "x", checkpoint(made), "gptq")
@@ -695,5 +696,5 @@ def test_scales_in_other_types_are_read(tmp_path):
     made = layer(32, 32)
     wide = lambda t: t.__setitem__("a.b.scales", float_to_raw(t["a.b.scales"].float32(), "F32"))  # noqa: E731
     read = read_any(broken(tmp_path / "d", V1, wide, made=made)).layers["a.b.weight"]
-    assert read.scale_dtype == "float32"
+    assert read.grid.scale_dtype == "float32"
     np.testing.assert_array_equal(read.scales, made.scales)

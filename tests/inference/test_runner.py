@@ -12,12 +12,13 @@ from torch import nn
 import loopq._native as native
 from loopq.errors import ConfigError, KernelError
 from loopq.inference.generate import Decoder, Generation
-from loopq.inference.linear import QuantLinear
 from loopq.inference.runner import Runner, _Threads
 from loopq.layers.transforms import Rotation
 from loopq.models.load import load_model
 from loopq.systems.base import Batch, find_system
 from loopq.systems.program import Branch
+from tests.support import core
+from tests.support.linear import linear_of
 from tests.support.systems import CASES, open_system
 
 _KNOWN = (
@@ -38,9 +39,9 @@ def coded(system, bits=4, **settings):
         name = shared.name.removesuffix(".weight")
         linear = system.model.get_submodule(name)
         weight = linear.weight.detach().float().numpy()
-        found = native.rtn(weight, bits=bits, group_size=16)
+        found = core.rtn(weight, bits=bits, group_size=16)
         parent, _, child = name.rpartition(".")
-        made = QuantLinear.from_codes(
+        made = linear_of(
             found["codes"],
             found["scales"],
             16,
@@ -231,7 +232,7 @@ def test_what_it_does_not_know_is_run_by_the_models_modules():
     system = coded(open_system(CASES["looped Llama"]))
     layer = system.model.model.layers[0].mlp
     size = layer.down_proj.in_features
-    layer.down_proj = QuantLinear.from_codes(
+    layer.down_proj = linear_of(
         np.ones((layer.down_proj.out_features, size), np.int8),
         np.full((layer.down_proj.out_features, 1), 0.01, np.float32),
         -1, 4, transform=Rotation(size, "hadamard", 16), layout="lq-cpu",

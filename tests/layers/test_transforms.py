@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import ChannelScale, Rotation, RotationConfig, hadamard
 from loopq.storage.schema import checked
 from tests.support.problems import correlated, solve

@@ -25,7 +25,8 @@ from loopq.formats.base import (
     matches,
     split,
 )
-from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor
 from loopq.storage.schema import Object, checked
 
@@ -88,7 +89,9 @@ class CompressedTensors(Format):
         """One config group for each kind of grid; every dense matrix in `ignore` by its exact name."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         for module, layer in export.layers.items():
-            groups.setdefault((layer.bits, layer.symmetric, layer.group_size), []).append(module)
+            groups.setdefault((layer.grid.bits, layer.grid.symmetric, layer.grid.group_size), []).append(
+                module
+            )
         config_groups = {}
         for number, ((bits, symmetric, group_size), modules) in enumerate(groups.items()):
             # Among several groups a class name would claim the layers of the others.

@@ -17,7 +17,8 @@ from loopq.formats import FORMATS, hf_folder
 from loopq.formats import native as store
 from loopq.formats.base import Export, Format, Ragged, prepare_all, restore
 from loopq.formats.native import Checkpoint
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor, check_folder, inside, json_bytes, new_folder, read_json
 from loopq.storage.model_files import write_files
 from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
@@ -192,7 +193,7 @@ def _recorded(
         same = again.get(record.ties.get(name, name))
         if same is None:
             raise CheckpointError(f"{folder}: layer {name!r} is not in {RECORD}, nor tied to one that is")
-        if layer.group_size != same.group_size or not layer.same_as(same):
+        if layer.grid.group_size != same.grid.group_size or not layer.same_as(same):
             raise CheckpointError(f"{folder}: layer {name!r}: it or {RECORD} was changed after the export")
     if record.config is not None:
         side = {hf_folder.CONFIG: record.config.encode(), **side}
@@ -287,7 +288,7 @@ def _foreign(
     whole = checkpoint.layers.items()
     transformed = [name for name, layer in whole if layer.transform is not None]
     tables = [name for name, layer in whole if layer.orientation == "table"]
-    refuse_own(transformed, [name for name, layer in whole if layer.trellis is not None], target, tables)
+    refuse_own(transformed, [name for name, layer in whole if not layer.grid.portable], target, tables)
     prepared = prepare_all(target, checkpoint.layers, ragged)
     owners = _owners(checkpoint)
     tensors: dict[str, RawTensor] = {}

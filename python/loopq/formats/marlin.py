@@ -16,7 +16,9 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.base import Export, Format, Ragged, StoredLayer, in_scale_type, is_ragged
-from loopq.layers.layer import QuantizedLayer, TensorReader
+from loopq.layers.grids.integer import Integer
+from loopq.layers.layer import QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor, float_to_raw
 from loopq.storage.schema import checked
 
@@ -44,20 +46,20 @@ class Marlin(Format):
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Pad inputs and outputs to whole tiles: zero codes, and a scale of 1 for rows that are not there."""
-        if layer.bits != 4 or not layer.symmetric:
+        if layer.grid.bits != 4 or not isinstance(layer.grid, Integer):
             raise CheckpointError(f"layer {layer.name}: Marlin holds symmetric INT4 alone")
-        if layer.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
+        if layer.grid.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
             raise CheckpointError(
                 f"layer {layer.name}: Marlin holds groups of {GROUP} or one scale per row, not groups of "
-                f"{layer.group_size}; quantize again with one of these"
+                f"{layer.grid.group_size}; quantize again with one of these"
             )
         if is_ragged(layer) and ragged not in (None, "pad"):
             raise CheckpointError(f"layer {layer.name}: Marlin cannot {ragged} a ragged group: {self.reason}")
         half = in_scale_type(layer, "float16", self.name)
         rows, columns = layer.shape
         n, k = -(-rows // N_TILE) * N_TILE, -(-columns // K_TILE) * K_TILE
-        if layer.scales.shape[1] == 1 and layer.group_size not in (-1, GROUP):
-            half = dataclasses.replace(half, group_size=-1)
+        if layer.scales.shape[1] == 1 and layer.grid.group_size not in (-1, GROUP):
+            half = half.on_grid(group_size=-1)
         if (n, k) == (rows, columns):
             return StoredLayer(half)
         pad = ((0, n - rows), (0, k - columns))
@@ -78,7 +80,7 @@ class Marlin(Format):
     def config(self, export: Export) -> dict[str, Any]:
         """The quantization config; it holds one group size."""
         sizes = {
-            -1 if m.scales.shape[1] == 1 and m.group_size == -1 else m.group_size
+            -1 if m.scales.shape[1] == 1 and m.grid.group_size == -1 else m.grid.group_size
             for m in export.layers.values()
         }
         if len(sizes) > 1:
@@ -114,7 +116,7 @@ class Marlin(Format):
         stored = reader.scales(f"{module}.s", (1 if group_size == -1 else -(-k // group_size), n))
         codes, scales = native.marlin_unpack(np.ascontiguousarray(words), np.ascontiguousarray(stored))
         kind = DTYPES[reader.tensors[f"{module}.s"].dtype]
-        return QuantizedLayer(f"{module}.weight", 4, group_size, True, codes, scales, None, kind)
+        return QuantizedLayer(f"{module}.weight", Integer(4, group_size, kind), codes, scales, None)
 
 
 FORMATS.register("marlin")(Marlin())

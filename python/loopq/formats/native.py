@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from loopq import _native
 from loopq.errors import CheckpointError
 from loopq.formats.hf_folder import CONFIG, add_own, describe_layers, without_own
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import (
     DTYPE_NAMES,
     MAX_SIZE,

@@ -189,8 +189,9 @@ def allocate(run: Run, asked: Allocate) -> tuple[QuantConfig, dict[str, Any]]:
             settings = dataclasses.replace(config, layer=plain.changed(bits=bits, group_size=group))
             # Scores compare layers, one at a time: each on the inputs of full precision.
             for name, layer in run.solve_from(sums, settings.changed(inputs="open")).items():
-                sizes[name, bits, group] = layer.bits, layer.group_size, layer.n_bytes
-                weights[_key(name, layer.bits, layer.group_size)] = layer.in_model_orientation()
+                grid = layer.grid
+                sizes[name, bits, group] = grid.bits, grid.group_size, layer.n_bytes
+                weights[_key(name, grid.bits, grid.group_size)] = layer.in_model_orientation()
     costs = _costs(run, weights, asked)
     candidates = []
     for names in _alike(run.tasks):

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::streams::Streams;
-use crate::grid::check_bits;
+use crate::grid::{Grid, ScaleType};
 use crate::{dims, Error, Result};
 
 /// Outputs that a panel holds: two registers of 16 lanes.
@@ -19,7 +19,7 @@ const CUT: usize = 128;
 
 /// How scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleFormat {
+pub(super) enum ScaleFormat {
     /// float32.
     F32,
     /// bfloat16.
@@ -29,13 +29,13 @@ pub enum ScaleFormat {
 }
 
 impl ScaleFormat {
-    /// The format with that name.
-    pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "float32" => Ok(Self::F32),
-            "bfloat16" => Ok(Self::Bf16),
-            "float16" => Ok(Self::F16),
-            _ => Err(Error::setting("scale_dtype", format!("{name:?}"), "'float32', 'bfloat16', 'float16'")),
+    /// The format of scales of that type.
+    fn of(scales: ScaleType) -> Self {
+        match scales {
+            ScaleType::F32 => Self::F32,
+            ScaleType::Bf16 => Self::Bf16,
+            ScaleType::F16 => Self::F16,
+            ScaleType::Short { stored, .. } => Self::of(*stored),
         }
     }
 
@@ -66,23 +66,6 @@ impl ScaleFormat {
             Self::F16 => to.copy_from_slice(bytemuck::bytes_of(&scales.map(|s| f16::from_f32(s).to_bits()))),
         }
     }
-}
-
-/// What a layout is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grid {
-    /// Rows of the weight.
-    pub outputs: usize,
-    /// Columns of the weight.
-    pub inputs: usize,
-    /// Columns per scale; 0 for one scale per row.
-    pub group_size: usize,
-    /// 2, 3, 4 or 8.
-    pub bits: u32,
-    /// Whether there are no zero points: the code of zero is `2^(bits - 1)`.
-    pub symmetric: bool,
-    /// How scales are stored.
-    pub scales: ScaleFormat,
 }
 
 /// Inputs that share a scale of the weight and one of the activations: a group, or a piece of a long one.
@@ -120,7 +103,10 @@ impl Block {
 /// A *unit* is the fewest inputs whose codes fill whole lines; a short last unit is filled up.
 #[derive(Clone, Debug)]
 pub struct Layout {
+    pub(super) outputs: usize,
+    pub(super) inputs: usize,
     pub(super) grid: Grid,
+    pub(super) scales: ScaleFormat,
     pub(super) blocks: Vec<Block>,
     /// Bytes of a panel.
     pub(super) panel: usize,
@@ -151,44 +137,53 @@ pub(super) const fn unit_inputs(bits: u32) -> usize {
 }
 
 impl Layout {
-    /// The layout of a layer.
-    pub fn new(grid: Grid) -> Result<Self> {
-        check_bits(grid.bits)?;
-        if grid.outputs == 0 || grid.inputs == 0 {
+    /// The layout of a weight of `outputs` x `inputs`.
+    pub fn new(outputs: usize, inputs: usize, grid: Grid) -> Result<Self> {
+        grid.check()?;
+        if outputs == 0 || inputs == 0 {
             return Err(Error::shape(
                 "a packed weight",
                 "1 or more outputs and inputs",
-                format!("{} x {}", grid.outputs, grid.inputs),
+                format!("{outputs} x {inputs}"),
             ));
         }
         // A bound for all that follows: no code takes more than a byte, nor a scale and a zero point more than 8.
-        dims::product("a packed weight", grid.outputs.saturating_add(PANEL), grid.inputs.saturating_mul(16))?;
+        dims::product("a packed weight", outputs.saturating_add(PANEL), inputs.saturating_mul(16))?;
         let (unit, unit_bytes) = (unit_inputs(grid.bits), unit_lines(grid.bits) * 2 * LINE);
-        let group = if grid.group_size == 0 { grid.inputs } else { grid.group_size.min(grid.inputs) };
+        let scales = ScaleFormat::of(grid.scale_type);
+        let group = grid.group(inputs).min(inputs);
         let cut = if group > MAX_BLOCK { CUT } else { group };
-        let header = (grid.scales.lines() + usize::from(!grid.symmetric)) * LINE;
+        let header = (scales.lines() + usize::from(!grid.symmetric)) * LINE;
         let (mut blocks, mut offset, mut at, mut step) = (Vec::new(), 0, 0, 0);
-        for (index, start) in (0..grid.inputs).step_by(group).enumerate() {
-            let scales = offset;
+        for (index, start) in (0..inputs).step_by(group).enumerate() {
+            let head = offset;
             offset += header;
-            let end = grid.inputs.min(start + group);
+            let end = inputs.min(start + group);
             for first in (start..end).step_by(cut) {
                 let len = cut.min(end - first);
                 let units = len.div_ceil(unit);
-                let block = Block { group: index, first, len, at, scales, codes: offset, units, step };
+                let block = Block { group: index, first, len, at, scales: head, codes: offset, units, step };
                 step += block.steps(grid.bits);
                 blocks.push(block);
                 at += units * unit;
                 offset += units * unit_bytes;
             }
         }
-        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at), steps: step, streams: None })
+        let streams = grid.trellis.map(|trellis| Streams::new(trellis, outputs));
+        let (panel, row) = (offset, row_bytes(at));
+        Ok(Self { outputs, inputs, grid, scales, blocks, panel, row, steps: step, streams })
     }
 
-    /// What it was made of.
+    /// Rows and columns of the weight.
     #[must_use]
-    pub fn grid(&self) -> Grid {
-        self.grid
+    pub fn shape(&self) -> [usize; 2] {
+        [self.outputs, self.inputs]
+    }
+
+    /// The grid of its codes.
+    #[must_use]
+    pub fn grid(&self) -> &Grid {
+        &self.grid
     }
 
     /// Groups of a row.
@@ -198,7 +193,7 @@ impl Layout {
     }
 
     pub(crate) fn n_panels(&self) -> usize {
-        self.grid.outputs.div_ceil(PANEL)
+        self.outputs.div_ceil(PANEL)
     }
 
     /// Bytes of the packed weight.
@@ -214,13 +209,13 @@ impl Layout {
 
     /// Whether quantized activations of the other layout are those of this one.
     pub(crate) fn has_rows_of(&self, other: &Self) -> bool {
-        let row = |l: &Self| (l.grid.inputs, l.grid.group_size, l.grid.bits);
+        let row = |l: &Self| (l.inputs, l.grid.group_size, l.grid.bits);
         row(self) == row(other)
     }
 
     /// Offset of zero points after the scales.
     pub(super) fn zeros_after_scales(&self) -> usize {
-        self.grid.scales.lines() * LINE
+        self.scales.lines() * LINE
     }
 
     pub(crate) fn check(&self, packed: &[u8]) -> Result<()> {

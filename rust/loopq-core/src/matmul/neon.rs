@@ -10,7 +10,7 @@ use super::engine::{stream_versions, versions};
 use super::layout::{ScaleFormat, LANES, LINE};
 use super::streams::{Part, Windows};
 use super::tile::{panel, Lanes, Panel};
-use crate::trellis::{FACTOR, OFFSET};
+use crate::grid::{FACTOR, OFFSET};
 
 /// Registers for 16 outputs, and bytes of one.
 const PARTS: usize = 4;

@@ -13,14 +13,14 @@ use std::ops::Range;
 
 use super::activations::Order;
 use super::activations::Rows;
-use super::layout::{Grid, Layout, LANES, LINE, PANEL};
+use super::layout::{Layout, LANES, LINE, PANEL};
 use super::pack::Codes;
 use super::tile::{value_of, Lanes};
 use super::{share, Columns, Inputs, Plan};
+use crate::grid::Trellis;
 use crate::memory::zeros;
 use crate::simd::Isa;
-use crate::trellis::Trellis;
-use crate::{dims, Error, Result};
+use crate::{dims, Result};
 
 /// Tokens whose activations are quantized at once.
 const TOKENS: usize = 8;
@@ -40,6 +40,12 @@ pub(super) struct Streams {
     trellis: Trellis,
     /// Rows of each but the last.
     rows: usize,
+}
+
+impl Streams {
+    pub(super) fn new(trellis: Trellis, outputs: usize) -> Self {
+        Self { trellis, rows: trellis.stream_rows().min(outputs) }
+    }
 }
 
 /// One run of rows.
@@ -89,51 +95,38 @@ impl Windows {
 }
 
 impl Layout {
-    /// The layout of a layer whose codes are on a trellis, in streams of so many rows.
-    pub fn on_trellis(grid: Grid, trellis: Trellis, stream_rows: usize) -> Result<Self> {
-        if grid.bits != trellis.bits() || !grid.symmetric || stream_rows == 0 {
-            let got =
-                format!("{} bits, symmetric: {}, streams of {stream_rows} rows", grid.bits, grid.symmetric);
-            let allowed = format!("{} bits, symmetric, streams of 1 row or more", trellis.bits());
-            return Err(Error::setting("a grid of codes on a trellis", got, allowed));
-        }
-        let mut made = Self::new(grid)?;
-        made.streams = Some(Streams { trellis, rows: stream_rows.min(grid.outputs) });
-        Ok(made)
-    }
-
     fn stream(&self, streams: Streams, number: usize) -> Stream {
         let of = |rows: usize| {
             let padded = rows.next_multiple_of(PANEL);
             let record = padded * self.grid.bits as usize / 8 + JOIN;
-            let header = self.n_groups() * (padded / PANEL) * self.grid.scales.lines() * LINE;
+            let header = self.n_groups() * (padded / PANEL) * self.scales.lines() * LINE;
             (record, header)
         };
         let (whole, header) = of(streams.rows);
-        let at = number * (header + self.grid.inputs * whole);
+        let at = number * (header + self.inputs * whole);
         let first = number * streams.rows;
-        let rows = streams.rows.min(self.grid.outputs - first);
+        let rows = streams.rows.min(self.outputs - first);
         let (record, header) = of(rows);
         Stream { first, rows, at, record, header }
     }
 
     fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
-        (0..self.grid.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
+        (0..self.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
     }
 
     /// Bytes of all streams, with those that are read behind the last record.
     pub(super) fn stream_bytes(&self, streams: Streams) -> usize {
-        let last = self.stream(streams, (self.grid.outputs - 1) / streams.rows);
-        last.at + last.header + self.grid.inputs * last.record + READ
+        let last = self.stream(streams, (self.outputs - 1) / streams.rows);
+        last.at + last.header + self.inputs * last.record + READ
     }
 }
 
 /// Packs a layer that has been checked.
 pub(super) fn pack(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [u8]) {
-    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.grid.inputs, layout.n_groups());
+    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.inputs, layout.n_groups());
     out.fill(0);
     for s in layout.streams(streams) {
-        let lines = layout.grid.scales.lines() * LINE;
+        let lines = layout.scales.lines() * LINE;
         for group in 0..n_groups {
             for panel in 0..s.padded() / PANEL {
                 let mut scales = [0.0; PANEL];
@@ -144,7 +137,7 @@ pub(super) fn pack(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mu
                     }
                 }
                 let at = s.at + (group * (s.padded() / PANEL) + panel) * lines;
-                layout.grid.scales.write(&scales, &mut out[at..][..lines]);
+                layout.scales.write(&scales, &mut out[at..][..lines]);
             }
         }
         let records = &mut out[s.at + s.header..][..dim * s.record];
@@ -167,8 +160,8 @@ pub(super) fn pack(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mu
 
 /// The codes (outputs, inputs) of a packed weight that has been checked.
 pub(super) fn unpack(layout: &Layout, streams: Streams, packed: &[u8]) -> Result<Vec<u8>> {
-    let (bits, dim) = (layout.grid.bits, layout.grid.inputs);
-    let mut codes = zeros("codes", dims::product("codes", layout.grid.outputs, dim)?)?;
+    let (bits, dim) = (layout.grid.bits, layout.inputs);
+    let mut codes = zeros("codes", dims::product("codes", layout.outputs, dim)?)?;
     for s in layout.streams(streams) {
         let records = &packed[s.at + s.header..][..dim * s.record];
         for (j, record) in records.chunks_exact(s.record).enumerate() {
@@ -192,13 +185,13 @@ pub(super) fn multiply(
     columns: &Columns<'_>,
     plan: &Plan<'_>,
 ) -> Result<()> {
-    let tokens = x.tokens(layout.grid.inputs)?;
+    let tokens = x.tokens(layout.inputs)?;
     let chunk = tokens.min(TOKENS);
     let mut rows = Rows::new(layout, chunk, plan.precision, Order::Rows)?;
     let mut spread: Vec<[i8; 4]> = zeros("repeated activations", chunk * rows.limbs * rows.stride)?;
     let (isa, windows) = (Isa::best(), Windows::new(streams.trellis));
     let in_stream = streams.rows.div_ceil(PANEL);
-    let n_streams = layout.grid.outputs.div_ceil(streams.rows);
+    let n_streams = layout.outputs.div_ceil(streams.rows);
     let last = layout.stream(streams, n_streams - 1).padded() / PANEL;
     for first in (0..tokens).step_by(TOKENS) {
         plan.execution.check()?;
@@ -268,7 +261,7 @@ impl Part<'_> {
     }
 
     fn check(&self, out: &[f32]) {
-        let (inputs, rows) = (self.layout.grid.inputs, self.rows);
+        let (inputs, rows) = (self.layout.inputs, self.rows);
         assert!(self.bytes.len() >= self.header + inputs * self.record + READ);
         assert!(self.panels.end * PANEL <= self.padded);
         assert!(self.record == self.padded * self.layout.grid.bits as usize / 8 + JOIN);
@@ -306,7 +299,7 @@ pub(super) unsafe fn streams<V: Lanes, const L: usize, const T: usize>(p: &Part<
 #[inline(always)]
 unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: usize, out: &mut [f32]) {
     let (layout, bits) = (p.layout, p.layout.grid.bits as usize);
-    let lines = layout.grid.scales.lines() * LINE;
+    let lines = layout.scales.lines() * LINE;
     let n_panels = p.padded / PANEL;
     for (b, block) in layout.blocks.iter().enumerate() {
         for panel in p.panels.clone() {
@@ -342,10 +335,8 @@ unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: 
                     let step = V::splat_float(p.rows.scale(token + t, b) / PARTS);
                     let place = ((panel - p.panels.start) * p.count + token + t) * PANEL;
                     for half in 0..2 {
-                        let weight = V::scales(
-                            scales.add(half * LANES * layout.grid.scales.bytes()),
-                            layout.grid.scales,
-                        );
+                        let weight =
+                            V::scales(scales.add(half * LANES * layout.scales.bytes()), layout.scales);
                         let mut digits = [V::splat(0); L];
                         for (digit, pair) in digits.iter_mut().zip(sums) {
                             *digit = pair[half];

@@ -8,7 +8,7 @@ use super::engine::{stream_versions, versions};
 use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
 use super::streams::{Part, Windows};
 use super::tile::{codes_of, lines_of, multiply, panel, Lanes, Panel, Sums, AHEAD};
-use crate::trellis::{FACTOR, OFFSET};
+use crate::grid::{FACTOR, OFFSET};
 
 /// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.
 struct Vnni;

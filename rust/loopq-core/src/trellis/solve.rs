@@ -10,12 +10,11 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use crate::factor::{DampedFactor, DampedHessian, Order, Symmetric};
-use crate::grid::{Grid, Quantized};
+use crate::grid::{value, Grid, Quantized, Trellis};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, extend, zeros};
 use crate::simd::{add_rows, axpy, dot, Isa};
 use crate::trellis::search::Search;
-use crate::trellis::{value, Trellis};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
@@ -67,9 +66,9 @@ pub fn solve(
     input: &DampedHessian<'_>,
     left: &[DampedHessian<'_>],
     grid: &Grid,
-    trellis: Trellis,
     execution: &Execution<'_>,
 ) -> Result<(Quantized, TrellisReport)> {
+    let trellis = grid.on_trellis()?;
     w.check_width(input.factor().dim())?;
     let covered: usize = left.iter().map(|l| l.factor().dim()).sum();
     if covered != w.rows() {

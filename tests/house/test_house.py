@@ -53,6 +53,15 @@ def test_there_is_one_version():
     )
 
 
+def test_one_class_is_called_grid_in_python_and_one_in_the_core():
+    for folder, suffix, pattern in (
+        ("python/loopq", "py", r"^class Grid\b"),
+        ("rust/loopq-core/src", "rs", r"^\s*(?:pub(?:\([a-z]+\))? )?(?:struct|enum|trait|type) Grid\b"),
+    ):
+        texts = [path.read_text("utf-8") for path in sorted((ROOT / folder).rglob(f"*.{suffix}"))]
+        assert sum(len(re.findall(pattern, text, re.MULTILINE)) for text in texts) == 1, folder
+
+
 def test_import_needs_numpy_and_safetensors_only():
     loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
     extras = {

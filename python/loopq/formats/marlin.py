@@ -79,10 +79,7 @@ class Marlin(Format):
 
     def config(self, export: Export) -> dict[str, Any]:
         """The quantization config; it holds one group size."""
-        sizes = {
-            -1 if m.scales.shape[1] == 1 and m.grid.group_size == -1 else m.grid.group_size
-            for m in export.layers.values()
-        }
+        sizes = {m.grid.group_size for m in export.layers.values()}
         if len(sizes) > 1:
             raise CheckpointError(
                 f"Marlin's config holds one group size; the layers have {sorted(sizes)}: leave those of one dense"
@@ -113,10 +110,11 @@ class Marlin(Format):
                 f"{reader.where}: tensor '{module}.B' has shape {list(words.shape)}; expected (K / 16, 2 N) with N a "
                 "multiple of 64"
             )
-        stored = reader.scales(f"{module}.s", (1 if group_size == -1 else -(-k // group_size), n))
+        kind = DTYPES[reader.get(f"{module}.s", ("F16", "BF16", "F32"), (None, n)).dtype]
+        grid = Integer(4, group_size, kind)
+        stored = reader.scales(f"{module}.s", (grid.n_groups(k), n))
         codes, scales = native.marlin_unpack(np.ascontiguousarray(words), np.ascontiguousarray(stored))
-        kind = DTYPES[reader.tensors[f"{module}.s"].dtype]
-        return QuantizedLayer(f"{module}.weight", Integer(4, group_size, kind), codes, scales, None)
+        return QuantizedLayer(f"{module}.weight", grid, codes, scales, None)
 
 
 FORMATS.register("marlin")(Marlin())

@@ -282,7 +282,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             group size.
         """
         packed = native.w4_from_marlin(np.ascontiguousarray(words), in_features, out_features)
-        stored = 1 if group_size == -1 else -(-words.shape[0] * 16 // group_size)
+        grid = Integer(4, group_size, "float16")
+        stored = grid.n_groups(words.shape[0] * 16)
         if scales.ndim != 2 or scales.shape[0] != stored:
             raise ConfigError(
                 f"Marlin scales of shape {scales.shape}; {words.shape[0] * 16} inputs in groups of {group_size} have "
@@ -293,7 +294,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             "lq-w4",
             torch.from_numpy(packed),
             torch.from_numpy(rows),
-            held=Held(out_features, in_features, Integer(4, group_size, "float16")),
+            held=Held(out_features, in_features, grid),
             bias=_bias(bias, out_features),
         )
 

@@ -89,13 +89,13 @@ def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
 
 def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = main_table.Run.solve_from
+    plain = main_table.solve_from
 
-    def watch(run: Any, sums: Any, config: Any) -> Any:
-        seen.append(config)
-        return plain(run, sums, config)
+    def watch(plan: Any, source: Any, sums: Any) -> Any:
+        seen.append(plan.config)
+        return plain(plan, source, sums)
 
-    monkeypatch.setattr(main_table.Run, "solve_from", watch)
+    monkeypatch.setattr(main_table, "solve_from", watch)
     measure(save(tmp_path / "tiny", "rllama", mean_recurrence=2, n_heads=4))
     # Rounding, which has no damping, comes first.
     assert seen[1].for_layer("transformer.adapter.weight").method.damping.fraction == 0.1

@@ -19,9 +19,8 @@ from loopq.inference.restore import load_checkpoint
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
 from loopq.quantizers.task import Task
-from loopq.run.config import QuantConfig
-from loopq.run.outside import refuse_outside
-from loopq.run.plan import plan
+from loopq.run.config import QuantConfig, refuse_outside
+from loopq.run.plan import Plan
 from loopq.storage.files import check_new
 from loopq.systems.base import Batch, LoopedSystem
 
@@ -148,7 +147,7 @@ def refuse_early(
     target = FORMATS.get(format_name)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), config.include, config.exclude)
-    tasks = plan(parameters, {}, config)
+    tasks = Plan.of(parameters, {}, config).tasks
     turned = [t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.name == "awq"]
     refuse_own(turned, [t.name for t in tasks if t.config.method.name == "trellis"], target)
     for task in tasks:

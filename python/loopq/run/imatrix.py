@@ -10,8 +10,8 @@ from loopq.calibrate.dump import Dump
 from loopq.errors import DumpError
 from loopq.formats.gguf import Shape
 from loopq.lazy import require
-from loopq.run.dumped import loop_metric
 from loopq.run.plan import steps_of
+from loopq.run.source import loop_metric
 from loopq.storage.files import check_new, replacing
 
 

@@ -17,7 +17,7 @@ HEADER = ("model", "bottleneck", "rank at step 0", "largest gain", "of", "one st
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Count ranks, and quantize into the three variants of the main table."""
-    survey = rank_survey(bench.sums, bench.run.job.selection, bench.execution.threads)
+    survey = rank_survey(bench.sums, bench.collected.job.selection, bench.execution.threads)
     return bench.measure(three(bench)) | {"ranks": survey}
 
 

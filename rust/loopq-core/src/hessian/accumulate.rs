@@ -9,8 +9,9 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::dump::{MappedFile, RowType, Rows};
+use crate::hessian::bf16;
 use crate::hessian::matrix::ExactMatrix;
-use crate::hessian::packed::{Layout, PackedBlock};
+use crate::hessian::packed::PackedBlock;
 use crate::hessian::rows::check;
 use crate::hessian::{BLOCK_ROWS, SUM_LIMIT};
 use crate::memory::{extend, Buffer};
@@ -264,7 +265,7 @@ impl Accumulator {
     /// Adds the products of rows, the last of whose blocks may be short.
     fn add_blocks(&mut self, at: usize, rows: Rows<'_>, execution: &Execution<'_>) -> Result<()> {
         let Settings { dim, per_step, isa, .. } = self.settings;
-        let layout = Layout::of(rows.dtype(), isa);
+        let layout = bf16::layout(rows.dtype(), isa);
         let words = layout.n_words(dim);
         let pass = (PASS_BYTES / dims::product("a block of rows", words, 4)?).clamp(1, PASS_BLOCKS);
         let blocks = pass.min(rows.n_rows().div_ceil(BLOCK_ROWS));

@@ -11,8 +11,11 @@ use crate::hessian::packed::{Layout, PackedBlock, GROUP};
 use crate::hessian::{tiles, PANEL, SQUARE};
 use crate::simd::{Isa, TileState, MR};
 
-/// The layout for the best instructions of an instruction set.
-pub(super) fn layout(isa: Isa) -> Layout {
+/// The layout for rows of a type, for the best instructions of an instruction set.
+pub(super) fn layout(dtype: RowType, isa: Isa) -> Layout {
+    if dtype != RowType::Bf16 {
+        return Layout::Single;
+    }
     static TILES: OnceLock<bool> = OnceLock::new();
     static PAIRS: OnceLock<bool> = OnceLock::new();
     if isa.has_tiles() && *TILES.get_or_init(|| agrees(isa, Layout::Tiles)) {
@@ -74,6 +77,7 @@ fn sample() -> Vec<u16> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::{agrees, layout, sums, Layout};
+    use crate::dump::RowType;
     use crate::hessian::PANEL;
     use crate::simd::Isa;
 
@@ -128,7 +132,7 @@ mod tests {
                 isa if isa.has_fast_pairs() => Layout::Pairs,
                 _ => Layout::Chains,
             };
-            assert_eq!(layout(isa), expected, "{}", isa.name());
+            assert_eq!(layout(RowType::Bf16, isa), expected, "{}", isa.name());
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
-use super::streams::Streams;
 use crate::grid::check_bits;
+use crate::trellis::Trellis;
 use crate::{dims, Error, Result};
 
 /// Outputs that a panel holds: two registers of 16 lanes.
@@ -17,6 +17,10 @@ const MAX_BLOCK: usize = 256;
 /// What longer groups are cut into.
 const CUT: usize = 128;
 
+/// Bytes of a record above its codes.
+pub(super) const JOIN: usize = 2;
+/// Bytes that are read from where sixteen rows begin.
+pub(super) const READ: usize = 16;
 /// How scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleFormat {
@@ -228,6 +232,79 @@ impl Layout {
             Some(_) => dims::check_matrix("the packed weight", packed, 1, self.n_bytes()),
             None => dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel),
         }
+    }
+}
+
+/// How the rows of a layer are cut into streams.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Streams {
+    pub(super) trellis: Trellis,
+    /// Rows of each but the last.
+    pub(super) rows: usize,
+}
+
+/// One run of rows.
+#[derive(Clone, Copy)]
+pub(super) struct Stream {
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    /// Where it begins.
+    pub(super) at: usize,
+    /// Bytes of a record.
+    pub(super) record: usize,
+    /// Bytes of its scales.
+    pub(super) header: usize,
+}
+
+impl Stream {
+    /// Rows with those that fill the last panel.
+    pub(super) fn padded(&self) -> usize {
+        self.rows.next_multiple_of(PANEL)
+    }
+
+    /// Bits of a row's code, from the lowest of a record.
+    pub(super) fn bit(&self, row: usize, bits: u32) -> usize {
+        (self.padded() - 1 - row) * bits as usize
+    }
+}
+
+impl Layout {
+    /// The layout of a layer whose codes are on a trellis, in streams of so many rows.
+    pub fn on_trellis(grid: Grid, trellis: Trellis, stream_rows: usize) -> Result<Self> {
+        if grid.bits != trellis.bits() || !grid.symmetric || stream_rows == 0 {
+            let got =
+                format!("{} bits, symmetric: {}, streams of {stream_rows} rows", grid.bits, grid.symmetric);
+            let allowed = format!("{} bits, symmetric, streams of 1 row or more", trellis.bits());
+            return Err(Error::setting("a grid of codes on a trellis", got, allowed));
+        }
+        let mut made = Self::new(grid)?;
+        made.streams = Some(Streams { trellis, rows: stream_rows.min(grid.outputs) });
+        Ok(made)
+    }
+
+    pub(super) fn stream(&self, streams: Streams, number: usize) -> Stream {
+        let of = |rows: usize| {
+            let padded = rows.next_multiple_of(PANEL);
+            let record = padded * self.grid.bits as usize / 8 + JOIN;
+            let header = self.n_groups() * (padded / PANEL) * self.grid.scales.lines() * LINE;
+            (record, header)
+        };
+        let (whole, header) = of(streams.rows);
+        let at = number * (header + self.grid.inputs * whole);
+        let first = number * streams.rows;
+        let rows = streams.rows.min(self.grid.outputs - first);
+        let (record, header) = of(rows);
+        Stream { first, rows, at, record, header }
+    }
+
+    pub(super) fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
+        (0..self.grid.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
+    }
+
+    /// Bytes of all streams, with those that are read behind the last record.
+    fn stream_bytes(&self, streams: Streams) -> usize {
+        let last = self.stream(streams, (self.grid.outputs - 1) / streams.rows);
+        last.at + last.header + self.grid.inputs * last.record + READ
     }
 }
 

@@ -15,12 +15,13 @@ mod portable;
 mod read;
 mod streams;
 mod tile;
+mod versions;
+mod windows;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub use activations::{Inputs, Precision};
 pub use engine::Engine;
-use engine::{for_bits_and_limbs, for_limbs};
 pub use layout::{Grid, Layout, ScaleFormat, PANEL};
 pub use pack::{pack, rows, unpack, Codes};
 pub use read::read;

@@ -8,6 +8,7 @@ mod axpy;
 mod dots;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod operands;
 mod rows;
 mod tile;
 #[cfg(target_arch = "x86_64")]
@@ -16,10 +17,12 @@ mod x86;
 use std::sync::OnceLock;
 
 pub(crate) use axpy::{axpy, dot};
-pub(crate) use dots::{dots, Short};
+pub(crate) use dots::dots;
+pub(crate) use operands::Short;
+pub use operands::MR;
 pub(crate) use rows::add_rows;
 pub(crate) use tile::{prefetch, tile_chains, TileState};
-pub use tile::{tile_pairs, Real, MR};
+pub use tile::{tile_pairs, Real};
 
 /// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:
 /// holding one is the proof that its instructions exist here.

@@ -32,6 +32,7 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("loopq reads little-endian dumps in place and runs on little-endian machines only");
 
+mod blocks;
 pub mod coordinate;
 mod dims;
 pub mod dump;

@@ -16,7 +16,7 @@ mod x86;
 
 use std::sync::OnceLock;
 
-pub(crate) use axpy::{axpy, dot};
+pub(crate) use axpy::{add_times, axpy, dot};
 pub(crate) use dots::dots;
 pub(crate) use operands::Short;
 pub use operands::MR;

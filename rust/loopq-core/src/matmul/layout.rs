@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use crate::grid::check_bits;
+use crate::memory::reserve;
 use crate::trellis::Trellis;
 use crate::{dims, Error, Result};
 
@@ -40,6 +41,24 @@ impl ScaleFormat {
             "bfloat16" => Ok(Self::Bf16),
             "float16" => Ok(Self::F16),
             _ => Err(Error::setting("scale_dtype", format!("{name:?}"), "'float32', 'bfloat16', 'float16'")),
+        }
+    }
+
+    /// Its name.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
+
+    /// A scale as it is read again.
+    pub(super) fn rounded(self, scale: f32) -> f32 {
+        match self {
+            Self::F32 => scale,
+            Self::Bf16 => bf16::from_f32(scale).to_f32(),
+            Self::F16 => f16::from_f32(scale).to_f32(),
         }
     }
 
@@ -171,7 +190,10 @@ impl Layout {
         let group = if grid.group_size == 0 { grid.inputs } else { grid.group_size.min(grid.inputs) };
         let cut = if group > MAX_BLOCK { CUT } else { group };
         let header = (grid.scales.lines() + usize::from(!grid.symmetric)) * LINE;
-        let (mut blocks, mut offset, mut at, mut step) = (Vec::new(), 0, 0, 0);
+        let (mut offset, mut at, mut step) = (0, 0, 0);
+        let mut blocks = Vec::new();
+        let n_blocks = grid.inputs / group * group.div_ceil(cut) + (grid.inputs % group).div_ceil(cut);
+        reserve("the blocks of a layout", &mut blocks, n_blocks)?;
         for (index, start) in (0..grid.inputs).step_by(group).enumerate() {
             let scales = offset;
             offset += header;
@@ -278,7 +300,12 @@ impl Layout {
             return Err(Error::setting("a grid of codes on a trellis", got, allowed));
         }
         let mut made = Self::new(grid)?;
-        made.streams = Some(Streams { trellis, rows: stream_rows.min(grid.outputs) });
+        let streams = Streams { trellis, rows: stream_rows.min(grid.outputs) };
+        // Short streams are filled up, so the bound of a plain layout is none of theirs.
+        let one = made.stream(streams, 0);
+        let bytes = dims::sum("a packed weight", one.header + READ, grid.inputs * one.record)?;
+        dims::product("a packed weight", grid.outputs.div_ceil(streams.rows), bytes)?;
+        made.streams = Some(streams);
         Ok(made)
     }
 

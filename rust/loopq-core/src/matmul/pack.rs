@@ -2,7 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::layout::{unit_inputs, unit_lines, Layout, Streams, JOIN, LANES, LINE, PANEL};
+use super::layout::{unit_inputs, unit_lines, Layout, ScaleFormat, Streams, JOIN, LANES, LINE, PANEL};
+use crate::error::name_of;
 use crate::memory::zeros;
 use crate::{dims, Error, Execution, Result};
 
@@ -47,7 +48,20 @@ fn check(layout: &Layout, layer: Codes<'_>) -> Result<()> {
         dims::check_matrix("zero points", zeros, grid.outputs, layout.n_groups())?;
         crate::pack::check_codes(zeros, layout.n_groups(), grid.bits, 0)?;
     }
+    check_scales(grid.scales, layer.scales, layout.n_groups())?;
     crate::pack::check_codes(layer.codes, grid.inputs, grid.bits, 0)
+}
+
+/// Refuses scales that are not finite, or would not be as they are stored.
+fn check_scales(format: ScaleFormat, scales: &[f32], n_groups: usize) -> Result<()> {
+    let Some(at) = scales.iter().position(|&scale| !format.rounded(scale).is_finite()) else {
+        return Ok(());
+    };
+    let (row, group, value) = (at / n_groups, at % n_groups, f64::from(scales[at]));
+    if value.is_finite() {
+        return Err(Error::ScaleRange { row, group, value, what: "infinite", dtype: format.name() });
+    }
+    Err(Error::NonFiniteMatrix { what: "scales", row, column: group, value: name_of(value) })
 }
 
 fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8]) {

@@ -35,6 +35,7 @@ compile_error!("loopq reads little-endian dumps in place and runs on little-endi
 mod blocks;
 pub mod coordinate;
 mod dims;
+mod disjoint;
 pub mod dump;
 pub mod error;
 mod execution;

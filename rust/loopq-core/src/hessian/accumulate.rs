@@ -130,8 +130,19 @@ impl Accumulator {
     }
 
     /// Adds the rows of a tensor of a safetensors file, which is mapped, not read. An error names both.
-    pub fn update_file(&mut self, step: usize, path: &Path, tensor: &str, cancel: &Cancel) -> Result<()> {
-        let file = MappedFile::open(path)?;
+    ///
+    /// # Safety
+    /// As [`MappedFile::open`]: nobody writes to the file or cuts it short before the call ends.
+    #[allow(unsafe_code)] // as above
+    pub unsafe fn update_file(
+        &mut self,
+        step: usize,
+        path: &Path,
+        tensor: &str,
+        cancel: &Cancel,
+    ) -> Result<()> {
+        // SAFETY: the map ends with this call, as long as which the caller promises that the file stays as it is.
+        let file = unsafe { MappedFile::open(path) }?;
         let rows = file.rows(path, tensor, self.settings.dim)?;
         self.update(step, rows, cancel).map_err(|e| match e {
             Error::Interrupted => e,

@@ -83,7 +83,8 @@ pub(super) fn multiply(
                     if let Some(bias) = bias {
                         values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
                     }
-                    columns.write(first + i % count, column, values);
+                    // SAFETY: `share` gives each thread panels of its own, and these columns belong to one of them.
+                    unsafe { columns.write(first + i % count, column, values) };
                 }
                 begin += n;
             }
@@ -118,6 +119,8 @@ impl Part<'_> {
         let (inputs, rows) = (self.layout.grid.inputs, self.rows);
         assert!(self.bytes.len() >= self.header + inputs * self.record + READ);
         assert!(self.panels.end * PANEL <= self.padded);
+        let scales = self.layout.grid.scales.lines() * LINE;
+        assert!(self.header == self.layout.n_groups() * (self.padded / PANEL) * scales);
         assert!(self.record == self.padded * self.layout.grid.bits as usize / 8 + JOIN);
         assert!(rows.stride == self.layout.row && rows.holds(self.count));
         assert!(self.spread.len() >= self.count * rows.limbs * rows.stride);

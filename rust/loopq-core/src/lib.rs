@@ -47,6 +47,7 @@ mod lanes;
 pub mod matmul;
 mod memory;
 pub mod pack;
+mod process;
 mod proxy;
 pub mod runner;
 pub mod simd;

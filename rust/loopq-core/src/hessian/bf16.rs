@@ -4,23 +4,22 @@
 //! single-precision chains, on numbers that round, cancel, and fall below the normal range; instructions that differ are
 //! not used.
 
-use std::sync::OnceLock;
-
 use crate::dump::{RowType, Rows};
 use crate::hessian::packed::{Layout, PackedBlock, GROUP};
 use crate::hessian::{tiles, PANEL, SQUARE};
-use crate::simd::{Isa, TileState, MR};
+use crate::simd::{Answer, Isa, TileState, MR};
 
 /// The layout for rows of a type, for the best instructions of an instruction set.
 pub(super) fn layout(dtype: RowType, isa: Isa) -> Layout {
+    static TILES: Answer = Answer::unknown();
+    static PAIRS: Answer = Answer::unknown();
     if dtype != RowType::Bf16 {
         return Layout::Single;
     }
-    static TILES: OnceLock<bool> = OnceLock::new();
-    static PAIRS: OnceLock<bool> = OnceLock::new();
-    if isa.has_tiles() && *TILES.get_or_init(|| agrees(isa, Layout::Tiles)) {
+    let agrees = |answer: &Answer, layout| answer.or_find(|| u8::from(agrees(isa, layout))) == 1;
+    if isa.has_tiles() && agrees(&TILES, Layout::Tiles) {
         Layout::Tiles
-    } else if isa.has_fast_pairs() && *PAIRS.get_or_init(|| agrees(isa, Layout::Pairs)) {
+    } else if isa.has_fast_pairs() && agrees(&PAIRS, Layout::Pairs) {
         Layout::Pairs
     } else {
         Layout::Chains

@@ -1,7 +1,5 @@
 //! Instruction sets for the products.
 
-use std::sync::OnceLock;
-
 use super::activations::Order;
 use super::portable::Portable;
 use super::streams::Part;
@@ -9,6 +7,7 @@ use super::tile::{panel, Panel};
 use super::versions::{for_bits_and_limbs, for_limbs};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::amx;
+use crate::simd::Answer;
 
 /// An instruction set that panels can be multiplied with. Values come from [`Engine::available`] only, which asks the
 /// machine: holding one is the proof that its instructions exist here.
@@ -27,6 +26,19 @@ enum Kind {
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
+
+/// All, in the order of their declaration.
+const KINDS: &[Kind] = &[
+    Kind::Portable,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Amx,
+    #[cfg(target_arch = "aarch64")]
+    Kind::Neon,
+];
 
 impl Engine {
     /// Whatever the compiler's target guarantees.
@@ -60,8 +72,10 @@ impl Engine {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        static BEST: OnceLock<Engine> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available().last().copied().unwrap_or(Self::PORTABLE))
+        static BEST: Answer = Answer::unknown();
+        let best = || Self::available().last().map_or(Kind::Portable, |engine| engine.0) as u8;
+        let found = BEST.or_find(best);
+        Self(KINDS.get(usize::from(found)).copied().unwrap_or(Kind::Portable))
     }
 
     /// Its name in reports.

@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::execution::{number, pool, Cancel, Execution};
+use crate::process::PerProcess;
 use crate::{Error, Result};
 
 /// Looks at the barrier before a waiting thread lets others have its processor: some tens of microseconds.
 const SPINS: u32 = 1 << 13;
 
 /// One team at a time: two that wait for each other's threads would wait for ever.
-static ONE: Mutex<()> = Mutex::new(());
+static ONE: PerProcess<Mutex<()>> = PerProcess::new();
 
 /// A barrier, and who of the team a thread is.
 #[derive(Debug)]
@@ -100,7 +101,7 @@ pub(super) fn together(
         run(0);
     } else {
         let pool = pool(of - 1)?;
-        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = ONE.get().lock().unwrap_or_else(PoisonError::into_inner);
         pool.in_place_scope(|scope| {
             scope.spawn_broadcast(|_, thread| run(thread.index() + 1));
             run(0);

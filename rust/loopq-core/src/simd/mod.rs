@@ -4,6 +4,7 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
+mod answer;
 mod axpy;
 mod dots;
 #[cfg(target_arch = "aarch64")]
@@ -14,8 +15,7 @@ mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use std::sync::OnceLock;
-
+pub(crate) use answer::Answer;
 pub(crate) use axpy::{add_times, axpy, dot};
 pub(crate) use dots::dots;
 pub(crate) use operands::Short;
@@ -66,8 +66,8 @@ impl Isa {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available().last().copied().unwrap_or(Self::PORTABLE))
+        static BEST: Answer = Answer::unknown();
+        Self(BEST.or_find(|| Self::available().last().map_or(Self::PORTABLE.0, |isa| isa.0)))
     }
 
     /// Whether products of bf16 pairs are one instruction.

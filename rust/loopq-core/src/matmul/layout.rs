@@ -2,8 +2,9 @@
 
 use half::{bf16, f16};
 
-use super::streams::Streams;
 use crate::grid::check_bits;
+use crate::memory::reserve;
+use crate::trellis::Trellis;
 use crate::{dims, Error, Result};
 
 /// Outputs that a panel holds: two registers of 16 lanes.
@@ -17,6 +18,10 @@ const MAX_BLOCK: usize = 256;
 /// What longer groups are cut into.
 const CUT: usize = 128;
 
+/// Bytes of a record above its codes.
+pub(super) const JOIN: usize = 2;
+/// Bytes that are read from where sixteen rows begin.
+pub(super) const READ: usize = 16;
 /// How scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleFormat {
@@ -36,6 +41,24 @@ impl ScaleFormat {
             "bfloat16" => Ok(Self::Bf16),
             "float16" => Ok(Self::F16),
             _ => Err(Error::setting("scale_dtype", format!("{name:?}"), "'float32', 'bfloat16', 'float16'")),
+        }
+    }
+
+    /// Its name.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
+
+    /// A scale as it is read again.
+    pub(super) fn rounded(self, scale: f32) -> f32 {
+        match self {
+            Self::F32 => scale,
+            Self::Bf16 => bf16::from_f32(scale).to_f32(),
+            Self::F16 => f16::from_f32(scale).to_f32(),
         }
     }
 
@@ -167,7 +190,10 @@ impl Layout {
         let group = if grid.group_size == 0 { grid.inputs } else { grid.group_size.min(grid.inputs) };
         let cut = if group > MAX_BLOCK { CUT } else { group };
         let header = (grid.scales.lines() + usize::from(!grid.symmetric)) * LINE;
-        let (mut blocks, mut offset, mut at, mut step) = (Vec::new(), 0, 0, 0);
+        let (mut offset, mut at, mut step) = (0, 0, 0);
+        let mut blocks = Vec::new();
+        let n_blocks = grid.inputs / group * group.div_ceil(cut) + (grid.inputs % group).div_ceil(cut);
+        reserve("the blocks of a layout", &mut blocks, n_blocks)?;
         for (index, start) in (0..grid.inputs).step_by(group).enumerate() {
             let scales = offset;
             offset += header;
@@ -228,6 +254,84 @@ impl Layout {
             Some(_) => dims::check_matrix("the packed weight", packed, 1, self.n_bytes()),
             None => dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel),
         }
+    }
+}
+
+/// How the rows of a layer are cut into streams.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Streams {
+    pub(super) trellis: Trellis,
+    /// Rows of each but the last.
+    pub(super) rows: usize,
+}
+
+/// One run of rows.
+#[derive(Clone, Copy)]
+pub(super) struct Stream {
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    /// Where it begins.
+    pub(super) at: usize,
+    /// Bytes of a record.
+    pub(super) record: usize,
+    /// Bytes of its scales.
+    pub(super) header: usize,
+}
+
+impl Stream {
+    /// Rows with those that fill the last panel.
+    pub(super) fn padded(&self) -> usize {
+        self.rows.next_multiple_of(PANEL)
+    }
+
+    /// Bits of a row's code, from the lowest of a record.
+    pub(super) fn bit(&self, row: usize, bits: u32) -> usize {
+        (self.padded() - 1 - row) * bits as usize
+    }
+}
+
+impl Layout {
+    /// The layout of a layer whose codes are on a trellis, in streams of so many rows.
+    pub fn on_trellis(grid: Grid, trellis: Trellis, stream_rows: usize) -> Result<Self> {
+        if grid.bits != trellis.bits() || !grid.symmetric || stream_rows == 0 {
+            let got =
+                format!("{} bits, symmetric: {}, streams of {stream_rows} rows", grid.bits, grid.symmetric);
+            let allowed = format!("{} bits, symmetric, streams of 1 row or more", trellis.bits());
+            return Err(Error::setting("a grid of codes on a trellis", got, allowed));
+        }
+        let mut made = Self::new(grid)?;
+        let streams = Streams { trellis, rows: stream_rows.min(grid.outputs) };
+        // Short streams are filled up, so the bound of a plain layout is none of theirs.
+        let one = made.stream(streams, 0);
+        let bytes = dims::sum("a packed weight", one.header + READ, grid.inputs * one.record)?;
+        dims::product("a packed weight", grid.outputs.div_ceil(streams.rows), bytes)?;
+        made.streams = Some(streams);
+        Ok(made)
+    }
+
+    pub(super) fn stream(&self, streams: Streams, number: usize) -> Stream {
+        let of = |rows: usize| {
+            let padded = rows.next_multiple_of(PANEL);
+            let record = padded * self.grid.bits as usize / 8 + JOIN;
+            let header = self.n_groups() * (padded / PANEL) * self.grid.scales.lines() * LINE;
+            (record, header)
+        };
+        let (whole, header) = of(streams.rows);
+        let at = number * (header + self.grid.inputs * whole);
+        let first = number * streams.rows;
+        let rows = streams.rows.min(self.grid.outputs - first);
+        let (record, header) = of(rows);
+        Stream { first, rows, at, record, header }
+    }
+
+    pub(super) fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
+        (0..self.grid.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
+    }
+
+    /// Bytes of all streams, with those that are read behind the last record.
+    fn stream_bytes(&self, streams: Streams) -> usize {
+        let last = self.stream(streams, (self.grid.outputs - 1) / streams.rows);
+        last.at + last.header + self.grid.inputs * last.record + READ
     }
 }
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from loopq.run.allocate import Allocate
+from loopq.run.budget import Allocate
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration, estimate
 from tests.support.runs import run_of

@@ -19,7 +19,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
-from loopq.run.allocate import Allocate
+from loopq.run.budget import Allocate
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings.declare import (
     Chosen,

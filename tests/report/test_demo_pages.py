@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from loopq import demo
+from loopq.calibrate.plbert import PLBERT
+from loopq.calibrate.prompts import Take
 from loopq.cli import main
 from loopq.diagnose import rank
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.paper.models import PLBERT, Sizes
 from tests.support.browser import check, needs_browser, opened
 
 SMALL = DiagnoseConfig(
@@ -24,7 +25,7 @@ SMALL = DiagnoseConfig(
 
 def make(monkeypatch, name, folder, data=None, **sizes):
     monkeypatch.setattr(demo, "PAGES", {name: SMALL})
-    monkeypatch.setattr(demo, "_PAGE_SIZES", {name: Sizes(2, 1, 2, **sizes)})
+    monkeypatch.setattr(demo, "_PAGE_TAKES", {name: (Take(2, **sizes), Take(2, **sizes))})
     return demo.pages(folder, data=data)
 
 

@@ -1,4 +1,4 @@
-"""The commands of `loopq`, one file each: NAME, a help line, its options, and what it does."""
+"""The commands of `loopq`, one file each here or in the `commands` of a room: help line, options, what it does."""
 
 from __future__ import annotations
 

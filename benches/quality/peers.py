@@ -35,11 +35,12 @@ from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
-from loopq.paper.models import PLBERT, Sizes, data_folder
+from loopq.paper.models import Sizes
 from loopq.quantizers.gptq_cd import PATHS, Metric
 from loopq.quantizers.loop_metric import LEAST, SHARE
 from loopq.run.auto import AFFORDABLE, choose_metric

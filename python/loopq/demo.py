@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from loopq.api import weights_of
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.survey import diagnose
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
 from loopq.formats.native import Checkpoint
-from loopq.models.load import load_model
-from loopq.paper.models import PLBERT, Sizes, prepare_model
+from loopq.models.load import LoadedModel, load_model
 from loopq.report.page import write_data, write_page
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
@@ -49,10 +50,8 @@ PAGES = {
     ),
     PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), batch_size=2),
 }
-_PAGE_SIZES = {
-    "huginn_small": Sizes(n_calibration=16, n_evaluation=32),
-    PLBERT: Sizes(n_calibration=4, n_evaluation=16),
-}
+# Prompts of the trained update, and those that are diagnosed.
+_PAGE_TAKES = {"huginn_small": (Take(16), Take(32)), PLBERT: (Take(4), Take(16))}
 
 
 def run(
@@ -202,12 +201,12 @@ def pages(
                 f"{name}: no page: its weights are not in {data or 'a data folder'}; give --data DIR or set LOOPQ_DATA"
             )
             continue
-        prepared = prepare_model(name, _PAGE_SIZES[name], data)
+        loaded, train, held_out = _prepared(name, data)
         found = diagnose(
-            prepared.loaded.system,
-            prepared.evaluation,
+            loaded.system,
+            held_out,
             config=config,
-            train=prepared.calibration,
+            train=train,
             name=name,
             threads=threads,
             progress=progress,
@@ -215,6 +214,20 @@ def pages(
         written.append(write_page(out / f"{name}.html", diagnosis=found))
         write_data(found, out / f"{name}.json")
     return written, left_out
+
+
+def _prepared(name: str, data: Path | None) -> tuple[LoadedModel, TokenSet, TokenSet]:
+    """Model of a page, its training prompts, and the prompts that it is diagnosed on."""
+    takes = dict(zip(("calibration", "evaluation"), _PAGE_TAKES[name], strict=True))
+    if name == PLBERT:
+        train, held_out = (phonemes(data, use, t.seq_len, t.n_prompts or 1) for use, t in takes.items())
+        return load_plbert(data), train, held_out
+    loaded = load_model(name)
+    return (
+        loaded,
+        calibration_tokens(loaded, None, takes["calibration"]),
+        evaluation_tokens(loaded, None, takes["evaluation"]),
+    )
 
 
 def _redrawn(source: ModelSource, seed: int) -> ModelSource:

@@ -54,7 +54,7 @@ class Ink(Settings):
     share: float = setting(1.0, at_least=0, at_most=1)
 
 
-TOOLS: Registry[type[Chosen]] = Registry("tool", "loopq.paper.controls")
+TOOLS: Registry[type[Chosen]] = Registry("tool", "loopq.settings")
 
 
 @TOOLS.register("pen")

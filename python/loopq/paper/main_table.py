@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.plbert import PLBERT
 from loopq.calibrate.select import Selection
 from loopq.diagnose.rank import FOCAL, layer_ranks
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.paper.models import PLBERT, PreparedModel, Sizes
+from loopq.paper.models import PreparedModel, Sizes
 from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnose.proxy import late_step_wins
 from loopq.diagnose.weights import weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, RTN, below, show_variants
+from loopq.paper.diagnose.late_steps import late_step_wins
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
 from loopq.run.source import Layers
 

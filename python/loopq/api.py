@@ -15,8 +15,10 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError, LoopqError
-from loopq.formats.convert import NATIVE, is_checkpoint, read_any, verify, write_as
-from loopq.formats.native import Checkpoint
+from loopq.formats import FORMATS
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.convert import is_checkpoint, read_any, verify, write_as
+from loopq.formats.native import NATIVE
 from loopq.inference.restore import load_checkpoint
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model
@@ -27,6 +29,7 @@ from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.dumped import collect_dump, refuse_rollouts
 from loopq.run.engine import Run
 from loopq.run.estimate import estimate
+from loopq.run.export import export, quantized_format, refuse_early
 from loopq.run.result import DumpRun, apart, checkpoint_of, killed_late, work_folder
 from loopq.settings.execution import Execution
 from loopq.storage.files import json_bytes, own_folder, remove_leftovers, remove_own
@@ -52,7 +55,7 @@ def quantize(
     *,
     out: str | Path | None = None,
     n_steps: int | None = None,
-    write: Write | None = None,
+    write: str | Write | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
@@ -70,8 +73,9 @@ def quantize(
         Folder for the checkpoint. The same call resumes a run that was interrupted.
     n_steps : int, optional
         Depth of the rollout; the model's own when absent.
-    write : callable, optional
-        Called with the checkpoint to write `out`, as by `loopq.export`; loopq's own format when absent.
+    write : str or callable, optional
+        A format's name, as of `loopq.export`, in which `out` is written; what it cannot hold is refused before the
+        run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
     **options
         Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
         ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts",
@@ -101,8 +105,9 @@ def quantize(
     """
     config, execution, take = _options(config, options)
     refuse_unused_held_out(config)
+    target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     if execution.ranks is not None:
-        if out is None or write is not None:
+        if out is None or callable(write) or not target.own:
             raise ConfigError(
                 "several processes write a checkpoint of loopq's own format: `export` it afterwards"
             )
@@ -111,7 +116,9 @@ def quantize(
         run, _ = _prepared(open_model(model), calibration, take, config, n_steps, execution)
         return _quantize_together(run, Path(out))
     with _output(out, execution, write) as (execution, finish):
-        run, held = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        loaded = open_model(model)
+        refuse_early(loaded, config, target.name, n_steps)
+        run, held = _prepared(loaded, calibration, take, config, n_steps, execution)
         run, layers, facts = solve_run(run, held)
         checkpoint = checkpoint_of(run, layers, facts)
         finish(checkpoint)
@@ -171,9 +178,9 @@ def _prepared(
 
 @contextlib.contextmanager
 def _output(
-    path: str | Path | None, execution: Execution, write: Write | None = None
+    path: str | Path | None, execution: Execution, write: str | Write | None = None
 ) -> Iterator[tuple[Execution, Write]]:
-    """Hold an output folder and its work folder for one run, and give what writes the output.
+    """Hold an output and its work folder for one run, and give what writes the output.
 
     The work folder is gone after a good end. A run that was killed between the two has nothing more to write: what it
     comes to is compared with what is there.
@@ -182,19 +189,23 @@ def _output(
         yield execution, lambda checkpoint: None
         return
     out = Path(path)
-    killed_late(out)
+    # What a function writes is not known: a file or a folder.
+    one_file = out.is_file() if callable(write) else FORMATS.get(write or NATIVE.name).one_file
+    killed_late(out, one_file=one_file)
     with locked(out):
-        late = killed_late(out)
+        late = killed_late(out, one_file=one_file)
 
         def finish(checkpoint: Checkpoint) -> None:
             if late:
                 remove_leftovers(out.parent, out.name)
                 verify(out, checkpoint)
                 execution.progress.note(f"{out} was written before the interruption; compared")
-            elif write is None:
-                write_as(out, checkpoint, NATIVE)
-            else:
+            elif callable(write):
                 write(checkpoint)
+            elif write is None or FORMATS.get(write).own:
+                write_as(out, checkpoint, NATIVE.name)
+            else:
+                export(checkpoint, out, write)
 
         work = own_folder(work_folder(out))
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.calibrate.dump import Dump
 from loopq.calibrate.select import treat
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.dumped import metrics_of, refuse_rollouts, settings_of
@@ -18,7 +18,7 @@ from loopq.run.outside import round_outside
 from loopq.run.plan import plan
 from loopq.run.solver import Solver
 from loopq.settings.execution import Execution
-from loopq.storage.files import check_new, is_own
+from loopq.storage.files import check_new, file_order, is_own
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.weights import ModelWeights
 
@@ -31,15 +31,23 @@ def work_folder(out: str | Path) -> Path:
     return Path(out).with_name(f".{Path(out).name}.work")
 
 
-def killed_late(out: Path) -> bool:
+def killed_late(out: Path, *, one_file: bool = False) -> bool:
     """Whether a run was killed after it wrote an output and before it removed its work; any other output is refused.
+
+    Parameters
+    ----------
+    out : Path
+        Output folder.
+    one_file : bool
+        Whether the output is a file.
 
     Raises
     ------
     CheckpointError
         As of `check_new`.
     """
-    late = is_own(work_folder(out)) and out.is_dir() and not out.is_symlink() and any(out.iterdir())
+    there = out.is_file() if one_file else out.is_dir() and any(out.iterdir())
+    late = is_own(work_folder(out)) and there and not out.is_symlink()
     if not late:
         check_new(out)
     return late
@@ -116,7 +124,8 @@ class DumpRun:
 def _assemble(
     layers: Layers, weights: ModelWeights, settings: Mapping[str, Any], side_files: Mapping[str, bytes]
 ) -> Checkpoint:
-    dense = {name: weights.tensors[name] for name in weights.tensors if name not in layers}
+    # In the order of a file: a format writes the same bytes from memory and from a folder.
+    dense = {name: weights.tensors[name] for name in file_order(weights.tensors) if name not in layers}
     dtypes = {name: weights.raw(name).dtype for name in layers}
     return Checkpoint(
         layers, dense, dict(weights.ties), {**settings, "weight_dtypes": dtypes}, dict(side_files)

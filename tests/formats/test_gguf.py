@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -189,3 +190,13 @@ def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
     assert gguf.GGUFReader(tmp_path / "plain.gguf").fields["llama.block_count"].contents() == 3
     with pytest.raises(CheckpointError, match="no checkpoint"):
         loopq.export(tmp_path, tmp_path / "none.gguf", "gguf")
+
+
+def test_what_the_file_cannot_do_without_is_asked_of_the_config():
+    _, checkpoint = looped()
+    whole = json.loads(checkpoint.side_files["config.json"])
+    for broken in ({"vocab_size": "96"}, {"rms_norm_eps": None}, {"hidden_size": True}):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {next(iter(broken))} is"):
+            Shape.of({**whole, **broken}).check_whole()
+    with pytest.raises(CheckpointError, match="66 rows are no pairs in each of 4 heads"):
+        Shape.of(whole).rows("model.layers.0.self_attn.q_proj.weight", 66)

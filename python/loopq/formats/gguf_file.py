@@ -10,6 +10,7 @@ from typing import Any
 from loopq.errors import CheckpointError, LoopqError
 from loopq.lazy import require
 from loopq.storage.files import check_regular
+from loopq.storage.schema import shown
 
 MAGIC = b"GGUF"
 #: The key "general.type" with the string "imatrix", as it stands among the first keys of a file.
@@ -59,9 +60,18 @@ def open_gguf(path: Path) -> Any:
 
 
 def contents(path: Path, reader: Any, key: str) -> Any:
-    """Return the value of a key; None where the file does not have it."""
+    """Return the value of a key; None where the file does not have it.
+
+    Raises
+    ------
+    CheckpointError
+        It cannot be read, or is a string that would do something to a terminal.
+    """
     field = reader.fields.get(key)
     if field is None:
         return None
     with told(path):
-        return field.contents()
+        value = field.contents()
+    if isinstance(value, str) and not value.isprintable():
+        raise CheckpointError(f"{path}: key {key} is {shown(value)}; allowed: printable characters")
+    return value

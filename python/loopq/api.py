@@ -14,13 +14,15 @@ from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluate.compare import compare
+from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import is_checkpoint, read_any
-from loopq.formats.native import Checkpoint
+from loopq.formats.native import NATIVE
 from loopq.inference.restore import load_checkpoint
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model
 from loopq.run import together
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
+from loopq.run.export import quantized_format, refuse_early
 from loopq.run.plan import Plan
 from loopq.run.result import Write, apart, check_out, output
 from loopq.run.route import carry_out, prepare
@@ -46,7 +48,7 @@ def quantize(
     *,
     out: str | Path | None = None,
     n_steps: int | None = None,
-    write: Write | None = None,
+    write: str | Write | None = None,
     ranks: Ranks | None = None,
     **options: Any,
 ) -> Checkpoint:
@@ -65,8 +67,9 @@ def quantize(
         Folder for the checkpoint. The same call resumes a run that was interrupted.
     n_steps : int, optional
         Depth of the rollout; the model's own when absent.
-    write : callable, optional
-        Called with the checkpoint to write `out`, as by `loopq.export`; loopq's own format when absent.
+    write : str or callable, optional
+        A format's name, as of `loopq.export`, in which `out` is written; what it cannot hold is refused before the
+        run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
     ranks : loopq.run.together.Ranks, optional
         This process among those that torchrun started, which divide the work.
     **options
@@ -97,13 +100,16 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
+    target = quantized_format(write if isinstance(write, str) else NATIVE.name)
     if ranks is not None:
-        place = together.refuse(config, out, own_format=write is None)
+        place = together.refuse(config, out, own_format=target.own and not callable(write))
         check_out(place)
         plan, source = _prepared(open_model(model), calibration, take, config, n_steps, execution)
         return together.quantize(ranks, plan, source, place)
     with output(out, execution, write) as (execution, finish):
-        plan, source = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        loaded = open_model(model)
+        refuse_early(loaded, config, target.name, n_steps)
+        plan, source = _prepared(loaded, calibration, take, config, n_steps, execution)
         checkpoint = carry_out(plan, source)
         finish(checkpoint)
     del plan, source

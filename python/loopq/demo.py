@@ -17,7 +17,7 @@ from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.survey import diagnose
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel, load_model
 from loopq.report.page import write_data, write_page
 from loopq.run.auto import choose_metric

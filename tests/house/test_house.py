@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -236,6 +237,92 @@ def test_the_recipes_of_contributing_work_with_one_file_each(tmp_path):
     assert found["refused"] == "loudness goes with method madeup; method gptq-cd would not read it"
     assert found["json"] == {"name": "madeup", "loudness": 2.0}
     assert (found["back"], found["option"]) == (2.0, 2.0)
+
+
+FORMAT_RECIPE = """
+import contextlib, io, json, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+import loopq.formats
+loopq.formats.__path__[:] = [str(folder / "formats")]
+import loopq
+from loopq.cli import main
+helps = {}
+for command in ("export", "quantize"):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    helps[command] = "madeup" in printed.getvalue()
+from loopq.formats.convert import inspect_any
+from tests.support.checkpoints import checkpoint, layer
+made = checkpoint(layer(32, 32))
+done = loopq.export(made, folder / "out.madeup", "madeup", loudness="2")
+from tests.support.looptoys import LinearLoop, LinearSystem
+system, ids = LinearSystem(LinearLoop()), [[1, 2, 3], [4, 5, 6]]
+def quantized(bits):
+    loopq.quantize(system, ids, out=folder / "q.madeup", write="madeup", method="rtn", bits=bits, group_size=4)
+try:
+    quantized(8)
+except loopq.LoopqError as error:
+    refused = str(error)
+quantized(4)
+print(json.dumps({
+    "written": inspect_any(folder / "q.madeup")["names"],
+    "refused": refused,
+    "helps": helps,
+    "lines": done.lines(),
+    "facts": inspect_any(folder / "out.madeup"),
+    "inspected": main(["inspect", str(folder / "out.madeup")]),
+}))
+"""
+
+FORMAT = '''
+from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.base import Format, Option, WrittenFile
+from loopq.storage.files import replacing
+
+class MadeUp(Format):
+    """Names of the layers, louder."""
+    name = "madeup"
+    one_file = True
+    reads = False
+    options = (Option("loudness", "how often each name is written"),)
+    def holds(self, path): return path.suffix == ".madeup"
+    def refuse(self, planned, **options):
+        if any(layer.bits == 8 for layer in planned.layers): raise CheckpointError("madeup cannot hold INT8")
+    def write(self, out, source, *, also=None, loudness="1", **options):
+        with replacing(out) as temporary: temporary.write_text("\\n".join(list(source.layers) * int(loudness)))
+        return WrittenFile(out, self.name, ("written",))
+    def facts(self, path): return {"format": self.name, "names": path.read_text().split()}
+    def describe(self, facts): return facts["names"]
+
+FORMATS.register("madeup")(MadeUp())
+'''
+
+
+def test_a_format_is_one_file(tmp_path):
+    """In a copy of the room: the name is there for both commands and in Python, and `inspect` knows the file."""
+    shutil.copytree(ROOT / "python" / "loopq" / "formats", tmp_path / "formats")
+    (tmp_path / "formats" / "madeup.py").write_text(FORMAT)
+    script = tmp_path / "recipe.py"
+    script.write_text(FORMAT_RECIPE)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *printed, last = done.stdout.splitlines()
+    found = json.loads(last)
+    assert found["helps"] == {"export": True, "quantize": True}
+    assert found["lines"] == ["written"]
+    assert found["facts"] == {"format": "madeup", "names": ["a.b.weight", "a.b.weight"]}
+    assert (found["inspected"], printed) == (0, ["a.b.weight", "a.b.weight"])
+    # By `write=` of `loopq.quantize`, and refused before the run.
+    assert found["written"] == ["adapter.weight", "core.weight"]
+    assert found["refused"] == "madeup cannot hold INT8"
 
 
 def test_readme_example_runs():

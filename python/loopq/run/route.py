@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.run.allocate import allocate
 from loopq.run.auto import choose_metric
 from loopq.run.config import QuantConfig

@@ -19,8 +19,8 @@ from pathlib import Path
 from loopq.calibrate.collect import Collection, Gradients, HessianDump, collected
 from loopq.calibrate.dump import Manifest
 from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
-from loopq.formats.native import Checkpoint
 from loopq.lazy import require
 from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig

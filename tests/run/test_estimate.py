@@ -41,7 +41,7 @@ def test_a_memory_limit_means_more_passes(loaded, tokens):
 def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
     def extra(**changes):
         run = run_of(tiny, tokens, QuantConfig.of(**changes))
-        return estimate(dataclasses.replace(run, probe_seconds=0.5)).extra
+        return estimate(run.plan, dataclasses.replace(run.source, probe_seconds=0.5)).extra
 
     layers = len(run_of(tiny, tokens).tasks)
     assert extra() == ""

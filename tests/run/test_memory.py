@@ -79,7 +79,7 @@ def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
     sums = free.sums()
     most = max(pass_bytes(free.job, free.tasks, sums, [x]) for x in sums.steps)
     limited = run_of(tiny, tokens, memory=most)
-    found = passes(limited, sums := limited.sums())
+    found = passes(limited.job, limited.tasks, sums := limited.sums())
     assert len(found) > 1
     assert sorted(x for p in found for x in p) == sorted(sums.steps)
     assert max(pass_bytes(limited.job, limited.tasks, sums, p) for p in found) == run_bytes(*limited) <= most
@@ -149,4 +149,4 @@ def test_want_of_memory_for_a_report_names_its_layer(tiny, tokens, monkeypatch, 
     monkeypatch.setattr(solver, "relative_error", none)
     run = run_of(tiny, tokens, QuantConfig.of(preset="paper", inputs=inputs))
     with pytest.raises(OutOfMemoryError, match=r"^layer [\w.]+weight: no memory: Unable .* --memory bounds"):
-        run.config.inputs.solve(run)
+        run.solve()

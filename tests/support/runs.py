@@ -74,9 +74,9 @@ class Prepared:
     def all_steps(self):
         return self.source.all_steps(self.plan)
 
-    def solve(self):
-        """All layers, collected as the plan asks."""
-        return solve(self.plan.config.inputs, self.plan, self.source)
+    def solve(self, inputs=None):
+        """All layers, collected as the plan or other inputs ask."""
+        return solve(inputs or self.plan.config.inputs, self.plan, self.source)
 
     def solver(self, hessians):
         return self.source.solver(self.plan, hessians, self.source.metrics)

@@ -80,7 +80,7 @@ def is_written(out: Path, *, one_file: bool = False) -> bool:
 def output(
     path: str | Path | None, execution: Execution, write: str | Write | None = None
 ) -> Iterator[tuple[Execution, Write]]:
-    """Hold an output and its work folder for one run, and give what writes the output: a format by its name, or a function.
+    """Hold an output and its work folder for one run, and give what writes the output: a format or a function.
 
     The work folder is gone after a good end. A run that was killed between the two has nothing more to write: what it
     comes to is compared with what is there.

@@ -221,7 +221,7 @@ def rust_arguments(text: str) -> Iterator[tuple[str, int]]:
     """Name and number of arguments of every function, without `self`."""
     for found in _RUST_FUNCTION.finditer(text):
         depth, parts, part = 1, [], ""
-        for c in text[found.end() :]:
+        for c in text[found.end() : found.end() + 4000]:
             depth += (c in "([{<") - (c in ")]}") - (c == ">" and not part.endswith("-"))
             if depth == 0:
                 break

@@ -171,21 +171,22 @@ def alone(model: Path, prompts: Any, preset: str, n_steps: int | None, remote: b
     from loopq.calibrate.data import from_ids
     from loopq.models.load import load_model
     from loopq.run.config import QuantConfig
-    from loopq.run.engine import Run
+    from loopq.run.source import ModelSource
 
     system = load_model(model, trust_remote_code=remote).system
     tokens = from_ids(prompts)
-    run = Run.prepare(system, tokens, QuantConfig.of(preset=preset), n_steps=n_steps)
-    depth = run.job.selection.n_steps
+    source = ModelSource.of(system, tokens, n_steps=n_steps)
+    tasks = source.plan(QuantConfig.of(preset=preset)).tasks
+    depth = source.job.selection.n_steps
     seconds = {"rollouts": 0.0, "hessians": 0.0, "solves": 0.0}
     with torch.no_grad():
-        for batch in tokens.batches(run.execution.batch_size, 0):
+        for batch in tokens.batches(source.execution.batch_size, 0):
             with _timed(seconds, "rollouts"):
                 system.rollout(batch, depth)
-    groups = {t.input_group: t for t in run.tasks}
+    groups = {t.input_group: t for t in tasks}
     known: dict[tuple[int, ...], dict[str, float]] = {}
     total = dict.fromkeys(("hessians", "solves"), 0.0)
-    for task in run.tasks:
+    for task in tasks:
         shape = (task.parameter.out_features, task.parameter.in_features, len(task.steps))
         if shape not in known:
             known[shape] = _layer_alone(task, tokens.n_tokens)

@@ -21,7 +21,7 @@ def table() -> str:
         model = " MODEL ..." if entry.measure else ""
         also = "" if label == "Appendix J" else f" or `{label.lower().replace(' ', '-')}`"
         rows.append(
-            f"| {label} | {entry.title} | `loopq reproduce {name}{model}`{also} | `reproduce/tables/{file}.py` |"
+            f"| {label} | {entry.title} | `loopq reproduce {name}{model}`{also} | `paper/tables/{file}.py` |"
         )
     return "\n".join(rows)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import loopq
-from loopq import api
 from loopq.api import weights_of
 from loopq.calibrate.collect import collect_rows
-from loopq.errors import CheckpointError, ConfigError, DumpError, LoopqError
+from loopq.errors import CheckpointError, ConfigError, DumpError
 from loopq.formats import native as store
 from loopq.models.replace import replaced
 from tests.support.runs import SETTINGS, digest, job_of
@@ -89,18 +86,3 @@ def test_a_checkpoint_of_another_system_is_not_evaluated(loaded, tokens, checkpo
     checkpoint.settings["system"] = "ouro"
     with pytest.raises(CheckpointError, match="other: a checkpoint of system 'ouro'; the model is 'huginn'"):
         loopq.evaluate(loaded, {"other": checkpoint}, tokens)
-
-
-def test_a_rank_that_is_late_takes_what_the_others_wrote(tiny, tmp_path, monkeypatch):
-    written = loopq.quantize(tiny, [[1, 2, 3, 4]] * 2, out=tmp_path / "Q", method="rtn", group_size=8)
-
-    def late(run, dump):
-        raise LoopqError(f"{dump}: cannot be written (No such file or directory)")
-
-    monkeypatch.setattr(api, "collect_dump", late)
-    run = SimpleNamespace(key=lambda: "0" * 64)
-    found = api._quantize_together(run, tmp_path / "Q")
-    assert sorted(found.layers) == sorted(written.layers)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["Q"]
-    with pytest.raises(LoopqError, match="cannot be written"):
-        api._quantize_together(run, tmp_path / "other")

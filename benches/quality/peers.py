@@ -35,16 +35,19 @@ from benches.quality.subjects import other_text, prepare
 from benches.zoo import folders
 from loopq import __version__, zoo
 from loopq.calibrate.collect import HessianSet
+from loopq.calibrate.plbert import PLBERT, data_folder
 from loopq.calibrate.prompts import CALIBRATION_PROMPTS, RANDOM_TOKENS
 from loopq.demo import LLM_COMPRESSOR
 from loopq.errors import LoopqError
 from loopq.evaluate.compare import compare
-from loopq.paper.models import PLBERT, Sizes, data_folder
+from loopq.paper.models import Sizes
 from loopq.quantizers.gptq_cd import PATHS, Metric
 from loopq.quantizers.loop_metric import LEAST, SHARE
 from loopq.run.auto import AFFORDABLE, choose_metric
 from loopq.run.config import PRESETS, QuantConfig
-from loopq.run.engine import Run
+from loopq.run.plan import Plan
+from loopq.run.solving import solve_from
+from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
 GRIDS = ((4, 128), (4, 32), (3, 32), (2, 32))
@@ -114,24 +117,24 @@ class Bench:
         self.model = prepare(name, sizes, self.data, draw)
         self.system = self.model.loaded.system
         self.peak = Peak()
-        self.run = self.prepared(0.0)
-        self._sums: dict[float, tuple[Run, HessianSet, Cost]] = {}
+        self.source = self.prepared(0.0)
+        self._sums: dict[float, tuple[ModelSource, HessianSet, Cost]] = {}
         self._metrics: dict[Any, Cost] = {}
 
-    def prepared(self, share: float) -> Run:
-        """A run on the calibration prompts; of a text a share of the tokens may be random."""
+    def prepared(self, share: float) -> ModelSource:
+        """Rollouts of the calibration prompts; of a text a share of the tokens may be random."""
         tokens = self.model.calibration
         if share and tokens.packing == "windows":
             tokens = tokens.with_random_tokens(share, np.arange(self.model.loaded.config["vocab_size"]))
-        return Run.prepare(self.system, tokens, execution=Execution(threads=self.args.threads))
+        return ModelSource.of(self.system, tokens, execution=Execution(threads=self.args.threads))
 
-    def sums(self, share: float) -> tuple[Run, HessianSet, Cost]:
+    def sums(self, share: float) -> tuple[ModelSource, HessianSet, Cost]:
         """Hessians of all steps, collected once for each share of random tokens and timed."""
         if share not in self._sums:
-            run = self.prepared(share) if share else self.run
+            source = self.prepared(share) if share else self.source
             with self.costs() as collecting:
-                sums = run.all_steps()
-            self._sums[share] = run, sums, collecting
+                sums = source.all_steps(source.plan(QuantConfig()))
+            self._sums[share] = source, sums, collecting
         return self._sums[share]
 
     @contextlib.contextmanager
@@ -151,15 +154,15 @@ class Bench:
             share = settings.pop("random_tokens", 0.0)
             config = QuantConfig.of(bits=bits, group_size=group, rank_threshold=None, **settings)
             if config.layer.method.needs_hessian:
-                plain, sums, collecting = self.sums(share)
-                run = choose_metric(Run(plain.job, config, plain.probe_seconds, plain.metrics))
-                parts = [collecting, *self.metric_costs(run, sums, share)]
+                source, sums, collecting = self.sums(share)
+                plan = choose_metric(source.plan(config), source)
+                parts = [collecting, *self.metric_costs(plan, source, sums, share)]
             else:
-                run = Run(self.run.job, config, self.run.probe_seconds, self.run.metrics)
-                sums, parts = run.sums(), []
-            asked = run.config.layer.flat()
+                source, plan = self.source, self.source.plan(config)
+                sums, parts = source.sums(plan), []
+            asked = plan.config.layer.flat()
             with self.costs() as solve:
-                layers = run.solve_from(sums)
+                layers = solve_from(plan, source, sums)
             parts.append(solve)
             weights[number] = {n: x.in_model_orientation() for n, x in layers.items()}
             lines.append(
@@ -171,19 +174,19 @@ class Bench:
             )
         return self.measured(lines, weights)
 
-    def metric_costs(self, run: Run, sums: HessianSet, share: float) -> list[Cost]:
+    def metric_costs(self, plan: Plan, source: ModelSource, sums: HessianSet, share: float) -> list[Cost]:
         """Collect the loop metrics that a run asks for, once for all grids; return what that took."""
-        asked = {(share, t.gradients) for t in run.tasks if t.gradients}
+        asked = {(share, t.gradients) for t in plan.tasks if t.gradients}
         for key in asked - set(self._metrics):
             with self.costs() as self._metrics[key]:
-                run.collect_metrics(sums, run.tasks)
+                source.collect_metrics(plan, sums, plan.tasks)
         return [self._metrics[key] for key in asked]
 
     def theirs(self, tool: str, results: list[Result]) -> list[dict[str, Any]]:
         """Quantize by another tool, in one process of its environment."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "job.json"
-            names = [t.name for t in self.run.tasks]
+            names = [t.name for t in self.source.plan(QuantConfig()).tasks]
             path.write_text(json.dumps(self.job | {"tool": tool, "names": names, "results": results}))
             done = subprocess.run(
                 [str(python_of(tool)), "-m", "benches.quality.peer", str(path)],

@@ -12,8 +12,9 @@ import benches.zoo.register  # noqa: F401  opens the folders of the small models
 from benches.zoo import WEIGHTS
 from benches.zoo.planted import plant_adapter_outlier, plant_kappa_spike
 from loopq.calibrate.data import TokenSet, windows
+from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
-from loopq.paper.models import PLBERT, PreparedModel, Sizes, prepare_model
+from loopq.paper.models import PreparedModel, Sizes, prepare_model
 from loopq.systems.base import find_system
 
 #: Powers of four: the planted models compute what the plain ones do, to the last bit.

@@ -775,6 +775,8 @@ class CpuLayout:
     ------
     loopq.errors.ConfigError
         Another setting.
+    loopq.errors.OutOfMemoryError
+        Inputs whose blocks memory does not hold.
     """
 
     def __new__(cls, out_features: int, in_features: int, grid: Grid) -> CpuLayout: ...
@@ -808,6 +810,10 @@ class CpuLayout:
         ------
         loopq.errors.ConfigError
             Another shape, or a code that does not fit.
+        loopq.errors.NonFiniteError
+            A scale that is NaN or infinite.
+        loopq.errors.SolveError
+            A scale beyond the range of the layout's type.
         """
 
     def unpack(self, packed: NDArray[np.uint8], threads: int = 0) -> NDArray[np.int8] | NDArray[np.uint8]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,23 +12,23 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.prompts import CalibrationTake, Prompts, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.errors import CheckpointError, ConfigError, LoopqError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.evaluate.compare import compare
-from loopq.formats.convert import NATIVE, is_checkpoint, read_any, verify, write_as
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.convert import is_checkpoint, read_any
+from loopq.formats.native import NATIVE
 from loopq.inference.restore import load_checkpoint
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model
-from loopq.run.auto import choose_metric
-from loopq.run.choose import solve as solve_run
+from loopq.run import together
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
-from loopq.run.dumped import collect_dump, refuse_rollouts
-from loopq.run.engine import Run
-from loopq.run.estimate import estimate
-from loopq.run.result import DumpRun, apart, check_out, checkpoint_of, was_killed_late, work_folder
+from loopq.run.export import quantized_format, refuse_early
+from loopq.run.plan import Plan
+from loopq.run.result import Write, apart, check_out, output
+from loopq.run.route import carry_out, prepare
+from loopq.run.source import DumpSource, ModelSource
+from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
-from loopq.storage.files import json_bytes, own_folder, remove_leftovers, remove_own
-from loopq.storage.lock import locked
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
-Write: TypeAlias = Callable[[Checkpoint], object]
-
 
 def quantize(
     model: Model,
@@ -51,7 +48,8 @@ def quantize(
     *,
     out: str | Path | None = None,
     n_steps: int | None = None,
-    write: Write | None = None,
+    write: str | Write | None = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
@@ -69,8 +67,11 @@ def quantize(
         Folder for the checkpoint. The same call resumes a run that was interrupted.
     n_steps : int, optional
         Depth of the rollout; the model's own when absent.
-    write : callable, optional
-        Called with the checkpoint to write `out`, as by `loopq.export`; loopq's own format when absent.
+    write : str or callable, optional
+        A format's name, as of `loopq.export`, in which `out` is written; what it cannot hold is refused before the
+        run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
+    ranks : loopq.run.together.Ranks, optional
+        This process among those that torchrun started, which divide the work.
     **options
         Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
         ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts",
@@ -99,46 +100,20 @@ def quantize(
     True
     """
     config, execution, take = _options(config, options)
-    if execution.ranks is not None:
-        if out is None or write is not None:
-            raise ConfigError(
-                "several processes write a checkpoint of loopq's own format: `export` it afterwards"
-            )
-        refuse_rollouts(config, "several processes together", "start one, or take preset fast")
-        check_out(Path(out))
-        run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
-        return _quantize_together(run, Path(out))
-    with _output(out, execution, write) as (execution, finish):
-        run = _prepared(open_model(model), calibration, take, config, n_steps, execution)
-        run, layers, facts = solve_run(run)
-        checkpoint = checkpoint_of(run, layers, facts)
+    target = quantized_format(write if isinstance(write, str) else NATIVE.name)
+    if ranks is not None:
+        place = together.refuse(config, out, own_format=target.own and not callable(write))
+        check_out(place)
+        plan, source = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        return together.quantize(ranks, plan, source, place)
+    with output(out, execution, write) as (execution, finish):
+        loaded = open_model(model)
+        refuse_early(loaded, config, target.name, n_steps)
+        plan, source = _prepared(loaded, calibration, take, config, n_steps, execution)
+        checkpoint = carry_out(plan, source)
         finish(checkpoint)
-    del run, layers
+    del plan, source
     return apart(checkpoint)
-
-
-def _quantize_together(run: Run, out: Path) -> Checkpoint:
-    """Collect a dump as one of several ranks, and solve it as one of as many workers."""
-    work = work_folder(out)
-    dump = own_folder(work) / f"dump-{run.key()[:16]}"
-    try:
-        collect_dump(run, dump)
-        found = solve_together(
-            dump, run.config, out=out, threads=run.execution.threads, progress=run.execution.progress
-        )
-    except (LoopqError, FileNotFoundError):
-        # Ranks that were faster have written `out`, and taken away the folder of work with the dump.
-        if dump.exists() or not _written(out):
-            raise
-        remove_own(work)
-        found = read_any(out)
-    assert found is not None
-    return found
-
-
-def _written(out: Path) -> bool:
-    """Whether another process has written a checkpoint: a folder gets its name when it is whole."""
-    return out.is_dir() and any(out.iterdir())
 
 
 def _prepared(
@@ -148,63 +123,29 @@ def _prepared(
     config: QuantConfig,
     n_steps: int | None,
     execution: Execution,
-) -> Run:
-    """Plan a run and say what it takes."""
+) -> tuple[Plan, ModelSource]:
+    """Plan a quantization of a model and say what it takes."""
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
     tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")
-    run = Run.prepare(
+    source = ModelSource.of(
         loaded.system, tokens, config, n_steps=n_steps, execution=execution, files=loaded.side_files
     )
-    run = choose_metric(run)
-    execution.progress.note(f"{len(run.tasks)} layers, {run.job.selection.n_steps} steps: {estimate(run)}")
-    return run
-
-
-@contextlib.contextmanager
-def _output(
-    path: str | Path | None, execution: Execution, write: Write | None = None
-) -> Iterator[tuple[Execution, Write]]:
-    """Hold an output folder and its work folder for one run, and give what writes the output.
-
-    The work folder is gone after a good end. A run that was killed between the two has nothing more to write: what it
-    comes to is compared with what is there.
-    """
-    if path is None:
-        yield execution, lambda checkpoint: None
-        return
-    out = Path(path)
-    check_out(out)
-    with locked(out):
-        # Another run may have written it before this one had the lock.
-        check_out(out)
-        late = was_killed_late(out)
-
-        def finish(checkpoint: Checkpoint) -> None:
-            if late:
-                remove_leftovers(out.parent, out.name)
-                verify(out, checkpoint)
-                execution.progress.note(f"{out} was written before the interruption; compared")
-            elif write is None:
-                write_as(out, checkpoint, NATIVE)
-            else:
-                write(checkpoint)
-
-        work = own_folder(work_folder(out))
-        try:
-            yield dataclasses.replace(execution, work=work), finish
-        except BaseException:
-            remove_own(work, if_empty=True)
-            raise
-        remove_own(work)
+    return prepare(source, config), source
 
 
 def solve(
-    dump: str | Path, config: QuantConfig | None = None, *, out: str | Path | None = None, **options: Any
-) -> Checkpoint:
+    dump: str | Path,
+    config: QuantConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    several: bool = False,
+    shard: tuple[int, int] | None = None,
+    **options: Any,
+) -> Checkpoint | None:
     """Quantize from a calibration dump; needs no torch and gives the very bytes of `quantize`.
 
     Parameters
@@ -212,96 +153,44 @@ def solve(
     dump : path
         Dump of rows or of Hessians.
     config : QuantConfig, optional
-        Settings.
+        Settings, the same for all processes.
     out : path, optional
         Folder for the checkpoint. The same call resumes a run that was interrupted.
-    **options
-        Settings by their flat names, as of `quantize`.
-
-    Returns
-    -------
-    Checkpoint
-        Quantized layers with a report each, and the rest of the model.
-
-    Raises
-    ------
-    DumpError
-        The dump is truncated or altered, or lacks a step that is asked for.
-    """
-    config, execution, _ = _options(config, options, None)
-    with _output(out, execution) as (execution, finish):
-        checkpoint = DumpRun.open(Path(dump), config, execution).checkpoint()
-        finish(checkpoint)
-    return checkpoint
-
-
-def solve_together(
-    dump: str | Path,
-    config: QuantConfig | None = None,
-    *,
-    out: str | Path,
-    shard: tuple[int, int] | None = None,
-    **options: Any,
-) -> Checkpoint | None:
-    """Take part in a `solve` that any number of processes share, on any machines that see the same folders.
-
-    Each claims layers that nobody has claimed; one that is killed loses those that it was solving, which others take
-    over. Whoever finds all layers solved writes the checkpoint: the bytes of `solve`.
-
-    Parameters
-    ----------
-    dump : path
-        Dump of rows or of Hessians.
-    config : QuantConfig, optional
-        Settings, the same for all processes.
-    out : path
-        Folder for the checkpoint.
+    several : bool
+        Share the work with any number of processes, on any machines that see the same folders. Each claims layers that
+        nobody has claimed; one that is killed loses those that it was solving, which others take over. The process
+        that finds all layers solved writes the checkpoint.
     shard : (int, int), optional
-        K of N, from 1: solve the K-th of N parts of the layers and wait for no others, as in a job array.
+        K of N, from 1, as one of several: solve the K-th of N parts of the layers and wait for no others, as in a job
+        array.
     **options
         Settings by their flat names, as of `quantize`.
 
     Returns
     -------
     Checkpoint or None
-        What `out` holds; None where layers of other shards are missing, or another process is writing it.
+        Quantized layers with a report each, and the rest of the model. None as one of several where layers of other
+        shards are missing, or another process is writing the checkpoint.
 
     Raises
     ------
     ConfigError
-        A shard that is not there.
+        Several without `out`, or a shard that is not there.
     DumpError
-        As of `solve`.
+        The dump is truncated or altered, or lacks a step that is asked for.
     CheckpointError
         `out` holds something else.
     """
     config, execution, _ = _options(config, options, None)
-    if shard is not None and not 1 <= shard[0] <= shard[1]:
-        raise ConfigError(f"shard must be K of N, K from 1 to N; got {shard[0]} of {shard[1]}")
-    out = Path(out)
-    work = work_folder(out)
-    run = DumpRun.open(Path(dump), config, dataclasses.replace(execution, work=work))
-
-    try:
-        if not _written(out):
-            own_folder(work)
-            with run.solver.journal.claims() as claims:
-                if run.solver.share(run.tasks, claims, shard, lambda: _written(out)):
-                    with _output(out, execution) as (_, finish):
-                        finish(run.checkpoint())
-    except LoopqError:
-        # Others who end the work take its folder away.
-        if not _written(out):
-            raise
-    if not _written(out):
-        return None
-    found = read_any(out)
-    if json_bytes({name: found.settings.get(name) for name in run.settings}) != json_bytes(run.settings):
-        raise CheckpointError(
-            f"{out}: holds a checkpoint of other settings or another dump; choose a new folder"
-        )
-    remove_own(work)
-    return found
+    if several or shard is not None:
+        if out is None:
+            raise ConfigError("several processes meet in one folder: give out")
+        return together.solve(Path(dump), config, execution, Path(out), shard)
+    with output(out, execution) as (execution, finish):
+        source = DumpSource.open(Path(dump), execution)
+        checkpoint = carry_out(prepare(source, config), source)
+        finish(checkpoint)
+    return checkpoint
 
 
 def load(

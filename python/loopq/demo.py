@@ -10,18 +10,20 @@ from typing import Any
 import numpy as np
 
 from loopq.api import weights_of
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.survey import diagnose
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.formats.native import Checkpoint
-from loopq.models.load import load_model
-from loopq.paper.models import PLBERT, Sizes, prepare_model
+from loopq.formats.checkpoint import Checkpoint
+from loopq.models.load import LoadedModel, load_model
 from loopq.report.page import write_data, write_page
 from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
-from loopq.run.engine import Run
+from loopq.run.solving import solve_from
+from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Progress, Silent
 
@@ -48,10 +50,8 @@ PAGES = {
     ),
     PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), batch_size=2),
 }
-_PAGE_SIZES = {
-    "huginn_small": Sizes(n_calibration=16, n_evaluation=32),
-    PLBERT: Sizes(n_calibration=4, n_evaluation=16),
-}
+# Prompts of the trained update, and those that are diagnosed.
+_PAGE_TAKES = {"huginn_small": (Take(16), Take(32)), PLBERT: (Take(4), Take(16))}
 
 
 def run(
@@ -106,26 +106,27 @@ def run(
     plain = calibration_tokens(loaded, None, Take(n_calibration, seq_len))
     held_out = evaluation_tokens(loaded, None, Take(n_evaluation, seq_len))
     execution = Execution(threads=threads, progress=progress)
-    run, others = (Run.prepare(loaded.system, text, execution=execution) for text in (calibration, plain))
-    sums, sums_of_others = run.all_steps(), others.all_steps()
-    drawn = [_redrawn(run, seed) for seed in metric_seeds]
+    source, others = (
+        ModelSource.of(loaded.system, text, execution=execution) for text in (calibration, plain)
+    )
+    sums, sums_of_others = (s.all_steps(s.plan(QuantConfig())) for s in (source, others))
+    drawn = [_redrawn(source, seed) for seed in metric_seeds]
     variants = {}
     names: dict[tuple[int, int, str], list[str]] = {}
     sizes: dict[str, int] = {}
     layers: list[dict[str, Any]] = []
-    tensors = run.weights.tensors
+    tensors = source.weights.tensors
     dense_bytes = sum(t.data.size for t in tensors.values())
     for bits, group in grids:
         for label, settings in VARIANTS:
-            config = choose_metric(
-                run.with_config(QuantConfig.of(**settings, bits=bits, group_size=group))
-            ).config
+            asked = source.plan(QuantConfig.of(**settings, bits=bits, group_size=group))
+            config = choose_metric(asked, source).config
             # Only the loop metric is drawn: every other variant is solved once, from the text as it is.
             ours = config.layer.method.gradients
             for number, one in enumerate(drawn if ours else [others]):
-                solved = one.solve_from(sums if ours else sums_of_others, config)
+                solved = solve_from(one.plan(config), one, sums if ours else sums_of_others)
                 dense = {k: v for k, v in tensors.items() if k not in solved}
-                checkpoint = Checkpoint(solved, dense, dict(run.weights.ties), {})
+                checkpoint = Checkpoint(solved, dense, dict(source.weights.ties), {})
                 name = f"{label} INT{bits} g{group} draw {number}"
                 names.setdefault((bits, group, label), []).append(name)
                 variants[name] = weights_of(checkpoint)
@@ -200,12 +201,12 @@ def pages(
                 f"{name}: no page: its weights are not in {data or 'a data folder'}; give --data DIR or set LOOPQ_DATA"
             )
             continue
-        prepared = prepare_model(name, _PAGE_SIZES[name], data)
+        loaded, train, held_out = _prepared(name, data)
         found = diagnose(
-            prepared.loaded.system,
-            prepared.evaluation,
+            loaded.system,
+            held_out,
             config=config,
-            train=prepared.calibration,
+            train=train,
             name=name,
             threads=threads,
             progress=progress,
@@ -215,10 +216,24 @@ def pages(
     return written, left_out
 
 
-def _redrawn(run: Run, seed: int) -> Run:
-    """The same run with another seed, and loop metrics of its own."""
-    job = dataclasses.replace(run.job, execution=dataclasses.replace(run.execution, seed=seed))
-    return dataclasses.replace(run, job=job, metrics={})
+def _prepared(name: str, data: Path | None) -> tuple[LoadedModel, TokenSet, TokenSet]:
+    """Model of a page, its training prompts, and the prompts that it is diagnosed on."""
+    takes = dict(zip(("calibration", "evaluation"), _PAGE_TAKES[name], strict=True))
+    if name == PLBERT:
+        train, held_out = (phonemes(data, use, t.seq_len, t.n_prompts or 1) for use, t in takes.items())
+        return load_plbert(data), train, held_out
+    loaded = load_model(name)
+    return (
+        loaded,
+        calibration_tokens(loaded, None, takes["calibration"]),
+        evaluation_tokens(loaded, None, takes["evaluation"]),
+    )
+
+
+def _redrawn(source: ModelSource, seed: int) -> ModelSource:
+    """The same source with another seed, and loop metrics of its own."""
+    job = dataclasses.replace(source.job, execution=dataclasses.replace(source.execution, seed=seed))
+    return dataclasses.replace(source, job=job, metrics={})
 
 
 def _row(label: str, measurements: Sequence[Measurement], n_bytes: int) -> dict[str, Any]:

@@ -151,11 +151,11 @@ def test_random_tokens_reach_the_run_and_are_of_calibration_alone(
         loopq.diagnose(loaded, random_tokens=0.1)
 
 
-@pytest.mark.parametrize("solve", [loopq.solve, loopq.solve_together])
-def test_what_solves_a_dump_refuses_settings_of_prompts(solve, tmp_path):
+@pytest.mark.parametrize("several", [False, True])
+def test_what_solves_a_dump_refuses_settings_of_prompts(several, tmp_path):
     for name in ("n_prompts", "seq_len", "random_tokens"):
         with pytest.raises(ConfigError, match=f"unknown setting {name}"):
-            solve(tmp_path / "dump", out=tmp_path / "out", **{name: 2})
+            loopq.solve(tmp_path / "dump", out=tmp_path / "out", several=several, **{name: 2})
 
 
 def test_a_model_with_a_tokenizer_needs_a_text(loaded):

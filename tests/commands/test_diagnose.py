@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from loopq.diagnose import sections
-
 from .conftest import TINY
 
 
@@ -26,24 +24,6 @@ def test_diagnose_a_model(saved_model, tmp_path, command):
     assert html.lstrip().lower().startswith("<!doctype html>")
     assert "<svg" in html
     assert command("diagnose", saved_model, "--only", "pictures")[0] == 2
-
-
-def test_the_spectral_radius_is_printed_with_its_acceptance(saved_model, command, monkeypatch):
-    """The numbers themselves are those of tests/diagnose; here they are made up."""
-    maps = {name: {"radius": {"estimate": value}} for name, value in (("reference", 0.9), ("changed", 0.8))}
-    made = {
-        "acceptance": {"n_accepted": 5, "n_maps": 6, "largest_residual": 2e-5, "largest_disagreement": 3e-4},
-        "states": {"plain": {"maps": maps, "n_accepted": 1, "n_prompts": 2}},
-    }
-    monkeypatch.setitem(sections.SECTIONS, "jacobian", lambda context: made)
-    code, text, err = command(
-        "diagnose", saved_model, "--only", "jacobian", "--n-prompts", 2, "--seq-len", 24
-    )
-    assert code == 0, err
-    assert text.splitlines()[-1] == (
-        "spectral radius of a step: 5 of 6 maps meet the acceptance rules; mean 0.900, rounded 0.800 on 1 of 2 "
-        "prompts; largest relative residual 2.0e-05, largest disagreement of two starts 3.0e-04"
-    )
 
 
 def test_diagnose_a_dump(saved_model, tmp_path, command):

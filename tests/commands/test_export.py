@@ -40,3 +40,15 @@ def test_export_refuses_before_it_writes(quantized, tmp_path, command):
     code, text, _ = command(*args[:-1], "transformers")
     assert code == 0
     assert "read back from disk" in text
+
+
+def test_options_of_another_format_are_refused(quantized, tmp_path, command):
+    for form, option, reads in (("gptq", "vocabulary", "ragged"), ("native", "steps", "none")):
+        code, _, err = command(
+            "export", quantized, "--out", tmp_path / "e", "--format", form, f"--{option}", "1"
+        )
+        assert code == 2
+        assert f"format {form} does not read {option}; its options: {reads}" in err
+    code, _, err = command("export", quantized, "--out", tmp_path / "e", "--format", "imatrix")
+    assert code == 1
+    assert not list(tmp_path.iterdir())

@@ -82,9 +82,7 @@ def test_other_commands_read_its_tokens(model, checkpoint, texts, command, tmp_p
         ("inspect", checkpoint),
         ("diagnose", model, "--calibration", texts, "--only", "ranks", *FEW, "--group-size", 16),
         ("evaluate", checkpoint, "--tasks", "lambada", "--task-data", tmp_path),
-        ("reproduce", "bits-per-byte", model, "--calibration", texts, "--text", texts, "--work", tmp_path / "w",
-         "--seq-len", 16, "--n-calibration", 2, "--n-evaluation", 2, "--group-size", 16),
-    ):  # fmt: skip
+    ):
         assert command(*line)[0] == 0, line
 
 

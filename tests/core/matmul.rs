@@ -337,6 +337,16 @@ fn what_does_not_fit_is_refused() {
         Error::Shape { what: "codes", .. }
     ));
     assert!(matches!(refuse(Codes { scales: &[], ..given }), Error::Shape { what: "scales", .. }));
+    let with = |scale: f32| {
+        let mut scales = layer.scales.clone();
+        scales[1] = scale;
+        refuse(Codes { scales: &scales, ..given })
+    };
+    for bad in [f32::NAN, f32::INFINITY] {
+        assert!(matches!(with(bad), Error::NonFiniteMatrix { what: "scales", row: 0, column: 1, .. }));
+    }
+    let large = with(1e9);
+    assert!(matches!(large, Error::ScaleRange { row: 0, group: 1, what: "infinite", dtype: "float16", .. }));
     assert!(matches!(refuse(Codes { zeros: Some(&[]), ..given }), Error::Shape { what: "zero points", .. }));
     let mut wrong = layer.codes.clone();
     wrong[203] = 16;

@@ -10,7 +10,9 @@ use loopq_core::factor::{DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
 use loopq_core::grid::{rtn, to_biased, Grid, ScaleType, Search, Trellis};
 use loopq_core::hessian::{Accumulator, Settings};
+use loopq_core::matmul::{Layout, Precision};
 use loopq_core::pack::{dense, marlin, w4};
+use loopq_core::runner::{Block, Norms, Op, Program, Runner};
 use loopq_core::simd::Isa;
 use loopq_core::{Cancel, Error, Execution, Weight};
 
@@ -203,11 +205,18 @@ fn saved_states() {
     refuse(&|s| s.dim = 1 << 31, "entries needed");
 }
 
+/// Adds rows of a file that nobody else knows of.
+#[allow(unsafe_code)] // the file is mapped
+fn add(to: &mut Accumulator, path: &std::path::Path, tensor: &str) -> Result<(), Error> {
+    // SAFETY: this test alone writes the file, and not during the call.
+    unsafe { to.update_file(0, path, tensor, &CANCEL) }
+}
+
 #[test]
 fn files() {
     let mut a = accumulator(2, &[0], true);
     let gone = std::path::Path::new("/nowhere/rows.safetensors");
-    refused(a.update_file(0, gone, "x", &CANCEL), Kind::Dump, &["/nowhere/rows.safetensors"]);
+    refused(add(&mut a, gone, "x"), Kind::Dump, &["/nowhere/rows.safetensors"]);
     let path = std::env::temp_dir().join(format!("loopq-refusals-{}.safetensors", std::process::id()));
     let file = |values: &[f32], dtype: &str| {
         let (n, size) = (values.len() / 2, 4 * values.len());
@@ -227,12 +236,11 @@ fn files() {
         (file(&[1.0, f32::NAN], "F32"), "x", Kind::NonFinite, ["tensor \"x\": input rows hold NaN", "row 0"]),
     ] {
         std::fs::write(&path, bytes).unwrap();
-        refused(a.update_file(0, &path, tensor, &CANCEL), kind, &[&name, parts[0], parts[1]]);
+        refused(add(&mut a, &path, tensor), kind, &[&name, parts[0], parts[1]]);
     }
-    let other = accumulator(3, &[0], true).update_file(0, &path, "x", &CANCEL);
-    refused(other, Kind::Dump, &["shape [1, 2]", "[rows, 3]"]);
+    refused(add(&mut accumulator(3, &[0], true), &path, "x"), Kind::Dump, &["shape [1, 2]", "[rows, 3]"]);
     std::fs::write(&path, &good).unwrap();
-    a.update_file(0, &path, "x", &CANCEL).unwrap();
+    add(&mut a, &path, "x").unwrap();
     std::fs::remove_file(&path).unwrap();
     a.finish(&CANCEL).unwrap();
     let h = a.matrix(None, &CANCEL).unwrap();
@@ -342,4 +350,76 @@ fn codes_and_shapes_of_a_packing() {
         &["Marlin words", "383 values"],
     );
     refused(w4::from_marlin(&[0; 384], (48, 64), (48, 64), &alone()), Kind::Config, &["whole tiles"]);
+}
+
+/// A decoder of one block: two heads of width 2 that share keys and values, and a gate of four outputs.
+fn program() -> Program {
+    let block = Block {
+        heads: 2,
+        kv_heads: 1,
+        head: 2,
+        neighbours: false,
+        scale: 1.0,
+        qkv: vec![1, 1],
+        gates: false,
+        qk_bias: Vec::new(),
+        qk_norms: None,
+        out: 1,
+        gate_up: vec![1, 1],
+        down: 1,
+        norms: [Norms::default(); 2],
+    };
+    Program {
+        width: 4,
+        shapes: vec![[3, 4], [4, 4]],
+        norms: Vec::new(),
+        blocks: vec![block],
+        order: vec![Op::Block(0)],
+        head: 0,
+        precision: Precision::Int8,
+        half: false,
+    }
+}
+
+#[test]
+fn programs() {
+    assert!(Runner::new(program()).is_ok());
+    let refuse = |change: &dyn Fn(&mut Program), kind: Kind, part: &str| {
+        let mut wrong = program();
+        change(&mut wrong);
+        refused(Runner::new(wrong), kind, &[part]);
+    };
+    for shape in [[0, 4], [3, 0]] {
+        refuse(&|p| p.shapes[0] = shape, Kind::Config, "1 or more outputs and inputs");
+    }
+    refuse(&|p| p.width = 3, Kind::Config, "a block's weight");
+    refuse(&|p| p.shapes[0] = [3, 5], Kind::Config, "inputs of the head: expected 4, got 5");
+    refuse(&|p| p.head = 2, Kind::Config, "a weight's number");
+    refuse(&|p| p.blocks[0].heads = 0, Kind::Config, "a divisor of it");
+    refuse(&|p| p.blocks[0].gate_up = vec![0, 1, 1], Kind::Config, "an even number, got 11");
+    // Sizes that would wrap round.
+    let wide = |p: &mut Program, kv_heads: usize| {
+        (p.blocks[0].heads, p.blocks[0].kv_heads) = (usize::MAX / 2 + 1, kv_heads);
+    };
+    refuse(&|p| wide(p, 1), Kind::Config, "the size of queries overflows");
+    refuse(&|p| p.shapes[1] = [usize::MAX, 4], Kind::Config, "the size of a block's weights overflows");
+    // What is kept for each head is asked for before anything runs.
+    let heads = |p: &mut Program| {
+        let n = 1 << 50;
+        p.shapes = vec![[3, 4], [2 * n, 4], [4, 2 * n], [4, 4]];
+        let block = &mut p.blocks[0];
+        (block.heads, block.kv_heads, block.qkv, block.out) = (n, n, vec![1, 1, 1], 2);
+        (block.gate_up, block.down) = (vec![3, 3], 3);
+    };
+    refuse(&heads, Kind::Memory, "no memory for heads");
+}
+
+#[test]
+fn layouts_that_memory_does_not_hold() {
+    let wide = Layout::new(1, 1 << 52, Grid { group_size: 1, ..grid(4) });
+    refused(wide, Kind::Memory, &["no memory for the blocks of a layout"]);
+    // Streams of one row are filled up to 32: a plain layout of so many rows has a size, this one has none.
+    let tall = Grid { trellis: Some(Trellis::new(4, 10, 1).unwrap()), ..grid(4) };
+    refused(Layout::new(1 << 57, 1, tall), Kind::Config, &["the size of a packed weight overflows"]);
+    assert!(Layout::new(1 << 57, 1, grid(4)).is_ok());
 }

@@ -269,15 +269,6 @@ def test_step_proxies_sum_to_the_deployed_proxy():
     assert (still["max_over_min"], still["step0_share"]) == (None, None)
 
 
-def test_late_step_wins_counts_layers():
-    h = {"a": np.eye(4), "b": np.eye(4)}
-    small, big = np.full((2, 4), 0.1, np.float32), np.full((2, 4), 0.5, np.float32)
-    assert proxy.late_step_wins({"a": small, "b": big}, {"a": big, "b": small}, h) == (1, 2)
-    assert proxy.late_step_wins({"a": small}, {"a": small}, h) == (0, 1)
-    with pytest.raises(ConfigError, match="same layers"):
-        proxy.late_step_wins({"a": small}, {"b": small}, h)
-
-
 def test_magnitude_stability():
     rng = np.random.default_rng(0)
     scale = np.exp(rng.normal(size=64))

@@ -1,16 +1,16 @@
-"""Sensitivity rankings and perturbations other than rounding."""
+"""Sensitivity rankings."""
 
 import numpy as np
 import pytest
-import torch
 
-from loopq.diagnose import perturbation, rollouts, sections, sensitivity, weights
+from loopq.diagnose import rollouts, sensitivity, weights
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
+from loopq.diagnose.sections.ablation import ablation
 from loopq.errors import ConfigError
 from loopq.quantizers.config import LayerConfig
 from loopq.terminal.progress import Silent
-from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
+from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
 INT4 = LayerConfig.of(bits=4, group_size=-1)
 
@@ -97,7 +97,7 @@ def test_gain_and_trace_of_the_layer_table_are_of_half_depth_and_of_squared_inpu
     monkeypatch.setattr(sensitivity, "random_direction_gain", lambda f, x, n, seed: np.linalg.norm(x))
     data, config = tokens(n_prompts=2), DiagnoseConfig(n_ablation_prompts=2, seed=3)
     context = Context(system, data, 8, config, numpy_rounder, Silent(), threads=1)
-    found = sections.ablation(context)["layers"]["adapter.weight"]
+    found = ablation(context)["layers"]["adapter.weight"]
     (batch,) = data.batches(8, 3)
     embedding = system.embed(batch).detach().numpy()
     states = rollouts.trace(system, batch, 8).states
@@ -151,84 +151,3 @@ def test_rank_table_holds_measures_against_the_truth():
     found = sensitivity.rank_table(measures, "ablation")
     assert found["places"]["d"] == {"ablation": 1, "trace": None, "gain": None}
     assert found["spearman"]["trace"] == pytest.approx(-1.0)
-
-
-def test_random_update_has_its_rank_and_norm():
-    found = perturbation.random_low_rank({"a": (12, 9), "b": (7, 20)}, 8.59, rank=4, seed=1)
-    for update in found.values():
-        values = np.linalg.svd(update, compute_uv=False)
-        assert values[3] > 1e-6 * values[0]
-        assert values[4] < 1e-12 * values[0]
-        assert np.linalg.norm(update) == pytest.approx(8.59 / np.sqrt(2), rel=1e-12)
-    assert np.sqrt(sum(np.sum(u**2) for u in found.values())) == pytest.approx(8.59)
-    with pytest.raises(ConfigError, match="rank 4 does not fit"):
-        perturbation.random_low_rank({"a": (3, 9)}, 1.0)
-
-
-def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
-    data = tokens(n_prompts=2, n_tokens=12)
-    before = {k: v.clone() for k, v in system.model.state_dict().items()}
-    size = 0.5
-    found = perturbation.trained_low_rank(
-        system, data, 4, ["adapter.weight"], size, rank=2, n_updates=60, learning_rate=1e-2
-    )["adapter.weight"]
-    assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
-    assert not system.model.adapter.weight.requires_grad or system.model.adapter.weight.grad is None
-    values = np.linalg.svd(found, compute_uv=False)
-    assert values[2] < 1e-9 * values[0]
-    assert np.linalg.norm(found) == pytest.approx(size)
-
-    def loss():
-        with torch.no_grad():
-            total = 0.0
-            for batch in data.batches(1):
-                logits = system.rollout(batch, 4)
-                total += torch.nn.functional.cross_entropy(logits[0, :-1], batch.input_ids[0, 1:]).item()
-        return total
-
-    plain = loss()
-    new = (weights.weight_of(system, system.shared_parameters(4)[0]) + found).astype(np.float32)
-    with under(system, {"adapter.weight": new}):
-        assert loss() < plain
-
-
-def test_weight_gradient_matches_a_finite_difference(system):
-    (batch,) = tokens(n_prompts=1, n_tokens=6).batches(1)
-    p = system.shared_parameters(3)[0]
-    gradient = perturbation._weight_gradients(system, batch, 3, [p])[p.name]
-
-    def loss(step):
-        with torch.no_grad():
-            system.model.adapter.weight[2, 3] += step
-            logits = system.rollout(batch, 3)
-            system.model.adapter.weight[2, 3] -= step
-            return torch.nn.functional.cross_entropy(logits[0, :-1], batch.input_ids[0, 1:]).item()
-
-    assert gradient[2, 3].item() == pytest.approx((loss(1e-6) - loss(-1e-6)) / 2e-6, rel=1e-5)
-
-
-def test_noise_matched_in_output_error():
-    rng = np.random.default_rng(0)
-    w = rng.normal(size=(20, 30)).astype(np.float32)
-    q = numpy_rounder(w, INT4)
-    noise, target = perturbation.output_matched_noise(w, q, n_rows=4000)
-    # For white inputs the output error of a matrix has the norm of the matrix.
-    assert target == pytest.approx(np.linalg.norm(q - w), rel=0.05)
-    assert np.linalg.norm(noise) == pytest.approx(np.linalg.norm(q - w), rel=0.05)
-
-
-def test_perturbation_study_compares_places_at_one_norm(system):
-    found = perturbation.perturbation_study(
-        system, tokens(), 4, INT4, train=tokens(seed=5), seeds=(0, 1), n_updates=3, rounder=numpy_rounder
-    )
-    assert found["locations"] == {"exposed": ["adapter.weight"], "core": ["core.weight"]}
-    low_rank = [r for r in found["rows"] if "rank" in r["perturbation"]]
-    assert len(low_rank) == 2 * (2 + 1)
-    assert all(r["norm"] == pytest.approx(found["norm"]) for r in low_rank)
-    assert all(0 <= r["agreement"] <= 1 for r in found["rows"])
-    with pytest.raises(ConfigError, match="needs an exposed layer"):
-        perturbation.perturbation_study(BlindSystem(LinearLoop()), tokens(), 4, INT4, rounder=numpy_rounder)
-    with pytest.raises(ConfigError, match="single-step"):
-        perturbation.trained_low_rank(BlindSystem(LinearLoop()), tokens(), 4, ["core.weight"], 1.0)
-    with pytest.raises(ConfigError, match="name shared parameters"):
-        perturbation.trained_low_rank(system, tokens(), 4, ["head.weight"], 1.0)

@@ -14,7 +14,8 @@ import loopq
 from benches.zoo import WEIGHTS
 from loopq.errors import CheckpointError
 from loopq.formats import native as store
-from loopq.formats.convert import RECORD, read_any, write_as
+from loopq.formats.convert import read_any, write_as
+from loopq.formats.quantized_folder import RECORD
 from loopq.inference.linear import QuantLinear
 from loopq.layers.layer import QuantizedLayer
 from loopq.run.export import export

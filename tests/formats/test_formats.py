@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
-from loopq.formats.base import restore
-from loopq.formats.convert import RECORD, format_names, format_of, inspect_any, read_any, verify, write_as
+from loopq.formats.convert import format_names, format_of, inspect_any, read_any, verify, write_as
+from loopq.formats.fitting import restore
+from loopq.formats.quantized_folder import RECORD
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import ChannelScale, Rotation
@@ -21,6 +22,9 @@ from loopq.storage.files import RawTensor, float_to_raw, read_json, read_tensors
 from loopq.storage.schema import checked
 
 from ..support.checkpoints import checkpoint, dequantized, layer, reseal
+
+#: Formats that loopq reads back.
+FOLDERS = [name for name in format_names() if FORMATS.get(name).reads]
 
 
 def digest(folder):
@@ -44,7 +48,17 @@ def as_words(tensor):
 
 
 def test_names():
-    assert format_names() == ["native", "compressed-tensors", "gptq", "gptq_v2", "marlin"]
+    assert format_names()[0] == "native"
+    assert FOLDERS == ["native", "compressed-tensors", "gptq", "gptq_v2", "marlin"]
+    assert {"gguf", "imatrix"} <= set(format_names())
+    with pytest.raises(ConfigError, match=r"unknown format 'gptq2'.*did you mean"):
+        write_as("out", checkpoint(layer(32, 32)), "gptq2")
+    with pytest.raises(ConfigError, match="format native does not read ragged; its options: none"):
+        write_as("out", checkpoint(layer(32, 32)), "native", ragged="split")
+    with pytest.raises(ConfigError, match="ragged must be one of keep, split, pad; got 'cut'"):
+        write_as("out", checkpoint(layer(32, 32)), "gptq", ragged="cut")
+    with pytest.raises(ConfigError, match="imatrix is written from a calibration dump"):
+        write_as("out", checkpoint(layer(32, 32)), "imatrix")
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -170,7 +184,7 @@ def fitting(draw):
     kind = draw(st.sampled_from(kinds))
     policy = draw(st.sampled_from(["keep", "split"])) if form.startswith("gptq") else "split"
     made = layer(rows, columns, bits, group, symmetric, scale_dtype=kind, seed=draw(st.integers(0, 99)))
-    return made, form, None if form == "marlin" else policy
+    return made, form, None if form in ("native", "marlin") else policy
 
 
 @settings(max_examples=60, deadline=None)
@@ -343,7 +357,7 @@ def test_what_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
             continue
         with pytest.raises(CheckpointError, match=match):
             write_as(tmp_path / "x", whole, form)
-    with pytest.raises(ConfigError, match=r"unknown checkpoint format 'gtpq' \(did you mean gptq\?\)"):
+    with pytest.raises(ConfigError, match=r"unknown format 'gtpq' \(did you mean gptq\?\)"):
         write_as(tmp_path / "x", wide, "gtpq")
     with pytest.raises(ConfigError, match="no quantized layer"):
         write_as(tmp_path / "x", checkpoint(), "gptq")
@@ -364,7 +378,7 @@ def test_bfloat16_scales_that_float16_holds_are_exported(tmp_path):
 def test_transformed_layers_stay_in_loopqs_own_format(tmp_path):
     made = layer(32, 32).with_transform(Rotation(32, "hadamard", 16))
     assert write_as(tmp_path / "n", checkpoint(made), "native").checked == 1
-    for form in FORMATS.names():
+    for form in FOLDERS[1:]:
         with pytest.raises(CheckpointError, match=r"a\.b\.weight: its codes are for a transformed input"):
             write_as(tmp_path / form, checkpoint(made), form)
 
@@ -386,9 +400,9 @@ def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeyp
 
 def test_inspect_explains_each_format(tmp_path):
     whole = checkpoint(layer(64, 128, 4, 128))
-    for form in format_names():
+    for form in FOLDERS:
         write_as(tmp_path / form, whole, form)
-        assert format_of(tmp_path / form) == form
+        assert format_of(tmp_path / form).name == form
         found = inspect_any(tmp_path / form)
         assert found["format"] == form
         assert found["layers"][0]["bits_per_weight"] == 4.125
@@ -685,11 +699,11 @@ def test_zero_points_in_bytes_of_older_files():
     tensors["a.b.weight_zero_point"] = RawTensor.of((made.zeros.astype(np.int16) - 8).astype(np.int8))
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
     config = {"format": "pack-quantized", "config_groups": {"g": {"targets": ["re:a.*"], "weights": weights}}}
-    read = FORMATS.get(CT).read("a.b", TensorReader("f", tensors), config)
+    read = FORMATS.get(CT).read_layer("a.b", TensorReader("f", tensors), config)
     assert read.same_as(made)
     tensors["a.b.weight_zero_point"] = RawTensor.of(np.full((40, 2), 9, np.int8))
     with pytest.raises(CheckpointError, match="zero points outside 4 bits"):
-        FORMATS.get(CT).read("a.b", TensorReader("f", tensors), config)
+        FORMATS.get(CT).read_layer("a.b", TensorReader("f", tensors), config)
 
 
 def test_scales_in_other_types_are_read(tmp_path):

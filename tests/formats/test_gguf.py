@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ import torch
 import benches.zoo.models
 import loopq
 from loopq.errors import CheckpointError
+from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import write_as
-from loopq.formats.gguf import Shape, blocks, write_gguf
-from loopq.formats.native import load_into
+from loopq.formats.gguf import Shape, blocks
 from tests.support.interop import models
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
@@ -68,7 +69,7 @@ def test_what_llama_cpp_has_no_type_for_is_refused(grid, match):
 def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path, grid):
     _, checkpoint = looped(**grid)
     write_as(tmp_path / "q", checkpoint, "native")
-    lines = write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
     assert "nanbeige, 3 loops, 21 tensors" in lines[0]
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     found = {name: field.contents() for name, field in reader.fields.items()}
@@ -113,7 +114,7 @@ def test_the_tokenizer_of_another_file_is_copied(tmp_path):
         write()
     _, checkpoint = looped()
     write_as(tmp_path / "q", checkpoint, "native")
-    write_gguf(tmp_path / "q", tmp_path / "m.gguf", path)
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf", vocabulary=path)
     source, found = (gguf.GGUFReader(p).fields for p in (path, tmp_path / "m.gguf"))
     names = [n for n in source if n.startswith("tokenizer.")]
     assert len(names) == 4
@@ -125,7 +126,7 @@ def test_logits_of_llama_cpp(tmp_path):
     llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: llama-cpp-python is not installed")
     model, checkpoint = looped(bits=8, group_size=32)
     write_as(tmp_path / "q", checkpoint, "native")
-    write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf")
     load_into(model, checkpoint)
     ids = [5, 9, 7, 30, 11, 12]
     engine = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=32, logits_all=True, verbose=False, n_threads=1)
@@ -147,7 +148,7 @@ def test_a_loop_of_a_dense_model_is_written_out(tmp_path):
     model = LlamaForCausalLM(config).eval()
     told = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     write_as(tmp_path / "q", models.checkpoint_of(model, told, bits=4, group_size=32), "native")
-    lines = write_gguf(tmp_path / "q", tmp_path / "m.gguf")
+    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
     assert "the loop is written out: 6 layers in the order in which they run" in lines
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     assert reader.fields["llama.block_count"].contents() == 6
@@ -172,7 +173,7 @@ def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.save_pretrained(tmp_path / "m")
-    lines = write_gguf(f"looped:{tmp_path / 'm'}[1:3]x2", tmp_path / "m.gguf")
+    lines = loopq.export(f"looped:{tmp_path / 'm'}[1:3]x2", tmp_path / "m.gguf", "gguf").lines()
     assert "the loop is written out: 5 layers in the order in which they run" in lines
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[dtype]
@@ -185,7 +186,17 @@ def test_a_model_that_is_not_quantized_is_written_as_it_is(tmp_path, dtype):
     )
     assert np.array_equal(again, model.model.layers[2].mlp.up_proj.weight.detach().float().numpy())
     # Without a loop, a plain Llama.
-    write_gguf(tmp_path / "m", tmp_path / "plain.gguf")
+    loopq.export(tmp_path / "m", tmp_path / "plain.gguf", "gguf")
     assert gguf.GGUFReader(tmp_path / "plain.gguf").fields["llama.block_count"].contents() == 3
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        write_gguf(tmp_path, tmp_path / "none.gguf")
+        loopq.export(tmp_path, tmp_path / "none.gguf", "gguf")
+
+
+def test_what_the_file_cannot_do_without_is_asked_of_the_config():
+    _, checkpoint = looped()
+    whole = json.loads(checkpoint.side_files["config.json"])
+    for broken in ({"vocab_size": "96"}, {"rms_norm_eps": None}, {"hidden_size": True}):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {next(iter(broken))} is"):
+            Shape.of({**whole, **broken}).check_whole()
+    with pytest.raises(CheckpointError, match="66 rows are no pairs in each of 4 heads"):
+        Shape.of(whole).rows("model.layers.0.self_attn.q_proj.weight", 66)

@@ -11,8 +11,8 @@ import pytest
 import safetensors
 
 from loopq.errors import CheckpointError, LoopqError, SystemContractError
-from loopq.formats.base import matches
 from loopq.formats.convert import read_any, write_as
+from loopq.formats.quantized_folder import matches
 from loopq.storage.files import (
     RawTensor,
     check_new,

@@ -20,8 +20,8 @@ import loopq
 from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import select
-from loopq.formats.convert import write_as
-from loopq.formats.gguf import write_gguf
+from loopq.formats import FORMATS as REGISTRY
+from loopq.formats.convert import read_any, write_as
 from loopq.settings.execution import Execution
 from loopq.systems.generic import Generic
 from tests.golden import quantized
@@ -75,12 +75,12 @@ def written(name, folder):
     """Write one case below a folder and give its checksums."""
     format_name, grid = FORMATS[name]
     found = checkpoint(**grid)
-    if format_name != "gguf":
+    if not REGISTRY.get(format_name).one_file:
         write_as(folder / "q", found, format_name)
         return of_folder(folder / "q")
     write_as(folder / "n", found, "native")
     (folder / "q").mkdir()
-    write_gguf(folder / "n", folder / "q" / "model.gguf")
+    write_as(folder / "q" / "model.gguf", read_any(folder / "n"), format_name)
     return of_folder(folder / "q")
 
 

@@ -171,7 +171,7 @@ def solved(case):
 
 def beyond():
     """Cases whose settings are objects: bits under a budget."""
-    from loopq.run.allocate import Allocate
+    from loopq.run.budget import Allocate
 
     few = {"bits": (2, 4, 8), "group_sizes": (8, 16), "n_prompts": 4}
     return {

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from loopq import _native
-from loopq.errors import ConfigError, KernelError
+from loopq.errors import ConfigError, KernelError, NonFiniteError, SolveError
 from loopq.inference.linear import QuantLinear
 from loopq.layers.transforms import Rotation
-from tests.inference.test_linear import asymmetric
+from tests.cuda.test_modules import asymmetric
 from tests.support.cuda.layers import layer_parts
 from tests.support.linear import linear_of
 
@@ -150,13 +150,23 @@ def test_refusals() -> None:
 
 
 def test_the_layouts_own_refusals() -> None:
-    layout = _native.CpuLayout(48, 160, _native.Grid(bits=4, group_size=64))
+    layout = _native.CpuLayout(48, 160, 64, 4)
+    half = _native.CpuLayout(48, 160, 64, 4, scale_dtype="float16")
     codes, scales = layer_parts()
     packed = np.zeros(layout.n_bytes, np.uint8)
     with pytest.raises(TypeError, match="out must be a writable, contiguous array of uint8"):
         layout.pack(codes, scales, packed[::2])
     with pytest.raises(ConfigError, match="the packed weight: expected 2 x"):
         layout.pack(codes, scales, packed[:-1])
+    for bad, error, message in (
+        (np.nan, NonFiniteError, "scales holds NaN at row 1, column 2"),
+        (-np.inf, NonFiniteError, "scales holds -inf at row 1, column 2"),
+        (1e9, SolveError, "1e9 of row 1, group 2 is infinite in float16"),
+    ):
+        wrong = scales.copy()
+        wrong[1, 2] = bad
+        with pytest.raises(error, match=message):
+            half.pack(codes, wrong, np.zeros(half.n_bytes, np.uint8))
     x, out = np.zeros((1, 160), np.float32), np.zeros((1, 48), np.float32)
     with pytest.raises(ConfigError, match=r"precision = .*'int8', 'fixed16', 'fixed24'"):
         layout.multiply(packed, x, out, precision="int4")  # type: ignore[arg-type]

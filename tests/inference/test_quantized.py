@@ -11,7 +11,7 @@ import torch
 
 import loopq
 from loopq.errors import CheckpointError, ConfigError, KernelError
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.inference.quantized import install
 from loopq.layers.grids import grid_of

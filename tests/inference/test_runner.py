@@ -281,6 +281,7 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
         runner.run(np.ones((1, 4), np.float32), angles, np.zeros((2, 3), np.float32))
     for wrong in (
         {"heads": 3}, {"head": 3}, {"kv_heads": 0}, {"qkv": [1]}, {"out": 0}, {"gate_up": [1]}, {"down": 7},
+        {"heads": 0, "qkv": []}, {"heads": 0, "kv_heads": 1 << 62, "qkv": []}, {"gate_up": [1, 1, 0]},
         {"qk_bias": [1.0]}, {"qk_norms": [0, 0]}, {"norms": [[0, None, None], [None] * 3]},
         {"gates": True},
     ):  # fmt: skip
@@ -302,3 +303,10 @@ def test_shapes_that_do_not_fit_are_refused_and_nothing_is_kept():
         make(order=[("start", 0)]).run(np.ones((1, 4), np.float32), angles, logits)
     with pytest.raises(TypeError, match='no step of a program is called "walk"'):
         make(order=[("walk", 0)])
+    for empty in ((4, 0), (0, 4)):
+        with pytest.raises(ConfigError, match="a weight of a program: expected 1 or more outputs and inputs"):
+            native.CpuRunner(
+                [(None, np.ones(empty, np.float32), None)], [], [], [], 0, precision="int8", half=False
+            )
+    with pytest.raises(ConfigError, match="outputs for the gate and what it multiplies: expected an even"):
+        make({**block, "gate_up": [0, 1, 1]})

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 import loopq
 import loopq.integrations.transformers  # registers the quantizer
 from loopq.errors import CheckpointError
+from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.hf_folder import read_all_tensors
-from loopq.formats.native import load_into
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.models.hf import unfuse

@@ -23,7 +23,7 @@ from loopq.evaluate.compare import compare
 from loopq.models.load import load_model
 from loopq.paper import main_table, main_text
 from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
-from loopq.paper.models import PreparedModel, Sizes, data_folder, prepare_model
+from loopq.paper.models import PreparedModel, Sizes, prepare_model
 from loopq.paper.probe import MASK_ID, fit_probe, masked, measure_states
 from tests.support.systems import CASES, as_loaded, open_system
 
@@ -89,13 +89,13 @@ def test_the_numbers_are_those_of_compare(tmp_path: Path) -> None:
 
 def test_the_adapter_is_damped_as_in_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    plain = main_table.Run.solve_from
+    plain = main_table.solve_from
 
-    def watch(run: Any, sums: Any, config: Any) -> Any:
-        seen.append(config)
-        return plain(run, sums, config)
+    def watch(plan: Any, source: Any, sums: Any) -> Any:
+        seen.append(plan.config)
+        return plain(plan, source, sums)
 
-    monkeypatch.setattr(main_table.Run, "solve_from", watch)
+    monkeypatch.setattr(main_table, "solve_from", watch)
     measure(save(tmp_path / "tiny", "rllama", mean_recurrence=2, n_heads=4))
     # Rounding, which has no damping, comes first.
     assert seen[1].for_layer("transformer.adapter.weight").method.damping.fraction == 0.1
@@ -146,20 +146,6 @@ def test_coconut_is_asked_its_task_and_scored_on_answers(tmp_path: Path) -> None
         compare(loaded.system, {}, dataclasses.replace(prepared.evaluation, scored_from=last))
     with pytest.raises(ConfigError, match="'loopq-zoo-coconut' are registered twice"):
         register_prompts("loopq-zoo-coconut", lambda *_: prepared.evaluation)
-
-
-def test_data_sets_are_looked_for_where_they_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LOOPQ_DATA", raising=False)
-    assert data_folder(None) is None
-    with pytest.raises(ConfigError, match="plbert needs a data folder: give --data DIR or set LOOPQ_DATA"):
-        prepare_model("plbert", Sizes())
-    monkeypatch.setenv("LOOPQ_DATA", str(tmp_path))
-    assert data_folder(None) == tmp_path
-    assert data_folder(tmp_path.parent) == tmp_path.parent
-    with pytest.raises(ConfigError, match="no data folder nowhere"):
-        data_folder(Path("nowhere"))
 
 
 def test_ranks_are_those_of_the_inputs(tmp_path: Path) -> None:

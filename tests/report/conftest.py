@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
-QUICK = DiagnoseConfig(
-    n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directions=4, group_sizes=(4, -1)
-)
+QUICK = DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, seeds=(0,), group_sizes=(4, -1))
+#: Sections of the product; what a room adds is tested with the room.
+OURS = ["ranks", "overlap", "ablation", "injection", "feedback", "groups"]
 ON = {"n_prompts": 3, "n_tokens": 24, "source": "a <text>", "n_steps": 3, "n_seeds": 1}
 TEXTS = ("the first", "the\nsecond & more", "x" * 1000)
 
@@ -19,7 +21,7 @@ TEXTS = ("the first", "the\nsecond & more", "x" * 1000)
 def diagnosis():
     system = LinearSystem(LinearLoop(width=8))
     return survey.diagnose(
-        system, tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, name="toy <&>", threads=1
+        system, tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, only=OURS, name="toy <&>", threads=1
     )
 
 
@@ -72,3 +74,14 @@ def everything(diagnosis):
         "errors": errors(Q4=1.0),
         "measured": measured(summary("Q4", 0.02)),
     }
+
+
+def check_axes(picture):
+    """Every axis has a label with its unit."""
+    for axes in picture.figure.axes:
+        labels = [axes.get_xlabel(), axes.get_ylabel()]
+        if axes.get_label() == "<colorbar>":
+            labels = [text for text in labels if text]
+        assert labels, picture.name
+        for text in labels:
+            assert re.search(r"\[[^\]]+\]", text), (picture.name, text)

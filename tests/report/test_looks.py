@@ -126,7 +126,7 @@ def test_what_is_heard(browser, path):
 
 
 def test_tables_are_sorted_by_a_click_and_the_data_can_be_saved(browser, path):
-    check(browser, path, n_figures=11)
+    check(browser, path, n_figures=8)
     first = 'document.querySelector("#layers tbody").rows[0].cells[0].textContent'
     click = 'document.querySelectorAll("#layers thead button")[3].click()'
     order = [browser.ask(f"{click}; {first}") for _ in range(2)]

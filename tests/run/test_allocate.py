@@ -14,7 +14,7 @@ from loopq.errors import ConfigError
 from loopq.evaluate.compare import compare
 from loopq.quantizers.config import Override
 from loopq.quantizers.gptq_cd import GPTQCD
-from loopq.run.allocate import Allocate, Candidate, choose_bits, parse_budget
+from loopq.run.budget import Allocate, Candidate, choose_bits, parse_budget
 from loopq.run.config import QuantConfig
 from tests.golden.quantized import ExactLoop, ids
 from tests.support.kills import Kill, Killer, counting

@@ -32,7 +32,7 @@ def open_loop(run):
 def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tiny, tokens):
     run = prepared(tiny, tokens)
     tasks, plain = run.tasks, open_loop(run)
-    solved = {alpha: Asymmetric(alpha=alpha).solve(run) for alpha in (0.0, 1.0)}
+    solved = {alpha: run.solve(Asymmetric(alpha=alpha)) for alpha in (0.0, 1.0)}
     first = tasks[0].name
     for layers in solved.values():
         assert list(layers) == [t.name for t in tasks]
@@ -60,8 +60,8 @@ def test_first_layer_is_the_open_loop_one_and_the_sum_of_output_errors_falls(tin
 
 
 def test_same_bytes_again_and_at_two_threads(tiny, tokens):
-    one = Asymmetric(sweeps=2).solve(prepared(tiny, tokens))
-    two = Asymmetric(sweeps=2).solve(prepared(tiny, tokens, threads=2))
+    one = prepared(tiny, tokens).solve(Asymmetric(sweeps=2))
+    two = prepared(tiny, tokens, threads=2).solve(Asymmetric(sweeps=2))
     assert all(one[n].same_as(two[n]) for n in one)
     assert all(layer.report["sweep"] == 1 for layer in one.values())
 
@@ -76,7 +76,7 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     """The first layers see the same inputs in both rollouts: there each weighting gives its open-loop codes."""
     for spec in ("alpha=1/4", "balanced"):
         run = prepared(tiny, tokens, step_weights=spec)
-        plain, found = open_loop(run), Asymmetric().solve(run)
+        plain, found = open_loop(run), run.solve(Asymmetric())
         for task in run.tasks:
             report = found[task.name].report
             assert report["step_weighting"] == spec
@@ -84,14 +84,14 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
             if task.input_group == run.tasks[0].input_group:
                 np.testing.assert_array_equal(found[task.name].codes, plain[task.name].codes)
                 assert report["step_weights"] == pytest.approx(plain[task.name].report["step_weights"])
-    by_sum = Asymmetric().solve(prepared(tiny, tokens))
-    by_alpha = Asymmetric().solve(prepared(tiny, tokens, step_weights="alpha=1/3"))
+    by_sum = prepared(tiny, tokens).solve(Asymmetric())
+    by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(Asymmetric())
     assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
 
 
 def test_the_public_function_runs_layer_by_layer(tiny, tokens):
     found = loopq.quantize(tiny, tokens, asked(), inputs="asymmetric", batch_size=5, threads=1)
-    expected = Asymmetric().solve(prepared(tiny, tokens))
+    expected = prepared(tiny, tokens).solve(Asymmetric())
     assert all(found.layers[n].same_as(expected[n]) for n in expected)
 
 

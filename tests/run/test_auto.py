@@ -29,12 +29,12 @@ def test_a_share_of_the_prompts_costs_the_same_multiple(loaded, tokens):
     whole = TokenSet(tokens.sequences * 32, "repeated", "prompts")
     config = QuantConfig.of(metric="loop", group_size=20)
     few, many = (
-        auto.cost_of_gradients(run_of(loaded, whole.take(0, n), config)) for n in (2 * LEAST, 8 * LEAST)
+        auto.cost_of_gradients(*run_of(loaded, whole.take(0, n), config)) for n in (2 * LEAST, 8 * LEAST)
     )
     assert few == pytest.approx(many, rel=0.2)
     # A number that is fixed costs the more, the fewer prompts there are.
     fixed = config.changed(metric_prompts=2 * LEAST)
-    dear = auto.cost_of_gradients(run_of(loaded, whole.take(0, 2 * LEAST), fixed))
+    dear = auto.cost_of_gradients(*run_of(loaded, whole.take(0, 2 * LEAST), fixed))
     assert dear > 1.8 * few
 
 
@@ -53,18 +53,18 @@ def test_the_choice_is_made_by_cost_and_said(loaded, tokens, monkeypatch, afford
 def test_where_half_of_the_prompts_is_too_dear_fewer_are_taken(loaded, tokens, monkeypatch):
     whole = TokenSet((tokens.sequences * 20)[:160], "repeated", "prompts")
     run = run_of(loaded, whole, QuantConfig.of(group_size=20))
-    half = auto.cost_of_gradients(run.with_config(run.config.with_metric("loop")))
+    half = auto.cost_of_gradients(*run.with_config(run.config.with_metric("loop")))
 
     def chosen(share, config=None):
         monkeypatch.setattr(auto, "AFFORDABLE", share * half)
-        return auto.choose_metric(run if config is None else run.with_config(config))
+        return auto.choose_metric(*(run if config is None else run.with_config(config)))
 
     assert {t.gradients for t in chosen(1.01).tasks} == {(None, 2)}
     fewer = chosen(0.5)
     ((prompts, draws),) = {t.gradients for t in fewer.tasks}
     assert draws == 2
     assert LEAST < prompts <= 40
-    assert auto.cost_of_gradients(fewer) <= 0.5 * half
+    assert auto.cost_of_gradients(fewer, run.source) <= 0.5 * half
     # Fewer than the least are no metric, and a number that is asked for is not changed.
     assert {t.gradients for t in chosen(0.19).tasks} == {None}
     asked = run.config.changed(metric_prompts=80)

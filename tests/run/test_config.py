@@ -9,7 +9,7 @@ import pytest
 import loopq
 from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
-from loopq.run.allocate import Allocate
+from loopq.run.budget import Allocate
 from loopq.run.config import PRESETS, QuantConfig, flat_names
 from tests.support.runs import digest
 

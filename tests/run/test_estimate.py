@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from loopq.run.allocate import Allocate
+from loopq.run.budget import Allocate
 from loopq.run.config import QuantConfig
 from loopq.run.estimate import duration, estimate
 from tests.support.runs import run_of
@@ -14,7 +14,7 @@ from tests.support.runs import run_of
 
 def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
     def of(**changes):
-        return estimate(run_of(loaded, tokens, QuantConfig.of(**changes)))
+        return estimate(*run_of(loaded, tokens, QuantConfig.of(**changes)))
 
     plain, best = of(), of(preset="best")
     assert (plain.metric.n_gradients, plain.metric_seconds) == (0, 0.0)
@@ -32,8 +32,8 @@ def test_gradients_and_the_runs_of_the_text_are_counted(loaded, tokens):
 
 
 def test_a_memory_limit_means_more_passes(loaded, tokens):
-    free = estimate(run_of(loaded, tokens))
-    limited = estimate(run_of(loaded, tokens, memory=free.memory - 1))
+    free = estimate(*run_of(loaded, tokens))
+    limited = estimate(*run_of(loaded, tokens, memory=free.memory - 1))
     assert (free.n_passes, limited.n_passes) == (1, 2)
     assert limited.memory < free.memory
 
@@ -41,7 +41,7 @@ def test_a_memory_limit_means_more_passes(loaded, tokens):
 def test_what_choosing_bits_takes_is_said_too(tiny, tokens):
     def extra(**changes):
         run = run_of(tiny, tokens, QuantConfig.of(**changes))
-        return estimate(dataclasses.replace(run, probe_seconds=0.5)).extra
+        return estimate(run.plan, dataclasses.replace(run.source, probe_seconds=0.5)).extra
 
     layers = len(run_of(tiny, tokens).tasks)
     assert extra() == ""

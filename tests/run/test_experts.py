@@ -18,7 +18,7 @@ from loopq.quantizers import Problem
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
 from loopq.run.dumped import MetricOfDump
-from loopq.run.result import DumpRun
+from loopq.run.source import DumpSource
 from loopq.systems.base import Batch
 from tests.support.experts import N_STEPS, routed_loop
 from tests.support.kills import Kill, Killer
@@ -177,8 +177,8 @@ def test_dumps_of_rows_and_hessians_give_the_bytes_of_the_direct_run(loaded, tok
     collect_hessians(job_of(loaded, tokens, batch_size=2), tmp_path / "sums", steps=[1, 2], per_step=True)
     loopq.solve(tmp_path / "sums", out=tmp_path / "q", **settings)
     assert digest(tmp_path / "q") == expected
-    manifest = DumpRun.open(tmp_path / "rows-1", QuantConfig.of(**settings), run_of(loaded, tokens).execution)
-    assert manifest.dump.manifest.rows[f"{CLOSED}gate_proj.weight"] == {0: 0, 1: 0, 2: 0}
+    source = DumpSource.open(tmp_path / "rows-1", run_of(loaded, tokens).execution)
+    assert source.dump.manifest.rows[f"{CLOSED}gate_proj.weight"] == {0: 0, 1: 0, 2: 0}
 
 
 def test_parts_of_prompts_that_send_an_expert_other_rows_merge_to_the_whole(loaded, tokens, tmp_path):

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import benches.zoo.models
+import loopq
 from benches.zoo.store import save_model
 from loopq.calibrate.dump import Dump
 from loopq.cli import main
-from loopq.formats.gguf import write_gguf
-from loopq.run.imatrix import write_imatrix
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
@@ -39,7 +38,7 @@ def test_importance_is_the_diagonal_of_what_an_error_costs(tmp_path, monkeypatch
     # The published class's config.json in the place of the small one's.
     told = json.dumps({"architectures": ["NanbeigeForCausalLM"]}).encode()
     monkeypatch.setattr(Dump, "side_files", lambda self: {"config.json": told})
-    lines = write_imatrix(tmp_path / "d", tmp_path / "i.gguf", steps)
+    lines = loopq.export(tmp_path / "d", tmp_path / "i.gguf", "imatrix", steps=steps).lines()
     assert f"importance of 8 layers, steps {steps}" in lines[0]
     tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
     numbers = [1] if steps == "1" else [0, 1]
@@ -73,8 +72,8 @@ def test_a_loop_that_is_written_out_has_an_entry_for_each_run(tmp_path):
     spec = f"looped:{tmp_path / 'm'}[1:2]x3"
     arguments = ["collect", spec, "--out", str(tmp_path / "d"), "--hessian", "--calibration", str(texts)]
     assert main([*arguments, "--seq-len", "16"]) == 0
-    write_imatrix(tmp_path / "d", tmp_path / "i.gguf")
-    write_gguf(spec, tmp_path / "m.gguf")
+    loopq.export(tmp_path / "d", tmp_path / "i.gguf", "imatrix")
+    loopq.export(spec, tmp_path / "m.gguf", "gguf")
     found = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "i.gguf").tensors}
     layers = [t.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.data.ndim == 2]
     # Every matrix of the file but the embedding has its entry, by its own name.

@@ -13,8 +13,8 @@ from loopq.calibrate.collect import HessianSet
 from loopq.errors import ConfigError, OutOfMemoryError
 from loopq.run import solver
 from loopq.run.config import QuantConfig
-from loopq.run.estimate import estimate
-from loopq.run.memory import pass_bytes, passes, run_bytes
+from loopq.run.estimate import estimate, run_bytes
+from loopq.run.memory import pass_bytes, passes
 from tests.support.runs import run_of
 
 WHOLE = """
@@ -77,16 +77,16 @@ def whole(width, share=0.0, **settings):
 def test_passes_keep_to_the_limit_with_solves_and_metrics(tiny, tokens):
     free = run_of(tiny, tokens)
     sums = free.sums()
-    most = max(pass_bytes(free, sums, [x]) for x in sums.steps)
+    most = max(pass_bytes(free.job, free.tasks, sums, [x]) for x in sums.steps)
     limited = run_of(tiny, tokens, memory=most)
-    found = passes(limited, sums := limited.sums())
+    found = passes(limited.job, limited.tasks, sums := limited.sums())
     assert len(found) > 1
     assert sorted(x for p in found for x in p) == sorted(sums.steps)
-    assert max(pass_bytes(limited, sums, p) for p in found) == run_bytes(limited) <= most
+    assert max(pass_bytes(limited.job, limited.tasks, sums, p) for p in found) == run_bytes(*limited) <= most
     with pytest.raises(ConfigError, match="alone it takes"):
-        run_bytes(run_of(tiny, tokens, memory=most - 1))
+        run_bytes(*run_of(tiny, tokens, memory=most - 1))
     best = QuantConfig.of(preset="best")
-    assert run_bytes(run_of(tiny, tokens, best)) > run_bytes(free)
+    assert run_bytes(*run_of(tiny, tokens, best)) > run_bytes(*free)
 
 
 def test_small_inputs_go_along_with_large_ones(tiny, tokens):
@@ -102,14 +102,14 @@ def test_small_inputs_go_along_with_large_ones(tiny, tokens):
 @pytest.mark.parametrize("inputs", ["asymmetric", "closed-loop"])
 def test_what_cannot_be_divided_is_refused(tiny, tokens, inputs):
     config = QuantConfig.of(inputs=inputs)
-    need = run_bytes(run_of(tiny, tokens, config))
+    need = run_bytes(*run_of(tiny, tokens, config))
     with pytest.raises(ConfigError, match=f"inputs {inputs}: takes"):
-        estimate(run_of(tiny, tokens, config, memory=need - 1))
+        estimate(*run_of(tiny, tokens, config, memory=need - 1))
 
 
 def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
     together, apart = (
-        run_bytes(run_of(tiny, tokens, QuantConfig.of(inputs="asymmetric", method="gptq", steps=steps)))
+        run_bytes(*run_of(tiny, tokens, QuantConfig.of(inputs="asymmetric", method="gptq", steps=steps)))
         for steps in ("all", "1:")
     )
     assert apart > together
@@ -149,4 +149,4 @@ def test_want_of_memory_for_a_report_names_its_layer(tiny, tokens, monkeypatch, 
     monkeypatch.setattr(solver, "relative_error", none)
     run = run_of(tiny, tokens, QuantConfig.of(preset="paper", inputs=inputs))
     with pytest.raises(OutOfMemoryError, match=r"^layer [\w.]+weight: no memory: Unable .* --memory bounds"):
-        run.config.inputs.solve(run)
+        run.solve()

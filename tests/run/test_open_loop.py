@@ -52,7 +52,7 @@ def test_closed_loop_collects_from_the_quantized_model(tiny, tokens):
     config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None)
     run = run_of(tiny, tokens, config, batch_size=5)
     plain = run.solve_from(run.all_steps())
-    again = ClosedLoop().solve(run)
+    again = run.solve(ClosedLoop())
     assert list(again) == list(plain)
     assert not all(again[n].same_as(plain[n]) for n in plain)
     assert all(layer.report["inputs"] == "closed-loop" for layer in again.values())
@@ -63,7 +63,7 @@ def test_closed_loop_solves_original_weights_on_the_inputs_of_the_first_quantize
     name = "transformer.core_block.0.mlp.fc"
     config = QuantConfig.of(bits=2, group_size=16, rank_threshold=None, beam=1)
     run = run_of(tiny, tokens, config, batch_size=5)
-    first, again = Open().solve(run), ClosedLoop().solve(run)[f"{name}.weight"]
+    first, again = run.solve(Open()), run.solve(ClosedLoop())[f"{name}.weight"]
     own = tiny.model.get_parameter(f"{name}.weight").detach().double().numpy().copy()
     rows = []
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_closed_loop_with_next_to_no_error_is_open_loop(tiny, tokens):
     """First eight bits, which change the rollout by next to nothing: hardly any code turns."""
     config = QuantConfig.of(bits=8, group_size=16, rank_threshold=None)
     run = run_of(tiny, tokens, config, batch_size=5)
-    plain, again = run.config.inputs.solve(run), ClosedLoop().solve(run)
+    plain, again = run.solve(), run.solve(ClosedLoop())
     assert np.mean([(again[n].codes == plain[n].codes).mean() for n in plain]) > 0.95
 
 

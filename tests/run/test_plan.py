@@ -12,8 +12,8 @@ from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
-from loopq.run.engine import Run
-from loopq.run.plan import plan, rounding_like, steps_by_input
+from loopq.run.plan import Plan, rounding_like, steps_by_input
+from loopq.run.source import ModelSource
 from tests.support.runs import SETTINGS, run_of
 from tests.support.systems import CASES, open_system, prompts
 
@@ -57,11 +57,11 @@ def test_treatments_of_the_system_and_dense_layers(tiny, tokens):
         *rest,
     ]
     config = QuantConfig.of(Override(f"*{rest[0].name}", {"method": "dense"}), method="awq")
-    tasks = plan(parameters, run.job.selection.input_groups, config)
+    tasks = Plan.of(parameters, run.job.selection.input_groups, config).tasks
     assert [t.name for t in tasks] == [first.name, *(p.name for p in rest[1:])]
     assert (tasks[0].config.method, tasks[0].steps, tasks[0].input_group) == (RTN(), (), None)
     with pytest.raises(ConfigError, match="nothing is left to quantize"):
-        plan(parameters, {}, QuantConfig.of(method="dense"))
+        Plan.of(parameters, {}, QuantConfig.of(method="dense"))
 
 
 def test_rounding_has_the_scale_search_of_the_method():
@@ -84,13 +84,13 @@ def test_a_setting_that_the_method_of_a_layer_does_not_read_is_refused(tiny, tok
 def test_what_the_paper_rounds_is_calibrated_by_other_methods_than_the_papers():
     system = open_system(CASES["Nanbeige"])
     tokens = from_ids(prompts(CASES["Nanbeige"], 2).input_ids.tolist())
-    name = "lm_head.weight"
+    name, source = "lm_head.weight", ModelSource.of(system, tokens)
     for method in ("gptq", "awq", "rtn"):
-        found = Run.prepare(system, tokens, QuantConfig.of(method=method, group_size=16))
+        found = source.plan(QuantConfig.of(method=method, group_size=16))
         head = next(t for t in found.tasks if t.name == name)
         assert (type(head.config.method), head.input_group) == (RTN, None)
-    run = Run.prepare(system, tokens, QuantConfig.of(group_size=16))
-    head = next(t for t in run.tasks if t.name == name)
+    found = source.plan(QuantConfig.of(group_size=16))
+    head = next(t for t in found.tasks if t.name == name)
     assert (head.config.method.name, head.input_group, head.steps) == ("gptq-cd", name, (0,))
     layer = loopq.quantize(system, tokens, group_size=16, preset="fast").layers[name]
     assert layer.report["method_done"] == "gptq-cd"

@@ -136,9 +136,9 @@ def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_worke
         assert f"written to {out}" in said
     assert digest(out) == digest(tmp_path / "alone")
     # One that comes late finds it; so does one whose command was for other settings, and is told.
-    loopq.solve_together(dump, out=out, **SETTINGS)
+    loopq.solve(dump, out=out, several=True, **SETTINGS)
     with pytest.raises(CheckpointError, match="holds a checkpoint of other settings"):
-        loopq.solve_together(dump, out=out, **SETTINGS | {"bits": 4})
+        loopq.solve(dump, out=out, several=True, **SETTINGS | {"bits": 4})
     assert [p.name for p in out.parent.iterdir()] == ["out"]
 
 
@@ -161,15 +161,15 @@ def test_shards_wait_for_nobody_and_the_last_one_writes(dump, tmp_path):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     out = tmp_path / "out"
     assert "the one that ends last writes" in finished(worker(dump, out, "--shard", "2/2"))
-    assert loopq.solve_together(dump, out=out, shard=(1, 2), **SETTINGS) is not None
+    assert loopq.solve(dump, out=out, shard=(1, 2), **SETTINGS) is not None
     assert digest(out) == digest(tmp_path / "alone")
     # A shard that is missing is solved by the command without shards.
-    assert loopq.solve_together(dump, out=tmp_path / "other", shard=(1, 3), **SETTINGS) is None
+    assert loopq.solve(dump, out=tmp_path / "other", shard=(1, 3), **SETTINGS) is None
     loopq.solve(dump, out=tmp_path / "other", **SETTINGS)
     assert digest(tmp_path / "other") == digest(out)
     assert not (tmp_path / ".other.work").exists()
     with pytest.raises(ConfigError, match="shard must be K of N, K from 1 to N; got 3 of 2"):
-        loopq.solve_together(dump, out=out, shard=(3, 2), **SETTINGS)
+        loopq.solve(dump, out=out, shard=(3, 2), **SETTINGS)
     assert "'2': give K/N, as in 3/20" in worker(dump, out, "--shard", "2").communicate()[0]
 
 
@@ -178,10 +178,10 @@ def test_a_worker_waits_until_the_heart_of_another_machine_stands_still(dump, tm
     monkeypatch.setattr(solver, "POLL", 0.02)
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     out = tmp_path / "out"
-    assert loopq.solve_together(dump, out=out, shard=(2, 2), **SETTINGS) is None
+    assert loopq.solve(dump, out=out, shard=(2, 2), **SETTINGS) is None
     (work,) = (tmp_path / ".out.work" / "layers").iterdir()
     (work / ".claim.0").write_text('{"host": "elsewhere", "pid": 1}')
-    loopq.solve_together(dump, out=out, **SETTINGS)
+    loopq.solve(dump, out=out, several=True, **SETTINGS)
     assert digest(out) == digest(tmp_path / "alone")
 
 
@@ -191,5 +191,5 @@ def test_a_worker_that_overslept_saves_nothing(dump, tmp_path, monkeypatch):
     left = iter([False, False, True])
     run = solver.Solver.share
     monkeypatch.setattr(solver.Solver, "share", lambda self, *a: run(self, *a[:3], lambda: next(left)))
-    assert loopq.solve_together(dump, out=tmp_path / "out", **SETTINGS) is None
+    assert loopq.solve(dump, out=tmp_path / "out", several=True, **SETTINGS) is None
     assert not list((tmp_path / ".out.work").rglob("*.safetensors"))

@@ -19,7 +19,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
-from loopq.run.allocate import Allocate
+from loopq.run.budget import Allocate
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.settings.declare import (
     Chosen,
@@ -54,7 +54,7 @@ class Ink(Settings):
     share: float = setting(1.0, at_least=0, at_most=1)
 
 
-TOOLS: Registry[type[Chosen]] = Registry("tool", "loopq.paper.controls")
+TOOLS: Registry[type[Chosen]] = Registry("tool", "loopq.settings")
 
 
 @TOOLS.register("pen")

@@ -98,7 +98,7 @@ class Bench:
             line = COMMANDS[command].format(**self.inputs, out=base / name)
             assert finish(_start(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
         began = time.monotonic()
-        subprocess.run([sys.executable, "-c", "import loopq.run.engine, transformers"], check=True)
+        subprocess.run([sys.executable, "-c", "import loopq.run.source, transformers"], check=True)
         self.start_up = time.monotonic() - began
         self.wanted, self.seconds, self.n_events = {}, {}, {}
         for name in names:

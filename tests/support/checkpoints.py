@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.grids import grid_of
 from loopq.layers.layer import QuantizedLayer
 from loopq.run.config import QuantConfig

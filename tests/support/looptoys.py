@@ -7,7 +7,6 @@ from torch import nn
 from loopq.calibrate.data import from_ids
 from loopq.diagnose.weights import as_stored
 from loopq.models.replace import replaced
-from loopq.paper.controls.rounding import round_signed
 from loopq.systems.base import LoopedSystem, declare
 
 
@@ -103,8 +102,15 @@ def tokens(n_prompts=3, n_tokens=5, vocab=11, seed=0):
 
 
 def numpy_rounder(weight, config):
-    group = None if config.grid.group_size == -1 else config.grid.group_size
-    return round_signed(weight, config.grid.bits, group or weight.shape[1]).astype(np.float32)
+    """Rounding to nearest, half to even, with scale max|w| / q of each group of columns, q = 2^(bits-1) - 1."""
+    top, out = 2 ** (config.grid.bits - 1) - 1, np.array(weight, np.float64)
+    width = weight.shape[1] if config.grid.group_size == -1 else config.grid.group_size
+    for start in range(0, weight.shape[1], width):
+        part = out[:, start : start + width]
+        scale = np.abs(part).max(axis=1, keepdims=True) / top
+        scale[scale == 0] = 1.0
+        out[:, start : start + width] = scale * np.clip(np.round(part / scale), -top - 1, top)
+    return out.astype(np.float32)
 
 
 def under(system, weights, n_steps=None):

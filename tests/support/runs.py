@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import shutil
@@ -11,7 +12,10 @@ import sys
 
 from loopq.calibrate.collect import Collection
 from loopq.calibrate.select import select
-from loopq.run.engine import Run
+from loopq.run.config import QuantConfig
+from loopq.run.plan import Plan
+from loopq.run.solving import solve, solve_from
+from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
 #: The paper's method; a group size that divides no width of the tiny model.
@@ -33,9 +37,61 @@ def job_of(loaded, tokens, **execution):
     return Collection(loaded.system, tokens, selection, Execution(**execution), loaded.side_files)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A plan and the model that it is for, with what tests ask of both."""
+
+    plan: Plan
+    source: ModelSource
+
+    def __iter__(self):
+        """Unpack as the arguments of functions that take both."""
+        return iter((self.plan, self.source))
+
+    @property
+    def job(self):
+        return self.source.job
+
+    @property
+    def config(self):
+        return self.plan.config
+
+    @property
+    def tasks(self):
+        return self.plan.tasks
+
+    @property
+    def execution(self):
+        return self.source.execution
+
+    def with_config(self, config):
+        """The same model under another plan."""
+        return Prepared(self.source.plan(config), self.source)
+
+    def sums(self, **how):
+        return self.source.sums(self.plan, **how)
+
+    def all_steps(self):
+        return self.source.all_steps(self.plan)
+
+    def solve(self, inputs=None):
+        """All layers, collected as the plan or other inputs ask."""
+        return solve(inputs or self.plan.config.inputs, self.plan, self.source)
+
+    def solver(self, hessians):
+        return self.source.solver(self.plan, hessians, self.source.metrics)
+
+    def solve_from(self, hessians, config=None):
+        """All layers from Hessians that are there, under the plan or another."""
+        plan = self.plan if config is None else self.source.plan(config)
+        return solve_from(plan, self.source, hessians)
+
+
 def run_of(loaded, tokens, config=None, **execution):
-    """A run of one thread."""
-    return Run.prepare(loaded.system, tokens, config, execution=Execution(**({"threads": 1} | execution)))
+    """A plan of one thread."""
+    how = Execution(**({"threads": 1} | execution))
+    source = ModelSource.of(loaded.system, tokens, config, execution=how)
+    return Prepared(source.plan(config or QuantConfig()), source)
 
 
 def tensors_of(layers):

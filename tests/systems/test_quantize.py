@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import loopq
 from loopq.calibrate.data import from_ids
 from loopq.errors import ConfigError
-from loopq.formats import native
+from loopq.formats.checkpoint import load_into
 from loopq.models.load import load_model
 from tests.support.systems import CASES, Case, build, open_system, prompts
 
@@ -43,7 +43,7 @@ def test_quantizing_changes_exactly_the_declared_weights(case: Case) -> None:
 
     fresh = open_system(case)
     ties = _ties(fresh.model)
-    native.load_into(fresh.model, result)
+    load_into(fresh.model, result)
     assert _ties(fresh.model) == ties
     changed = {name for name, p in fresh.model.named_parameters() if not torch.equal(p, before[name])}
     shared = fresh.shared_parameters(fresh.n_steps)
@@ -78,7 +78,7 @@ def test_checkpoint_of_a_folder_is_loaded_without_it(name: str, tmp_path: Path) 
     batch = prompts(case, 4)
     tokens = from_ids(batch.input_ids.tolist())
     result = loopq.quantize(loaded, tokens, out=tmp_path / "out", **SETTINGS)
-    native.load_into(loaded.model, result)
+    load_into(loaded.model, result)
     expected = loaded.system.rollout(batch, case.depths[0])
 
     again = loopq.load(tmp_path / "out")

@@ -27,8 +27,8 @@ from loopq.calibrate.dump import (
 from loopq.calibrate.hooks import InputKey, Observer, input_key
 from loopq.calibrate.parts import Parts
 from loopq.calibrate.select import Selection
-from loopq.errors import CalibrationError, ConfigError, DumpError, LoopqError
-from loopq.settings.execution import POLL, Execution, Ranks
+from loopq.errors import CalibrationError, ConfigError, DumpError
+from loopq.settings.execution import POLL, Execution
 from loopq.storage.files import (
     RawTensor,
     check_new,
@@ -528,6 +528,100 @@ class Gradients(Protocol):
         """Return the sums of each parameter that reads one of the inputs; `work` is a folder to resume from."""
 
 
+@dataclass(frozen=True)
+class HessianDump:
+    """A Hessian dump that is being written: exact sums that parts collected apart can be merged into.
+
+    Parameters
+    ----------
+    sums : HessianSet
+        What is summed.
+    passes : list of list of str
+        Inputs of each run over the calibration set.
+    out : Path
+        Folder of the dump.
+    gradients : Gradients or None
+        Collects loop metrics besides.
+    key : str
+        Identity of the work.
+    """
+
+    sums: HessianSet
+    passes: list[list[str]]
+    out: Path
+    gradients: Gradients | None
+    key: str
+
+    @classmethod
+    def of(
+        cls,
+        job: Collection,
+        out: Path,
+        *,
+        steps: Sequence[int] | None = None,
+        per_step: bool = False,
+        gradients: Gradients | None = None,
+    ) -> HessianDump:
+        """Plan a dump; parameters as of `collect_hessians`."""
+        wanted = {
+            p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
+            for p in job.selection.distinct_inputs
+        }
+        sums = HessianSet(job, wanted, per_step=per_step)
+        counts = (gradients.n_prompts, gradients.n_draws) if gradients else ()
+        return cls(sums, sums.passes(), out, gradients, job.fingerprint(wanted, per_step, *counts))
+
+    def work(self, number: int) -> Path:
+        """Folder where sums of a pass are saved."""
+        return self.out / "work" / str(number)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the dump is whole."""
+        return (self.out / MANIFEST).exists()
+
+    def begin(self) -> bool:
+        """Claim the folder; whether it holds this very dump already, killed while it cleared up behind itself."""
+        late = _begin(self.out, self.key)
+        write_json(self.out / _CLAIM, {"key": self.key})
+        return late
+
+    def tell(self) -> None:
+        """Say what the collection takes."""
+        held = max((sum(map(self.sums.n_bytes, groups)) for groups in self.passes), default=0)
+        self.sums.job.execution.progress.note(
+            f"about {held / 2**20:.1f} MiB for Hessians, {len(self.passes)} pass(es) over the text"
+        )
+
+    def finish(self) -> Manifest:
+        """Clear up behind a dump that is whole."""
+        return _finish(self.out)
+
+    def write(self) -> Manifest:
+        """Collect what is not collected yet, pass by pass, and write the dump."""
+        sums, gradients, out = self.sums, self.gradients, self.out
+        files: list[DumpFile] = []
+        metrics: list[MetricFile] = []
+        rows: Rows = {}
+        for number, input_groups in enumerate(self.passes):
+            work = self.work(number)
+            sums.run_pass(input_groups, work=work)
+            if gradients:
+                counts = (gradients.n_prompts, gradients.n_draws)
+                for name, found in gradients.collect(sums, input_groups, work / "metric").items():
+                    file = f"metrics/{len(metrics):03d}.safetensors"
+                    digest = write_gradient_sums(out / file, found)
+                    metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, *counts))
+            for input_group in input_groups:
+                file = f"hessians/{len(files):03d}.safetensors"
+                digest = write_accumulator(out / file, sums.accumulators[input_group])
+                size_of = (out / file).stat().st_size
+                files.append(DumpFile(file, digest, size_of, input_group, sums.per_step))
+                rows[input_group] = sums.rows(input_group)
+                sums.drop(input_group)
+        return _write_manifest(sums.job, out, "hessian", "", rows, files, metrics)
+
+
 def collect_hessians(
     job: Collection,
     out: Path,
@@ -536,7 +630,7 @@ def collect_hessians(
     per_step: bool = False,
     gradients: Gradients | None = None,
 ) -> Manifest:
-    """Write a Hessian dump: exact sums that parts collected apart can be merged into.
+    """Write a Hessian dump; one that was interrupted is resumed.
 
     Parameters
     ----------
@@ -552,77 +646,8 @@ def collect_hessians(
         Collects loop metrics besides. A dump with them cannot be merged: gradients are weighed by the Hessian of all
         prompts.
     """
-    wanted = {
-        p.name: [t for t in (steps if steps is not None else range(p.invocations)) if t < p.invocations]
-        for p in job.selection.distinct_inputs
-    }
-    sums = HessianSet(job, wanted, per_step=per_step)
-    counts = (gradients.n_prompts, gradients.n_draws) if gradients else ()
-    key = job.fingerprint(wanted, per_step, *counts)
-    ranks = job.execution.ranks
-    first = ranks is None or ranks.rank == 0
-    late = first and _begin(out, key)
-    if first:
-        write_json(out / _CLAIM, {"key": key})
-    if ranks is not None:
-        ranks.meet(key)
-    if late:
-        return _finish(out)
-    passes = sums.passes()
-    held = max(
-        (sum(sums.n_bytes(input_group) for input_group in input_groups) for input_groups in passes), default=0
-    )
-    job.execution.progress.note(
-        f"about {held / 2**20:.1f} MiB for Hessians, {len(passes)} pass(es) over the text"
-    )
-    if ranks is None:
-        return _sum_up(sums, passes, out, gradients)
-    return _as_rank(ranks, sums, passes, out, gradients)
-
-
-def _as_rank(
-    ranks: Ranks, sums: HessianSet, passes: Sequence[Sequence[str]], out: Path, gradients: Gradients | None
-) -> Manifest:
-    """Take part in a collection until there is a dump, whoever puts it together."""
-    try:
-        (out / "work").mkdir(exist_ok=True)
-        with Journal(out / "work", "").claims() as claims:
-            for number, input_groups in enumerate(passes):
-                work = out / "work" / str(number)
-                sums.share_pass(input_groups, work, (ranks.rank, ranks.world), (out / MANIFEST).exists)
-            while not (out / MANIFEST).exists():
-                if claims.take(""):
-                    return _sum_up(sums, passes, out, gradients)
-                time.sleep(POLL)
-    except LoopqError as error:
-        # Who puts the dump together takes the folder of work away.
-        if not (out / MANIFEST).exists():
-            raise type(error)(f"rank {ranks.rank} of {ranks.world}: {error}") from error
-    # One that was slow has made it anew.
-    shutil.rmtree(out / "work", ignore_errors=True)
-    return Manifest.read(out)
-
-
-def _sum_up(
-    sums: HessianSet, passes: Sequence[Sequence[str]], out: Path, gradients: Gradients | None
-) -> Manifest:
-    """Collect what is not collected yet, pass by pass, and write the dump."""
-    files: list[DumpFile] = []
-    metrics: list[MetricFile] = []
-    rows: Rows = {}
-    for number, input_groups in enumerate(passes):
-        work = out / "work" / str(number)
-        sums.run_pass(input_groups, work=work)
-        if gradients:
-            counts = (gradients.n_prompts, gradients.n_draws)
-            for name, found in gradients.collect(sums, input_groups, work / "metric").items():
-                file = f"metrics/{len(metrics):03d}.safetensors"
-                digest = write_gradient_sums(out / file, found)
-                metrics.append(MetricFile(file, digest, (out / file).stat().st_size, name, *counts))
-        for input_group in input_groups:
-            file = f"hessians/{len(files):03d}.safetensors"
-            digest = write_accumulator(out / file, sums.accumulators[input_group])
-            files.append(DumpFile(file, digest, (out / file).stat().st_size, input_group, sums.per_step))
-            rows[input_group] = sums.rows(input_group)
-            sums.drop(input_group)
-    return _write_manifest(sums.job, out, "hessian", "", rows, files, metrics)
+    dump = HessianDump.of(job, out, steps=steps, per_step=per_step, gradients=gradients)
+    if dump.begin():
+        return dump.finish()
+    dump.tell()
+    return dump.write()

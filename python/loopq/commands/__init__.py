@@ -1,4 +1,4 @@
-"""The commands of `loopq`, one file each: NAME, a help line, its options, and what it does.
+"""The commands of `loopq`, one file each, here or in the `commands` of a room: help, options, and what it does.
 
 Every start of `loopq` imports all of these files. So a command imports inside its functions what needs torch, and what
 `loopq` itself does not import.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from pathlib import Path
 
 from loopq.calibrate.collect import Collection, collect_hessians, collect_rows
@@ -23,9 +24,10 @@ from loopq.commands.options import (
 )
 from loopq.commands.output import print_dump
 from loopq.errors import ConfigError
+from loopq.run import together
 from loopq.run.config import PRESETS
 from loopq.run.dumped import MetricOfDump
-from loopq.settings.execution import Ranks
+from loopq.run.together import Ranks
 from loopq.settings.steps import parse_steps
 
 
@@ -96,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args, ranks)
     loaded = load(args)
     with shown as progress:
-        how = dataclasses.replace(
-            execution(args, progress=progress),
-            ranks=ranks and dataclasses.replace(ranks, timeout=float(args.rank_timeout)),
-        )
+        how = execution(args, progress=progress)
         tokens = calibration_tokens(loaded, args.calibration, calibration_take(args))
         selection = select(
             loaded.system,
@@ -122,7 +121,11 @@ def run(args: argparse.Namespace) -> int:
                     args.metric_draws or best["metric_draws"],
                 )
                 gradients = MetricOfDump.of(job, most, n_draws)
-            manifest = collect_hessians(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
+            collect = collect_hessians
+            if ranks is not None:
+                waiting = dataclasses.replace(ranks, timeout=float(args.rank_timeout))
+                collect = functools.partial(together.collect_hessians, waiting)
+            manifest = collect(job, out, steps=steps, per_step=args.per_step, gradients=gradients)
         else:
             manifest = collect_rows(job, out, rows_dtype=args.rows_dtype, shard_batches=args.shard_batches)
     if ranks is None or ranks.rank == 0:

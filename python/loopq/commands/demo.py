@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _pages(args: argparse.Namespace) -> int:
     from loopq import demo
-    from loopq.paper.models import data_folder
+    from loopq.calibrate.plbert import data_folder
 
     require("matplotlib")
     check_place(Path(args.html) / "page.html")

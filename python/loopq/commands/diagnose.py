@@ -21,6 +21,7 @@ from loopq.commands.options import (
     take,
 )
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.sections import in_order
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.report.page import write_data, write_page
@@ -112,25 +113,14 @@ def _print(found: dict[str, Any]) -> None:
         print(f"{layer['name']}: {layer['verdict']['text']}")
     print()
     print("\n".join(found["summary"]))
-    print(_radius(found), end="")
+    said = (
+        section.says(found["sections"][name])
+        for name, section in in_order().items()
+        if name in found["sections"]
+    )
+    print("".join(f"{line}\n" for line in said if line), end="")
     for entry in found["unavailable"]:
         print(f"not available: {entry['section']}: {entry['reason']}")
-
-
-def _radius(found: dict[str, Any]) -> str:
-    """The spectral radius with what its estimates were held against; empty where it was not measured."""
-    section = found["sections"].get("jacobian")
-    if not section:
-        return ""
-    a, plain = section["acceptance"], section["states"]["plain"]
-    text = f"spectral radius of a step: {a['n_accepted']} of {a['n_maps']} maps meet the acceptance rules"
-    if plain["maps"]:
-        radius, rounded = (plain["maps"][name]["radius"]["estimate"] for name in ("reference", "changed"))
-        text += f"; mean {radius:.3f}, rounded {rounded:.3f} on {plain['n_accepted']} of {plain['n_prompts']} prompts"
-    return (
-        f"{text}; largest relative residual {a['largest_residual']:.1e}, largest disagreement of two starts "
-        f"{a['largest_disagreement']:.1e}\n"
-    )
 
 
 COMMANDS.register("diagnose")(

@@ -30,8 +30,8 @@ from loopq.commands.page import known
 from loopq.errors import ConfigError
 from loopq.evaluate.items import TASKS, find_task, read_items
 from loopq.evaluate.tasks import Metric, measure_tasks
-from loopq.formats.convert import format_of, read_any
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.convert import check_readable, read_any
 from loopq.inference.generate import decode
 from loopq.models.load import LoadedModel
 from loopq.report.card import check_card, write_card
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         args.model, args.checkpoints = None, [args.model, *args.checkpoints]
     _refuse(args)
     for folder in args.checkpoints:
-        format_of(Path(folder))
+        check_readable(folder)
         if args.card:
             check_card(Path(folder))
     if args.tasks:

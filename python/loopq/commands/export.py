@@ -5,14 +5,9 @@ from __future__ import annotations
 import argparse
 
 from loopq.commands import COMMANDS, Command
-from loopq.commands.options import add_format
-from loopq.formats.gguf import write_gguf
+from loopq.commands.options import add_format, format_options
 from loopq.formats.rules import READS, check_folder_for
 from loopq.run.export import export
-from loopq.run.imatrix import write_imatrix
-
-#: Single files of llama.cpp.
-_FILES = ("gguf", "imatrix")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,16 +21,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="new folder; for gguf and imatrix a new file"
     )
-    add_format(parser, more=_FILES)
-    parser.add_argument(
-        "--vocabulary", metavar="FILE", help="for gguf: copy the tokenizer of this GGUF file of the model"
-    )
-    parser.add_argument(
-        "--steps",
-        default="all",
-        metavar="STEPS",
-        help="for imatrix: the steps that count (default %(default)s)",
-    )
+    add_format(parser)
     parser.add_argument(
         "--engine",
         choices=tuple(READS),
@@ -50,18 +36,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the format, read it back, compare, and say what it cost."""
+    options = format_options(args)
     if args.engine is not None:
         check_folder_for(args.engine, args.format, args.folder, args.ragged)
-    if args.format == "gguf":
-        lines = write_gguf(args.folder, args.out, args.vocabulary)
-    elif args.format == "imatrix":
-        lines = write_imatrix(args.folder, args.out, args.steps)
-    else:
-        exported = export(
-            args.folder, args.out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
-        )
-        lines = exported.lines()
-    print("\n".join(lines))
+    done = export(args.folder, args.out, args.format, trust_remote_code=args.trust_remote_code, **options)
+    print("\n".join(done.lines()))
     return 0
 
 

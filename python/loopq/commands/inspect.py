@@ -11,49 +11,61 @@ from loopq.calibrate.dump import Dump
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_checkpoint, print_dump
 from loopq.errors import CheckpointError, ConfigError
-from loopq.formats import native
-from loopq.formats.convert import inspect_any
+from loopq.formats.base import Format
+from loopq.formats.convert import format_of
 from loopq.run.config import QuantConfig
-from loopq.storage.files import check_folder
-from loopq.terminal.table import render, size
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
         "folder",
-        metavar="DIR|DUMP",
-        help="checkpoint of any format that loopq reads, or a dump of `loopq collect`",
+        metavar="DIR|DUMP|FILE",
+        help="checkpoint of any format, a GGUF file among them, or a dump of `loopq collect`",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find out what the folder is and print it."""
-    folder = Path(args.folder)
-    if (folder / native.INDEX).is_file():
-        checkpoint = native.read(folder)
+    """Find out what it is and print it."""
+    from loopq.formats import native
+
+    path = Path(args.folder)
+    if (path / "manifest.json").is_file() and not (path / native.INDEX).is_file():
+        dump = Dump(path)
         if args.json:
-            layers = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
-            print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
-            return 0
-        print_checkpoint(checkpoint, None)
-        print(_settings(folder, checkpoint.settings))
-        return 0
-    if (folder / "manifest.json").is_file():
-        dump = Dump(folder)
-        if args.json:
-            print((folder / "manifest.json").read_text("utf-8"))
+            print((path / "manifest.json").read_text("utf-8"))
         else:
             print_dump(dump.manifest)
         return 0
-    if (folder / "config.json").is_file():
-        return _foreign(folder, args.json)
-    check_folder(folder)
-    raise CheckpointError(
-        f"{folder}: neither a checkpoint (loopq.json or config.json) nor a dump (manifest.json); an interrupted "
-        "collection is finished by giving its command again"
-    )
+    target = _format(path)
+    if not target.own:
+        facts = target.facts(path)
+        print(json.dumps(facts, indent=1) if args.json else "\n".join(target.describe(facts)))
+        return 0
+    checkpoint = target.read(path)
+    if args.json:
+        layers = [{"layer": layer.name, **layer.report} for layer in checkpoint.layers.values()]
+        print(json.dumps({"settings": checkpoint.settings, "layers": layers}, indent=1))
+        return 0
+    print_checkpoint(checkpoint, None)
+    print(_settings(path, checkpoint.settings))
+    return 0
+
+
+def _format(path: Path) -> Format:
+    """The format of a checkpoint, or what else could have been meant."""
+    from loopq.formats import hf_folder
+
+    try:
+        return format_of(path)
+    except CheckpointError:
+        if path.is_dir() and not (path / hf_folder.CONFIG).is_file():
+            raise CheckpointError(
+                f"{path}: neither a checkpoint (loopq.json or config.json) nor a dump (manifest.json); an interrupted "
+                "collection is finished by giving its command again"
+            ) from None
+        raise
 
 
 def _settings(folder: Path, settings: dict[str, Any]) -> str:
@@ -87,43 +99,6 @@ def _word(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return "none" if value is None else str(value)
-
-
-def _foreign(folder: Path, as_json: bool) -> int:
-    found = inspect_any(folder)
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return 0
-    rows = [
-        (
-            layer["name"],
-            "x".join(map(str, layer["shape"])),
-            f"INT{layer['bits']}",
-            "symmetric" if layer["symmetric"] else "asymmetric",
-            layer["group_size"] if layer["group_size"] != -1 else "row",
-            size(layer["n_bytes"]),
-            f"{layer['bits_per_weight']:.3f}",
-        )
-        for layer in found["layers"]
-    ]
-    print(render(("layer", "shape", "grid", "kind", "group", "bytes", "bits a weight"), rows))
-    print(
-        f"format {found['format']}, {len(found['dense'])} dense tensors; {size(found['n_bytes_files'])} on disk, "
-        f"{size(found['n_bytes'])} as a native checkpoint"
-    )
-    print(_origin(found))
-    settings = {
-        k: v for k, v in found["quantization_config"].items() if isinstance(v, str | int | float | bool)
-    }
-    print("config.json: " + ", ".join(f"{key} {value}" for key, value in settings.items()))
-    return 0
-
-
-def _origin(found: dict[str, Any]) -> str:
-    if found["exported_by_loopq"] is None:
-        return "written by another tool: no run report, true shapes as far as the file tells them"
-    ragged = f", ragged groups: {found['ragged']}" if found["ragged"] else ""
-    return f"exported by loopq {found['exported_by_loopq']}{ragged}; converting back gives the same bytes"
 
 
 COMMANDS.register("inspect")(Command("say what a checkpoint or a dump holds", add, run, 12))

@@ -13,14 +13,16 @@ from typing import Any
 from loopq.api import open_any
 from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
-from loopq.formats.convert import format_names, settings_of
+from loopq.formats.base import Option
+from loopq.formats.convert import settings_of
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run.config import PRESETS, PROMPTS, QuantConfig
+from loopq.run.together import Ranks
 from loopq.settings.declare import Leaf, Settings, check, leaves, lowered, parse_text, summary
-from loopq.settings.execution import Execution, Ranks
+from loopq.settings.execution import Execution
 from loopq.storage.annotations import choices_of
 from loopq.storage.files import nearest
 from loopq.terminal.progress import Line, Progress, Silent
@@ -360,21 +362,42 @@ def calibration_take(args: argparse.Namespace) -> CalibrationTake:
     return CalibrationTake().changed(**(of_preset | given(args, CalibrationTake)))
 
 
-def add_format(parser: argparse.ArgumentParser, default: str | None = None, more: Sequence[str] = ()) -> None:
-    """Add the options that choose a checkpoint format, or one of `more`; without a default it must be given."""
+def add_format(
+    parser: argparse.ArgumentParser, default: str | None = None, *, quantized: bool = False
+) -> None:
+    """Add the choice of a format, and the options that formats declare; without a default it must be given.
+
+    Where a quantized model is written (`quantized`), those of formats that are written from something else are left
+    out, and the others are shown by ``--help-all`` alone.
+    """
+    from loopq.formats import FORMATS
+    from loopq.formats.convert import format_names
+
     parser.add_argument(
         "--format",
         required=default is None,
         default=default,
-        choices=(*format_names(), *more),
-        help="format of the checkpoint" + (" (default %(default)s)" if default else ""),
+        choices=format_names(),
+        help="format of the output" + (" (default %(default)s)" if default else ""),
     )
-    parser.add_argument(
-        "--ragged",
-        choices=("keep", "split", "pad"),
-        help="what is done with a last group that is shorter than the others: kept, all groups cut to a width that "
-        "divides, or padded with zeros",
-    ).rare = True  # type: ignore[attr-defined]
+    readers: dict[Option, list[str]] = {}
+    for name, target in FORMATS:
+        for option in target.options:
+            if target.from_checkpoint or not quantized:
+                readers.setdefault(option, []).append(name)
+    for option, names in readers.items():
+        parser.add_argument(
+            f"--{option.name}",
+            metavar=option.metavar,
+            choices=option.choices,
+            help=f"for {', '.join(names)}: {option.help}",
+        ).rare = quantized  # type: ignore[attr-defined]
+    parser.set_defaults(format_options=[option.name for option in readers])
+
+
+def format_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Read the options of formats that `add_format` added; None for one that is not given."""
+    return {name: getattr(args, name) for name in args.format_options}
 
 
 def check_place(file: str | Path) -> None:

@@ -10,7 +10,7 @@ from loopq.api import weights_of
 from loopq.calibrate.data import TokenSet
 from loopq.commands.options import execution
 from loopq.evaluate.layers import N_PROMPTS, layer_errors
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.models.load import LoadedModel
 from loopq.report.weights import tensors
 from loopq.terminal.progress import Line

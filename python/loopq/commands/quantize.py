@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from loopq.commands.options import (
     adopt_like,
     calibration_take,
     check_place,
+    format_options,
     given,
     load,
     quant_config,
@@ -32,13 +34,14 @@ from loopq.commands.output import print_checkpoint
 from loopq.commands.page import known
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.errors import LoopqError
+from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any
-from loopq.formats.native import Checkpoint
+from loopq.formats.native import NATIVE
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
-from loopq.run.export import Exported, export, refuse_early
+from loopq.run.export import Exported, export, quantized_format, refuse_early
 from loopq.run.result import check_out, work_folder
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Line
@@ -65,13 +68,15 @@ _RARE = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--out", required=True, metavar="DIR", help="new folder for the checkpoint")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="new folder for the checkpoint; for gguf a new file"
+    )
     for name, metavar, text in _RARE:
         parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser)
-    add_format(parser, default="native")
+    add_format(parser, default=NATIVE.name, quantized=True)
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -85,19 +90,19 @@ def run(args: argparse.Namespace) -> int:
     """Quantize and print a table of the layers."""
     # What can be refused is refused before the model is loaded, which takes minutes for a large one.
     out = Path(args.out)
-    native = args.format == "native"
-    check_out(out)
+    target = quantized_format(args.format)
+    options = target.taken(format_options(args))
+    check_out(out, one_file=target.one_file)
     config = quant_config(args, adopt_like(args))
     if args.html:
         require("matplotlib")
         check_place(args.html)
     loaded = load(args)
-    if not native:
-        refuse_early(loaded.system, config, args.format, args.ragged, args.n_steps)
+    refuse_early(loaded, config, args.format, args.n_steps, **options)
     exported: list[Exported] = []
 
     def write(checkpoint: Checkpoint) -> None:
-        exported.append(_export(args, out, checkpoint))
+        exported.append(_export(args, out, checkpoint, options))
 
     tokens = calibration_tokens(loaded, args.calibration, calibration_take(args), matters=config.reads_text)
     if args.evaluate:
@@ -110,20 +115,22 @@ def run(args: argparse.Namespace) -> int:
             config,
             out=out,
             n_steps=args.n_steps,
-            write=None if native else write,
+            write=None if target.own else write,
             progress=progress,
             ranks=ranks,
             **given(args, Execution),
         )
     if ranks is not None and ranks.rank > 0:
         return 0
-    print_checkpoint(result, str(out) if native else None)
+    print_checkpoint(result, str(out) if target.own else None)
     print("".join(f"{line}\n" for found in exported for line in found.lines()), end="")
     measured = None
     if args.evaluate:
-        summaries, said = measure(args, loaded, {str(out): read_any(out)}, text)
+        written = read_any(out) if target.reads else result
+        summaries, said = measure(args, loaded, {str(out): written}, text)
         measured = for_page(args, loaded, text, summaries, said)
-        print_measured(summaries, said, write_cards(args, loaded, [str(out)], summaries, said))
+        cards = [] if target.one_file else write_cards(args, loaded, [str(out)], summaries, said)
+        print_measured(summaries, said, cards)
     if args.html:
         found = known(args, loaded, {str(out): result}, text if args.evaluate else tokens)
         write_page(
@@ -136,11 +143,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _export(args: argparse.Namespace, out: Path, checkpoint: Checkpoint) -> Exported:
+def _export(
+    args: argparse.Namespace, out: Path, checkpoint: Checkpoint, options: Mapping[str, Any]
+) -> Exported:
     try:
-        return export(
-            checkpoint, out, args.format, ragged=args.ragged, trust_remote_code=args.trust_remote_code
-        )
+        return export(checkpoint, out, args.format, trust_remote_code=args.trust_remote_code, **options)
     except LoopqError:
         print(
             f"{work_folder(out)}: what was solved is kept here: the same command with another --format goes on from it",

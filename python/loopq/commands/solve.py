@@ -10,7 +10,7 @@ from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_quantizer, execution, group_of, quant_config
 from loopq.commands.output import print_checkpoint
 from loopq.run.result import work_folder
-from loopq.settings.execution import Ranks
+from loopq.run.together import Ranks
 from loopq.terminal.progress import Line
 
 
@@ -46,13 +46,17 @@ def run(args: argparse.Namespace) -> int:
     """Solve and print a table of the layers."""
     config = quant_config(args)
     # Processes that torchrun started are workers.
-    worker = args.worker or args.shard is not None or Ranks.of_environment() is not None
+    several = args.worker or Ranks.of_environment() is not None
     with Line() as progress:
-        how = {"threads": execution(args).threads, "progress": progress}
-        if worker:
-            result = loopq.solve_together(args.dump, config, out=args.out, shard=args.shard, **how)
-        else:
-            result = loopq.solve(args.dump, config, out=args.out, **how)
+        result = loopq.solve(
+            args.dump,
+            config,
+            out=args.out,
+            several=several,
+            shard=args.shard,
+            threads=execution(args).threads,
+            progress=progress,
+        )
     if result is None:
         print(f"the layers of this shard are solved; the one that ends last writes {args.out}")
     else:

@@ -10,7 +10,7 @@ from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.weights import Matrix, Rounder, quantizable, rounded
+from loopq.diagnose.weights import Rounder
 from loopq.settings.execution import Execution
 from loopq.systems.base import LoopedSystem, SharedParameter
 from loopq.terminal.progress import Progress
@@ -84,14 +84,14 @@ class Context:
         """Prompts of the runs that compare weights."""
         return self.tokens.take(0, self.config.n_prompts)
 
+    @property
+    def n_seeds(self) -> int:
+        """Initial states of each prompt where several are run."""
+        return len(self.config.seeds) if self.system.state_is_random else 1
+
     def fingerprint(self) -> str:
         """Digest of weights, prompts and depth."""
         return self.job.fingerprint("diagnosis")
-
-    def rounded_exposed(self, group_size: int) -> dict[str, Matrix]:
-        """Rounded weights of the exposed layers, or of all where none is exposed."""
-        chosen = self.exposed or quantizable(self.parameters)
-        return rounded(self.system, chosen, self.config.layer(group_size), self.rounder)
 
     def shared(self) -> dict[str, Any]:
         """Keyword arguments that the studies have in common."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from loopq.diagnose.rollouts import Comparison, by_depth, run_variants
+from loopq.diagnose.rollouts import Comparison, run_variants
 from loopq.diagnose.weights import (
     Matrix,
     Rounder,
@@ -164,25 +164,6 @@ def group_size_sweep(
         system, tokens, n_steps, variants, seed=seed, batch_size=batch_size, progress=progress, label="groups"
     )
     return [{"group_size": g} | found[str(g)].to_json() for g in group_sizes]
-
-
-def depth_curve(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    depths: Sequence[int],
-    config: LayerConfig,
-    *,
-    rounder: Rounder = core_rounder,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Round the whole loop and compare rollouts of several depths (Li, Fig. 1b); needs no step function."""
-
-    def weights(depth: int) -> Weights:
-        return rounded(system, quantizable(system.shared_parameters(depth)), config, rounder)
-
-    return by_depth(system, tokens, depths, weights, seed=seed, batch_size=batch_size, progress=progress)
 
 
 def adapter_output_ratio(

@@ -61,39 +61,6 @@ def summarise_proxies(per_layer: Mapping[str, Floats]) -> dict[str, Any]:
     }
 
 
-def late_step_wins(
-    candidate: Mapping[str, NDArray[np.float32]],
-    baseline: Mapping[str, NDArray[np.float32]],
-    late: Mapping[str, Floats],
-) -> tuple[int, int]:
-    """Count layers whose late-step proxy is smaller under one set of errors than under another (Li, App. P).
-
-    Parameters
-    ----------
-    candidate, baseline : mapping of str to ndarray, float32, shape (out_features, in_features)
-        Weight errors of each layer, for example under skip-0 and under full accumulation.
-    late : mapping of str to ndarray, shape (in_features, in_features)
-        H of the late step.
-
-    Returns
-    -------
-    (int, int)
-        Layers that win, and all layers.
-
-    Notes
-    -----
-    Li, App. P counts 335 of 336 layers where perplexity improved and 168 of 168 where it did not: this count
-    says nothing about the model's output.
-    """
-    if set(candidate) != set(baseline) or set(candidate) - set(late):
-        raise ConfigError("both sets of errors and the Hessians must name the same layers")
-    wins = sum(
-        native.proxy(candidate[name], None, late[name]) < native.proxy(baseline[name], None, late[name])
-        for name in candidate
-    )
-    return wins, len(candidate)
-
-
 def channel_rms(hessian: Floats, n_rows: int) -> Floats:
     """Root mean square of each input channel, float64, shape (dim,)."""
     rms: Floats = np.sqrt(np.maximum(np.diag(hessian), 0.0) / max(n_rows, 1))

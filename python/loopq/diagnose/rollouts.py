@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -267,54 +267,3 @@ def run_variants(
             progress.advance()
     progress.stop()
     return {name: gather(found) for name, found in parts.items()}
-
-
-def by_depth(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    depths: Sequence[int],
-    weights_at: Callable[[int], Weights],
-    *,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-) -> list[dict[str, Any]]:
-    """Compare whole rollouts of several depths, each with the unchanged model at the same depth (Li, Fig. 1b).
-
-    Parameters
-    ----------
-    system : LoopedSystem
-        The model's adapter; no step function is needed.
-    tokens : TokenSet
-        Prompts.
-    depths : sequence of int
-        Numbers of recurrences.
-    weights_at : callable
-        Replaced weights for a depth.
-    seed, batch_size, progress
-        As in `run_variants`.
-
-    Returns
-    -------
-    list of dict
-        `depth`, and `agreement`, `kl` and `output_error` after the last step of that depth.
-    """
-    rows = []
-    for depth in depths:
-        found = run_variants(
-            system,
-            tokens,
-            depth,
-            {"changed": weights_at(depth)},
-            seed=seed,
-            read=(depth,),
-            batch_size=batch_size,
-            progress=progress,
-            label=f"depth {depth}",
-        )["changed"].to_json()
-        rows.append({"depth": depth} | {k: _last(found[k]) for k in ("agreement", "kl", "output_error")})
-    return rows
-
-
-def _last(values: list[float] | None) -> float | None:
-    return None if values is None else values[-1]

@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,8 @@ from loopq.calibrate.dump import Dump
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
 from loopq.diagnose.estimate import estimate as estimate_sections
-from loopq.diagnose.sections import (
-    COMPARING_SECTIONS,
-    EXPOSED_SECTIONS,
-    LOOP_SECTIONS,
-    SECTIONS,
-    dump_ranks,
-)
+from loopq.diagnose.sections import SECTIONS, in_order
+from loopq.diagnose.sections.ranks import dump_ranks
 from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
@@ -106,7 +102,7 @@ def diagnose(
     for section in run:
         began = time.monotonic()
         try:
-            done[section] = _resumed(journal, section, progress, lambda s=section: SECTIONS[s](context))  # type: ignore[misc]
+            done[section] = _resumed(journal, section, progress, partial(SECTIONS.get(section).run, context))
         except (ConfigError, MissingExtraError, NonFiniteError, SystemContractError) as error:
             # One section that fails does not discard the results of the others.
             unavailable.append({"section": section, "reason": str(error)})
@@ -152,7 +148,7 @@ def diagnose_dump(
     done = {"ranks": clean(dump_ranks(dump, config, rounder, threads, progress))}
     seconds = {"ranks": round(time.monotonic() - began, 3)}
     reason = "a dump holds activations and weights, not the model's code: no rollout can be run"
-    unavailable = [{"section": s, "reason": reason} for s in SECTIONS if s != "ranks"]
+    unavailable = [{"section": s, "reason": reason} for s in in_order() if s != "ranks"]
     model = {
         "name": folder.name,
         "system": m.system,
@@ -175,14 +171,15 @@ def json_settings(config: DiagnoseConfig) -> dict[str, Any]:
 
 
 def _wanted(only: Sequence[str] | None) -> list[str]:
+    known = list(in_order())
     if only is None:
-        return list(SECTIONS)
-    unknown = [s for s in only if s not in SECTIONS]
+        return known
+    unknown = [s for s in only if s not in known]
     if unknown or not only:
         raise ConfigError(
-            f"unknown section {', '.join(unknown) or '(none given)'}; known: {', '.join(SECTIONS)}"
+            f"unknown section {', '.join(unknown) or '(none given)'}; known: {', '.join(known)}"
         )
-    return [s for s in SECTIONS if s in only]
+    return [s for s in known if s in only]
 
 
 def _possible(
@@ -191,24 +188,22 @@ def _possible(
     """Split the sections into those that can run and those that cannot, with the reason."""
     unavailable = []
     run = []
-    for section in wanted:
-        needs_loop = section in LOOP_SECTIONS
-        if needs_loop and not system.has_steps:
-            reason = (
-                f"system {system.name!r} has no single-step function, which {LOOP_SECTIONS[section]} needs"
-            )
-            unavailable.append({"section": section, "reason": reason})
-        elif section in EXPOSED_SECTIONS and not context.exposed:
+    for name in wanted:
+        section = SECTIONS.get(name)
+        if section.loop and not system.has_steps:
+            reason = f"system {system.name!r} has no single-step function, which {section.loop} needs"
+            unavailable.append({"section": name, "reason": reason})
+        elif section.exposed and not context.exposed:
             reason = "no shared layer is feedback-exposed: each has an identity path around it"
-            unavailable.append({"section": section, "reason": reason})
+            unavailable.append({"section": name, "reason": reason})
         else:
-            run.append(section)
+            run.append(name)
     return run, unavailable + _missing_parts(system, run)
 
 
 def _missing_parts(system: LoopedSystem, run: Sequence[str]) -> list[dict[str, str]]:
     """Parts of the running sections that are impossible for the system, with the reason."""
-    compared = [s for s in run if s in COMPARING_SECTIONS]
+    compared = [s for s in run if SECTIONS.get(s).compares]
     parts = []
     if compared and system.output != "logits":
         reason = (

@@ -1,9 +1,6 @@
-"""Checkpoints: quantized layers and the rest of a model, written whole and read back exactly.
-
-`FORMATS` holds what other tools read; the native folder is `loopq.formats.native`.
-"""
+"""Formats: how a quantized model is written, whole, and read back exactly. `FORMATS` is the one list of names."""
 
 from loopq.formats.base import Format
 from loopq.settings.registry import Registry
 
-FORMATS: Registry[Format] = Registry("checkpoint format", "loopq.formats")
+FORMATS: Registry[Format] = Registry("format", "loopq.formats")

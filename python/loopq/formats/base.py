@@ -1,248 +1,304 @@
-"""Base of the formats of other tools, and what brings a layer into a shape that a format can hold."""
+"""What a format is: where it comes from, what it writes, what loopq can say of it."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.layer import LayerSettings, QuantizedLayer
-from loopq.layers.reader import TensorReader
-from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw
-from loopq.storage.schema import shown
+from loopq.formats.checkpoint import Checkpoint
+from loopq.layers.layer import QuantizedLayer
+from loopq.storage.files import new_folder
+from loopq.storage.schema import Object
 
-Ragged = Literal["keep", "split", "pad"]
-RAGGED: tuple[Ragged, ...] = ("keep", "split", "pad")
-
-
-@dataclass(frozen=True)
-class StoredLayer:
-    """A layer as a format stores it, standing for the same numbers; what was changed for that, and what it costs."""
-
-    layer: QuantizedLayer
-    notes: tuple[str, ...] = ()
+#: Called with what was read back, before the output gets its name.
+Check: TypeAlias = Callable[[Checkpoint], None]
 
 
 @dataclass(frozen=True)
-class Export:
-    """All that a format needs to know to write its config.
+class Option:
+    """An option of a format: a keyword of `loopq.export`, and `--NAME` on the command line.
 
-    Layers as the format stores them, by module (a tied weight stands under each of its modules), modules that hold a
-    matrix which stays as it is, and further facts: version of loopq, damping.
+    Parameters
+    ----------
+    name : str
+        Name of the keyword.
+    help : str
+        One line.
+    metavar : str, optional
+        What stands for the value.
+    choices : tuple of str, optional
+        Allowed values.
     """
 
-    layers: Mapping[str, QuantizedLayer]
-    dense: tuple[str, ...]
-    report: Mapping[str, Any] = field(default_factory=dict)
+    name: str
+    help: str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run will give, as far as that is known before it.
+
+    Parameters
+    ----------
+    layers : tuple of QuantizedLayer
+        The layers, one row each, with zero codes and scales of 1.
+    transformed, trellis : tuple of str
+        Layers whose codes will be for a transformed input, or on a trellis.
+    dense : mapping of str to str
+        The other tensors of the model, and their types, named as in safetensors.
+    ties : mapping of str to str
+        Names of tied tensors to the name that is stored.
+    side_files : mapping of str to bytes
+        Config and tokenizer files of the model.
+    """
+
+    layers: tuple[QuantizedLayer, ...]
+    transformed: tuple[str, ...] = ()
+    trellis: tuple[str, ...] = ()
+    dense: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    side_files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Written(ABC):
+    """What was written, and where."""
+
+    path: Path
+    format: str
+
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+
+
+@dataclass(frozen=True)
+class WrittenFile(Written):
+    """A file that was written, and what there is to say of it."""
+
+    said: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+        return list(self.said)
+
+
+@dataclass(frozen=True)
+class WrittenLayers(Written):
+    """A folder that was written, and what it cost: bytes of the layers as loopq stores them and in the format.
+
+    `notes` says by layer what had to be changed (groups cut, padding), `checked` how many layers were read back and
+    compared, `remarks` what readers of the format are known not to do with this file.
+    """
+
+    n_bytes_before: int
+    n_bytes: int
+    notes: dict[str, tuple[str, ...]]
+    checked: int
+    remarks: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Return the report as lines to print."""
+        more = self.n_bytes - self.n_bytes_before
+        lines = [
+            f"{self.path}: {self.format}, {self.checked} layers in {self.n_bytes} bytes "
+            f"({more:+d}, {more / max(self.n_bytes_before, 1):+.2%} against the native checkpoint)"
+        ]
+        lines += [f"{name}: {note}" for name, notes in self.notes.items() for note in notes]
+        lines += [f"note: {remark}" for remark in self.remarks]
+        return [*lines, f"read back from disk: {self.checked} layers equal, number by number"]
 
 
 class Format(ABC):
-    """A checkpoint format of another tool.
+    """A way to store a model, or what was measured of it.
+
+    A module of `loopq.formats` that registers an instance in `FORMATS` makes its name a value of `--format` and of
+    `loopq.export`.
 
     Attributes
     ----------
     name : str
         Name in the registry and on the command line.
-    ragged : tuple of {"keep", "split", "pad"}
-        Policies for a last group that is shorter than the others: stored as it is, cut in smaller groups of
-        the same scale, or filled up with zeros.
-    reason : str
-        Why the other policies cannot be had.
-    one_group_size : bool
-        Some readers know one group size for the whole file: where one layer is split, all of its group size are.
+    takes : {"checkpoint", "model", "dump"}
+        What it is written from: a quantized checkpoint; that, or a model that is not quantized; a calibration dump.
+    own : bool
+        Whether it is loopq's own format, which holds every layer that loopq makes, and all that is known of it.
+    one_file : bool
+        Whether it is one file rather than a folder.
+    reads : bool
+        Whether loopq reads it back as a checkpoint.
+    holds_tables : bool
+        Whether it holds quantized embedding tables.
+    options : tuple of Option
+        Options of `write`.
+    loads : str
+        Line of Python by which the model is loaded, for the model card.
     """
 
     name: ClassVar[str]
-    ragged: ClassVar[tuple[Ragged, ...]]
-    reason: ClassVar[str]
-    one_group_size: ClassVar[bool] = False
+    takes: ClassVar[Literal["checkpoint", "model", "dump"]] = "checkpoint"
+    own: ClassVar[bool] = False
+    one_file: ClassVar[bool] = False
+    reads: ClassVar[bool] = True
+    holds_tables: ClassVar[bool] = False
+    options: ClassVar[tuple[Option, ...]] = ()
+    loads: ClassVar[str] = "import loopq  # loopq.load(DIR)"
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether it is written from a quantized checkpoint."""
+        return self.takes != "dump"
 
     @abstractmethod
-    def describes(self, config: Mapping[str, Any]) -> bool:
-        """Whether a `quantization_config` is of this format."""
+    def holds(self, path: Path) -> bool:
+        """Whether a file or a folder is of this format."""
 
     @abstractmethod
-    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
-        """Bring a layer into the shape that the format holds, without changing a number.
+    def write(self, out: Path, source: Any, *, also: Check | None = None, **options: Any) -> Written:
+        """Write to a new file or folder, which gets its name when it has been read back and compared.
+
+        Parameters
+        ----------
+        out : Path
+            New file or folder.
+        source : Checkpoint or object
+            A checkpoint in memory; of a format that takes a dump, what `loopq.run.export` opens it as.
+        also : callable, optional
+            Checks what was read back; only of a format that loopq reads.
+        **options
+            Those that the format declares.
 
         Raises
         ------
         CheckpointError
-            The format cannot hold the layer; the message says why and what can.
+            The format cannot hold the source exactly: the message names the layer, the reason and what can be done;
+            or what was read back differs.
         """
 
     @abstractmethod
-    def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
-        """Return the stored tensors of a prepared layer."""
+    def facts(self, path: Path) -> dict[str, Any]:
+        """Say what a file or a folder holds, as plain data with its "format"."""
 
     @abstractmethod
-    def config(self, export: Export) -> dict[str, Any]:
-        """Return the `quantization_config`."""
+    def describe(self, facts: Mapping[str, Any]) -> list[str]:
+        """Return `facts` as lines to print."""
 
-    def remarks(self, export: Export) -> tuple[str, ...]:
-        """What readers of the format are known not to do with such a file, in sentences; empty where nothing is."""
-        return ()
+    def read(self, path: Path) -> Checkpoint:
+        """Read a checkpoint.
 
-    @abstractmethod
-    def modules(self, names: Sequence[str]) -> list[str]:
-        """Return the modules that are quantized, told by the tensor names of a file."""
-
-    @abstractmethod
-    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
-        """Read one layer."""
-
-
-def matches(pattern: str, module: str, where: str) -> bool:
-    """Whether a regular expression of a file matches the beginning of a module's name.
-
-    A search can take time exponential in the name where what is repeated is a group, and a power of the repeats else;
-    both are limited, since a file may come from anyone.
-    """
-    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    try:
-        if len(pattern) > 2000 or repeats > 4 or re.search(r"(?<!\\)\)[*+{]", pattern):
-            raise re.error("more than 4 repeats, a repeated group, or more than 2000 characters")
-        return re.match(pattern, module) is not None
-    except (re.error, OverflowError, RecursionError) as cause:
-        raise CheckpointError(f"{where}: pattern {shown(pattern)}: {cause}") from None
-
-
-def is_ragged(layer: QuantizedLayer) -> bool:
-    """Whether the last group has fewer columns than the others."""
-    return layer.shape[1] % layer.grid.width(layer.shape[1]) != 0
-
-
-def choose(layer: QuantizedLayer, ragged: Ragged | None, target: Format) -> Ragged | None:
-    """Return the policy for a layer: None where it needs none.
-
-    Raises
-    ------
-    CheckpointError
-        The layer is ragged and no policy was chosen, or the format cannot have the one that was.
-    """
-    if not is_ragged(layer):
-        return None
-    columns = layer.shape[1]
-    last = columns % layer.grid.group_size
-    what = (
-        f"layer {layer.name}: the last of its groups has {last} of {layer.grid.group_size} columns "
-        f"(in_features {columns})"
-    )
-    if ragged is None:
-        raise CheckpointError(f"{what}; choose what to do with it: {_costs(layer, target.ragged)}")
-    if ragged not in RAGGED:
-        raise ConfigError(f"ragged must be one of {', '.join(RAGGED)}; got {ragged!r}")
-    if ragged not in target.ragged:
+        Raises
+        ------
+        CheckpointError
+            It is damaged, or loopq does not read the format.
+        """
         raise CheckpointError(
-            f"{what}; {target.name} cannot {ragged} it: {target.reason}; it can: {_costs(layer, target.ragged)}"
+            f"{path}: loopq writes {self.name} and does not read it as a checkpoint; `loopq inspect` says what it holds"
         )
-    return ragged
 
+    def read_settings(self, path: Path) -> Object:
+        """Return the settings of the run that made a checkpoint.
 
-def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
-    size = math.gcd(layer.shape[1], layer.grid.group_size)
-    times = layer.grid.group_size // size
-    texts = {
-        "keep": "--ragged keep (ragged='keep') stores it as it is",
-        "split": f"--ragged split (ragged='split') stores each scale {times} times, for groups of {size}",
-        "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
-    }
-    return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"
+        Raises
+        ------
+        CheckpointError
+            They are not known.
+        """
+        raise CheckpointError(f"{path}: {self.name} does not hold the settings of the run")
 
+    def verify(self, path: Path, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Read back what was written, compare it with the checkpoint, and return it where loopq reads the format.
 
-def split(layer: QuantizedLayer, size: int | None = None) -> StoredLayer:
-    """Cut groups to `size`, by default the largest that divides in_features and the old size.
+        Raises
+        ------
+        CheckpointError
+            Anything differs.
+        """
+        again = self.read(path)
+        checkpoint.compare(again, path)
+        return again
 
-    Codes stay, scales are repeated: the weight stays the same, number by number; only scales take more room.
-    """
-    columns = layer.shape[1]
-    size = size or math.gcd(columns, layer.grid.group_size)
-    if size == layer.grid.group_size:
-        return StoredLayer(layer)
-    source = np.arange(0, columns, size) // layer.grid.group_size
-    cut = dataclasses.replace(
-        layer.on_grid(group_size=size),
-        scales=np.ascontiguousarray(layer.scales[:, source]),
-        zeros=None if layer.zeros is None else np.ascontiguousarray(layer.zeros[:, source]),
-    )
-    more = cut.n_bytes - layer.n_bytes
-    return StoredLayer(cut, (f"groups of {layer.grid.group_size} cut to {size}: {more:+d} bytes",))
+    def refuse(self, planned: Planned, **options: Any) -> None:
+        """Refuse before a run what `write` would refuse after it.
 
+        Raises
+        ------
+        CheckpointError
+            The format cannot hold what is planned.
+        """
+        if not self.own:
+            refuse_own(planned.transformed, planned.trellis, self)
 
-def prepare_all(
-    target: Format, layers: Mapping[str, QuantizedLayer], ragged: Ragged | None
-) -> dict[str, StoredLayer]:
-    """Bring the layers of a checkpoint into the shape that a format holds.
+    def stored(self, layers: Mapping[str, QuantizedLayer], **options: Any) -> Mapping[str, QuantizedLayer]:
+        """Return layers as the format stores them."""
+        return layers
 
-    Where a format has one group size for a file, the groups of all layers that had one size are cut alike.
-    """
-    stored = {name: target.prepare(layer, ragged) for name, layer in layers.items()}
-    if not target.one_group_size:
-        return stored
-    sizes: dict[int, int] = {}
-    for name, layer in layers.items():
-        size = stored[name].layer.grid.group_size
-        if size != layer.grid.group_size:
-            sizes[layer.grid.group_size] = math.gcd(
-                sizes.get(layer.grid.group_size, layer.grid.group_size), size
+    def taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that are given, None for one that is not.
+
+        Raises
+        ------
+        ConfigError
+            The format does not read one of them, or it has another value than those allowed.
+        """
+        given = {name: value for name, value in options.items() if value is not None}
+        known = {option.name: option for option in self.options}
+        for name, value in given.items():
+            if name not in known:
+                reads = ", ".join(known) or "none"
+                raise ConfigError(f"format {self.name} does not read {name}; its options: {reads}")
+            choices = known[name].choices
+            if choices is not None and value not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        return given
+
+    def refuse_checkpoint(self) -> None:
+        """Refuse a checkpoint as the source of a format that is not written from one.
+
+        Raises
+        ------
+        ConfigError
+            The message says what it is written from.
+        """
+        if not self.from_checkpoint:
+            raise ConfigError(
+                f"format {self.name} is written from a calibration dump, not from a checkpoint: "
+                f"`loopq collect MODEL --out DUMP`, then `loopq export DUMP --format {self.name}`"
             )
-    for name, layer in layers.items():
-        if layer.grid.group_size in sizes:
-            again = split(stored[name].layer, sizes[layer.grid.group_size])
-            stored[name] = StoredLayer(again.layer, (*stored[name].notes, *again.notes))
-    return stored
 
 
-def as_channel(layer: QuantizedLayer) -> StoredLayer:
-    """Call a row that is one short group by its name: group_size -1 stores the same tensors."""
-    if not is_ragged(layer) or layer.scales.shape[1] != 1:
-        return StoredLayer(layer)
-    note = f"one group of {layer.shape[1]} columns, stored as one scale per row"
-    return StoredLayer(layer.on_grid(group_size=-1), (note,))
+def refuse_own(
+    transformed: Sequence[str], trellis: Sequence[str], target: Format, tables: Sequence[str] = ()
+) -> None:
+    """Refuse layers that only loopq's own format holds: for a transformed input, on a trellis, embedding tables."""
+    for names, what, instead in (
+        (transformed, "for a transformed input", "without rotation and without awq"),
+        (trellis, "on a trellis", "with another method than trellis"),
+        (tables, "of an embedding table", "without --outside"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"layer {names[0]}: its codes are {what} ({len(names)} such layers), which {target.name} cannot hold; "
+                f"quantize {instead}, or keep loopq's own format"
+            )
 
 
-def in_scale_type(layer: QuantizedLayer, scale_dtype: str, format_name: str) -> QuantizedLayer:
-    """Return the layer with scales called `scale_dtype`, which must hold each of them exactly."""
-    if layer.grid.scale_dtype == scale_dtype:
-        return layer
-    with np.errstate(over="ignore"):
-        again = float_to_raw(layer.scales, DTYPE_NAMES[scale_dtype]).float32()
-    if not np.array_equal(again, layer.scales):
-        row, group = (int(i) for i in np.argwhere(again != layer.scales)[0])
-        raise CheckpointError(
-            f"layer {layer.name}: {format_name} stores scales in {scale_dtype}, which cannot hold "
-            f"scale[{row}, {group}] = {layer.scales[row, group]!r} ({layer.grid.scale_dtype}); "
-            f"quantize again with scale_dtype={scale_dtype!r}, so that codes fit the stored scales"
-        )
-    return layer.on_grid(scale_dtype=scale_dtype)
-
-
-def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> QuantizedLayer:
-    """Undo what `Format.prepare` did to a layer of these settings; that it did just that, preparing it again tells.
-
-    Raises
-    ------
-    CheckpointError
-        The tensors cannot stand for a layer of these settings.
-    """
-    (rows, columns), grid = settings.shape, settings.grid(where)
-    width = layer.grid.width(layer.shape[1])
-    first = np.arange(grid.n_groups(columns)) * grid.width(columns) // width
-    smaller = layer.shape[0] < rows or layer.shape[1] < columns or layer.scales.shape[1] <= first[-1]
-    if smaller or settings.transform or (type(layer.grid), layer.grid.bits) != (type(grid), grid.bits):
-        raise CheckpointError(f"{where}: layer {layer.name}: its tensors are not those of {settings}")
-    restored = dataclasses.replace(
-        layer.on_grid(group_size=grid.group_size),
-        codes=np.ascontiguousarray(layer.codes[:rows, :columns]),
-        scales=np.ascontiguousarray(layer.scales[:rows, first]),
-        zeros=None if layer.zeros is None else np.ascontiguousarray(layer.zeros[:rows, first]),
-        orientation=settings.orientation,
-    )
-    return in_scale_type(restored, settings.scale_dtype, where)
+def write_folder(
+    target: Format,
+    out: Path,
+    checkpoint: Checkpoint,
+    n_bytes: int,
+    fill: Callable[[Path], object],
+    also: Check | None,
+) -> None:
+    """Make a folder that gets its name when it has been read back and compared, and `also` has checked it."""
+    with new_folder(out, max(checkpoint.n_bytes, n_bytes)) as folder:
+        fill(folder)
+        again = target.verify(folder, checkpoint)
+        if also is not None and again is not None:
+            also(again)

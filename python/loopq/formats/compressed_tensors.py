@@ -15,16 +15,8 @@ import numpy as np
 import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.base import (
-    Export,
-    Format,
-    Ragged,
-    StoredLayer,
-    as_channel,
-    choose,
-    matches,
-    split,
-)
+from loopq.formats.fitting import Ragged, StoredLayer, as_channel, split
+from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor
@@ -54,10 +46,11 @@ class _Config:
     format: str | None = None
 
 
-class CompressedTensors(Format):
+class CompressedTensors(QuantizedFolder):
     """Symmetric and asymmetric, 2, 3, 4 and 8 bits, groups that divide in_features, or one scale per row."""
 
     name: ClassVar[str] = "compressed-tensors"
+    loads: ClassVar[str] = "# transformers and vLLM load this folder as it is"
     ragged: ClassVar[tuple[Ragged, ...]] = ("split",)
     reason: ClassVar[str] = (
         "the library refuses groups that do not divide in_features, and a padded matrix does not fit the model"
@@ -79,7 +72,7 @@ class CompressedTensors(Format):
         single = as_channel(layer)
         if single.layer is not layer:
             return single
-        return split(layer) if choose(layer, ragged, self) == "split" else StoredLayer(layer)
+        return split(layer) if self.choose(layer, ragged) == "split" else StoredLayer(layer)
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """The tensors of the native checkpoint under the module's name."""
@@ -110,7 +103,7 @@ class CompressedTensors(Format):
         """Modules with packed weights."""
         return [n.removesuffix(".weight_packed") for n in names if n.endswith(".weight_packed")]
 
-    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+    def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer, also of a file that another tool wrote."""
         where = f"{reader.where}: config.json: module {module!r}"
         found = _scheme(module, where, config)
@@ -201,4 +194,4 @@ def _applies(target: str, module: str, where: str) -> bool:
     return matches(target[3:], module, where) if target.startswith("re:") else target == module
 
 
-FORMATS.register("compressed-tensors")(CompressedTensors())
+FORMATS.register(CompressedTensors.name)(CompressedTensors())

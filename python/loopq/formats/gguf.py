@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError
-from loopq.formats.base import in_scale_type, split
-from loopq.formats.convert import is_checkpoint, read_any
-from loopq.formats.hf_folder import CONFIG, read_all_tensors, read_config
-from loopq.formats.native import Checkpoint
+from loopq.formats import FORMATS
+from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.fitting import in_scale_type, split
+from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, told
+from loopq.formats.hf_folder import CONFIG
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.loop_spec import LOOP, PREFIX, layer_order, parse_spec, with_loop
+from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.lazy import require
 from loopq.storage.files import RawTensor, check_new, replacing
-from loopq.storage.schema import checked, parse_json
+from loopq.storage.schema import checked, parse_json, shown
+from loopq.terminal.table import render, size
 
 #: Classes whose layers are Llama's, and what llama.cpp calls them.
 ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
@@ -40,6 +43,18 @@ _MODULES = {
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Types of tensors; a file is called by the first that it has.
 _KINDS = ("Q4_0", "Q8_0", "F16", "BF16", "F32")
+#: Keys of config.json without which the file has no header.
+_NEEDED = (
+    "vocab_size",
+    "max_position_embeddings",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+)
+#: Key of the file by which llama.cpp runs the stack again.
+_LOOPS = "nanbeige.num_loops"
 _NEITHER = (
     "llama.cpp has a type for INT4 and INT8 with a float16 scale for 32 weights, and none for this grid"
 )
@@ -81,6 +96,22 @@ class Shape:
                 f"config.json: rope_scaling {scaling}: only plain rotary positions are written"
             )
         return cls(found, config)
+
+    def check_whole(self) -> Shape:
+        """Return the shape if config.json has everything that the file's header says.
+
+        Raises
+        ------
+        CheckpointError
+            A key is missing, or is no number.
+        """
+        for key in _NEEDED:
+            value = self.config.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise CheckpointError(
+                    f"config.json: {key} is {shown(value)}; a GGUF file needs a number there"
+                )
+        return self
 
     @property
     def n_loops(self) -> int:
@@ -135,6 +166,8 @@ class Shape:
         order = np.arange(n)
         if n_heads is None:
             return order
+        if n % (2 * n_heads):
+            raise CheckpointError(f"tensor {name!r}: {n} rows are no pairs in each of {n_heads} heads")
         return order.reshape(n_heads, 2, n // n_heads // 2).swapaxes(1, 2).reshape(-1)
 
 
@@ -176,57 +209,143 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     return name, data
 
 
-def write_gguf(source: str | Path, out: str | Path, vocabulary: str | Path | None = None) -> list[str]:
-    """Write a Llama-shaped loop, quantized or not, as one GGUF file, read it back and compare it.
+class GGUF(Format):
+    """One file of llama.cpp: a Llama-shaped loop, quantized or not."""
 
-    Parameters
-    ----------
-    source : path
-        Checkpoint of any format that loopq reads; or a model that is not quantized, whose tensors are written as they
-        are: a folder, or ``looped:FOLDER[FIRST:LAST]xTIMES``.
-    out : path
-        New file.
-    vocabulary : path, optional
-        GGUF file whose tokenizer is copied (``convert_hf_to_gguf.py MODEL --vocab-only``, or any GGUF of the model).
+    name: ClassVar[str] = "gguf"
+    takes: ClassVar[Literal["checkpoint", "model", "dump"]] = "model"
+    one_file: ClassVar[bool] = True
+    reads: ClassVar[bool] = False
+    holds_tables: ClassVar[bool] = True
+    options: ClassVar[tuple[Option, ...]] = (
+        Option("vocabulary", "copy the tokenizer of this GGUF file of the model", metavar="FILE"),
+    )
 
-    Returns
-    -------
-    list of str
-        Lines to print.
+    def holds(self, path: Path) -> bool:
+        """Whether it is a GGUF file that holds a model."""
+        return holds_gguf(path, importance=False)
 
-    Raises
-    ------
-    CheckpointError
-        llama.cpp has no such architecture or grid: the message names the layer and what can be done.
-    """
-    check_new(Path(out))
-    checkpoint = _read(source)
-    shape = Shape.read(checkpoint.side_files)
-    stored = dict(_stored(checkpoint, shape))
-    with replacing(Path(out)) as temporary:
-        _write(temporary, shape, stored, vocabulary)
-        n_compared = _compare(temporary, checkpoint, shape)
-    size = Path(out).stat().st_size
-    lines = [f"{out}: GGUF, {shape.architecture}, {shape.n_loops} loops, {n_compared} tensors, {size} bytes"]
-    if len(shape.order) > len(set(shape.order)):
-        lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
-    if vocabulary is None:
-        lines.append(
-            "note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF of the model"
-        )
-    return [*lines, f"read back from disk by gguf: {n_compared} tensors equal, number by number"]
+    def refuse(self, planned: Planned, *, vocabulary: str | Path | None = None, **options: Any) -> None:
+        """Refuse an architecture, a tensor or a grid that the file has no place for.
 
+        Whether float16 holds scales of bfloat16 depends on their values, and is seen after the run alone.
+        """
+        require("gguf")
+        shape = Shape.read(planned.side_files).check_whole()
+        super().refuse(planned)
+        for layer in planned.layers:
+            if layer.grid.scale_dtype == "float32":
+                raise CheckpointError(
+                    f"layer {layer.name}: GGUF stores scales in float16, and float32 scales do not fit; quantize with "
+                    "--scale-dtype float16"
+                )
+            blocks(layer)
+            shape.tensors(layer.name)
+        for name, dtype in planned.dense.items():
+            _check_type(name, dtype)
+            shape.tensors(name)
+        _check_head(shape, planned.ties)
+        if vocabulary is not None:
+            _tokenizer(Path(vocabulary))
 
-def _read(source: str | Path) -> Checkpoint:
-    """Read a checkpoint, or a model that is not quantized as one without quantized layers."""
-    name, loop = parse_spec(str(source))
-    folder = Path(name)
-    if loop is None and (is_checkpoint(folder) or not (folder / CONFIG).is_file()):
-        return read_any(folder)
-    config, _ = read_config(folder)
-    config = with_loop(config, loop) if loop else config
-    side_files = {CONFIG: json.dumps(config).encode()}
-    return Checkpoint({}, read_all_tensors(folder), {}, {"system": None}, side_files).check(folder)
+    def write(
+        self,
+        out: Path,
+        source: Checkpoint,
+        *,
+        also: Check | None = None,
+        vocabulary: str | Path | None = None,
+        **options: Any,
+    ) -> WrittenFile:
+        """Write the file, read it back by the package `gguf` and compare every tensor, dequantized.
+
+        Parameters
+        ----------
+        out : Path
+            New file.
+        source : Checkpoint
+            Quantized, or without a quantized layer: its tensors are written as they are then.
+        also : callable, optional
+            Not called, since loopq does not read the file.
+        vocabulary : path, optional
+            GGUF file whose tokenizer is copied (``convert_hf_to_gguf.py MODEL --vocab-only``, or any GGUF of the
+            model).
+        **options
+            None.
+
+        Raises
+        ------
+        CheckpointError
+            llama.cpp has no such architecture or grid: the message names the layer and what can be done.
+        """
+        check_new(out)
+        shape = Shape.read(source.side_files).check_whole()
+        _check_head(shape, source.ties)
+        stored = dict(_stored(source, shape))
+        with replacing(out) as temporary:
+            with told(out):
+                _write(temporary, shape, stored, vocabulary)
+            n_compared = _compare(temporary, source, shape)
+        n_bytes = out.stat().st_size
+        lines = [
+            f"{out}: GGUF, {shape.architecture}, {shape.n_loops} loops, {n_compared} tensors, {n_bytes} bytes"
+        ]
+        if len(shape.order) > len(set(shape.order)):
+            lines.append(f"the loop is written out: {len(shape.order)} layers in the order in which they run")
+        if vocabulary is None:
+            lines.append(
+                "note: no tokenizer in the file: --vocabulary FILE.gguf copies that of another GGUF of the model"
+            )
+        lines.append(f"read back from disk by gguf: {n_compared} tensors equal, number by number")
+        return WrittenFile(out, self.name, tuple(lines))
+
+    def verify(self, path: Path, checkpoint: Checkpoint) -> None:
+        """Compare every tensor of the file, dequantized, with the checkpoint's."""
+        _compare(path, checkpoint, Shape.read(checkpoint.side_files))
+
+    def facts(self, path: Path) -> dict[str, Any]:
+        """Say what the file holds: architecture, loops, layers, tokenizer, and each tensor with its type.
+
+        `n_loops` is None where the file does not say it: llama.cpp has a key for one architecture, and in the others
+        a loop is written out as layers.
+        """
+        reader = open_gguf(path)
+        architecture = contents(path, reader, "general.architecture")
+        with told(path):
+            tensors = [
+                {
+                    "name": t.name,
+                    "type": t.tensor_type.name,
+                    "shape": [int(n) for n in reversed(t.shape)],
+                    "n_bytes": int(t.n_bytes),
+                }
+                for t in reader.tensors
+            ]
+        return {
+            "format": self.name,
+            "architecture": architecture,
+            "n_loops": contents(path, reader, _LOOPS),
+            "n_layers": contents(path, reader, f"{architecture}.block_count"),
+            "tokenizer": contents(path, reader, "tokenizer.ggml.model"),
+            "n_bytes": path.stat().st_size,
+            "tensors": tensors,
+        }
+
+    def describe(self, facts: Mapping[str, Any]) -> list[str]:
+        """A table of the tensors by type, and what the model is."""
+        counts, weights, n_bytes = Counter[str](), Counter[str](), Counter[str]()
+        for tensor in facts["tensors"]:
+            kind = tensor["type"]
+            counts[kind] += 1
+            weights[kind] += int(np.prod(tensor["shape"], dtype=object))
+            n_bytes[kind] += tensor["n_bytes"]
+        rows = [(kind, counts[kind], weights[kind], size(n_bytes[kind])) for kind in sorted(counts)]
+        loops = "loops not stated" if facts["n_loops"] is None else f"{facts['n_loops']} loops"
+        return [
+            render(("type", "tensors", "weights", "bytes"), rows),
+            f"format {self.name}, architecture {facts['architecture']}, {facts['n_layers']} layers, {loops}; "
+            f"tokenizer {facts['tokenizer'] or 'none'}; {size(facts['n_bytes'])} on disk",
+        ]
 
 
 def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[str, NDArray[Any]]]]:
@@ -237,13 +356,20 @@ def _stored(checkpoint: Checkpoint, shape: Shape) -> Iterator[tuple[str, tuple[s
     for name, tensor in checkpoint.dense.items():
         found = _dense(name, tensor, shape.rows(name, tensor.shape[0]))
         yield from ((target, found) for target in shape.tensors(name))
-    if shape.config.get("tie_word_embeddings") is False and "lm_head.weight" in checkpoint.ties:
+
+
+def _check_head(shape: Shape, ties: Mapping[str, str]) -> None:
+    if shape.config.get("tie_word_embeddings") is False and "lm_head.weight" in ties:
         raise CheckpointError("lm_head.weight is tied, and config.json says tie_word_embeddings: false")
 
 
+def _check_type(name: str, dtype: str) -> None:
+    if dtype not in ("F32", "F16", "BF16"):
+        raise CheckpointError(f"tensor {name!r}: of type {dtype}; GGUF holds F32, F16 and BF16")
+
+
 def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> tuple[str, NDArray[Any]]:
-    if tensor.dtype not in ("F32", "F16", "BF16"):
-        raise CheckpointError(f"tensor {name!r}: of type {tensor.dtype}; GGUF holds F32, F16 and BF16")
+    _check_type(name, tensor.dtype)
     # llama.cpp wants vectors in F32, which holds every 16-bit number.
     if len(tensor.shape) == 1 or tensor.dtype == "F32":
         return "F32", tensor.float32()[order]
@@ -273,7 +399,7 @@ def _write(
     writer.add_rope_freq_base(float(config.get("rope_theta") or rope.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if shape.architecture == "nanbeige":
-        writer.add_uint32("nanbeige.num_loops", shape.n_loops)
+        writer.add_uint32(_LOOPS, shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
     kind = next(k for k in _KINDS if k in kinds)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
@@ -290,14 +416,17 @@ def _write(
     writer.close()
 
 
-def _copy_tokenizer(writer: Any, path: Path) -> None:
-    """Copy every key of the tokenizer from another GGUF."""
-    fields = [
-        f for name, f in require("gguf").GGUFReader(path).fields.items() if name.startswith("tokenizer.")
-    ]
+def _tokenizer(path: Path) -> list[Any]:
+    """Every key of the tokenizer of another GGUF."""
+    fields = [f for name, f in open_gguf(path).fields.items() if name.startswith("tokenizer.")]
     if not fields:
         raise CheckpointError(f"{path}: a GGUF without a tokenizer")
-    for field in fields:
+    return fields
+
+
+def _copy_tokenizer(writer: Any, path: Path) -> None:
+    """Copy every key of the tokenizer from another GGUF."""
+    for field in _tokenizer(path):
         kinds = [*field.types, None]
         writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1])
 
@@ -305,14 +434,17 @@ def _copy_tokenizer(writer: Any, path: Path) -> None:
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     """Read the file by gguf and compare every tensor with the checkpoint's, dequantized."""
     gguf = require("gguf")
-    found = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    found = {t.name: t for t in open_gguf(path).tensors}
     expected = {n: layer.dequantize for n, layer in checkpoint.layers.items()}
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
     n_compared = len(found)
     for name, value in expected.items():
         numbers = value()
         ordered = numbers[shape.rows(name, len(numbers))]
-        for tensor in map(found.pop, shape.tensors(name)):
+        for target in shape.tensors(name):
+            tensor = found.pop(target, None)
+            if tensor is None:
+                raise CheckpointError(f"{path}: tensor {target}: not in the file")
             again = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape)
             if not np.array_equal(again, ordered):
                 raise CheckpointError(
@@ -321,3 +453,6 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     if found:
         raise CheckpointError(f"{path}: tensor {sorted(found)[0]}: written and not in the checkpoint")
     return n_compared
+
+
+FORMATS.register(GGUF.name)(GGUF())

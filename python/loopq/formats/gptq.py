@@ -16,21 +16,14 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.base import (
-    Export,
-    Format,
-    Ragged,
-    StoredLayer,
-    choose,
-    in_scale_type,
-    matches,
-    split,
-)
+from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, split
+from loopq.formats.hf_folder import QUANTIZE_CONFIG
+from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
 from loopq.layers.grids import grid_of
 from loopq.layers.layer import Bits, GroupSize, QuantizedLayer
 from loopq.layers.reader import TensorReader
-from loopq.storage.files import DTYPES, RawTensor, float_to_raw
+from loopq.storage.files import DTYPES, RawTensor, float_to_raw, json_bytes
 from loopq.storage.schema import Object, checked, shown
 
 
@@ -45,26 +38,21 @@ class _Config:
     dynamic: Object | None = None
 
 
-class GPTQ(Format):
+class GPTQ(QuantizedFolder):
     """2, 3, 4 and 8 bits; what the two versions differ in is how a zero point is stored.
 
-    Parameters
+    Attributes
     ----------
     version : {1, 2}
         1 stores z - 1 modulo 2^bits, 2 stores z.
     """
 
+    name: ClassVar[str] = "gptq"
     ragged: ClassVar[tuple[Ragged, ...]] = ("keep", "split")
     reason: ClassVar[str] = "a padded matrix does not fit the model"
     one_group_size: ClassVar[bool] = True
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-
-    @property
-    def name(self) -> str:  # type: ignore[override]  # one class, two names
-        """Value of `checkpoint_format`."""
-        return "gptq" if self.version == 1 else "gptq_v2"
+    version: ClassVar[int] = 1
+    loads: ClassVar[str] = "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is"
 
     def describes(self, config: Mapping[str, Any]) -> bool:
         """Whether the config says GPTQ of this version; one without a version is of the first."""
@@ -82,7 +70,7 @@ class GPTQ(Format):
                 "disagree on its zero points; use the format 'gptq_v2'"
             )
         half = in_scale_type(layer, "float16", self.name)
-        return split(half) if choose(layer, ragged, self) == "split" else StoredLayer(half)
+        return split(half) if self.choose(layer, ragged) == "split" else StoredLayer(half)
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """qweight, qzeros, scales and g_idx of a layer."""
@@ -133,6 +121,10 @@ class GPTQ(Format):
             "meta": dict(export.report),
         }
 
+    def more_files(self, quantization: Mapping[str, Any]) -> dict[str, bytes]:
+        """The same settings in a file of their own, which older readers take."""
+        return {QUANTIZE_CONFIG: json_bytes(quantization)}
+
     def remarks(self, export: Export) -> tuple[str, ...]:
         """Layers outside numbered blocks, which GPTQModel leaves as they were initialised, without an error."""
         outside = [name for name in export.layers if not re.search(r"\.\d+\.", f".{name}.")]
@@ -147,7 +139,7 @@ class GPTQ(Format):
         """Modules with a qweight."""
         return [n.removesuffix(".qweight") for n in names if n.endswith(".qweight")]
 
-    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+    def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer, also of a file that another tool wrote."""
         found = _settings(module, f"{reader.where}: config.json: module {module!r}", config)
         bits, group_size = found.bits, found.group_size
@@ -172,6 +164,15 @@ class GPTQ(Format):
             scales=np.ascontiguousarray(scales.T),
             zeros=None if found.sym else np.ascontiguousarray(zeros),
         )
+
+
+class GPTQv2(GPTQ):
+    """Version 2: any zero point."""
+
+    name: ClassVar[str] = "gptq_v2"
+    version: ClassVar[int] = 2
+    # Fewer tools read it.
+    loads: ClassVar[str] = QuantizedFolder.loads
 
 
 def _own(grid: Grid) -> tuple[int, int, bool]:
@@ -228,5 +229,5 @@ def _settings(module: str, where: str, config: Mapping[str, Any]) -> _Config:
     return found
 
 
-FORMATS.register("gptq")(GPTQ(1))
-FORMATS.register("gptq_v2")(GPTQ(2))
+FORMATS.register(GPTQ.name)(GPTQ())
+FORMATS.register(GPTQv2.name)(GPTQv2())

@@ -15,7 +15,8 @@ import numpy as np
 import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.base import Export, Format, Ragged, StoredLayer, in_scale_type, is_ragged
+from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, is_ragged
+from loopq.formats.quantized_folder import Export, QuantizedFolder
 from loopq.layers.grids.integer import Integer
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
@@ -33,7 +34,7 @@ class _Config:
     bits: Literal[4] = 4
 
 
-class Marlin(Format):
+class Marlin(QuantizedFolder):
     """Symmetric INT4, one scale per 128 inputs or per output, float16 scales, K % 128 = N % 256 = 0."""
 
     name: ClassVar[str] = "marlin"
@@ -100,7 +101,7 @@ class Marlin(Format):
         known = set(names)
         return [n[:-2] for n in names if n.endswith(".B") and f"{n[:-2]}.s" in known]
 
-    def read(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+    def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer with its padding: without loopq's own record the file does not say where that begins."""
         group_size = checked(_Config, dict(config), f"{reader.where}: config.json", others=True).group_size
         words = reader.get(f"{module}.B", ("I32",), (None, None)).array()
@@ -117,4 +118,4 @@ class Marlin(Format):
         return QuantizedLayer(f"{module}.weight", grid, codes, scales, None)
 
 
-FORMATS.register("marlin")(Marlin())
+FORMATS.register(Marlin.name)(Marlin())

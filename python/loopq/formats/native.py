@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from loopq import _native
 from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.base import Check, Format, WrittenLayers, write_folder
+from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.hf_folder import CONFIG, add_own, describe_layers, without_own
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
-from loopq.storage.files import (
-    DTYPE_NAMES,
-    MAX_SIZE,
-    RawTensor,
-    float_to_raw,
-    inside,
-    map_tensors,
-    read_bytes,
-    read_json,
-    write_json,
-)
-from loopq.storage.model_files import TENSORS, FileEntry, check_files, to_torch, write_files
-from loopq.storage.schema import Depth, Name, Object, checked, parse_json, sealed, shown, unsealed
-
-if TYPE_CHECKING:
-    from torch import nn
+from loopq.storage.files import MAX_SIZE, inside, map_tensors, read_bytes, read_json, write_json
+from loopq.storage.model_files import TENSORS, FileEntry, check_files, write_files
+from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
+from loopq.terminal.table import size
 
 FORMAT = "loopq-checkpoint"
 INDEX = "loopq.json"
@@ -44,65 +36,6 @@ class Index:
     layers: tuple[LayerSettings, ...]
     ties: dict[Name, Name]
     files: tuple[FileEntry, ...]
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What every reader needs of the settings; the rest is for those who wrote them."""
-
-    system: str | None
-    n_steps: Depth | None = None
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A quantized model as plain arrays.
-
-    Parameters
-    ----------
-    layers : dict of str to QuantizedLayer
-        By parameter name, in order of first invocation.
-    dense : dict of str to RawTensor
-        Every other tensor of the model, once.
-    ties : dict of str to str
-        Names of tied tensors to the name that is stored.
-    settings : dict
-        Everything that fixed the result: system, depth, calibration, quantizer settings.
-    side_files : dict of str to bytes
-        Config and tokenizer files.
-    """
-
-    layers: dict[str, QuantizedLayer]
-    dense: dict[str, RawTensor]
-    ties: dict[str, str]
-    settings: dict[str, Any]
-    side_files: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all tensors: packed layers and dense ones."""
-        return sum(layer.n_bytes for layer in self.layers.values()) + sum(
-            t.data.size for t in self.dense.values()
-        )
-
-    def check(self, where: object) -> Checkpoint:
-        """Return the checkpoint if its parts fit together; asked before it is written and after it was read.
-
-        Raises
-        ------
-        CheckpointError
-            A tensor that is stored twice, packed codes of no layer, a tie to nothing, settings without a system.
-        """
-        checked(_Settings, self.settings, f"{where}: settings", others=True)
-        for name in [*self.layers, *self.dense]:
-            if name in self.ties or (name in self.dense and name in self.layers):
-                raise CheckpointError(f"{where}: tensor {shown(name)} is stored twice, or tied and stored")
-            if name.endswith(".weight_packed"):
-                raise CheckpointError(f"{where}: tensor {shown(name)} holds packed codes of no layer")
-        for name, source in self.ties.items():
-            if source not in self.layers and source not in self.dense:
-                raise CheckpointError(f"{where}: {name} is tied to {source}, which is not stored")
-        return self
 
 
 def report_lines(layers: Iterable[QuantizedLayer]) -> str:
@@ -129,7 +62,7 @@ def read_report(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the files of a checkpoint into a folder, which `convert.write_as` makes: whole or not at all.
+    """Write the files of a checkpoint into a folder, which `write_folder` makes: whole or not at all.
 
     The same checkpoint gives the same bytes: no time, path or host is in it.
     """
@@ -191,54 +124,42 @@ def read(folder: Path) -> Checkpoint:
     return Checkpoint(layers, dense, index.ties, index.settings, files).check(folder)
 
 
-def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str] = ()) -> None:
-    """Put a checkpoint's tensors into a model, quantized weights dequantized in the model's own type.
+class Native(Format):
+    """loopq's own format: every layer that loopq makes, exactly."""
 
-    Weights are written in place, one after another, so that ties stay ties and modules that use their weight without
-    being called see it too.
+    name: ClassVar[str] = "native"
+    own: ClassVar[bool] = True
+    holds_tables: ClassVar[bool] = True
+    loads: ClassVar[str] = "import loopq.integrations.transformers  # or loopq.load(DIR)"
 
-    Parameters
-    ----------
-    model : nn.Module
-        Of the checkpoint's kind.
-    checkpoint : Checkpoint
-        Its tensors.
-    without : collection of str
-        Quantized layers to leave as they are, since other modules will hold their codes.
+    def holds(self, path: Path) -> bool:
+        """Whether the folder has an index of loopq's."""
+        return (path / INDEX).is_file()
 
-    Raises
-    ------
-    CheckpointError
-        Names or shapes do not fit the model; the model is unchanged then.
-    """
-    import torch  # lazy: loopq imports without torch
+    def write(
+        self, out: Path, source: Checkpoint, *, also: Check | None = None, **options: Any
+    ) -> WrittenLayers:
+        """Write the folder."""
+        write_folder(self, out, source, 0, partial(write, checkpoint=source), also)
+        n_bytes = sum(layer.n_bytes for layer in source.layers.values())
+        return WrittenLayers(out, self.name, n_bytes, n_bytes, {}, len(source.layers))
 
-    own = dict(model.state_dict(keep_vars=True))
-    stored: dict[str, RawTensor | QuantizedLayer] = {**checkpoint.dense, **checkpoint.layers}
-    sources = {name: name for name in stored}
-    # A model that does not tie what the checkpoint ties gets the value under both names.
-    sources |= {n: source for n, source in checkpoint.ties.items() if own.get(n) is not own.get(source)}
-    names = set(sources) | set(checkpoint.ties)
-    # Files of other tools store a tied tensor once and leave its other names to the model.
-    filled = {id(own[name]) for name in names if name in own}
-    names |= {name for name, tensor in own.items() if id(tensor) in filled}
-    if names != set(own):
-        missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
-        raise CheckpointError(f"the checkpoint does not fit the model: missing {missing}, unexpected {more}")
-    for name, source in sources.items():
-        what = stored[source]
-        given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape
-        if tuple(own[name].shape) != given:
-            shape = list(own[name].shape)
-            raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
-    half = (torch.float16, torch.bfloat16)
-    with torch.no_grad():
-        for name, source in sources.items():
-            what = stored[source]
-            if isinstance(what, QuantizedLayer):
-                if source in without:
-                    continue
-                dtype = own[source].dtype
-                kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
-                what = float_to_raw(what.in_model_orientation(), kind)
-            own[name].copy_(to_torch(what))
+    def read(self, path: Path) -> Checkpoint:
+        """Read the folder; see the function `read`."""
+        return read(path)
+
+    def read_settings(self, path: Path) -> Object:
+        """Return the settings from the index alone."""
+        return read_index(path).settings
+
+    def facts(self, path: Path) -> dict[str, Any]:
+        """Say what the folder holds."""
+        return {"format": self.name, **read(path).facts()}
+
+    def describe(self, facts: Mapping[str, Any]) -> list[str]:
+        """Sizes alone; the command `inspect` prints the run."""
+        return [f"format {self.name}, {len(facts['layers'])} layers, {size(facts['n_bytes'])}"]
+
+
+NATIVE = Native()
+FORMATS.register(NATIVE.name)(NATIVE)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.base import Ragged, prepare_all
-from loopq.formats.convert import NATIVE, read_any
+from loopq.formats.convert import read_any
+from loopq.formats.fitting import Ragged
+from loopq.formats.native import NATIVE
 from loopq.layers.layer import QuantizedLayer
 
 Layers = Mapping[str, QuantizedLayer]
@@ -18,7 +19,7 @@ Layers = Mapping[str, QuantizedLayer]
 DATE = "2026-11-23"
 #: Formats that an engine reads.
 READS: Mapping[str, tuple[str, ...]] = {
-    "transformers": (NATIVE, "compressed-tensors", "gptq", "gptq_v2"),
+    "transformers": (NATIVE.name, "compressed-tensors", "gptq", "gptq_v2"),
     "vllm": ("compressed-tensors", "gptq"),
     "sglang": ("compressed-tensors", "gptq"),
     "gptqmodel": ("gptq", "gptq_v2"),
@@ -227,8 +228,8 @@ def check_engine(
     if system is not None and system not in RUNS[engine]:
         why = WHY_NOT.get((engine, system), f"no support is known ({DATE})")
         raise CheckpointError(f"{engine} does not run {system}: {why}; docs/formats/engines.md has the table")
-    if format_name in FORMATS.names():
-        layers = {n: s.layer for n, s in prepare_all(FORMATS.get(format_name), layers, ragged).items()}
+    target = FORMATS.get(format_name)
+    layers = target.stored(layers, **target.taken({"ragged": ragged}))
     for rule in RULES:
         if engine not in rule.engines or format_name not in rule.formats:
             continue

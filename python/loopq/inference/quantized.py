@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import CheckpointError
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
@@ -23,7 +23,7 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     Parameters
     ----------
     model : nn.Module
-        Model that the checkpoint's weights were put into (`loopq.formats.native.load_into`).
+        Model that the checkpoint's weights were put into (`loopq.formats.checkpoint.load_into`).
     checkpoint : Checkpoint
         Its layers.
     activations : "float" or "int8"

@@ -6,8 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
-from loopq.formats import native as store
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint, load_into
 from loopq.models.build import build_model
 from loopq.models.load import LoadedModel
 
@@ -34,12 +33,12 @@ def load_checkpoint(
             raise ConfigError(
                 f"activations={activations!r} is for loading codes: give quantized=True as well"
             )
-        store.load_into(loaded.model, checkpoint)
+        load_into(loaded.model, checkpoint)
         return loaded
     # torch is needed for modules that hold codes, and for nothing before.
     from loopq.inference.quantized import coded, install  # lazy: loopq imports without torch
 
-    store.load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
+    load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
     kept = install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())
     report = dataclasses.replace(loaded.report, notes=(*loaded.report.notes, *notes))

@@ -21,7 +21,8 @@ from loopq.layers.grid import Bits
 from loopq.paper.models import PreparedModel, Sizes, Source
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
-from loopq.run.engine import Layers, Run
+from loopq.run.solving import solve_from
+from loopq.run.source import Layers, ModelSource
 from loopq.settings.declare import Settings, setting
 from loopq.settings.execution import Execution
 from loopq.storage.journal import fingerprint
@@ -101,12 +102,11 @@ class Bench:
         return depth
 
     @cached_property
-    def run(self) -> Run:
-        """Collection over the calibration prompts."""
-        return Run.prepare(
+    def collected(self) -> ModelSource:
+        """Rollouts of the calibration prompts."""
+        return ModelSource.of(
             self.system,
             self.model.calibration,
-            QuantConfig(rank_threshold=None),
             n_steps=self.n_steps,
             execution=self.execution,
         )
@@ -114,7 +114,7 @@ class Bench:
     @cached_property
     def sums(self) -> HessianSet:
         """Hessians of every input, each step apart."""
-        return self.run.all_steps()
+        return self.collected.all_steps(self.collected.plan(QuantConfig(rank_threshold=None)))
 
     def context(self, tokens: TokenSet | None = None, **changes: Any) -> Context:
         """Context of `loopq.diagnose.sections`: on held-out prompts, or on those given."""
@@ -141,7 +141,7 @@ class Bench:
     @cached_property
     def adapters(self) -> tuple[str, ...]:
         """Names of the layers that join state and embedding."""
-        return tuple(p.name for p in self.run.job.selection.observed if p.role == "adapter")
+        return tuple(p.name for p in self.collected.job.selection.observed if p.role == "adapter")
 
     def rtn(self, *overrides: Override, **changes: Any) -> QuantConfig:
         """Settings of rounding to nearest, as the paper rounds."""
@@ -165,7 +165,7 @@ class Bench:
 
     def solve(self, config: QuantConfig) -> Layers:
         """Quantize from the Hessians at hand, or as the settings' inputs collect them."""
-        return self.run.solve_from(self.sums, config)
+        return solve_from(self.collected.plan(config), self.collected, self.sums)
 
     def measure(self, variants: Mapping[str, QuantConfig | Layers]) -> dict[str, Any]:
         """Quantize by each of several settings and compare with full precision on the held-out prompts.

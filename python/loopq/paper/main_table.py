@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
+from loopq.calibrate.plbert import PLBERT
 from loopq.calibrate.select import Selection
 from loopq.diagnose.rank import FOCAL, layer_ranks
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
-from loopq.paper.models import PLBERT, PreparedModel, Sizes
+from loopq.paper.models import PreparedModel, Sizes
 from loopq.paper.probe import MASK_ID, MASK_SHARE, fit_probe, measure_states
 from loopq.quantizers.config import Override
 from loopq.run.config import QuantConfig
-from loopq.run.engine import Run
+from loopq.run.solving import solve_from
+from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Progress, Silent
 
@@ -108,9 +110,10 @@ def measure_model(
     survey: dict[str, Any] = {}
     selection: Selection | None = None
     for seed, text in enumerate(_calibration_sets(model.calibration, settings.n_seeds)):
-        run = Run.prepare(system, text, execution=Execution(seed=seed, threads=threads, progress=progress))
-        sums, selection = run.all_steps(), run.job.selection
-        for name, layers in _solve(run, sums).items():
+        execution = Execution(seed=seed, threads=threads, progress=progress)
+        source = ModelSource.of(system, text, execution=execution)
+        sums, selection = source.all_steps(source.plan(QuantConfig())), source.job.selection
+        for name, layers in _solve(source, sums).items():
             sizes[name] = sum(layer.n_bytes for layer in layers.values())
             weights[name] = {n: layer.in_model_orientation() for n, layer in layers.items()}
         if seed == 0:
@@ -164,15 +167,15 @@ def _name(bits: int, group: int, variant: str, seed: int) -> str:
     return f"INT{bits} g{group}, {variant}, seed {0 if variant == RTN else seed}"
 
 
-def _solve(run: Run, sums: HessianSet) -> dict[str, dict[str, Any]]:
+def _solve(source: ModelSource, sums: HessianSet) -> dict[str, dict[str, Any]]:
     """Layers of every grid and variant from one calibration set; rounding needs none and is done once."""
     # Li, Table 25: damping of 10 % for the adapter, 1 % for the core.
     adapters = tuple(
         Override(p.name, {"damping": ADAPTER_DAMPING})
-        for p in run.job.selection.observed
+        for p in source.job.selection.observed
         if p.role == "adapter"
     )
-    seed = run.execution.seed
+    seed = source.execution.seed
     solved = {}
     for bits, group in GRIDS:
         for variant, method, steps in VARIANTS:
@@ -187,7 +190,7 @@ def _solve(run: Run, sums: HessianSet) -> dict[str, dict[str, Any]]:
                 group_size=group,
                 rank_threshold=None,
             )
-            solved[_name(bits, group, variant, seed)] = run.solve_from(sums, config)
+            solved[_name(bits, group, variant, seed)] = solve_from(source.plan(config), source, sums)
     return solved
 
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import lzma
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, json_lines, read_tokens, windows
+from loopq.calibrate.data import TokenSet, read_tokens, windows
+from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import own_prompts
-from loopq.errors import ConfigError, DumpError
+from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, load_model
-from loopq.storage.schema import Count, checked
-
-PLBERT = "plbert"
 
 
 @dataclass(frozen=True)
@@ -59,22 +52,6 @@ class Sizes:
     n_tuning_held_out: int = 16
     n_evaluation: int = 32
     seq_len: int = 128
-
-
-def data_folder(named: Path | None) -> Path | None:
-    """Return the folder of data sets: the one named, else what LOOPQ_DATA says, else None.
-
-    Raises
-    ------
-    ConfigError
-        There is no such folder.
-    """
-    place = named or Path(os.environ.get("LOOPQ_DATA", ""))
-    if place == Path():
-        return None
-    if not place.is_dir():
-        raise ConfigError(f"no data folder {place}: give another with --data or LOOPQ_DATA")
-    return place
 
 
 @dataclass(frozen=True)
@@ -127,10 +104,9 @@ class Source:
         )
 
     def _phonemes(self, sizes: Sizes, count: int) -> tuple[TokenSet, TokenSet]:
-        place = _plbert_folder(self.data)
         return (
-            _phonemes(place / "wikitext2_valid_phonemes.jsonl.xz", sizes.seq_len, count),
-            _phonemes(place / "wikitext2_test_phonemes.jsonl.xz", sizes.seq_len, sizes.n_evaluation),
+            phonemes(self.data, "calibration", sizes.seq_len, count),
+            phonemes(self.data, "evaluation", sizes.seq_len, sizes.n_evaluation),
         )
 
 
@@ -160,7 +136,7 @@ def open_source(
         "plbert" without a data folder.
     """
     if name == PLBERT:
-        return Source(name, _load_plbert(_plbert_folder(data), **loading), data)
+        return Source(name, load_plbert(data, **loading), data)
     return Source(Path(name).name, load_model(name, **loading), data, calibration, text)
 
 
@@ -169,42 +145,9 @@ def prepare_model(name: str, sizes: Sizes, data: Path | None = None, draw: int =
     return open_source(name, data).prompts(sizes, draw)
 
 
-def _plbert_folder(data: Path | None) -> Path:
-    if data is None:
-        raise ConfigError("plbert needs a data folder: give --data DIR or set LOOPQ_DATA")
-    return data / "models" / "plbert_kokoro"
-
-
 def _stretch(text: TokenSet, draw: int, count: int) -> TokenSet:
     if (draw + 1) * count > len(text.sequences):
         raise ConfigError(
             f"{text.source} has {len(text.sequences)} prompts: draw {draw} of {count} prompts each is beyond its end"
         )
     return text.take(draw * count, (draw + 1) * count)
-
-
-def _load_plbert(source: Path, **loading: Any) -> LoadedModel:
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        try:
-            (place / "config.json").write_bytes((source / "config.json").read_bytes())
-            packed = (source / "model.safetensors.xz").read_bytes()
-            (place / "model.safetensors").write_bytes(lzma.decompress(packed))
-        except (OSError, lzma.LZMAError) as cause:
-            raise DumpError(f"{source}: {cause}") from cause
-        return load_model(place, **loading)
-
-
-def _phonemes(path: Path, length: int, count: int) -> TokenSet:
-    """Cut the paragraphs' phoneme ids, one after the other, in windows."""
-    lines = (checked(_Phonemes, x, at, ConfigError, others=True) for at, x in json_lines(path, ConfigError))
-    ids = np.array([i for line in lines for i in line.ids], dtype=np.int64)
-    n = min(count, ids.size // length)
-    return TokenSet(tuple(ids[: n * length].reshape(n, length)), path.name, "windows")
-
-
-@dataclass(frozen=True)
-class _Phonemes:
-    """What is read of a line."""
-
-    ids: tuple[Count, ...]

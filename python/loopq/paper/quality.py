@@ -16,7 +16,8 @@ from loopq.evaluate.stats import gap_closed
 from loopq.paper.models import PreparedModel
 from loopq.quantizers.config import Override
 from loopq.run.config import PRESETS, QuantConfig
-from loopq.run.engine import Layers, Run
+from loopq.run.solving import solve_from
+from loopq.run.source import Layers, ModelSource
 from loopq.settings.execution import Execution
 from loopq.terminal.progress import Progress, Silent
 
@@ -140,10 +141,11 @@ class SolutionCache:
         # Layers outside the loop are rounded (Li, App. Q), such as a head: gptq-cd alone calibrates them.
         declared = system.shared_parameters(system.n_steps)
         self._rounded = tuple(p.name for p in declared if p.treatment == "rtn")
-        self._run = Run.prepare(
+        self._config = QuantConfig(include=self._rounded)
+        self._source = ModelSource.of(
             system,
             model.calibration,
-            QuantConfig(include=self._rounded),
+            self._config,
             execution=Execution(threads=threads, progress=progress or Silent()),
         )
         self._sums: HessianSet | None = None
@@ -159,19 +161,20 @@ class SolutionCache:
             self._done[key] = self.closed(config, variant.asymmetric)
         return self._done[key]
 
-    def collected(self) -> tuple[Run, HessianSet]:
+    def collected(self) -> tuple[ModelSource, HessianSet]:
         """Hessians of every step, collected once."""
         if self._sums is None:
-            self._sums = self._run.all_steps()
-        return self._run, self._sums
+            self._sums = self._source.all_steps(self._source.plan(self._config))
+        return self._source, self._sums
 
     def closed(self, config: QuantConfig, asymmetric: bool) -> Layers:
         """Layers of a closed form."""
-        run, sums = self.collected()
+        source, sums = self.collected()
         change = {"steps": "all"} | ({} if config.layer.method.name == "gptq-cd" else {"method": "rtn"})
         rounded = tuple(Override(name, change) for name in self._rounded)
         config = dataclasses.replace(config, overrides=(*rounded, *config.overrides), include=self._rounded)
-        return run.solve_from(sums, config.changed(inputs="asymmetric" if asymmetric else "open"))
+        plan = source.plan(config.changed(inputs="asymmetric" if asymmetric else "open"))
+        return solve_from(plan, source, sums)
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopq.errors import ConfigError
+from loopq.formats import FORMATS
 from loopq.formats.convert import inspect_any
 from loopq.formats.hf_folder import CARD
 from loopq.storage.files import write_text
@@ -17,11 +18,6 @@ from loopq.terminal.table import size
 #: Its tag and the end of its title, by which a card of loopq's is known again.
 _TAG, _TITLE = "loopq", "quantized by loopq"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_LOADS = {
-    "native": "import loopq.integrations.transformers  # or loopq.load(DIR)",
-    "compressed-tensors": "# transformers and vLLM load this folder as it is",
-    "gptq": "# transformers with optimum and gptqmodel, and vLLM, load this folder as it is",
-}
 
 
 def write_card(
@@ -127,7 +123,7 @@ def _what(found: Mapping[str, Any]) -> list[str]:
         *(f"* {count} weights: {grid}" for grid, count in grids.items()),
         "",
         "```python",
-        _LOADS.get(found["format"], "import loopq  # loopq.load(DIR)"),
+        FORMATS.get(found["format"]).loads,
         "```",
     ]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from loopq.errors import ConfigError
-from loopq.report.figures import VARIANT_NAMES, all_figures
 from loopq.report.markup import Cell, figure_html, listed, number, paragraph, table
+from loopq.report.sections import all_figures, all_tables
 from loopq.report.style import short_names
 
 FORMAT = "loopq-diagnosis"
@@ -38,9 +38,7 @@ def loop(d: Mapping[str, Any]) -> str:
         listed(d["summary"]),
         f'<div class="figures">{"".join(map(figure_html, all_figures(d)))}</div>',
         _layers(d),
-        _injection(d),
-        _perturbations(d),
-        _overlaps(d),
+        *all_tables(d),
         _unavailable(d),
     ]
     return "\n".join(filter(None, parts))
@@ -90,87 +88,6 @@ def _layer(layer: Mapping[str, Any], ranks: Mapping[str, Any], short: str) -> li
         number(None if share is None else 100 * share, ".1f"),
         number(None if alone is None else 100 * alone, ".2f"),
     ]
-
-
-def _described(title: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> str:
-    return f"<h3>{html.escape(title)}</h3>" + table(title, heads, rows, caption=caption)
-
-
-def _percent(value: float | None) -> Cell:
-    return number(None if value is None else 100 * value, ".1f")
-
-
-def _injection(d: Mapping[str, Any]) -> str:
-    found = d["sections"].get("injection")
-    if not found or d["model"]["output"] == "hidden":
-        return ""
-    rows: list[list[Cell | str]] = []
-    for setting, runs in sorted(found.items(), reverse=True):
-        for pairing in ("paired", "unpaired"):
-            for variant, name in VARIANT_NAMES.items():
-                run = (runs[pairing] or {}).get(variant)
-                if run:
-                    ends = [_percent(run["agreement"][0]), _percent(run["agreement"][-1])]
-                    low, high = (_percent(run["final_agreement"][end]).html for end in ("low", "high"))
-                    between = Cell(f"{low} to {high}", "number")
-                    rows.append([setting, pairing, name, *ends, between, number(run["kl"][-1], ".4f")])
-    caption = (
-        "Top-1 agreement with full precision, mean over prompts. Paired: both runs start from the same initial state. "
-        "The interval, a 95 % bootstrap over prompts, and the KL are those of the last step."
-    )
-    heads = (
-        "rounding",
-        "initial states",
-        "rounded layers",
-        "first step [%]",
-        "last step [%]",
-        "interval [%]",
-        "KL [nat]",
-    )
-    return _described("Where the error enters", caption, heads, rows)
-
-
-def _perturbations(d: Mapping[str, Any]) -> str:
-    found = d["sections"].get("perturbation")
-    if not found:
-        return ""
-    logits = d["model"]["output"] != "hidden"
-    key = "agreement" if logits else "output_error"
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in found["rows"]:
-        groups.setdefault((row["perturbation"], row["location"]), []).append(row)
-    rows: list[list[Cell | str]] = []
-    for (kind, place), draws in sorted(groups.items()):
-        mean = sum(draw[key] for draw in draws) / len(draws)
-        norm = sum(draw["norm"] for draw in draws) / len(draws)
-        rows.append([kind, place, number(norm), number(len(draws), "d"), _percent(mean)])
-    caption = (
-        "Weight changes other than rounding, at the exposed layers and in the core, with paired initial states. Rank-4 "
-        "updates have the same norm at both places; the noise has the output error that rounding has there."
-    )
-    what = "agreement, last step [%]" if logits else "output error, last step [%]"
-    return _described("Other perturbations", caption, ("perturbation", "place", "norm", "draws", what), rows)
-
-
-def _overlaps(d: Mapping[str, Any]) -> str:
-    found = (d["sections"].get("overlap") or {}).get("overlaps")
-    if not found:
-        return ""
-    rows: list[list[Cell | str]] = [
-        [
-            r["between"],
-            number(r["k"], "d"),
-            number(100 * r["overlap"], ".2f"),
-            number(100 * r["chance"], ".2f"),
-        ]
-        for r in sorted(found, key=lambda r: r["k"])
-    ]
-    caption = (
-        "Mean squared cosine between the leading directions of the state, and its expectation for two independent "
-        "spaces of that dimension. An overlap at chance means that one side is noise."
-    )
-    heads = ("between", "directions", "overlap [%]", "chance [%]")
-    return _described("Do steps share their directions?", caption, heads, rows)
 
 
 def _unavailable(d: Mapping[str, Any]) -> str:

@@ -235,3 +235,13 @@ def figure_html(picture: Picture) -> str:
         f'<figure id="figure-{picture.name}"{wide}><h3>{html.escape(picture.title)}</h3>'
         f'<div class="plot">{picture.svg()}</div><figcaption>{html.escape(picture.caption)}</figcaption></figure>'
     )
+
+
+def described(title: str, caption: str, heads: Sequence[str], rows: Sequence[Sequence[Cell | str]]) -> str:
+    """Return a table below a heading."""
+    return f"<h3>{html.escape(title)}</h3>" + table(title, heads, rows, caption=caption)
+
+
+def percent_cell(value: float | None) -> Cell:
+    """Return the cell of a share."""
+    return number(None if value is None else 100 * value, ".1f")

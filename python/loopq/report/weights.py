@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.report.markup import Cell, bar, listed, number, paragraph, table
 from loopq.report.style import short_name, short_names
 from loopq.systems.base import LoopedSystem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,12 @@ from loopq.quantizers.base import Problem
 from loopq.quantizers.task import Task
 from loopq.run import INPUTS, Inputs
 from loopq.run.memory import passes
-from loopq.run.open_loop import solve_open
-from loopq.run.plan import steps_apart
+from loopq.run.plan import Plan, steps_apart
 from loopq.run.solver import account, loss_of, relative_error, save_layer, saved_layer
+from loopq.run.solving import solve, solve_parts
+from loopq.run.source import Layers, ModelSource
 from loopq.run.step_weights import WeightedHessian, relative, step_weights
 from loopq.settings.declare import setting
-
-if TYPE_CHECKING:
-    from loopq.run.engine import Layers, Run
 
 
 @INPUTS.register("asymmetric")
@@ -55,6 +53,7 @@ class Asymmetric(Inputs):
     """
 
     name: ClassVar[str] = "asymmetric"
+    pairs: ClassVar[bool] = True
     alpha: float = setting(1.0, at_least=0.0, at_most=1.0)
     sweeps: int = setting(1, at_least=1, at_most=100)
 
@@ -62,40 +61,42 @@ class Asymmetric(Inputs):
         """Two runs for each distinct input and sweep."""
         return 2 * n_inputs * self.sweeps
 
-    def solve(self, run: Run) -> Layers:
-        """Solve all layers; return them by parameter name, in the order of the tasks."""
-        _collect_metrics(run)
-        journal, progress = run.journal("layers"), run.execution.progress
-        experts = [t for t in run.tasks if t.parameter.routed_in]
-        others = [t for t in run.tasks if not t.parameter.routed_in]
-        done = solve_open(run, experts) if experts else {}
-        progress.start("solve", self.sweeps * len(others), "layers")
-        for sweep in range(self.sweeps):
-            for group in _groups(others):
-                part = f"sweep-{sweep}/"
-                saved = {t.name: saved_layer(journal, t.name, part) for t in group}
-                solved = {name: layer for name, layer in saved.items() if layer is not None}
-                if len(solved) < len(group):
-                    solved = _Group(run, self, sweep).solve(group, done)
-                    for layer in solved.values():
-                        save_layer(journal, layer, part)
-                done.update(solved)
-                progress.advance(len(group))
-        progress.stop()
-        return {t.name: done[t.name] for t in run.tasks}
+
+@solve.register
+def _(inputs: Asymmetric, plan: Plan, source: ModelSource) -> Layers:
+    """Solve all layers; return them by parameter name, in the order of the tasks."""
+    _collect_metrics(plan, source)
+    journal, progress = source.journal(plan, "layers"), source.execution.progress
+    experts = [t for t in plan.tasks if t.parameter.routed_in]
+    others = [t for t in plan.tasks if not t.parameter.routed_in]
+    done = solve_parts(plan, source, experts) if experts else {}
+    progress.start("solve", inputs.sweeps * len(others), "layers")
+    for sweep in range(inputs.sweeps):
+        for group in _groups(others):
+            part = f"sweep-{sweep}/"
+            saved = {t.name: saved_layer(journal, t.name, part) for t in group}
+            solved = {name: layer for name, layer in saved.items() if layer is not None}
+            if len(solved) < len(group):
+                solved = _Group(source, inputs, sweep).solve(group, done)
+                for layer in solved.values():
+                    save_layer(journal, layer, part)
+            done.update(solved)
+            progress.advance(len(group))
+    progress.stop()
+    return {t.name: done[t.name] for t in plan.tasks}
 
 
-def _collect_metrics(run: Run) -> None:
+def _collect_metrics(plan: Plan, source: ModelSource) -> None:
     """Loop metrics of layers that are solved one after the other: their Hessians come from passes of their own."""
-    missing = [t for t in run.tasks if t.gradients and t.metric_key not in run.metrics]
+    missing = [t for t in plan.tasks if t.gradients and t.metric_key not in source.metrics]
     if not missing:
         return
-    sums = run.sums()
-    for number, input_groups in enumerate(passes(run, sums)):
+    sums = source.sums(plan)
+    for number, input_groups in enumerate(passes(source.job, plan.tasks, sums)):
         chosen = [t for t in missing if t.input_group in input_groups]
         if chosen:
-            sums.run_pass(input_groups, work=run.work(f"ahead-{number}"))
-            run.collect_metrics(sums, chosen, f"metric-{number}")
+            sums.run_pass(input_groups, work=source.execution.folder(f"ahead-{number}"))
+            source.collect_metrics(plan, sums, chosen, f"metric-{number}")
         for input_group in input_groups:
             sums.drop(input_group)
 
@@ -112,24 +113,24 @@ def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
 class _Group:
     """The layers that read one input, in one sweep."""
 
-    run: Run
+    source: ModelSource
     settings: Asymmetric
     sweep: int
     shared: dict[Any, Any] = field(default_factory=dict)
 
     def solve(self, tasks: Sequence[Task], done: Layers) -> Layers:
         """Collect the paired inputs and solve every layer of the group."""
-        run = self.run
-        weights = {t.name: run.weights.oriented(t.parameter) for t in tasks}
+        source = self.source
+        weights = {t.name: source.weights.oriented(t.parameter) for t in tasks}
         input_group = tasks[0].input_group
         if input_group is None:
             return {t.name: self._rounded(t, weights[t.name]) for t in tasks}
         current = {n: layer.in_model_orientation() for n, layer in done.items() if n not in weights}
-        paired = collect_pairs(run.job, [input_group], current, per_step=steps_apart(tasks))[input_group]
+        paired = collect_pairs(source.job, [input_group], current, per_step=steps_apart(tasks))[input_group]
         return {t.name: self._solve(t, weights[t.name], paired) for t in tasks}
 
     def _rounded(self, task: Task, weight: NDArray[np.float32]) -> QuantizedLayer:
-        threads = self.run.execution.threads
+        threads = self.source.execution.threads
         layer = task.config.method.quantize(
             Problem(task.name, weight, None, task.config.grid, task.parameter.orientation, threads)
         )
@@ -138,7 +139,7 @@ class _Group:
         )
 
     def _solve(self, task: Task, weight: NDArray[np.float32], paired: PairedSums) -> QuantizedLayer:
-        threads = self.run.execution.threads
+        threads = self.source.execution.threads
         key = (task.steps, task.step_weights)
         if key not in self.shared:
             self.shared[key] = (*_weighted(task, paired), {})
@@ -151,7 +152,7 @@ class _Group:
             task.parameter.orientation,
             threads,
             cache,
-            self.run.metrics.get(task.metric_key),
+            self.source.metrics.get(task.metric_key),
         )
         with naming(task.name):
             target = self._target(task, problem, moments)

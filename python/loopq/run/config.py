@@ -11,7 +11,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers import QUANTIZERS
 from loopq.quantizers.config import LayerConfig, Override
 from loopq.run import INPUTS
-from loopq.run.allocate import Allocate
+from loopq.run.budget import Allocate
 from loopq.run.inputs import Inputs
 from loopq.settings.declare import Settings, block, choice, leaves, optional, setting
 from loopq.settings.patterns import check_syntax
@@ -134,3 +134,15 @@ class QuantConfig(Settings):
 def flat_names() -> set[str]:
     """Every flat name of a run's settings."""
     return set(leaves(QuantConfig)) | {f.name for f in dataclasses.fields(QuantConfig)}
+
+
+def refuse_outside(config: QuantConfig, who: str, instead: str) -> None:
+    """Refuse to round what is outside the loop where that cannot be.
+
+    Raises
+    ------
+    ConfigError
+        The message says who cannot, and what to do instead.
+    """
+    if config.outside is not None:
+        raise ConfigError(f"outside rounds embedding tables and heads too, which {who}: {instead}")

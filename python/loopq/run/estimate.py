@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 import loopq._native as native
+from loopq.errors import ConfigError
 from loopq.gradients.collect_metrics import MetricCost, metric_cost
-from loopq.run.memory import passes, resident_bytes, run_bytes
-from loopq.run.plan import hessian_work, solve_work
+from loopq.run.memory import pass_bytes, passes, resident_bytes
+from loopq.run.plan import Plan, hessian_work, solve_work, steps_apart
+from loopq.run.source import ModelSource
 
-if TYPE_CHECKING:
-    from loopq.run.engine import Run
+#: Moments of pairs are of both rollouts and between them.
+PAIRED = 3.5
 
 
 @dataclass(frozen=True)
@@ -70,26 +71,62 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def estimate(run: Run) -> Estimate:
-    """Estimate memory and time of a run from its timed rollout and a short measurement of the core."""
-    sums = run.sums()
-    memory = run_bytes(run)
-    coded = {t.name for t in run.tasks}
-    dense = sum(t.data.size for name, t in run.weights.tensors.items() if name not in coded)
-    tokens = run.job.tokens
+def estimate(plan: Plan, source: ModelSource) -> Estimate:
+    """Estimate memory and time from the source's timed rollout and a short measurement of the core."""
+    sums, tasks, execution = source.sums(plan), plan.tasks, source.execution
+    memory = run_bytes(plan, source)
+    coded = {t.name for t in tasks}
+    dense = sum(t.data.size for name, t in source.weights.tensors.items() if name not in coded)
+    tokens = source.job.tokens
     n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
-    once = run.probe_seconds * tokens.n_tokens / per_prompt
-    inputs = {t.input_group for t in run.tasks if t.input_group and not t.parameter.routed_in}
-    metric = metric_cost(run.tasks, n_prompts, run.execution.memory)
-    runs = run.config.inputs.n_runs(len(passes(run, sums)), len(inputs))
-    runs += bool(metric.n_gradients) and run.config.inputs.name == "asymmetric"
-    metric_seconds = seconds_of(metric, run.probe_seconds) if metric.n_gradients else 0.0
-    work = hessian_work(run.tasks, tokens.n_tokens, run.job.selection.shares) + solve_work(run.tasks)
-    widest = max((t.parameter.in_features for t in run.tasks), default=0)
-    core = work / _core_rate(widest, run.execution.threads)
+    once = source.probe_seconds * tokens.n_tokens / per_prompt
+    inputs = {t.input_group for t in tasks if t.input_group and not t.parameter.routed_in}
+    metric = metric_cost(tasks, n_prompts, execution.memory)
+    runs = plan.config.inputs.n_runs(len(passes(source.job, tasks, sums)), len(inputs))
+    runs += bool(metric.n_gradients) and plan.config.inputs.pairs
+    metric_seconds = seconds_of(metric, source.probe_seconds) if metric.n_gradients else 0.0
+    work = hessian_work(tasks, tokens.n_tokens, source.job.selection.shares) + solve_work(tasks)
+    widest = max((t.parameter.in_features for t in tasks), default=0)
+    core = work / _core_rate(widest, execution.threads)
     peak = resident_bytes() + max(memory, dense)
     seconds = once * runs + metric_seconds + core
-    return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(run))
+    return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, source))
+
+
+def run_bytes(plan: Plan, source: ModelSource) -> int:
+    """Bytes of everything that a quantization holds at once.
+
+    Raises
+    ------
+    ConfigError
+        That is above the limit, and what is asked for cannot be divided into passes.
+    """
+    job, tasks, sums = source.job, plan.tasks, source.sums(plan)
+    need = {"passes": max((pass_bytes(job, tasks, sums, p) for p in passes(job, tasks, sums)), default=0)}
+    apart = source.sums(plan, per_step=True)
+    everything = pass_bytes(job, tasks, apart, list(apart.steps))
+    inputs = plan.config.inputs
+    if inputs.pairs:
+        # One input at a time.
+        paired = apart if steps_apart(tasks) else sums
+        one = (int(PAIRED * pass_bytes(job, tasks, paired, [x])) for x in paired.steps)
+        need[f"inputs {inputs.name}"] = max(one, default=0)
+    elif inputs.runs_between:
+        need[f"inputs {inputs.name}"] = everything
+    asked = plan.config.allocate
+    if asked is not None:
+        n_weights = sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
+        candidates = len(asked.bits) * len(asked.group_sizes)
+        each = 4 if asked.score == "ablation" else 12
+        need["allocate"] = max(everything, 4 * candidates * n_weights) + each * candidates * n_weights
+    limit = source.execution.memory
+    what = max(need, key=lambda name: need[name])
+    if limit is not None and need[what] > limit:
+        raise ConfigError(
+            f"{what}: takes {need[what] / 2**20:.2f} MiB at once, above the limit of {limit / 2**20:.2f} MiB: raise "
+            "--memory"
+        )
+    return need[what]
 
 
 def seconds_of(metric: MetricCost, rollout: float) -> float:
@@ -99,16 +136,16 @@ def seconds_of(metric: MetricCost, rollout: float) -> float:
     return rollout * passes + metric.multiply_adds / _double_rate()
 
 
-def _extra(run: Run) -> str:
+def _extra(plan: Plan, source: ModelSource) -> str:
     """What choosing bits takes besides the quantization, by the timed rollout."""
-    asked = run.config.allocate
+    asked = plan.config.allocate
     if asked is None:
         return ""
-    candidates = len(asked.bits) * len(asked.group_sizes) * len(run.tasks)
+    candidates = len(asked.bits) * len(asked.group_sizes) * len(plan.tasks)
     # One rollout of each candidate for a measured score; forward and backward once for a predicted one.
-    n_prompts = min(asked.n_prompts, len(run.job.tokens.sequences))
+    n_prompts = min(asked.n_prompts, len(source.job.tokens.sequences))
     rollouts = n_prompts * (candidates if asked.score == "ablation" else 3)
-    return f"; besides, about: bits by {asked.score} {duration(run.probe_seconds * rollouts)}"
+    return f"; besides, about: bits by {asked.score} {duration(source.probe_seconds * rollouts)}"
 
 
 def _core_rate(widest: int, threads: int) -> float:

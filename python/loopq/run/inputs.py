@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from loopq.settings.declare import Chosen
 
-if TYPE_CHECKING:
-    from loopq.layers.layer import QuantizedLayer
-    from loopq.run.engine import Run
-
 
 class Inputs(Chosen):
-    """A way to calibrate, with its settings."""
+    """A way to calibrate, with its settings; `loopq.run.solving.solve` carries it out.
 
-    @abstractmethod
-    def solve(self, run: Run) -> dict[str, QuantizedLayer]:
-        """Collect and solve all layers of a run."""
+    Attributes
+    ----------
+    runs_between : bool
+        Whether the model is run again, or in another way, after the Hessians of the full-precision rollout are there:
+        such inputs need the model.
+    takes_gradients : bool
+        Whether layers may have a loop metric.
+    pairs : bool
+        Whether a layer's inputs in two rollouts are held together, one input of the model at a time.
+    """
+
+    runs_between: ClassVar[bool] = True
+    takes_gradients: ClassVar[bool] = True
+    pairs: ClassVar[bool] = False
 
     def n_runs(self, n_passes: int, n_inputs: int) -> int:
         """Times the calibration set is run, by the passes that memory asks for and the number of distinct inputs."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from loopq.calibrate.equal_rows import EqualRows
 from loopq.errors import ConfigError
 from loopq.models.replace import replaced
 from loopq.run import INPUTS, Inputs
-from loopq.run.memory import passes
-
-if TYPE_CHECKING:
-    from loopq.quantizers.task import Task
-    from loopq.run.engine import Layers, Run
+from loopq.run.plan import Plan
+from loopq.run.solving import solve, solve_parts
+from loopq.run.source import Layers, ModelSource, Source
 
 
 @INPUTS.register("open")
@@ -23,27 +20,12 @@ class Open(Inputs):
     """The full-precision rollout."""
 
     name: ClassVar[str] = "open"
-
-    def solve(self, run: Run) -> Layers:
-        """Collect and solve, pass by pass."""
-        return solve_open(run, run.tasks)
+    runs_between: ClassVar[bool] = False
 
 
-def solve_open(run: Run, tasks: Sequence[Task]) -> Layers:
-    """Collect the inputs of some layers in the full-precision rollout and solve them, pass by pass."""
-    sums = run.sums(tasks=tasks)
-    solver = run.solver(sums, run.journal("layers"))
-    done: Layers = {}
-    unobserved = [t for t in tasks if t.input_group is None]
-    for number, input_groups in enumerate(passes(run, sums) or [[]]):
-        if input_groups:
-            sums.run_pass(input_groups, work=run.work(f"pass-{number}"))
-        chosen = [t for t in tasks if t.input_group in input_groups] + (unobserved if number == 0 else [])
-        run.collect_metrics(sums, chosen, f"metric-{number}")
-        done.update(solver.run(chosen))
-        for input_group in input_groups:
-            sums.drop(input_group)
-    return {t.name: done[t.name] for t in tasks}
+@solve.register
+def _(inputs: Open, plan: Plan, source: Source) -> Layers:
+    return solve_parts(plan, source, plan.tasks)
 
 
 @INPUTS.register("closed-loop")
@@ -57,12 +39,15 @@ class ClosedLoop(Inputs):
         """One run more."""
         return max(1, n_passes) + 1
 
-    def solve(self, run: Run) -> Layers:
-        """Solve open loop, collect again, solve again."""
-        layers = Open().solve(run)
-        with replaced(run.job.system, {name: layer.in_model_orientation() for name, layer in layers.items()}):
-            sums = run.all_steps()
-        return {n: la.with_report(inputs=self.name) for n, la in run.solver(sums).run(run.tasks).items()}
+
+@solve.register
+def _(inputs: ClosedLoop, plan: Plan, source: ModelSource) -> Layers:
+    """Solve open loop, collect again, solve again."""
+    layers = solve_parts(plan, source, plan.tasks)
+    with replaced(source.job.system, {name: layer.in_model_orientation() for name, layer in layers.items()}):
+        sums = source.all_steps(plan)
+    again = source.solver(plan, sums, source.metrics).run(plan.tasks)
+    return {name: layer.with_report(inputs=inputs.name) for name, layer in again.items()}
 
 
 @INPUTS.register("equal-rows")
@@ -71,20 +56,22 @@ class EqualBudget(Inputs):
     """As many rows over all steps together as one step has, a control for the number of rows."""
 
     name: ClassVar[str] = "equal-rows"
+    takes_gradients: ClassVar[bool] = False
 
     def n_runs(self, n_passes: int, n_inputs: int) -> int:
         """One run, with all Hessians in memory."""
         return 1
 
-    def solve(self, run: Run) -> Layers:
-        """Collect and solve."""
-        if any(t.parameter.routed_in for t in run.tasks):
-            raise ConfigError(
-                "inputs 'equal-rows' count a token at one step only, and experts have other tokens at each step: take "
-                "inputs 'open', or --exclude the experts"
-            )
-        if any(t.gradients for t in run.tasks):
-            raise ConfigError(
-                "inputs 'equal-rows' are a control for the paper's method: they go with metric 'inputs'"
-            )
-        return run.solver(EqualRows(run.job)).run(run.tasks)
+
+@solve.register
+def _(inputs: EqualBudget, plan: Plan, source: ModelSource) -> Layers:
+    if any(t.parameter.routed_in for t in plan.tasks):
+        raise ConfigError(
+            "inputs 'equal-rows' count a token at one step only, and experts have other tokens at each step: take "
+            "inputs 'open', or --exclude the experts"
+        )
+    if any(t.gradients for t in plan.tasks):
+        raise ConfigError(
+            "inputs 'equal-rows' are a control for the paper's method: they go with metric 'inputs'"
+        )
+    return source.solver(plan, EqualRows(source.job), source.metrics).run(plan.tasks)

@@ -3,56 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from loopq.errors import ConfigError
 from loopq.quantizers import Method
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
+from loopq.run.config import QuantConfig
 from loopq.settings.patterns import check_patterns
 from loopq.settings.steps import parse_steps
 from loopq.systems.base import SharedParameter
 
-if TYPE_CHECKING:
-    from loopq.run.config import QuantConfig
 
-
-def plan(
-    parameters: Sequence[SharedParameter], input_groups: Mapping[str, str], config: QuantConfig
-) -> list[Task]:
-    """Return the layers to quantize with the settings that hold for each; layers that stay dense are left out.
+@dataclass(frozen=True)
+class Plan:
+    """What happens to each layer.
 
     Parameters
     ----------
-    parameters : sequence of SharedParameter
-        Shared parameters with their treatment.
-    input_groups : mapping of str to str
-        Observed parameter to the first parameter that reads the same input.
     config : QuantConfig
-        Settings of the run.
-
-    Raises
-    ------
-    ConfigError
-        A method or steps that do not exist, an override that matches nothing, or nothing to quantize.
+        What is asked for.
+    tasks : tuple of Task
+        Layers to quantize, each with the settings that hold for it; layers that stay dense are left out.
     """
-    check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
-    tasks = []
-    depth = max((p.invocations for p in parameters), default=0)
-    for p in parameters:
-        settings = config.for_layer(p.name)
-        if p.treatment == "dense" or settings.method.name == "dense":
-            continue
-        if p.treatment == "rtn" and (settings.method.rounds_as_published or p.name not in input_groups):
-            tasks.append(Task(p, settings.changed(method=rounding_like(settings)), (), None))
-            continue
-        input_group = input_groups.get(p.name) if settings.method.needs_hessian else None
-        steps = steps_of(p, settings.calibration.steps, depth)
-        tasks.append(Task(p, settings, steps, input_group))
-    if not tasks:
-        raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
-    return tasks
+
+    config: QuantConfig
+    tasks: tuple[Task, ...]
+
+    @classmethod
+    def of(
+        cls, parameters: Sequence[SharedParameter], input_groups: Mapping[str, str], config: QuantConfig
+    ) -> Plan:
+        """Plan the layers of a source.
+
+        Parameters
+        ----------
+        parameters : sequence of SharedParameter
+            Shared parameters with their treatment.
+        input_groups : mapping of str to str
+            Observed parameter to the first parameter that reads the same input.
+        config : QuantConfig
+            Settings of the run.
+
+        Raises
+        ------
+        ConfigError
+            A method or steps that do not exist, an override that matches nothing, or nothing to quantize.
+        """
+        check_patterns("override", (o.pattern for o in config.overrides), (p.name for p in parameters))
+        depth = max((p.invocations for p in parameters), default=0)
+        found = (_task(p, config.for_layer(p.name), input_groups, depth) for p in parameters)
+        tasks = tuple(task for task in found if task is not None)
+        if not tasks:
+            raise ConfigError("nothing is left to quantize: every shared parameter is excluded or dense")
+        return cls(config, tasks)
+
+    @property
+    def per_step(self) -> bool:
+        """Whether Hessians need each step apart: layers of one input choose or weigh steps differently."""
+        steps = steps_by_input(self.tasks)
+        return any(
+            t.input_group and (list(t.steps) != steps[t.input_group] or t.step_weights != "sum")
+            for t in self.tasks
+        )
+
+
+def _task(
+    p: SharedParameter, settings: LayerConfig, input_groups: Mapping[str, str], depth: int
+) -> Task | None:
+    if p.treatment == "dense" or settings.method.name == "dense":
+        return None
+    if p.treatment == "rtn" and (settings.method.rounds_as_published or p.name not in input_groups):
+        return Task(p, settings.changed(method=rounding_like(settings)), (), None)
+    input_group = input_groups.get(p.name) if settings.method.needs_hessian else None
+    return Task(p, settings, steps_of(p, settings.calibration.steps, depth), input_group)
 
 
 def steps_of(parameter: SharedParameter, spec: str, depth: int) -> tuple[int, ...]:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-from loopq.calibrate.dump import Dump
-from loopq.calibrate.select import treat
-from loopq.formats.native import Checkpoint
-from loopq.quantizers.task import Task
-from loopq.run.config import QuantConfig
-from loopq.run.dumped import metrics_of, refuse_rollouts, settings_of
-from loopq.run.outside import round_outside
-from loopq.run.plan import plan
-from loopq.run.solver import Solver
+from loopq.formats import FORMATS
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.convert import verify, write_as
+from loopq.formats.native import NATIVE
+from loopq.run.export import export
+from loopq.run.plan import Plan
+from loopq.run.source import Layers, Source
 from loopq.settings.execution import Execution
-from loopq.storage.files import check_new, is_own
-from loopq.storage.journal import Journal, fingerprint
-from loopq.storage.weights import ModelWeights
+from loopq.storage.files import check_new, file_order, is_own, own_folder, remove_leftovers, remove_own
+from loopq.storage.lock import locked
 
-if TYPE_CHECKING:
-    from loopq.run.engine import Layers, Run
+Write: TypeAlias = Callable[[Checkpoint], object]
 
 
 def work_folder(out: str | Path) -> Path:
@@ -31,34 +27,42 @@ def work_folder(out: str | Path) -> Path:
     return Path(out).with_name(f".{Path(out).name}.work")
 
 
-def was_killed_late(out: Path) -> bool:
-    """Whether a run was killed after it wrote an output and before it removed its work."""
-    return is_own(work_folder(out)) and out.is_dir() and not out.is_symlink() and any(out.iterdir())
+def was_killed_late(out: Path, *, one_file: bool = False) -> bool:
+    """Whether a run was killed after it wrote an output, a folder or one file, and before it removed its work."""
+    return is_own(work_folder(out)) and not out.is_symlink() and is_written(out, one_file=one_file)
 
 
-def check_out(out: Path) -> None:
-    """Refuse an output folder that is neither new nor that of a run that was killed late.
+def check_out(out: Path, *, one_file: bool = False) -> None:
+    """Refuse an output that is neither new nor that of a run that was killed late.
+
+    Parameters
+    ----------
+    out : Path
+        Output folder.
+    one_file : bool
+        Whether the output is a file.
 
     Raises
     ------
     CheckpointError
         As of `check_new`.
     """
-    if not was_killed_late(out):
+    if not was_killed_late(out, one_file=one_file):
         check_new(out)
 
 
-def checkpoint_of(run: Run, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
-    """Put a run's layers and the rest of the model, in its own memory, together."""
+def assemble(plan: Plan, source: Source, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
+    """Put solved layers and the rest of the model together."""
+    weights = source.weights
+    # In the order of a file: a format writes the same bytes from memory and from a folder.
+    dense = {name: weights.tensors[name] for name in file_order(weights.tensors) if name not in layers}
     settings = {
         **facts,
-        "quantization": run.config.to_json(),
-        "system": run.job.system.name,
-        "n_steps": run.job.selection.n_steps,
-        "seed": run.execution.seed,
-        "calibration": run.job.tokens.describe(),
+        "quantization": plan.config.to_json(),
+        **source.facts(),
+        "weight_dtypes": {name: weights.raw(name).dtype for name in layers},
     }
-    return _assemble(layers | round_outside(run), run.weights, settings, dict(run.job.side_files))
+    return Checkpoint(layers, dense, dict(weights.ties), settings, dict(source.side_files))
 
 
 def apart(checkpoint: Checkpoint) -> Checkpoint:
@@ -67,60 +71,48 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, dense=dense)
 
 
-@dataclass(frozen=True)
-class DumpRun:
-    """A quantization from a dump; see `loopq.solve`.
+def is_written(out: Path, *, one_file: bool = False) -> bool:
+    """Whether a checkpoint is there: a folder or a file gets its name when it is whole."""
+    return out.is_file() if one_file else out.is_dir() and any(out.iterdir())
 
-    Parameters
-    ----------
-    dump : Dump
-        The dump.
-    tasks : list of Task
-        Layers to quantize.
-    solver : Solver
-        What solves them.
-    settings : dict
-        What is recorded of the run.
+
+@contextlib.contextmanager
+def output(
+    path: str | Path | None, execution: Execution, write: str | Write | None = None
+) -> Iterator[tuple[Execution, Write]]:
+    """Hold an output and its work folder for one run, and give what writes the output: a format or a function.
+
+    The work folder is gone after a good end. A run that was killed between the two has nothing more to write: what it
+    comes to is compared with what is there.
     """
+    if path is None:
+        yield execution, lambda checkpoint: None
+        return
+    out = Path(path)
+    # What a function writes is not known: a file or a folder.
+    one_file = out.is_file() if callable(write) else FORMATS.get(write or NATIVE.name).one_file
+    check_out(out, one_file=one_file)
+    with locked(out):
+        # Another run may have written meanwhile.
+        check_out(out, one_file=one_file)
+        late = was_killed_late(out, one_file=one_file)
 
-    dump: Dump
-    tasks: list[Task]
-    solver: Solver
-    settings: dict[str, Any]
+        def finish(checkpoint: Checkpoint) -> None:
+            if late:
+                remove_leftovers(out.parent, out.name)
+                verify(out, checkpoint)
+                execution.progress.note(f"{out} was written before the interruption; compared")
+            elif callable(write):
+                write(checkpoint)
+            elif write is None or FORMATS.get(write).own:
+                write_as(out, checkpoint, NATIVE.name)
+            else:
+                export(checkpoint, out, write)
 
-    @classmethod
-    def open(cls, folder: Path, config: QuantConfig, execution: Execution) -> DumpRun:
-        """Open a dump and plan what is done with it."""
-        refuse_rollouts(config, "a dump", "use `quantize`")
-        dump = Dump(folder, threads=execution.threads)
-        manifest = dump.manifest
-        # What a dump was told to leave out it did not observe; include cannot bring it back.
-        config = settings_of(dump, config)
-        tasks = plan(treat(manifest.parameters, (), config.exclude), manifest.input_groups, config)
-        metrics = metrics_of(dump, tasks)
-        key = fingerprint(config.to_json(), manifest.model, manifest.rows, manifest.files, manifest.metrics)
-        journal = Journal(execution.folder("layers"), key)
-        solver = Solver(dump.weights(), dump, execution, config.rank_threshold, metrics, journal)
-        settings = {
-            "quantization": config.to_json(),
-            "system": manifest.system,
-            "n_steps": manifest.n_steps,
-            "seed": manifest.seed,
-            "calibration": manifest.calibration,
-        }
-        return cls(dump, tasks, solver, settings)
-
-    def checkpoint(self) -> Checkpoint:
-        """Solve what is not solved yet, and put all layers and the rest of the model together."""
-        layers = self.solver.run(self.tasks)
-        return _assemble(layers, self.solver.weights, self.settings, self.dump.side_files())
-
-
-def _assemble(
-    layers: Layers, weights: ModelWeights, settings: Mapping[str, Any], side_files: Mapping[str, bytes]
-) -> Checkpoint:
-    dense = {name: weights.tensors[name] for name in weights.tensors if name not in layers}
-    dtypes = {name: weights.raw(name).dtype for name in layers}
-    return Checkpoint(
-        layers, dense, dict(weights.ties), {**settings, "weight_dtypes": dtypes}, dict(side_files)
-    )
+        work = own_folder(work_folder(out))
+        try:
+            yield dataclasses.replace(execution, work=work), finish
+        except BaseException:
+            remove_own(work, if_empty=True)
+            raise
+        remove_own(work)

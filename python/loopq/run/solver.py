@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +17,10 @@ from loopq.layers.reader import TensorReader
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import Metrics, Task
-from loopq.run.plan import rounding_like, solve_work
+from loopq.run.plan import rounding_like
 from loopq.run.step_weights import WeightedHessian, step_weights, weighted
-from loopq.settings.execution import POLL, Execution
+from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
-from loopq.storage.lock import Claims
 from loopq.storage.schema import checked
 from loopq.storage.weights import ModelWeights
 
@@ -62,8 +60,8 @@ class Solver:
         progress = self.execution.progress
         progress.start("solve", len(tasks), "layers")
         solved: dict[str, QuantizedLayer] = {}
-        for group in _groups(tasks):
-            for layer, new in self._each(group):
+        for group in groups_of(tasks):
+            for layer, new in self.each(group):
                 if new:
                     save_layer(self.journal, layer)
                 solved[layer.name] = layer
@@ -71,62 +69,8 @@ class Solver:
         progress.stop()
         return {t.name: solved[t.name] for t in tasks}
 
-    def share(
-        self, tasks: Sequence[Task], claims: Claims, shard: tuple[int, int] | None, ended: Callable[[], bool]
-    ) -> bool:
-        """Solve layers that no other process has claimed, as long as there are any; `run` finds them in the journal.
-
-        Parameters
-        ----------
-        tasks : sequence of Task
-            All tasks. Those that share an input are claimed together; the largest come first.
-        claims : Claims
-            Claims on pieces of the journal.
-        shard : (int, int) or None
-            K of N, from 1: take every N-th piece alone, and wait for no other.
-        ended : callable
-            Whether another process has put all layers together.
-
-        Returns
-        -------
-        bool
-            Whether all layers are there and this process is the one that puts them together.
-        """
-        groups = sorted(_groups(tasks), key=solve_work, reverse=True)
-        own = groups if shard is None else groups[shard[0] - 1 :: shard[1]]
-        progress, told = self.execution.progress, 0
-        progress.start("solve", len(tasks), "layers")
-        last = False
-        while not (last or ended()):
-            busy = any(self._claimed(group, claims) for group in own)
-            there = sum(self.journal.has(t.name) for t in tasks)
-            progress.advance(there - told)
-            told = there
-            last = there == len(tasks) and claims.take("")
-            if shard and not last and all(self.journal.has(t.name) for group in own for t in group):
-                break
-            if not (busy or last):
-                time.sleep(POLL)
-        progress.stop()
-        return last
-
-    def _claimed(self, group: Sequence[Task], claims: Claims) -> bool:
-        """Whether a group had layers to solve that nobody had claimed; they are solved then."""
-        name = group[0].name
-        if all(self.journal.has(t.name) for t in group) or not claims.take(name):
-            return False
-        ours = True
-        for layer, new in self._each(group):
-            ours = claims.holds(name)
-            if not ours:
-                break
-            if new:
-                save_layer(self.journal, layer)
-        claims.release(name, done=ours)
-        return True
-
-    def _each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:
-        """The layers of one group, and whether they were solved just now or saved before."""
+    def each(self, tasks: Sequence[Task]) -> Iterator[tuple[QuantizedLayer, bool]]:
+        """Yield the layers of one group, and whether each was solved just now or saved before."""
         shared = _Shared()
         for task in tasks:
             layer = saved_layer(self.journal, task.name)
@@ -197,7 +141,7 @@ class _Shared:
     cache: dict[Any, Any] = field(default_factory=dict)
 
 
-def _groups(tasks: Sequence[Task]) -> list[list[Task]]:
+def groups_of(tasks: Sequence[Task]) -> list[list[Task]]:
     """Tasks that share input, steps and weighting stand together; the others alone. Order of first appearance."""
     groups: dict[tuple[Any, ...], list[Task]] = {}
     for task in tasks:

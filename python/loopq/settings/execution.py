@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
-from loopq.errors import ConfigError, LoopqError
-from loopq.lazy import require
 from loopq.settings.declare import Settings, setting
 from loopq.terminal.progress import Progress, Silent
 
-#: Seconds between two looks at what other processes have done, and those that one waits for their last word.
-POLL, PATIENCE = 0.5, 10.0
+#: Seconds between two looks at what other processes have done.
+POLL = 0.5
 
 
 def parse_bytes(text: str) -> int:
@@ -34,91 +29,6 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """One of the processes that torchrun started for one command.
-
-    Parameters
-    ----------
-    rank, world : int
-        Number of this process, from 0, and of all.
-    timeout : float
-        Seconds that they wait for each other before the work begins.
-    """
-
-    rank: int
-    world: int
-    timeout: float = 600.0
-
-    @classmethod
-    def of_environment(cls) -> Ranks | None:
-        """Read what torchrun says; None for a process that is alone.
-
-        Raises
-        ------
-        ConfigError
-            There are others, and no number that tells this one from them.
-        """
-        world = os.environ.get("WORLD_SIZE", "1")
-        if world == "1":
-            return None
-        rank = os.environ.get("RANK", "")
-        if not (world.isdecimal() and rank.isdecimal() and int(rank) < int(world)):
-            raise ConfigError(
-                f"WORLD_SIZE={world} and RANK={rank} are set: start the processes with torchrun, or unset both"
-            )
-        return cls(int(rank), int(world))
-
-    def meet(self, work: str) -> None:
-        """Wait until all processes are there with the same work.
-
-        Raises
-        ------
-        LoopqError
-            One did not come in time, or has other work; the message says which.
-        """
-        missing, others = self._ask(work)
-        if missing:
-            raise LoopqError(
-                f"rank {', '.join(map(str, missing))} of {self.world} did not come within {self.timeout:.0f} s; what "
-                "is saved stays: start all again, in any number"
-            )
-        if others:
-            raise LoopqError(
-                f"rank {', '.join(map(str, others))} of {self.world} has other work than rank {self.rank}: the model, "
-                "the prompts and the options must be the same everywhere"
-            )
-
-    def _ask(self, work: str) -> tuple[list[int], list[int]]:
-        """Ranks that are missing, and those with other work."""
-        distributed, limit = require("torch.distributed", "torch"), timedelta(seconds=self.timeout)
-        host, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
-        # torchrun keeps a store of its own, with what an earlier attempt left in it.
-        own = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        place = f"loopq/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{self.world}"
-        missing, until = list(range(self.world)), time.monotonic() + self.timeout
-        try:
-            store = distributed.TCPStore(host, port, None, own, limit, wait_for_workers=False)
-            store.set(f"{place}/{self.rank}", work)
-            while missing and time.monotonic() < until:
-                missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
-                time.sleep(0.05)
-            there = [rank for rank in range(self.world) if rank not in missing]
-            others = [rank for rank in there if store.get(f"{place}/{rank}").decode() != work]
-            # Who has the store stays until nobody asks it any more.
-            store.add(f"{place}/through", 1)
-            until = time.monotonic() + PATIENCE
-            while own and store.add(f"{place}/through", 0) < len(there) and time.monotonic() < until:
-                time.sleep(0.05)
-        except RuntimeError as cause:
-            # What torch says when nobody answers.
-            raise LoopqError(
-                f"rank {self.rank} of {self.world}: rank 0 at {host}:{port} did not come within {self.timeout:.0f} s, "
-                "or is gone; what is saved stays: start all again, in any number"
-            ) from cause
-        return missing, others
 
 
 @dataclass(frozen=True)
@@ -140,8 +50,6 @@ class Execution(Settings):
         Folder where progress is saved, so that a run that was killed can be resumed.
     progress : Progress
         Told of prompts, layers and updates.
-    ranks : Ranks, optional
-        This process among those that torchrun started.
     """
 
     seed: int = setting(0, at_least=0)
@@ -150,7 +58,6 @@ class Execution(Settings):
     memory: int | None = setting(None, at_least=1, parse=parse_bytes, metavar="SIZE")
     work: Path | None = setting(None, option=False)
     progress: Progress = field(default_factory=Silent, metadata={"option": False})
-    ranks: Ranks | None = field(default=None, metadata={"option": False})
 
     def folder(self, name: str) -> Path | None:
         """A folder within the work folder, or None where nothing is saved."""

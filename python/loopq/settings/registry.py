@@ -1,7 +1,9 @@
 """Registries: tables from names to objects, whose errors list the known names.
 
 A module that defines a system, a quantizer or a command registers it on import; a registry imports every module of
-its package at its first use, so that adding an entry touches one file.
+its package at its first use, so that adding an entry touches one file. A room of the package may have a package of
+the same name, whose modules are imported too: a room adds its own commands to those of `loopq.commands`, and takes
+them along when it is taken out.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from loopq.errors import ConfigError
@@ -25,7 +28,7 @@ class Registry(Generic[T]):
     kind : str
         Noun for an entry in messages ("system", "quantizer").
     package : str
-        Package whose modules register the entries on import.
+        Package whose modules register the entries on import. Of `loopq.x` also the packages `loopq.ROOM.x`.
     """
 
     def __init__(self, kind: str, package: str) -> None:
@@ -54,10 +57,22 @@ class Registry(Generic[T]):
     def _load(self) -> None:
         if self._loaded:
             return
-        package = importlib.import_module(self._package)
-        for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
-            importlib.import_module(f"{self._package}.{info.name}")
+        for name in (self._package, *self._of_rooms()):
+            package = importlib.import_module(name)
+            for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+                importlib.import_module(f"{name}.{info.name}")
         self._loaded = True
+
+    def _of_rooms(self) -> list[str]:
+        """Packages in rooms that add entries: looked for as files, so that no room is imported without need."""
+        root, *tail = self._package.split(".")
+        places = map(Path, importlib.import_module(root).__path__)
+        rooms = {
+            file.parents[len(tail)].name
+            for p in places
+            for file in p.glob("/".join(["*", *tail, "__init__.py"]))
+        }
+        return [".".join([root, room, *tail]) for room in sorted(rooms)]
 
     def names(self) -> list[str]:
         """All registered names, sorted."""

@@ -202,15 +202,20 @@ def map_tensors(path: Path, error: type[LoopqError] = CheckpointError) -> dict[s
     return found
 
 
+def file_order(tensors: Mapping[str, RawTensor]) -> list[str]:
+    """Return the names in the order in which a file holds them: falling item size, so that each is aligned; names."""
+    return sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
+
+
 def write_tensors(
     path: Path, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
     """Write a safetensors file whole; return its SHA-256 in hexadecimal.
 
-    Tensors lie in the order of falling item size and then of names, so that each is aligned. The safetensors library
-    writes files too, but gives no SHA-256 on the way: hashing afterwards reads a large file once more.
+    The safetensors library writes files too, but gives no SHA-256 on the way: hashing afterwards reads a large file
+    once more.
     """
-    order = sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
+    order = file_order(tensors)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for name in order:

@@ -9,6 +9,13 @@ pub(crate) fn product(what: &'static str, a: usize, b: usize) -> Result<usize> {
         .ok_or_else(|| Error::TooLarge { what, detail: format!("{a} x {b}") })
 }
 
+/// `a + b`, or an error that names what was sized.
+pub(crate) fn sum(what: &'static str, a: usize, b: usize) -> Result<usize> {
+    a.checked_add(b)
+        .filter(|&n| isize::try_from(n).is_ok())
+        .ok_or_else(|| Error::TooLarge { what, detail: format!("{a} + {b}") })
+}
+
 /// Number of entries of the upper triangle of a `dim` x `dim` matrix, its diagonal included.
 pub(crate) fn n_upper(dim: usize) -> Result<usize> {
     Ok(product("the upper triangle", dim, dim.saturating_add(1))? / 2)

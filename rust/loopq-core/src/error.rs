@@ -333,6 +333,17 @@ impl Error {
         }
     }
 
+    /// The same about the row of the whole weight, where it is about a row of a part.
+    pub(crate) fn moved(self, place: impl Fn(usize) -> usize) -> Self {
+        match self {
+            Self::ScaleRange { row, group, .. } => self.located(place(row), group),
+            Self::NonFiniteMatrix { what, row, column, value } => {
+                Self::NonFiniteMatrix { what, row: place(row), column, value }
+            }
+            other => other,
+        }
+    }
+
     /// Shorthand for [`Error::Setting`].
     pub(crate) fn setting(name: &'static str, got: impl ToString, allowed: impl ToString) -> Self {
         Self::Setting { name, got: got.to_string(), allowed: allowed.to_string() }

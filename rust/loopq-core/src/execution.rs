@@ -6,13 +6,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use crate::process::PerProcess;
 use crate::{Error, Result};
 
 /// The largest number of threads that may be asked for.
 pub const MAX_THREADS: usize = 1024;
 
-/// Pools by their number of threads, made at first use and kept: a layer is many short calls.
-static POOLS: Mutex<Option<HashMap<usize, Arc<ThreadPool>>>> = Mutex::new(None);
+/// Pools by their number of threads, made at first use and kept: a layer is many short calls. A forked child makes its own.
+static POOLS: PerProcess<Mutex<HashMap<usize, Arc<ThreadPool>>>> = PerProcess::new();
 
 /// A flag by which one thread stops the work of others.
 #[derive(Debug, Default)]
@@ -76,8 +77,7 @@ pub(crate) fn pool(threads: usize) -> Result<Arc<ThreadPool>> {
         return Err(Error::setting("threads", threads, format!("0 (all) to {MAX_THREADS}")));
     }
     let n = number(threads);
-    let mut pools = POOLS.lock().unwrap_or_else(PoisonError::into_inner);
-    let pools = pools.get_or_insert_with(HashMap::new);
+    let mut pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(found) = pools.get(&n) {
         return Ok(Arc::clone(found));
     }

@@ -32,8 +32,10 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("loopq reads little-endian dumps in place and runs on little-endian machines only");
 
+mod blocks;
 pub mod coordinate;
 mod dims;
+mod disjoint;
 pub mod dump;
 pub mod error;
 mod execution;
@@ -45,6 +47,7 @@ mod lanes;
 pub mod matmul;
 mod memory;
 pub mod pack;
+mod process;
 mod proxy;
 pub mod runner;
 pub mod simd;

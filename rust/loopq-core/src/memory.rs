@@ -55,10 +55,16 @@ pub(crate) fn copied<T: Pod>(what: &'static str, values: &[T]) -> Result<Vec<T>>
 
 /// A vector of what an iterator of known length gives: `collect`, with an error where there is no memory for it.
 pub(crate) fn collected<T>(what: &'static str, values: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
-    let (mut made, bytes) = (Vec::new(), dims::product(what, values.len(), size_of::<T>())?);
-    made.try_reserve_exact(values.len()).map_err(|_| Error::OutOfMemory { what, bytes })?;
+    let mut made = Vec::new();
+    reserve(what, &mut made, values.len())?;
     made.extend(values);
     Ok(made)
+}
+
+/// Room for `n` entries more, and no others.
+pub(crate) fn reserve<T>(what: &'static str, to: &mut Vec<T>, n: usize) -> Result<()> {
+    let bytes = dims::product(what, n, size_of::<T>())?;
+    to.try_reserve_exact(n).map_err(|_| Error::OutOfMemory { what, bytes })
 }
 
 /// Appends `values` to `to`.

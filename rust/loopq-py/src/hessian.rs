@@ -61,8 +61,12 @@ impl HessianAccumulator {
         allow_threads(py, |cancel| self.lock().update(step, view, cancel))
     }
 
+    /// The file must stay as it is during the call, as the stub says.
+    #[allow(unsafe_code)] // the file is mapped
     fn update_file(&self, py: Python<'_>, step: usize, path: PathBuf, tensor: &str) -> PyResult<()> {
-        allow_threads(py, |cancel| self.lock().update_file(step, &path, tensor, cancel))
+        // SAFETY: files of a dump are complete before they get their names and are never written in place; for any other file
+        // the caller in Python has been told.
+        allow_threads(py, |cancel| unsafe { self.lock().update_file(step, &path, tensor, cancel) })
     }
 
     fn n_rows(&self, py: Python<'_>, step: usize) -> PyResult<u64> {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import loopq._native as native
-from loopq.formats.native import Checkpoint
+from loopq.formats.checkpoint import Checkpoint
 from loopq.layers.grids import grid_of
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.model_files import model_tensors
@@ -146,7 +146,7 @@ def prompts(n=3, length=12, vocab=96):
 
 def put_in(model, checkpoint, dtype=None):
     """Put dequantized weights into a model, rounded to its type."""
-    from loopq.formats.native import load_into
+    from loopq.formats.checkpoint import load_into
 
     load_into(model, checkpoint)
     return model if dtype is None else model.to(dtype)

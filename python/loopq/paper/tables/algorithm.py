@@ -19,12 +19,12 @@ TITLE = "Trajectory calibration, layer by layer"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Sum tr(dW H_t dW^T) over the steps for rounding, one-step and trajectory solutions of every layer."""
-    run = bench.run
-    observed = {p.name: p for p in run.job.selection.observed}
+    selection = bench.collected.job.selection
+    observed = {p.name: p for p in selection.observed}
     solved = {name: bench.solve(config) for name, config in three(bench).items()}
     layers: dict[str, Any] = {}
     for name, p in observed.items():
-        weight, h = weight_of(bench.system, p), bench.sums.accumulators[run.job.selection.input_groups[name]]
+        weight, h = weight_of(bench.system, p), bench.sums.accumulators[selection.input_groups[name]]
         losses = {}
         for variant, found in solved.items():
             if name in found:

@@ -30,7 +30,7 @@ PAPER = (
 def measure(bench: Bench) -> dict[str, Any]:
     """Read the settings of the trajectory row as this model's layers get them."""
     tokens = bench.model.calibration
-    tasks = bench.run.with_config(bench.gptq("all")).tasks
+    tasks = bench.collected.plan(bench.gptq("all")).tasks
     ways = Counter(
         f"{t.config.method.name}"
         + (f", damping {d.fraction:g}" if (d := getattr(t.config.method, "damping", None)) else "")

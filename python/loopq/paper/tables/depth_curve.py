@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.exposure import depth_curve
 from loopq.paper.bench import Bench
 from loopq.paper.compared import curves
+from loopq.paper.diagnose.depths import depth_curve
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.terminal.table import short
 

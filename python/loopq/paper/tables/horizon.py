@@ -32,7 +32,7 @@ def measure(bench: Bench) -> dict[str, Any]:
     found = bench.measure({RTN: bench.rtn()} | {_name(n): bench.gptq(f"0:{n}") for n in chosen})
     gains = {
         p.name: layer_ranks(bench.sums.accumulators[p.name], steps=[])["rank_gain"] or 0.0
-        for p in bench.run.job.selection.distinct_inputs
+        for p in bench.collected.job.selection.distinct_inputs
         if p.invocations == bench.depth
     }
     layer = max(gains, key=lambda name: gains[name])

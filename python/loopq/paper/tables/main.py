@@ -8,8 +8,8 @@ from typing import Any
 from loopq.paper import main_table, main_text
 from loopq.paper.bench import Bench
 from loopq.paper.main_table import ALL, ONE, RTN
+from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown
-from loopq.report.figures import gain_scatter
 
 
 def measure(bench: Bench) -> dict[str, Any]:

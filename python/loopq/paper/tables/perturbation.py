@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnose.sections import perturbations
 from loopq.paper.bench import Bench
+from loopq.paper.diagnose.sections.perturbation import perturbations
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 
 TITLE = "Perturbations other than rounding"

@@ -18,7 +18,7 @@ HEADER = ("model", "input of", "width", "step 0", "of width", "step 1", "last st
 def measure(bench: Bench) -> dict[str, Any]:
     """Count the eigenvalues above 1e-3 of the largest, at every step over the same positions, and of the sum."""
     layers = {}
-    for p in bench.run.job.selection.distinct_inputs:
+    for p in bench.collected.job.selection.distinct_inputs:
         h: Any = bench.sums.accumulators[p.name]
         found = layer_ranks(h, threads=bench.execution.threads)
         layers[p.name] = {

@@ -8,8 +8,8 @@ from typing import Any
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, ONE, RTN, closed, ratio, three
 from loopq.paper.main_table import rank_survey
+from loopq.paper.scatter import gain_scatter
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
-from loopq.report.figures import gain_scatter
 
 TITLE = "Rank survey and recovery"
 HEADER = ("model", "bottleneck", "rank at step 0", "largest gain", "of", "one step against RTN", "gap closed")
@@ -17,7 +17,7 @@ HEADER = ("model", "bottleneck", "rank at step 0", "largest gain", "of", "one st
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Count ranks, and quantize into the three variants of the main table."""
-    survey = rank_survey(bench.sums, bench.run.job.selection, bench.execution.threads)
+    survey = rank_survey(bench.sums, bench.collected.job.selection, bench.execution.threads)
     return bench.measure(three(bench)) | {"ranks": survey}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from loopq.diagnose.sections import ablation
+from loopq.diagnose.sections.ablation import ablation
 from loopq.paper.bench import Bench
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.report.style import short_names

@@ -14,7 +14,8 @@ from loopq.paper.bench import Bench
 from loopq.paper.compared import curves
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable, Shown, Table
 from loopq.report.style import short_name
-from loopq.run.engine import Run
+from loopq.run.config import QuantConfig
+from loopq.run.source import ModelSource
 
 TITLE = "Eigenvalues by threshold, prompts and steps"
 # The paper has 50 prompts against 1,000; here all prompts against a quarter of them.
@@ -42,15 +43,14 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 
 def _sums(bench: Bench, tokens: TokenSet) -> Any:
-    run = Run.prepare(
-        bench.system, tokens, bench.run.config, n_steps=bench.n_steps, execution=bench.execution
-    )
-    return run.all_steps(input_groups=_chosen(bench))
+    source = ModelSource.of(bench.system, tokens, n_steps=bench.n_steps, execution=bench.execution)
+    plan = source.plan(QuantConfig(rank_threshold=None))
+    return source.all_steps(plan, input_groups=_chosen(bench))
 
 
 def _chosen(bench: Bench) -> list[str]:
     """Inputs that are shown: the narrowest at step 0 (the adapter, where there is one), and one of the core."""
-    groups = bench.run.job.selection.distinct_inputs
+    groups = bench.collected.job.selection.distinct_inputs
     first = next((p.name for p in groups if p.role == "adapter"), None)
     if first is None:
         ranks = {p.name: describe_spectrum(_first(bench.sums.accumulators[p.name])) for p in groups}

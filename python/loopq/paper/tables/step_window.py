@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from loopq.diagnose.proxy import late_step_wins
 from loopq.diagnose.weights import weight_of
 from loopq.paper.bench import Bench
 from loopq.paper.compared import ALL, RTN, below, show_variants
+from loopq.paper.diagnose.late_steps import late_step_wins
 from loopq.paper.shown import TABLES, Claim, Found, PaperTable
-from loopq.run.engine import Layers
+from loopq.run.source import Layers
 
 SKIP = "GPTQ, without step 0"
 # The paper's five; 1 / N would be the plain sum.
@@ -33,8 +33,8 @@ def measure(bench: Bench) -> dict[str, Any]:
 
 def _late(bench: Bench, skip: Layers, whole: Layers) -> tuple[int, int]:
     """Layers whose loss at the last step is smaller without step 0."""
-    input_groups = bench.run.job.selection.input_groups
-    shared = {p.name: p for p in bench.run.job.selection.observed if p.invocations == bench.depth}
+    input_groups = bench.collected.job.selection.input_groups
+    shared = {p.name: p for p in bench.collected.job.selection.observed if p.invocations == bench.depth}
     last = bench.depth - 1
 
     def errors(layers: Layers) -> dict[str, Any]:

@@ -4,15 +4,15 @@
 //! solved one tile after the other, each towards what makes up for the errors of the rows before it, exactly as a
 //! sweep treats columns. Then every row is solved again with all others fixed and taken where the whole loss falls.
 
-use rayon::prelude::*;
-
+use crate::blocks::in_blocks;
 use crate::coordinate::{Problem, Settings, SCRATCH};
 use crate::factor::DampedHessian;
 use crate::grid::{Level, Quantized};
 use crate::lanes::{Lane, LANES};
-use crate::memory::{collected, extend, zeros};
+use crate::memory::{collected, zeros};
+use crate::simd::add_times;
 use crate::weight::Weight;
-use crate::{dims, Error, Execution, Result};
+use crate::{dims, Execution, Result};
 
 /// How the loss fell.
 #[derive(Clone, Debug, PartialEq)]
@@ -49,31 +49,11 @@ pub fn coupled(
     execution: &Execution<'_>,
 ) -> Result<(Quantized, CoupledReport)> {
     let problem = Problem::new(w, input, settings)?;
-    let covered: usize = left.iter().map(|l| l.factor().dim()).sum();
-    if covered != w.rows() {
-        return Err(Error::shape("A", w.rows(), covered));
-    }
-    let starts = left.iter().scan(0, |next, l| {
-        *next += l.factor().dim();
-        Some(*next - l.factor().dim())
-    });
-    let blocks: Vec<(usize, &DampedHessian<'_>)> = starts.zip(left).collect();
-    let solved: Vec<Result<(Quantized, CoupledReport)>> = execution.pool()?.install(|| {
-        blocks
-            .par_iter()
-            .map(|&(from, &l)| {
-                let block = Block::new(w.slice(from, l.factor().dim()), &problem, l, execution)?;
-                block.run(passes).map_err(|e| moved(e, |row| from + row))
-            })
-            .collect()
-    });
-    let mut out = Quantized { codes: Vec::new(), scales: Vec::new(), zeros: Vec::new() };
+    let (out, reports) = in_blocks(w, left, execution, |rows, &metric| {
+        Block::new(rows, &problem, metric, execution)?.run(passes)
+    })?;
     let mut report = CoupledReport { swept: 0.0, settled: 0.0, replaced: 0 };
-    for part in solved {
-        let (part, facts) = part?;
-        extend("codes", &mut out.codes, &part.codes)?;
-        extend("scales", &mut out.scales, &part.scales)?;
-        extend("zero points", &mut out.zeros, &part.zeros)?;
+    for facts in reports {
         report.swept += facts.swept;
         report.settled += facts.settled;
         report.replaced += facts.replaced;
@@ -127,18 +107,18 @@ impl<'a> Block<'a> {
 
     /// Solves the rows of a tile for the first time.
     fn sweep(&mut self, first: usize, n: usize) -> Result<()> {
-        let (dim, factor) = (self.problem.dim, self.left.factor());
+        let (dim, factor, isa) = (self.problem.dim, self.left.factor(), self.problem.isa);
         let mut shift: Vec<f64> = zeros(SCRATCH, n * dim)?;
         for i in 0..n {
             self.execution.check()?;
             let (done, shift) = shift.split_at_mut(i * dim);
             let shift = &mut shift[..dim];
             for k in 0..first {
-                axpy(shift, factor.entry(k, first + i), &self.error[k * dim..(k + 1) * dim]);
+                add_times(isa, factor.entry(k, first + i), &self.error[k * dim..(k + 1) * dim], shift);
             }
             // Rows of the same tile have no codes yet: they stand at their own best real values.
             for k in 0..i {
-                axpy(shift, -factor.entry(first + k, first + i), &done[k * dim..(k + 1) * dim]);
+                add_times(isa, -factor.entry(first + k, first + i), &done[k * dim..(k + 1) * dim], shift);
             }
         }
         let (part, values) = self.solve(first, n, &shift)?;
@@ -211,7 +191,7 @@ impl<'a> Block<'a> {
         let (part, _) = self
             .problem
             .solve(Weight::new("the target of the rows", &w, n, dim)?, self.execution)
-            .map_err(|e| moved(e, |row| self.left.factor().order()[first + row]))?;
+            .map_err(|e| e.moved(|row| self.left.factor().order()[first + row]))?;
         let groups = self.problem.grid.n_groups(dim);
         let lane = |j: usize| {
             let g = self.problem.group_of(j);
@@ -247,7 +227,7 @@ impl<'a> Block<'a> {
     fn pull(&self, row: usize, out: &mut [f64]) -> Result<()> {
         self.execution.check()?;
         for (k, error) in self.error.chunks_exact(self.problem.dim).enumerate() {
-            axpy(out, self.entry(row, k), error);
+            add_times(self.problem.isa, self.entry(row, k), error, out);
         }
         Ok(())
     }
@@ -271,22 +251,5 @@ impl<'a> Block<'a> {
             }
         }
         Ok(total)
-    }
-}
-
-/// An error about a row of the tile, with the row where the weight has it.
-fn moved(error: Error, place: impl Fn(usize) -> usize) -> Error {
-    match error {
-        Error::ScaleRange { row, group, .. } => error.located(place(row), group),
-        Error::NonFiniteMatrix { what, row, column, value } => {
-            Error::NonFiniteMatrix { what, row: place(row), column, value }
-        }
-        other => other,
-    }
-}
-
-fn axpy(to: &mut [f64], by: f64, from: &[f64]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to += by * from;
     }
 }

@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use crate::coordinate::tile::Tile;
+use crate::coordinate::tile::{values_of, Tile};
 use crate::coordinate::{Problem, SCRATCH};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
@@ -268,11 +268,6 @@ fn best_body(c: &Column, best: &mut Best) {
         gain[r] = change[r] * (2.0 * c.gradient[r] + change[r] * c.energy);
     }
     *best = Best { step, change, gain };
-}
-
-/// Values of the steps of one column.
-pub(super) fn values_of(steps: &Lane, scale: &[f32; LANES]) -> Lane {
-    std::array::from_fn(|r| f64::from(steps[r] as f32 * scale[r]))
 }
 
 fn inner(a: &[Lane], b: &[Lane]) -> Lane {

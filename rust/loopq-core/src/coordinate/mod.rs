@@ -2,8 +2,9 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `tile` | GPTQ with static scales and several paths open, descents, and again from the scales found |
+//! | `tile` | eight rows: where they stand, and the gradient of their loss |
 //! | `descent` | single codes and single scales are changed until none gains |
+//! | `settle` | GPTQ with static scales and several paths open, descents, and again from the scales found |
 //! | `coupled` | the same under a second metric, between outputs |
 //!
 //! The loss falls with every change, and a new start is taken, row by row, only where it ends lower. GPTQ's sweep is, but for
@@ -12,6 +13,7 @@
 
 mod coupled;
 mod descent;
+mod settle;
 mod tile;
 
 pub use coupled::{coupled, CoupledReport};

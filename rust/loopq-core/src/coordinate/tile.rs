@@ -1,25 +1,9 @@
-//! Rows of a weight on their way through the stages, eight to a tile.
+//! Eight rows of a weight on their way through the stages.
 
-use bytemuck::Pod;
-use rayon::prelude::*;
-
-use crate::coordinate::descent::values_of;
 use crate::coordinate::{Problem, SCRATCH};
-use crate::gptq::{again, gptq, Options, Scales};
-use crate::grid::Quantized;
-use crate::lanes::{columns_of, Lane, LANES};
-use crate::memory::{self, collected, copied};
-use crate::weight::Weight;
-use crate::{Execution, Result};
-
-/// Relative gain below which a row is done.
-const SETTLED: f64 = 1e-3;
-
-/// Tiles that are taken through the columns together: reading `S` once for all of them keeps the solver out of main memory.
-const TILES: usize = 8;
-
-/// Most turns of a descent on codes and one on scales.
-const TURNS: usize = 3;
+use crate::lanes::{Lane, LANES};
+use crate::memory::{self, collected};
+use crate::Result;
 
 /// Eight rows: where they stand, by column, and the gradient of their loss.
 pub(super) struct Tile {
@@ -38,20 +22,9 @@ pub(super) struct Tile {
     pub(super) active: [bool; LANES],
 }
 
-/// How the loss of some rows fell.
-pub(super) struct Course {
-    pub(super) swept: Vec<f64>,
-    pub(super) settled: Vec<f64>,
-    pub(super) moves: u64,
-    pub(super) rounds: usize,
-}
-
-/// Codes (rows, dim), scales and zero points (rows, groups) of a batch.
-type Found<'a> = (&'a mut [u8], &'a mut [f32], &'a [u8]);
-
 impl Tile {
     /// Rows from `first` on, of `rows`. Lanes without a row hold zeros and are done.
-    fn new(
+    pub(super) fn new(
         problem: &Problem<'_>,
         (codes, scale, zero): (&[u8], &[f32], &[u8]),
         first: usize,
@@ -80,7 +53,7 @@ impl Tile {
     }
 
     /// Writes lane `r` as a row of codes and one of scales.
-    fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [f32]) {
+    pub(super) fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [f32]) {
         for (j, to) in codes.iter_mut().enumerate() {
             *to = (self.steps[j][r] + self.zeros[problem.group_of(j)][r]) as u8;
         }
@@ -90,123 +63,7 @@ impl Tile {
     }
 }
 
-impl Problem<'_> {
-    /// Quantizes the rows of a weight.
-    pub(super) fn solve(&self, w: Weight<'_>, execution: &Execution<'_>) -> Result<(Quantized, Vec<Course>)> {
-        let (mut out, _) = gptq(w, self.factor, &self.grid, &self.sweep(), execution)?;
-        let (dim, groups, pool) = (self.dim, self.grid.n_groups(self.dim), execution.pool()?);
-        // At least two batches per thread, so that none waits long for the last.
-        let tiles = (w.rows().div_ceil(LANES) / (2 * pool.current_num_threads())).clamp(1, TILES);
-        let rows = tiles * LANES;
-        let courses: Vec<Result<Course>> = pool.install(|| {
-            let levels = out.scales.par_chunks_mut(rows * groups).zip(out.zeros.par_chunks(rows * groups));
-            out.codes
-                .par_chunks_mut(rows * dim)
-                .zip(levels)
-                .with_max_len(1)
-                .enumerate()
-                .map(|(b, (codes, (scales, zeros)))| {
-                    let w = w.slice(b * rows, codes.len() / dim);
-                    self.settle(w, (codes, scales, zeros), execution)
-                })
-                .collect()
-        });
-        Ok((out, courses.into_iter().collect::<Result<_>>()?))
-    }
-
-    /// GPTQ as it is used here.
-    fn sweep(&self) -> Options {
-        Options { scales: Scales::Static, block_size: 128, beam: self.settings.beam, isa: self.isa }
-    }
-
-    /// Lowers the loss of a batch of rows that GPTQ has found, in place. New scales can make a better start than the
-    /// place where the old codes are stuck: every round but the first begins with GPTQ again, for the rows that gained in
-    /// the one before.
-    fn settle(&self, w: Weight<'_>, found: Found<'_>, execution: &Execution<'_>) -> Result<Course> {
-        execution.check()?;
-        let (codes, scales, zeros) = found;
-        let (dim, groups) = (self.dim, self.grid.n_groups(self.dim));
-        let mut tiles = self.load(w, (codes, scales, zeros), execution)?;
-        let swept = losses(&tiles, w.rows())?;
-        let (mut settled, mut moves, mut rounds) = (copied(SCRATCH, &swept)?, 0, 0);
-        let mut live: Vec<usize> = collected(SCRATCH, 0..w.rows())?;
-        while rounds < self.settings.rounds && !live.is_empty() {
-            if rounds > 0 {
-                let values = gather(w.values(), dim, &live)?;
-                let (scales, zeros) = (gather(scales, groups, &live)?, gather(zeros, groups, &live)?);
-                let w = Weight::new("W", &values, live.len(), dim)?;
-                let next = again(w, self.factor, &self.grid, &self.sweep(), (&scales, &zeros), execution)?;
-                tiles = self.load(w, (&next.codes, &scales, &zeros), execution)?;
-            }
-            moves += self.descend(&mut tiles, execution)?;
-            let mut at = 0;
-            live.retain(|&row| {
-                let (tile, r, best) = (&tiles[at / LANES], at % LANES, settled[row]);
-                at += 1;
-                if tile.loss[r] < best {
-                    settled[row] = tile.loss[r];
-                    let codes = &mut codes[row * dim..(row + 1) * dim];
-                    tile.store(self, r, codes, &mut scales[row * groups..(row + 1) * groups]);
-                }
-                is_gain(tile.loss[r], best)
-            });
-            rounds += 1;
-        }
-        Ok(Course { swept, settled, moves, rounds })
-    }
-
-    /// Tiles of rows with the codes, scales and zero points given.
-    fn load(
-        &self,
-        w: Weight<'_>,
-        found: (&[u8], &[f32], &[u8]),
-        execution: &Execution<'_>,
-    ) -> Result<Vec<Tile>> {
-        let firsts = (0..w.rows()).step_by(LANES);
-        let tiles = firsts.clone().map(|first| Tile::new(self, found, first, w.rows()));
-        let mut tiles: Vec<Tile> = tiles.collect::<Result<_>>()?;
-        let targets: Vec<Vec<Lane>> = firsts.map(|first| columns_of(w, first)).collect::<Result<_>>()?;
-        self.start(&mut tiles, &targets, execution)?;
-        Ok(tiles)
-    }
-
-    /// Descends on codes and on scales in turn, until neither gains.
-    fn descend(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<u64> {
-        let mut moves = 0;
-        for _ in 0..TURNS {
-            let before: Vec<Lane> = tiles.iter().map(|tile| tile.loss).collect();
-            moves += self.change_codes(tiles, self.settings.sweeps, execution)?;
-            if !self.settings.refit {
-                break;
-            }
-            self.change_scales(tiles, execution)?;
-            for (tile, before) in tiles.iter_mut().zip(before) {
-                for r in 0..LANES {
-                    tile.active[r] &= is_gain(tile.loss[r], before[r]);
-                }
-            }
-            if !tiles.iter().any(Tile::is_active) {
-                break;
-            }
-        }
-        Ok(moves)
-    }
-}
-
-fn losses(tiles: &[Tile], rows: usize) -> Result<Vec<f64>> {
-    collected(SCRATCH, (0..rows).map(|i| tiles[i / LANES].loss[i % LANES]))
-}
-
-/// Some rows of a matrix.
-fn gather<T: Pod>(all: &[T], width: usize, rows: &[usize]) -> Result<Vec<T>> {
-    let mut found = memory::zeros(SCRATCH, rows.len() * width)?;
-    for (to, &row) in found.chunks_exact_mut(width.max(1)).zip(rows) {
-        to.copy_from_slice(&all[row * width..(row + 1) * width]);
-    }
-    Ok(found)
-}
-
-/// Whether a loss is so much lower that going on is worth it; one of zero, or lower by rounding error, is not.
-fn is_gain(now: f64, before: f64) -> bool {
-    now < before * (1.0 - SETTLED)
+/// Values of the steps of one column.
+pub(super) fn values_of(steps: &Lane, scale: &[f32; LANES]) -> Lane {
+    std::array::from_fn(|r| f64::from(steps[r] as f32 * scale[r]))
 }

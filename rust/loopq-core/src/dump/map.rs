@@ -8,8 +8,7 @@ use memmap2::Mmap;
 
 use crate::{Error, Result};
 
-/// A read-only memory map. Dumps are written to a temporary name and renamed when complete, so a file that can be
-/// found by its name is no longer written to.
+/// A read-only memory map.
 #[derive(Debug)]
 pub struct MappedFile {
     map: Option<Mmap>,
@@ -17,16 +16,19 @@ pub struct MappedFile {
 
 impl MappedFile {
     /// Maps a whole file; an empty one gives no bytes.
-    pub fn open(path: &Path) -> Result<Self> {
+    ///
+    /// # Safety
+    /// Nobody writes to the file or cuts it short as long as the value lives: its bytes are borrowed as a slice, which must
+    /// not change, and pages that are gone end the process. Files of a dump are written under another name and get theirs
+    /// when they are complete (`docs/formats/`), so whoever opens one by its name and leaves it alone keeps this.
+    pub unsafe fn open(path: &Path) -> Result<Self> {
         let io = |e: std::io::Error| Error::Io { path: path.to_path_buf(), reason: e.to_string() };
         let file = File::open(path).map_err(io)?;
         if file.metadata().map_err(io)?.len() == 0 {
             return Ok(Self { map: None });
         }
-        // SAFETY: the map is private to this value and read only. Undefined behaviour needs another process that
-        // changes or truncates the file while it is mapped; dump files are complete before they get their name and
-        // are never written in place (docs/formats/), and the caller is told so. Values are read as plain bytes, for
-        // which every bit pattern is valid.
+        // SAFETY: the map is private to this value and read only, and the caller promises that nobody changes the file.
+        // Values are read as plain bytes, for which every bit pattern is valid.
         let map = unsafe { Mmap::map(&file) }.map_err(io)?;
         Ok(Self { map: Some(map) })
     }

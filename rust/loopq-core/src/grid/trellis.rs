@@ -63,15 +63,18 @@ impl Trellis {
     }
 
     /// The states of a stream, from its codes alone.
-    pub(crate) fn states_of(self, codes: impl ExactSizeIterator<Item = u8> + Clone) -> Vec<usize> {
+    pub(crate) fn states_of(
+        self,
+        codes: impl ExactSizeIterator<Item = u8> + Clone,
+    ) -> impl Iterator<Item = usize> {
         let (mask, rows) = (self.states() - 1, codes.len());
         // A stream that is shorter than a state is gone round more than once.
         let before = (self.state_bits.div_ceil(self.bits) as usize).next_multiple_of(rows.max(1));
-        let push = |state: &mut usize, code: u8| {
+        let push = move |state: &mut usize, code: u8| {
             *state = (*state << self.bits | usize::from(code)) & mask;
             Some(*state)
         };
-        codes.cycle().take(before + rows).scan(0, push).skip(before).collect()
+        codes.cycle().take(before + rows).scan(0, push).skip(before)
     }
 }
 

@@ -9,8 +9,9 @@ use std::path::Path;
 use rayon::prelude::*;
 
 use crate::dump::{MappedFile, RowType, Rows};
+use crate::hessian::bf16;
 use crate::hessian::matrix::ExactMatrix;
-use crate::hessian::packed::{Layout, PackedBlock};
+use crate::hessian::packed::PackedBlock;
 use crate::hessian::rows::check;
 use crate::hessian::{BLOCK_ROWS, SUM_LIMIT};
 use crate::memory::{extend, Buffer};
@@ -129,8 +130,19 @@ impl Accumulator {
     }
 
     /// Adds the rows of a tensor of a safetensors file, which is mapped, not read. An error names both.
-    pub fn update_file(&mut self, step: usize, path: &Path, tensor: &str, cancel: &Cancel) -> Result<()> {
-        let file = MappedFile::open(path)?;
+    ///
+    /// # Safety
+    /// As [`MappedFile::open`]: nobody writes to the file or cuts it short before the call ends.
+    #[allow(unsafe_code)] // as above
+    pub unsafe fn update_file(
+        &mut self,
+        step: usize,
+        path: &Path,
+        tensor: &str,
+        cancel: &Cancel,
+    ) -> Result<()> {
+        // SAFETY: the map ends with this call, as long as which the caller promises that the file stays as it is.
+        let file = unsafe { MappedFile::open(path) }?;
         let rows = file.rows(path, tensor, self.settings.dim)?;
         self.update(step, rows, cancel).map_err(|e| match e {
             Error::Interrupted => e,
@@ -264,7 +276,7 @@ impl Accumulator {
     /// Adds the products of rows, the last of whose blocks may be short.
     fn add_blocks(&mut self, at: usize, rows: Rows<'_>, execution: &Execution<'_>) -> Result<()> {
         let Settings { dim, per_step, isa, .. } = self.settings;
-        let layout = Layout::of(rows.dtype(), isa);
+        let layout = bf16::layout(rows.dtype(), isa);
         let words = layout.n_words(dim);
         let pass = (PASS_BYTES / dims::product("a block of rows", words, 4)?).clamp(1, PASS_BLOCKS);
         let blocks = pass.min(rows.n_rows().div_ceil(BLOCK_ROWS));

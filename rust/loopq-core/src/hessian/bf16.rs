@@ -4,20 +4,22 @@
 //! single-precision chains, on numbers that round, cancel, and fall below the normal range; instructions that differ are
 //! not used.
 
-use std::sync::OnceLock;
-
 use crate::dump::{RowType, Rows};
 use crate::hessian::packed::{Layout, PackedBlock, GROUP};
 use crate::hessian::{tiles, PANEL, SQUARE};
-use crate::simd::{Isa, TileState, MR};
+use crate::simd::{Answer, Isa, TileState, MR};
 
-/// The layout for the best instructions of an instruction set.
-pub(super) fn layout(isa: Isa) -> Layout {
-    static TILES: OnceLock<bool> = OnceLock::new();
-    static PAIRS: OnceLock<bool> = OnceLock::new();
-    if isa.has_tiles() && *TILES.get_or_init(|| agrees(isa, Layout::Tiles)) {
+/// The layout for rows of a type, for the best instructions of an instruction set.
+pub(super) fn layout(dtype: RowType, isa: Isa) -> Layout {
+    static TILES: Answer = Answer::unknown();
+    static PAIRS: Answer = Answer::unknown();
+    if dtype != RowType::Bf16 {
+        return Layout::Single;
+    }
+    let agrees = |answer: &Answer, layout| answer.or_find(|| u8::from(agrees(isa, layout))) == 1;
+    if isa.has_tiles() && agrees(&TILES, Layout::Tiles) {
         Layout::Tiles
-    } else if isa.has_fast_pairs() && *PAIRS.get_or_init(|| agrees(isa, Layout::Pairs)) {
+    } else if isa.has_fast_pairs() && agrees(&PAIRS, Layout::Pairs) {
         Layout::Pairs
     } else {
         Layout::Chains
@@ -74,6 +76,7 @@ fn sample() -> Vec<u16> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::{agrees, layout, sums, Layout};
+    use crate::dump::RowType;
     use crate::hessian::PANEL;
     use crate::simd::Isa;
 
@@ -128,7 +131,7 @@ mod tests {
                 isa if isa.has_fast_pairs() => Layout::Pairs,
                 _ => Layout::Chains,
             };
-            assert_eq!(layout(isa), expected, "{}", isa.name());
+            assert_eq!(layout(RowType::Bf16, isa), expected, "{}", isa.name());
         }
     }
 }

@@ -8,8 +8,6 @@
 mod accumulate;
 mod bf16;
 mod limbs;
-#[cfg(target_arch = "x86_64")]
-mod limbs_x86;
 mod matrix;
 mod merge;
 mod packed;

@@ -1,7 +1,6 @@
 //! Blocks of rows, packed in panels of columns for what multiplies them.
 
 use crate::dump::{RowType, Rows};
-use crate::hessian::bf16;
 use crate::hessian::{BLOCK_ROWS, PANEL};
 use crate::simd::{per_isa, tile_chains, tile_pairs, Isa, Real};
 
@@ -30,14 +29,6 @@ pub(super) enum Layout {
 }
 
 impl Layout {
-    /// The layout for rows of a type.
-    pub(super) fn of(dtype: RowType, isa: Isa) -> Self {
-        if dtype == RowType::Bf16 {
-            return bf16::layout(isa);
-        }
-        Self::Single
-    }
-
     /// Lines, or groups, that a panel has for so many rows.
     fn depth(self, n_rows: usize) -> usize {
         match self {
@@ -185,14 +176,12 @@ fn single_body(rows: Rows<'_>, lanes: &mut [f32]) {
 #[inline(always)]
 fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
     let depth = Layout::Pairs.depth(rows.n_rows());
-    let empty = vec![0_u8; rows.row_bytes()];
-    let row = |r: usize| if r < rows.n_rows() { rows.slice(r, 1).bytes() } else { &empty };
     for first in (0..depth).step_by(LINES) {
         for p in 0..rows.dim().div_ceil(PANEL) {
             let lines = &mut lanes[(p * depth + first) * PANEL..][..LINES * PANEL];
             for (k, line) in lines.chunks_exact_mut(PANEL).enumerate() {
                 let at = 2 * (first + k);
-                let (one, other) = (columns(row(at), p, 2), columns(row(at + 1), p, 2));
+                let (one, other) = (part(rows, at, p), part(rows, at + 1, p));
                 let (line, past) = line.split_at_mut(one.len() / 2);
                 past.fill(0);
                 for ((lane, o), e) in line.iter_mut().zip(one.chunks_exact(2)).zip(other.chunks_exact(2)) {
@@ -207,15 +196,13 @@ fn pairs_body(rows: Rows<'_>, lanes: &mut [u32]) {
 fn tiles_body(rows: Rows<'_>, words: &mut [u32]) {
     const WORDS: usize = TILE * TILE;
     let groups = Layout::Tiles.depth(rows.n_rows());
-    let empty = vec![0_u8; rows.row_bytes()];
-    let row = |r: usize| if r < rows.n_rows() { rows.slice(r, 1).bytes() } else { &empty };
     for group in 0..groups {
         for (p, panel) in words.chunks_exact_mut(Layout::Tiles.panel(groups)).enumerate() {
             let (left, right) = panel.split_at_mut(groups * PANEL * TILE);
             let mut lines = [[0_u32; PANEL]; TILE];
             for (k, line) in lines.iter_mut().enumerate() {
                 let at = group * GROUP + k;
-                let (low, high) = (columns(row(at), p, 2), columns(row(at + TILE), p, 2));
+                let (low, high) = (part(rows, at, p), part(rows, at + TILE, p));
                 for ((word, l), h) in line.iter_mut().zip(low.chunks_exact(2)).zip(high.chunks_exact(2)) {
                     *word = u32::from_le_bytes([l[0], l[1], h[0], h[1]]);
                 }
@@ -248,6 +235,15 @@ fn least_body(rows: Rows<'_>) -> Vec<u16> {
         }
     }
     least.iter().map(|&bits| if bits < u16::MAX - NORMAL { (bits + NORMAL) >> 7 } else { 255 }).collect()
+}
+
+/// What of row `r` of bf16 numbers lies in panel `p`; zeros past the last row.
+#[inline(always)]
+fn part(rows: Rows<'_>, r: usize, p: usize) -> &[u8] {
+    if r < rows.n_rows() {
+        return columns(rows.slice(r, 1).bytes(), p, 2);
+    }
+    &[0; 2 * PANEL][..2 * PANEL.min(rows.dim() - p * PANEL)]
 }
 
 /// What of a row lies in panel `p`.

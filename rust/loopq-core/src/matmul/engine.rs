@@ -1,13 +1,13 @@
 //! Instruction sets for the products.
 
-use std::sync::OnceLock;
-
 use super::activations::Order;
 use super::portable::Portable;
 use super::streams::Part;
 use super::tile::{panel, Panel};
+use super::versions::{for_bits_and_limbs, for_limbs};
 #[cfg(target_arch = "x86_64")]
 use crate::simd::amx;
+use crate::simd::Answer;
 
 /// An instruction set that panels can be multiplied with. Values come from [`Engine::available`] only, which asks the
 /// machine: holding one is the proof that its instructions exist here.
@@ -27,69 +27,18 @@ enum Kind {
     Neon,
 }
 
-/// Calls a function for a panel's bits and limbs, with tiles of so many tokens.
-macro_rules! for_bits_and_limbs {
-    ($run:path, $lanes:ty, $tokens:literal, $panel:expr) => {{
-        use $run as run;
-        let panel = $panel;
-        match (panel.layout.grid.bits, panel.rows.limbs) {
-            (2, 1) => run::<$lanes, 2, 1, $tokens>(panel),
-            (2, 2) => run::<$lanes, 2, 2, $tokens>(panel),
-            (2, _) => run::<$lanes, 2, 3, $tokens>(panel),
-            (3, 1) => run::<$lanes, 3, 1, $tokens>(panel),
-            (3, 2) => run::<$lanes, 3, 2, $tokens>(panel),
-            (3, _) => run::<$lanes, 3, 3, $tokens>(panel),
-            (4, 1) => run::<$lanes, 4, 1, $tokens>(panel),
-            (4, 2) => run::<$lanes, 4, 2, $tokens>(panel),
-            (4, _) => run::<$lanes, 4, 3, $tokens>(panel),
-            (_, 1) => run::<$lanes, 8, 1, $tokens>(panel),
-            (_, 2) => run::<$lanes, 8, 2, $tokens>(panel),
-            _ => run::<$lanes, 8, 3, $tokens>(panel),
-        }
-    }};
-}
-pub(super) use for_bits_and_limbs;
-
-/// Calls `streams` for a part's limbs, with tiles of so many tokens.
-macro_rules! for_limbs {
-    ($lanes:ty, $tokens:literal, $part:expr, $out:expr) => {{
-        use $crate::matmul::streams::streams as run;
-        let part = $part;
-        match part.limbs() {
-            1 => run::<$lanes, 1, $tokens>(part, $out),
-            2 => run::<$lanes, 2, $tokens>(part, $out),
-            _ => run::<$lanes, 3, $tokens>(part, $out),
-        }
-    }};
-}
-pub(super) use for_limbs;
-
-// Used where an architecture has instruction sets of its own.
-/// A function for each number of bits and limbs.
-macro_rules! versions {
-    ($name:ident, $panel:path, $lanes:ty, $tokens:literal, $features:literal) => {
-        /// Multiplies a panel.
-        #[target_feature(enable = $features)]
-        pub(super) fn $name(p: Panel<'_>) {
-            // SAFETY: this function's features are those that the lanes need.
-            unsafe { $crate::matmul::for_bits_and_limbs!($panel, $lanes, $tokens, p) }
-        }
-    };
-}
-pub(super) use versions;
-
-/// A function for each number of limbs.
-macro_rules! stream_versions {
-    ($name:ident, $lanes:ty, $tokens:literal, $features:literal) => {
-        /// Multiplies part of a stream.
-        #[target_feature(enable = $features)]
-        pub(super) fn $name(p: &Part<'_>, out: &mut [f32]) {
-            // SAFETY: this function's features are those that the lanes need.
-            unsafe { $crate::matmul::for_limbs!($lanes, $tokens, p, out) }
-        }
-    };
-}
-pub(super) use stream_versions;
+/// All, in the order of their declaration.
+const KINDS: &[Kind] = &[
+    Kind::Portable,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Kind::Amx,
+    #[cfg(target_arch = "aarch64")]
+    Kind::Neon,
+];
 
 impl Engine {
     /// Whatever the compiler's target guarantees.
@@ -123,8 +72,10 @@ impl Engine {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        static BEST: OnceLock<Engine> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available().last().copied().unwrap_or(Self::PORTABLE))
+        static BEST: Answer = Answer::unknown();
+        let best = || Self::available().last().map_or(Kind::Portable, |engine| engine.0) as u8;
+        let found = BEST.or_find(best);
+        Self(KINDS.get(usize::from(found)).copied().unwrap_or(Kind::Portable))
     }
 
     /// Its name in reports.

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
-use super::streams::Streams;
-use crate::grid::{Grid, ScaleType};
+use crate::grid::{Grid, ScaleType, Trellis};
+use crate::memory::reserve;
 use crate::{dims, Error, Result};
 
 /// Outputs that a panel holds: two registers of 16 lanes.
@@ -16,6 +16,11 @@ pub(super) const LANES: usize = 16;
 const MAX_BLOCK: usize = 256;
 /// What longer groups are cut into.
 const CUT: usize = 128;
+
+/// Bytes of a record above its codes.
+pub(super) const JOIN: usize = 2;
+/// Bytes that are read from where sixteen rows begin.
+pub(super) const READ: usize = 16;
 
 /// How scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +41,24 @@ impl ScaleFormat {
             ScaleType::Bf16 => Self::Bf16,
             ScaleType::F16 => Self::F16,
             ScaleType::Short { stored, .. } => Self::of(*stored),
+        }
+    }
+
+    /// Its name.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::Bf16 => "bfloat16",
+            Self::F16 => "float16",
+        }
+    }
+
+    /// A scale as it is read again.
+    pub(super) fn rounded(self, scale: f32) -> f32 {
+        match self {
+            Self::F32 => scale,
+            Self::Bf16 => bf16::from_f32(scale).to_f32(),
+            Self::F16 => f16::from_f32(scale).to_f32(),
         }
     }
 
@@ -154,7 +177,10 @@ impl Layout {
         let group = grid.group(inputs).min(inputs);
         let cut = if group > MAX_BLOCK { CUT } else { group };
         let header = (scales.lines() + usize::from(!grid.symmetric)) * LINE;
-        let (mut blocks, mut offset, mut at, mut step) = (Vec::new(), 0, 0, 0);
+        let (mut offset, mut at, mut step) = (0, 0, 0);
+        let mut blocks = Vec::new();
+        let n_blocks = inputs / group * group.div_ceil(cut) + (inputs % group).div_ceil(cut);
+        reserve("the blocks of a layout", &mut blocks, n_blocks)?;
         for (index, start) in (0..inputs).step_by(group).enumerate() {
             let head = offset;
             offset += header;
@@ -169,9 +195,12 @@ impl Layout {
                 offset += units * unit_bytes;
             }
         }
-        let streams = grid.trellis.map(|trellis| Streams::new(trellis, outputs));
         let (panel, row) = (offset, row_bytes(at));
-        Ok(Self { outputs, inputs, grid, scales, blocks, panel, row, steps: step, streams })
+        let plain = Self { outputs, inputs, grid, scales, blocks, panel, row, steps: step, streams: None };
+        match grid.trellis {
+            Some(trellis) => plain.cut(trellis),
+            None => Ok(plain),
+        }
     }
 
     /// Rows and columns of the weight.
@@ -223,6 +252,77 @@ impl Layout {
             Some(_) => dims::check_matrix("the packed weight", packed, 1, self.n_bytes()),
             None => dims::check_matrix("the packed weight", packed, self.n_panels(), self.panel),
         }
+    }
+}
+
+/// How the rows of a layer are cut into streams.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Streams {
+    pub(super) trellis: Trellis,
+    /// Rows of each but the last.
+    pub(super) rows: usize,
+}
+
+/// One run of rows.
+#[derive(Clone, Copy)]
+pub(super) struct Stream {
+    pub(super) first: usize,
+    pub(super) rows: usize,
+    /// Where it begins.
+    pub(super) at: usize,
+    /// Bytes of a record.
+    pub(super) record: usize,
+    /// Bytes of its scales.
+    pub(super) header: usize,
+}
+
+impl Stream {
+    /// Rows with those that fill the last panel.
+    pub(super) fn padded(&self) -> usize {
+        self.rows.next_multiple_of(PANEL)
+    }
+
+    /// Bits of a row's code, from the lowest of a record.
+    pub(super) fn bit(&self, row: usize, bits: u32) -> usize {
+        (self.padded() - 1 - row) * bits as usize
+    }
+}
+
+impl Layout {
+    /// The same layer with its codes on a trellis, its rows cut into streams.
+    fn cut(mut self, trellis: Trellis) -> Result<Self> {
+        let streams = Streams { trellis, rows: trellis.stream_rows().min(self.outputs) };
+        // Short streams are filled up, so the bound of a plain layout is none of theirs.
+        let one = self.stream(streams, 0);
+        let bytes = dims::sum("a packed weight", one.header + READ, self.inputs * one.record)?;
+        dims::product("a packed weight", self.outputs.div_ceil(streams.rows), bytes)?;
+        self.streams = Some(streams);
+        Ok(self)
+    }
+
+    pub(super) fn stream(&self, streams: Streams, number: usize) -> Stream {
+        let of = |rows: usize| {
+            let padded = rows.next_multiple_of(PANEL);
+            let record = padded * self.grid.bits as usize / 8 + JOIN;
+            let header = self.n_groups() * (padded / PANEL) * self.scales.lines() * LINE;
+            (record, header)
+        };
+        let (whole, header) = of(streams.rows);
+        let at = number * (header + self.inputs * whole);
+        let first = number * streams.rows;
+        let rows = streams.rows.min(self.outputs - first);
+        let (record, header) = of(rows);
+        Stream { first, rows, at, record, header }
+    }
+
+    pub(super) fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
+        (0..self.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
+    }
+
+    /// Bytes of all streams, with those that are read behind the last record.
+    fn stream_bytes(&self, streams: Streams) -> usize {
+        let last = self.stream(streams, (self.outputs - 1) / streams.rows);
+        last.at + last.header + self.inputs * last.record + READ
     }
 }
 

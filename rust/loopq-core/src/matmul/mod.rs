@@ -15,18 +15,20 @@ mod portable;
 mod read;
 mod streams;
 mod tile;
+mod versions;
+mod windows;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
 pub use activations::{Inputs, Precision};
 pub use engine::Engine;
-use engine::{for_bits_and_limbs, for_limbs};
 pub use layout::{Layout, PANEL};
 pub use pack::{pack, rows, unpack, Codes};
 pub use read::read;
 
 use half::bf16;
 
+use crate::disjoint::Disjoint;
 use crate::execution::{number, pool};
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
@@ -65,12 +67,13 @@ pub struct Plan<'a> {
 }
 
 /// `out = x W^T + bias` for a packed `W`.
+#[allow(unsafe_code)] // threads write columns of their own
 pub fn multiply(
     layout: &Layout,
     packed: &[u8],
     x: Inputs<'_>,
     bias: Option<&[f32]>,
-    mut out: Outputs<'_>,
+    out: Outputs<'_>,
     plan: &Plan<'_>,
 ) -> Result<()> {
     layout.check(packed)?;
@@ -78,7 +81,7 @@ pub fn multiply(
     if let Some(bias) = bias {
         dims::check_matrix("the bias", bias, 1, outputs)?;
     }
-    let columns = Columns::of(&mut out, tokens, outputs)?;
+    let columns = Columns::of(out, tokens, outputs)?;
     if let Some(found) = layout.streams {
         return streams::multiply(layout, found, packed, x, bias, &columns, plan);
     }
@@ -92,7 +95,8 @@ pub fn multiply(
         let weight = Weight { layout, packed, bias, engine: plan.engine };
         share(layout.n_panels(), &plan.execution, |panels| {
             weight.run(&rows, count, panels, |token, column, values| {
-                columns.write(first + token, column, values);
+                // SAFETY: `share` gives each thread panels of its own, and `run` writes columns of these panels only.
+                unsafe { columns.write(first + token, column, values) };
             });
         })?;
     }
@@ -110,7 +114,7 @@ pub(crate) struct Weight<'a> {
 
 impl Weight<'_> {
     /// Multiplies some panels by the first `count` of the tokens; `write` is given a token, the first of some outputs, and
-    /// their values.
+    /// their values. These are outputs of the given panels only, each once for every token.
     pub(crate) fn run(
         &self,
         rows: &Rows,
@@ -140,8 +144,8 @@ impl Weight<'_> {
     }
 }
 
-/// Cuts `0..n` into equal runs, one per thread. The caller takes the first, and each of the others always goes to the same
-/// thread: what it reads is in that core's cache when the same weight comes again.
+/// Cuts `0..n` into equal runs that do not overlap, one per thread. The caller takes the first, and each of the others
+/// always goes to the same thread: what it reads is in that core's cache when the same weight comes again.
 fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usize>) + Sync) -> Result<()> {
     let of = number(execution.threads);
     if of == 1 {
@@ -158,45 +162,47 @@ fn share(n: usize, execution: &Execution<'_>, work: impl Fn(std::ops::Range<usiz
 
 /// Results that several threads write, each in columns of its own.
 struct Columns<'a> {
-    to: Target,
+    to: Target<'a>,
     tokens: usize,
     outputs: usize,
-    slice: std::marker::PhantomData<&'a mut [u8]>,
 }
 
-#[derive(Clone, Copy)]
-enum Target {
-    F32(*mut f32),
-    Bf16(*mut u16),
+enum Target<'a> {
+    F32(Disjoint<'a, f32>),
+    Bf16(Disjoint<'a, u16>),
 }
-
-#[allow(unsafe_code)] // threads write different columns of the same rows, which no slice can say
-                      // SAFETY: `write` is the only use of the pointers, and its callers write different columns.
-unsafe impl Sync for Columns<'_> {}
 
 impl<'a> Columns<'a> {
-    fn of(out: &'a mut Outputs<'_>, tokens: usize, outputs: usize) -> Result<Self> {
+    fn of(out: Outputs<'a>, tokens: usize, outputs: usize) -> Result<Self> {
         let (len, to) = match out {
-            Outputs::F32(out) => (out.len(), Target::F32(out.as_mut_ptr())),
-            Outputs::Bf16(out) => (out.len(), Target::Bf16(out.as_mut_ptr())),
+            Outputs::F32(out) => (out.len(), Target::F32(Disjoint::over(out))),
+            Outputs::Bf16(out) => (out.len(), Target::Bf16(Disjoint::over(out))),
         };
         if len != dims::product("results", tokens, outputs)? {
             return Err(Error::shape("results", format!("{tokens} x {outputs}"), format!("{len} values")));
         }
-        Ok(Self { to, tokens, outputs, slice: std::marker::PhantomData })
+        Ok(Self { to, tokens, outputs })
     }
 
-    /// Writes part of a row; no two threads may be given the same columns.
-    #[allow(unsafe_code)] // see above
-    fn write(&self, token: usize, first: usize, values: &[f32]) {
-        assert!(token < self.tokens && first + values.len() <= self.outputs);
+    /// Writes part of a row, the columns from `first` on.
+    ///
+    /// # Safety
+    /// No other thread writes the same columns before all have ended.
+    #[allow(unsafe_code)] // as `Disjoint`
+    unsafe fn write(&self, token: usize, first: usize, values: &[f32]) {
+        assert!(token < self.tokens && first <= self.outputs && values.len() <= self.outputs - first);
         let at = token * self.outputs + first;
-        for (i, &value) in values.iter().enumerate() {
-            // SAFETY: `of` has compared the slice's length with the shape, and the assertion keeps within that.
-            unsafe {
-                match self.to {
-                    Target::F32(to) => to.add(at + i).write(value),
-                    Target::Bf16(to) => to.add(at + i).write(bf16::from_f32(value).to_bits()),
+        match &self.to {
+            // SAFETY: these are columns of one row, as was just asserted, and the caller's alone. Nobody reads the results
+            // before all threads have ended.
+            Target::F32(to) => unsafe { to.write(at, values) },
+            Target::Bf16(to) => {
+                let mut bits = [0; PANEL];
+                for (i, values) in values.chunks(PANEL).enumerate() {
+                    let bits = &mut bits[..values.len()];
+                    bits.iter_mut().zip(values).for_each(|(b, &v)| *b = bf16::from_f32(v).to_bits());
+                    // SAFETY: as above.
+                    unsafe { to.write(at + i * PANEL, bits) };
                 }
             }
         }

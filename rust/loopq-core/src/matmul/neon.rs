@@ -6,10 +6,11 @@ use std::arch::aarch64::*;
 use std::arch::asm;
 use std::array::from_fn;
 
-use super::engine::{stream_versions, versions};
 use super::layout::{ScaleFormat, LANES, LINE};
-use super::streams::{Part, Windows};
+use super::streams::Part;
 use super::tile::{panel, Lanes, Panel};
+use super::versions::{stream_versions, versions};
+use super::windows::Windows;
 use crate::grid::{FACTOR, OFFSET};
 
 /// Registers for 16 outputs, and bytes of one.

@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::layout::{unit_inputs, unit_lines, Layout, LANES, LINE, PANEL};
-use super::streams;
+use super::layout::{unit_inputs, unit_lines, Layout, ScaleFormat, Streams, JOIN, LANES, LINE, PANEL};
+use crate::error::name_of;
 use crate::memory::zeros;
 use crate::{dims, Error, Execution, Result};
 
@@ -24,7 +24,7 @@ pub fn pack(layout: &Layout, layer: Codes<'_>, out: &mut [u8], execution: &Execu
     layout.check(out)?;
     if let Some(found) = layout.streams {
         execution.check()?;
-        streams::pack(layout, found, layer, out);
+        pack_streams(layout, found, layer, out);
         return Ok(());
     }
     execution.pool()?.install(|| {
@@ -48,7 +48,20 @@ fn check(layout: &Layout, layer: Codes<'_>) -> Result<()> {
         dims::check_matrix("zero points", zeros, layout.outputs, layout.n_groups())?;
         crate::pack::check_codes(zeros, layout.n_groups(), grid.bits, 0)?;
     }
+    check_scales(layout.scales, layer.scales, layout.n_groups())?;
     crate::pack::check_codes(layer.codes, layout.inputs, grid.bits, 0)
+}
+
+/// Refuses scales that are not finite, or would not be as they are stored.
+fn check_scales(format: ScaleFormat, scales: &[f32], n_groups: usize) -> Result<()> {
+    let Some(at) = scales.iter().position(|&scale| !format.rounded(scale).is_finite()) else {
+        return Ok(());
+    };
+    let (row, group, value) = (at / n_groups, at % n_groups, f64::from(scales[at]));
+    if value.is_finite() {
+        return Err(Error::ScaleRange { row, group, value, what: "infinite", dtype: format.name() });
+    }
+    Err(Error::NonFiniteMatrix { what: "scales", row, column: group, value: name_of(value) })
 }
 
 fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8]) {
@@ -97,7 +110,7 @@ pub fn unpack(layout: &Layout, packed: &[u8], execution: &Execution<'_>) -> Resu
     layout.check(packed)?;
     if let Some(found) = layout.streams {
         execution.check()?;
-        return streams::unpack(layout, found, packed);
+        return unpack_streams(layout, found, packed);
     }
     let mut codes = zeros("codes", dims::product("codes", layout.outputs, layout.inputs)?)?;
     execution.pool()?.install(|| {
@@ -147,4 +160,58 @@ fn code_in_unit(bits: u32, lines: &[u8], byte: usize, k: usize) -> u8 {
         return low | (lines[2 * LINE + at] >> plane & 1) << 2;
     }
     lines[at] >> (bits as usize * plane) & (u8::MAX >> (8 - bits))
+}
+
+/// Packs a layer whose codes are on a trellis.
+fn pack_streams(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [u8]) {
+    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.inputs, layout.n_groups());
+    out.fill(0);
+    for s in layout.streams(streams) {
+        let lines = layout.scales.lines() * LINE;
+        for group in 0..n_groups {
+            for panel in 0..s.padded() / PANEL {
+                let mut scales = [0.0; PANEL];
+                for (lane, scale) in scales.iter_mut().enumerate() {
+                    let row = panel * PANEL + lane;
+                    if row < s.rows {
+                        *scale = layer.scales[(s.first + row) * n_groups + group];
+                    }
+                }
+                let at = s.at + (group * (s.padded() / PANEL) + panel) * lines;
+                layout.scales.write(&scales, &mut out[at..][..lines]);
+            }
+        }
+        let records = &mut out[s.at + s.header..][..dim * s.record];
+        for (j, record) in records.chunks_exact_mut(s.record).enumerate() {
+            let mut put = |bit: usize, row: usize| {
+                let code = u16::from(layer.codes[(s.first + row) * dim + j]) << (bit % 8);
+                for (byte, part) in record[bit / 8..].iter_mut().zip(code.to_le_bytes()) {
+                    *byte |= part;
+                }
+            };
+            for row in 0..s.rows {
+                put(s.bit(row, layout.grid.bits), row);
+            }
+            for before in 0..(8 * JOIN).div_ceil(bits) {
+                put(s.padded() * bits + before * bits, s.rows - 1 - before % s.rows);
+            }
+        }
+    }
+}
+
+/// The codes (outputs, inputs) of a packed weight on a trellis.
+fn unpack_streams(layout: &Layout, streams: Streams, packed: &[u8]) -> Result<Vec<u8>> {
+    let (bits, dim) = (layout.grid.bits, layout.inputs);
+    let mut codes = zeros("codes", dims::product("codes", layout.outputs, dim)?)?;
+    for s in layout.streams(streams) {
+        let records = &packed[s.at + s.header..][..dim * s.record];
+        for (j, record) in records.chunks_exact(s.record).enumerate() {
+            for row in 0..s.rows {
+                let bit = s.bit(row, bits);
+                let pair = u16::from_le_bytes([record[bit / 8], record[bit / 8 + 1]]);
+                codes[(s.first + row) * dim + j] = (pair >> (bit % 8)) as u8 & (u8::MAX >> (8 - bits));
+            }
+        }
+    }
+    Ok(codes)
 }

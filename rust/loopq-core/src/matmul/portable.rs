@@ -8,8 +8,8 @@ use std::array::from_fn;
 use half::{bf16, f16};
 
 use super::layout::{ScaleFormat, LANES, LINE};
-use super::streams::Windows;
 use super::tile::Lanes;
+use super::windows::Windows;
 use crate::grid::mix;
 
 pub(super) struct Portable;

@@ -13,167 +13,21 @@ use std::ops::Range;
 
 use super::activations::Order;
 use super::activations::Rows;
-use super::layout::{Layout, LANES, LINE, PANEL};
-use super::pack::Codes;
+use super::layout::{Layout, Streams, JOIN, LANES, LINE, PANEL, READ};
 use super::tile::{value_of, Lanes};
+use super::windows::Windows;
 use super::{share, Columns, Inputs, Plan};
-use crate::grid::Trellis;
 use crate::memory::zeros;
 use crate::simd::Isa;
-use crate::{dims, Result};
+use crate::Result;
 
 /// Tokens whose activations are quantized at once.
 const TOKENS: usize = 8;
 /// Panels whose results are kept at once.
 const PANELS: usize = 16;
-/// Bytes of a record above its codes.
-const JOIN: usize = 2;
-/// Bytes that are read from where sixteen rows begin.
-const READ: usize = 16;
 /// What a mixed state's four bytes are larger by than the value's numerator, and the value's denominator.
 const LESS: i32 = 510;
 const PARTS: f32 = 128.0;
-
-/// How the rows of a layer are cut into streams.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Streams {
-    trellis: Trellis,
-    /// Rows of each but the last.
-    rows: usize,
-}
-
-impl Streams {
-    pub(super) fn new(trellis: Trellis, outputs: usize) -> Self {
-        Self { trellis, rows: trellis.stream_rows().min(outputs) }
-    }
-}
-
-/// One run of rows.
-#[derive(Clone, Copy)]
-struct Stream {
-    first: usize,
-    rows: usize,
-    /// Where it begins.
-    at: usize,
-    /// Bytes of a record.
-    record: usize,
-    /// Bytes of its scales.
-    header: usize,
-}
-
-impl Stream {
-    /// Rows with those that fill the last panel.
-    fn padded(&self) -> usize {
-        self.rows.next_multiple_of(PANEL)
-    }
-
-    /// Bits of a row's code, from the lowest of a record.
-    fn bit(&self, row: usize, bits: u32) -> usize {
-        (self.padded() - 1 - row) * bits as usize
-    }
-}
-
-/// How sixteen rows find their states in sixteen bytes, and what keeps them.
-pub(super) struct Windows {
-    /// For each of 64 bytes, of which row by row four are a number, the byte that goes there.
-    pub(super) bytes: [u8; LINE],
-    /// How far each number is shifted down.
-    pub(super) shifts: [u32; LANES],
-    /// The bits of a state.
-    pub(super) mask: u32,
-}
-
-impl Windows {
-    fn new(trellis: Trellis) -> Self {
-        let bit = |lane: usize| (LANES - 1 - lane) * trellis.bits() as usize;
-        Self {
-            bytes: std::array::from_fn(|i| (bit(i / 4) / 8 + i % 4) as u8),
-            shifts: std::array::from_fn(|lane| (bit(lane) % 8) as u32),
-            mask: (1 << trellis.state_bits()) - 1,
-        }
-    }
-}
-
-impl Layout {
-    fn stream(&self, streams: Streams, number: usize) -> Stream {
-        let of = |rows: usize| {
-            let padded = rows.next_multiple_of(PANEL);
-            let record = padded * self.grid.bits as usize / 8 + JOIN;
-            let header = self.n_groups() * (padded / PANEL) * self.scales.lines() * LINE;
-            (record, header)
-        };
-        let (whole, header) = of(streams.rows);
-        let at = number * (header + self.inputs * whole);
-        let first = number * streams.rows;
-        let rows = streams.rows.min(self.outputs - first);
-        let (record, header) = of(rows);
-        Stream { first, rows, at, record, header }
-    }
-
-    fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
-        (0..self.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
-    }
-
-    /// Bytes of all streams, with those that are read behind the last record.
-    pub(super) fn stream_bytes(&self, streams: Streams) -> usize {
-        let last = self.stream(streams, (self.outputs - 1) / streams.rows);
-        last.at + last.header + self.inputs * last.record + READ
-    }
-}
-
-/// Packs a layer that has been checked.
-pub(super) fn pack(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [u8]) {
-    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.inputs, layout.n_groups());
-    out.fill(0);
-    for s in layout.streams(streams) {
-        let lines = layout.scales.lines() * LINE;
-        for group in 0..n_groups {
-            for panel in 0..s.padded() / PANEL {
-                let mut scales = [0.0; PANEL];
-                for (lane, scale) in scales.iter_mut().enumerate() {
-                    let row = panel * PANEL + lane;
-                    if row < s.rows {
-                        *scale = layer.scales[(s.first + row) * n_groups + group];
-                    }
-                }
-                let at = s.at + (group * (s.padded() / PANEL) + panel) * lines;
-                layout.scales.write(&scales, &mut out[at..][..lines]);
-            }
-        }
-        let records = &mut out[s.at + s.header..][..dim * s.record];
-        for (j, record) in records.chunks_exact_mut(s.record).enumerate() {
-            let mut put = |bit: usize, row: usize| {
-                let code = u16::from(layer.codes[(s.first + row) * dim + j]) << (bit % 8);
-                for (byte, part) in record[bit / 8..].iter_mut().zip(code.to_le_bytes()) {
-                    *byte |= part;
-                }
-            };
-            for row in 0..s.rows {
-                put(s.bit(row, layout.grid.bits), row);
-            }
-            for before in 0..(8 * JOIN).div_ceil(bits) {
-                put(s.padded() * bits + before * bits, s.rows - 1 - before % s.rows);
-            }
-        }
-    }
-}
-
-/// The codes (outputs, inputs) of a packed weight that has been checked.
-pub(super) fn unpack(layout: &Layout, streams: Streams, packed: &[u8]) -> Result<Vec<u8>> {
-    let (bits, dim) = (layout.grid.bits, layout.inputs);
-    let mut codes = zeros("codes", dims::product("codes", layout.outputs, dim)?)?;
-    for s in layout.streams(streams) {
-        let records = &packed[s.at + s.header..][..dim * s.record];
-        for (j, record) in records.chunks_exact(s.record).enumerate() {
-            for row in 0..s.rows {
-                let bit = s.bit(row, bits);
-                let pair = u16::from_le_bytes([record[bit / 8], record[bit / 8 + 1]]);
-                codes[(s.first + row) * dim + j] = (pair >> (bit % 8)) as u8 & (u8::MAX >> (8 - bits));
-            }
-        }
-    }
-    Ok(codes)
-}
 
 /// `out = x W^T + bias` for a weight and shapes that have been checked.
 pub(super) fn multiply(
@@ -229,7 +83,8 @@ pub(super) fn multiply(
                     if let Some(bias) = bias {
                         values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
                     }
-                    columns.write(first + i % count, column, values);
+                    // SAFETY: `share` gives each thread panels of its own, and these columns belong to one of them.
+                    unsafe { columns.write(first + i % count, column, values) };
                 }
                 begin += n;
             }
@@ -264,6 +119,8 @@ impl Part<'_> {
         let (inputs, rows) = (self.layout.inputs, self.rows);
         assert!(self.bytes.len() >= self.header + inputs * self.record + READ);
         assert!(self.panels.end * PANEL <= self.padded);
+        let scales = self.layout.scales.lines() * LINE;
+        assert!(self.header == self.layout.n_groups() * (self.padded / PANEL) * scales);
         assert!(self.record == self.padded * self.layout.grid.bits as usize / 8 + JOIN);
         assert!(rows.stride == self.layout.row && rows.holds(self.count));
         assert!(self.spread.len() >= self.count * rows.limbs * rows.stride);

@@ -9,7 +9,7 @@
 
 use super::activations::Rows;
 use super::layout::{unit_inputs, unit_lines, Block, Layout, ScaleFormat, LANES, LINE, PANEL};
-use super::streams::Windows;
+use super::windows::Windows;
 
 /// Sixteen outputs of an instruction set.
 ///

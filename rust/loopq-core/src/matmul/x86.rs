@@ -4,10 +4,11 @@
 #[allow(clippy::wildcard_imports)] // some sixty intrinsics
 use std::arch::x86_64::*;
 
-use super::engine::{stream_versions, versions};
 use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
-use super::streams::{Part, Windows};
+use super::streams::Part;
 use super::tile::{codes_of, lines_of, multiply, panel, Lanes, Panel, Sums, AHEAD};
+use super::versions::{stream_versions, versions};
+use super::windows::Windows;
 use crate::grid::{FACTOR, OFFSET};
 
 /// One 512-bit register for 16 outputs; `vpdpbusd` multiplies unsigned by signed bytes and adds four products to a sum.

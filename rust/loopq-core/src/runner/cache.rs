@@ -2,10 +2,11 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use super::program::{Block, Op, Program};
 use super::vector::{attend, Half, Number};
-use super::{Op, Program};
+use crate::memory::collected;
 use crate::simd::Isa;
-use crate::{Error, Result};
+use crate::{dims, Error, Result};
 
 /// Keys and values of one head.
 pub(super) trait KeyValue {
@@ -66,7 +67,7 @@ pub(super) struct Cache {
 }
 
 impl Cache {
-    pub(super) fn new(program: &Program) -> Self {
+    pub(super) fn new(program: &Program) -> Result<Self> {
         let new = || {
             if program.half {
                 Head::Half(Kept { keys: Vec::new(), values: Vec::new() })
@@ -79,8 +80,9 @@ impl Cache {
             _ => None,
         });
         let widths = ran.clone().map(|block| block.head).collect();
-        let slots = ran.map(|block| (0..block.kv_heads).map(|_| Mutex::new(new())).collect()).collect();
-        Self { slots, seen: 0, widths }
+        let heads = |block: &Block| collected("heads", (0..block.kv_heads).map(|_| Mutex::new(new())));
+        let slots = ran.map(heads).collect::<Result<_>>()?;
+        Ok(Self { slots, seen: 0, widths })
     }
 
     fn each(&mut self, mut work: impl FnMut(&mut Head, usize) -> Result<()>) -> Result<()> {
@@ -94,15 +96,17 @@ impl Cache {
 
     /// Room for so many tokens more: what is added later needs no memory.
     pub(super) fn reserve(&mut self, tokens: usize) -> Result<()> {
-        fn more<T>(kept: &mut Kept<T>, n: usize) -> Result<()> {
-            let bytes = n * size_of::<T>();
-            let missing = |_| Error::OutOfMemory { what: "keys and values", bytes };
+        const WHAT: &str = "keys and values";
+        fn more<T>(kept: &mut Kept<T>, tokens: usize, width: usize) -> Result<()> {
+            let n = dims::product(WHAT, tokens, width)?;
+            let bytes = dims::product(WHAT, n, size_of::<T>())?;
+            let missing = |_| Error::OutOfMemory { what: WHAT, bytes };
             kept.keys.try_reserve(n).map_err(missing)?;
             kept.values.try_reserve(n).map_err(missing)
         }
         self.each(|head, width| match head {
-            Head::F32(kept) => more(kept, tokens * width),
-            Head::Half(kept) => more(kept, tokens * width),
+            Head::F32(kept) => more(kept, tokens, width),
+            Head::Half(kept) => more(kept, tokens, width),
         })
     }
 

@@ -7,15 +7,19 @@
 //! from step to step.
 
 mod cache;
+mod program;
 mod team;
 mod vector;
 
-use crate::matmul::{Engine, Inputs, Layout, Precision, Rows, Weight};
+pub use program::{Block, Norm, Norms, Op, Program, KEPT};
+
+use crate::disjoint::Disjoint;
+use crate::matmul::{Engine, Inputs, Layout, Rows, Weight};
 use crate::memory::zeros;
 use crate::simd::Isa;
 use crate::{dims, Error, Execution, Result};
 use cache::{Cache, KeyValue};
-use team::{together, Board, Member};
+use team::{together, Member};
 use vector::{gated, norm, opened, rotate, rows, Half};
 
 /// What a weight is made of; which one it is, is known by its number.
@@ -38,100 +42,6 @@ pub struct Matrix<'a> {
     pub bias: Option<&'a [f32]>,
 }
 
-/// `y = x / sqrt(mean(x^2) + epsilon) * weight`.
-#[derive(Clone, Debug)]
-pub struct Norm {
-    /// As long as what it is applied to.
-    pub weight: Vec<f32>,
-    /// Added to the mean.
-    pub epsilon: f32,
-}
-
-/// Norms of a branch: `x = stream(x + branch(f(input(x))))`, each where there is one.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Norms {
-    /// Before the branch.
-    pub input: Option<usize>,
-    /// After it.
-    pub branch: Option<usize>,
-    /// After the sum.
-    pub stream: Option<usize>,
-}
-
-/// Attention, then a gated MLP.
-#[derive(Clone, Debug)]
-pub struct Block {
-    /// Query heads.
-    pub heads: usize,
-    /// Heads of keys and values; a divisor of `heads`.
-    pub kv_heads: usize,
-    /// Width of a head; even.
-    pub head: usize,
-    /// Whether neighbours are turned by a position, or the halves of a head.
-    pub neighbours: bool,
-    /// What a query is multiplied by.
-    pub scale: f32,
-    /// Weights whose outputs, one after another, are all queries, all keys, all values, and all gates.
-    pub qkv: Vec<usize>,
-    /// Whether there are gates: one for each number attended to, which is multiplied by its sigmoid.
-    pub gates: bool,
-    /// Added to queries and keys before anything else: `(heads + kv_heads) x head`, or nothing.
-    pub qk_bias: Vec<f32>,
-    /// Norms of each query and key, before they are turned.
-    pub qk_norms: Option<[usize; 2]>,
-    /// Weight behind attention.
-    pub out: usize,
-    /// Weights whose outputs, one after another, are the gates, then what they multiply.
-    pub gate_up: Vec<usize>,
-    /// Weight behind the gate.
-    pub down: usize,
-    /// Norms of attention and of the MLP.
-    pub norms: [Norms; 2],
-}
-
-/// States that a program can keep.
-pub const KEPT: usize = 2;
-
-/// One step of a program, on the state `x`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
-    /// A block; each time that one runs has a cache of its own.
-    Block(usize),
-    /// A norm.
-    Norm(usize),
-    /// Keeps `x` under a number below [`KEPT`].
-    Keep(usize),
-    /// `x` is what was kept.
-    Take(usize),
-    /// Adds what was kept to `x`.
-    Add(usize),
-    /// Begins anew with the state given, `x = s`.
-    Start,
-    /// `x = W [x; e]`, `e` what was kept under 0.
-    Adapter(usize),
-}
-
-/// A decoder's structure; weights and norms are known by their numbers.
-#[derive(Clone, Debug)]
-pub struct Program {
-    /// Width of the state.
-    pub width: usize,
-    /// Outputs and inputs of every weight.
-    pub shapes: Vec<[usize; 2]>,
-    /// All norms.
-    pub norms: Vec<Norm>,
-    /// All blocks.
-    pub blocks: Vec<Block>,
-    /// What happens to a token, from its embedding to the state that the head reads.
-    pub order: Vec<Op>,
-    /// Weight that gives logits.
-    pub head: usize,
-    /// How finely activations enter products with codes.
-    pub precision: Precision,
-    /// Whether keys and values are kept as bfloat16, or as float32.
-    pub half: bool,
-}
-
 /// Tokens that a call goes on by.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens<'a> {
@@ -141,80 +51,6 @@ pub struct Tokens<'a> {
     pub start: Option<&'a [f32]>,
     /// (cos, sin) of every position so far, these included: (positions, head / 2, 2).
     pub angles: &'a [f32],
-}
-
-impl Program {
-    fn check(&self) -> Result<()> {
-        let shape = |i: usize| {
-            self.shapes.get(i).copied().ok_or_else(|| Error::shape("a weight's number", self.shapes.len(), i))
-        };
-        let expect = |what: &'static str, found: [usize; 2], expected: [usize; 2]| {
-            if found == expected {
-                return Ok(());
-            }
-            Err(Error::shape(what, format!("{expected:?}"), format!("{found:?}")))
-        };
-        let has_norm = |i: usize, len: usize| match self.norms.get(i) {
-            Some(norm) if norm.weight.len() == len => Ok(()),
-            Some(norm) => Err(Error::shape("a norm", len, norm.weight.len())),
-            None => Err(Error::shape("a norm's number", self.norms.len(), i)),
-        };
-        for block in &self.blocks {
-            let Block { heads, kv_heads, head, .. } = *block;
-            if kv_heads == 0 || head == 0 || !heads.is_multiple_of(kv_heads) || !head.is_multiple_of(2) {
-                let got = format!("{heads}, {kv_heads}, {head}");
-                return Err(Error::shape(
-                    "heads, key/value heads, width of a head",
-                    "a multiple, 1.., even",
-                    got,
-                ));
-            }
-            let together = |parts: &[usize]| {
-                parts.iter().try_fold(0, |sum, &i| {
-                    let [outputs, inputs] = shape(i)?;
-                    expect("a block's weight", [outputs, inputs], [outputs, self.width])?;
-                    Ok(sum + outputs)
-                })
-            };
-            let queries = dims::product("queries", heads, head)?;
-            let keys = kv_heads * head;
-            let gates = if block.gates { queries } else { 0 };
-            expect("q, k, v and gates", [together(&block.qkv)?, 0], [queries + 2 * keys + gates, 0])?;
-            expect("the weight behind attention", shape(block.out)?, [self.width, queries])?;
-            let gates = together(&block.gate_up)? / 2;
-            expect("the weight behind the gate", shape(block.down)?, [self.width, gates])?;
-            if !block.qk_bias.is_empty() {
-                dims::check_matrix("the bias of q and k", &block.qk_bias, heads + kv_heads, head)?;
-            }
-            for i in block.qk_norms.into_iter().flatten() {
-                has_norm(i, head)?;
-            }
-            for norms in block.norms {
-                for i in [norms.input, norms.branch, norms.stream].into_iter().flatten() {
-                    has_norm(i, self.width)?;
-                }
-            }
-        }
-        for op in &self.order {
-            match *op {
-                Op::Block(i) if i >= self.blocks.len() => {
-                    return Err(Error::shape("a block's number", self.blocks.len(), i));
-                }
-                Op::Norm(i) => has_norm(i, self.width)?,
-                Op::Keep(i) | Op::Take(i) | Op::Add(i) if i >= KEPT => {
-                    return Err(Error::shape("the number of a state kept", format!("0 to {}", KEPT - 1), i));
-                }
-                Op::Adapter(i) => expect("the adapter", shape(i)?, [self.width, 2 * self.width])?,
-                _ => {}
-            }
-        }
-        expect("the head", [shape(self.head)?[1], 0], [self.width, 0])
-    }
-
-    /// Outputs of some weights together.
-    fn outputs(&self, parts: &[usize]) -> usize {
-        parts.iter().map(|&i| self.shapes[i][0]).sum()
-    }
 }
 
 /// A program with the keys and values of the tokens so far.
@@ -228,7 +64,7 @@ impl Runner {
     /// A runner that has seen nothing.
     pub fn new(program: Program) -> Result<Self> {
         program.check()?;
-        let cache = Cache::new(&program);
+        let cache = Cache::new(&program)?;
         Ok(Self { program, cache })
     }
 
@@ -260,6 +96,7 @@ impl Runner {
         done
     }
 
+    #[allow(unsafe_code)] // threads share buffers: see `Call`
     fn checked_run(
         &mut self,
         matrices: &[Matrix<'_>],
@@ -308,15 +145,16 @@ impl Runner {
             tokens,
             cache: &self.cache,
             count,
-            qkv: Board::over(&mut qkv),
-            mixed: Board::over(&mut mixed),
-            gates: Board::over(&mut gates),
-            branch: Board::over(&mut branch),
-            logits: Board::over(logits),
+            qkv: Disjoint::over(&mut qkv),
+            mixed: Disjoint::over(&mut mixed),
+            gates: Disjoint::over(&mut gates),
+            branch: Disjoint::over(&mut branch),
+            logits: Disjoint::over(logits),
             wanted,
             engine: Engine::best(),
         };
-        together(execution, |member| call.run(member))?;
+        // SAFETY: `together` gives each thread a member of its own, of a team that runs nothing else.
+        together(execution, |member| unsafe { call.run(member) })?;
         self.cache.seen += count;
         Ok(())
     }
@@ -347,17 +185,30 @@ fn check_matrices(program: &Program, matrices: &[Matrix<'_>]) -> Result<()> {
 }
 
 /// What the threads of a call share.
+///
+/// The buffers are written and read in turns. All members run the same steps, so they meet at the same places, and between
+/// two meetings a buffer is either written, by each member in outputs or heads of its own, or read:
+///
+/// | between meetings | written | read |
+/// |---|---|---|
+/// | a block begins | `qkv` | `branch`, of the step before |
+/// | attention | `mixed` | `qkv` |
+/// | behind attention | `branch` | `mixed` |
+/// | the MLP begins | `gates` | `branch` |
+/// | behind the gate | `branch` | `gates` |
+/// | an adapter, between its two meetings | `branch` | |
+/// | the head | `logits` | `branch`, of the last step |
 struct Call<'a> {
     program: &'a Program,
     matrices: &'a [Matrix<'a>],
     tokens: &'a Tokens<'a>,
     cache: &'a Cache,
     count: usize,
-    qkv: Board,
-    mixed: Board,
-    gates: Board,
-    branch: Board,
-    logits: Board,
+    qkv: Disjoint<'a, f32>,
+    mixed: Disjoint<'a, f32>,
+    gates: Disjoint<'a, f32>,
+    branch: Disjoint<'a, f32>,
+    logits: Disjoint<'a, f32>,
     wanted: usize,
     engine: Engine,
 }
@@ -371,8 +222,13 @@ struct State {
     slot: usize,
 }
 
+#[allow(unsafe_code)] // who writes and reads what, and when: the table above
 impl Call<'_> {
-    fn run(&self, member: &Member<'_>) -> Result<()> {
+    /// Takes a member through the program.
+    ///
+    /// # Safety
+    /// Each member of one team calls this once.
+    unsafe fn run(&self, member: &Member<'_>) -> Result<()> {
         let size = self.count * self.program.width;
         let mut state = State {
             x: zeros("states", size)?,
@@ -383,20 +239,25 @@ impl Call<'_> {
         state.x.copy_from_slice(self.tokens.x);
         for op in &self.program.order {
             match *op {
-                Op::Block(i) => self.block(member, &self.program.blocks[i], &mut state)?,
-                Op::Norm(i) => self.norm_in_place(i, &mut state.x),
+                // SAFETY: all members do the same steps.
+                Op::Block(i) => unsafe { self.block(member, &self.program.blocks[i], &mut state)? },
+                Op::Norm(i) => self.norm_in_place(i, &mut state.x, &mut state.input),
                 Op::Keep(i) => state.kept[i].copy_from_slice(&state.x),
                 Op::Take(i) => state.x.copy_from_slice(&state.kept[i]),
                 Op::Add(i) => state.x.iter_mut().zip(&state.kept[i]).for_each(|(x, kept)| *x += kept),
                 Op::Start => state.x.copy_from_slice(self.tokens.start.unwrap_or(&[])),
-                Op::Adapter(i) => self.adapter(member, i, &mut state)?,
+                // SAFETY: as above.
+                Op::Adapter(i) => unsafe { self.adapter(member, i, &mut state)? },
             }
         }
         let last = &state.x[(self.count - self.wanted) * self.program.width..];
-        self.multiply(member, &[self.program.head], last, &self.logits)
+        // SAFETY: all members multiply by the head, and nobody reads the logits before all have ended.
+        unsafe { self.multiply(member, &[self.program.head], last, &self.logits) }
     }
 
-    fn adapter(&self, member: &Member<'_>, weight: usize, state: &mut State) -> Result<()> {
+    /// # Safety
+    /// All members of the team call this, after the same steps.
+    unsafe fn adapter(&self, member: &Member<'_>, weight: usize, state: &mut State) -> Result<()> {
         let width = self.program.width;
         for (to, (x, e)) in state
             .input
@@ -408,39 +269,55 @@ impl Call<'_> {
         }
         // Others may still read the branch of the block before.
         member.meet()?;
-        self.multiply(member, &[weight], &state.input, &self.branch)?;
+        // SAFETY: all members come here between the same two meetings, and none reads the branch there.
+        unsafe { self.multiply(member, &[weight], &state.input, &self.branch)? };
         member.meet()?;
         let size = state.x.len();
-        state.x.copy_from_slice(self.branch.read(0..size));
+        // SAFETY: written before the meeting; whatever writes it next comes after another one.
+        state.x.copy_from_slice(unsafe { self.branch.read(0..size) });
         Ok(())
     }
 
-    fn block(&self, member: &Member<'_>, block: &Block, state: &mut State) -> Result<()> {
+    /// # Safety
+    /// All members of the team call this, after the same steps.
+    unsafe fn block(&self, member: &Member<'_>, block: &Block, state: &mut State) -> Result<()> {
         let slot = state.slot;
         state.slot += 1;
         let queries = block.heads * block.head;
 
         self.enter(block.norms[0], state);
-        self.multiply(member, &block.qkv, &state.input[..state.x.len()], &self.qkv)?;
+        // SAFETY: all members come here after the same meeting. The last to read `qkv` was the attention of a block before,
+        // with meetings since.
+        unsafe { self.multiply(member, &block.qkv, &state.input[..state.x.len()], &self.qkv)? };
         member.meet()?;
-        self.attention(member, block, slot)?;
+        // SAFETY: `qkv` is written, and the last to read `mixed` was a block before, with meetings since.
+        unsafe { self.attention(member, block, slot)? };
         member.meet()?;
-        self.multiply(member, &[block.out], self.mixed.read(0..self.count * queries), &self.branch)?;
+        // SAFETY: `mixed` is written, and the last to read `branch` was the step before, with meetings since.
+        unsafe {
+            let mixed = self.mixed.read(0..self.count * queries);
+            self.multiply(member, &[block.out], mixed, &self.branch)?;
+        }
         member.meet()?;
-        self.leave(block.norms[0], state);
+        // SAFETY: `branch` is written, and written again after the next meeting only.
+        unsafe { self.leave(block.norms[0], state) };
 
         self.enter(block.norms[1], state);
-        self.multiply(member, &block.gate_up, &state.input[..state.x.len()], &self.gates)?;
+        // SAFETY: the last to read `gates` was a block before, with meetings since.
+        unsafe { self.multiply(member, &block.gate_up, &state.input[..state.x.len()], &self.gates)? };
         member.meet()?;
         let wide = self.program.shapes[block.down][1];
         let mut input = zeros("inputs of a product", self.count * wide)?;
-        let gates = self.gates.read(0..self.count * 2 * wide);
+        // SAFETY: `gates` is written, and written again by another block only, with meetings between.
+        let gates = unsafe { self.gates.read(0..self.count * 2 * wide) };
         for (to, both) in input.chunks_exact_mut(wide).zip(gates.chunks_exact(2 * wide)) {
             gated(Isa::best(), &both[..wide], &both[wide..], to);
         }
-        self.multiply(member, &[block.down], &input, &self.branch)?;
+        // SAFETY: all members have read `branch` before the last meeting.
+        unsafe { self.multiply(member, &[block.down], &input, &self.branch)? };
         member.meet()?;
-        self.leave(block.norms[1], state);
+        // SAFETY: `branch` is written, and written again after another meeting only.
+        unsafe { self.leave(block.norms[1], state) };
         Ok(())
     }
 
@@ -454,8 +331,12 @@ impl Call<'_> {
     }
 
     /// Adds a branch to the state.
-    fn leave(&self, norms: Norms, state: &mut State) {
-        let branch = self.branch.read(0..state.x.len());
+    ///
+    /// # Safety
+    /// The branch was written before the last meeting, and is not written before the next one.
+    unsafe fn leave(&self, norms: Norms, state: &mut State) {
+        // SAFETY: the caller's.
+        let branch = unsafe { self.branch.read(0..state.x.len()) };
         let branch = match norms.branch {
             Some(i) => {
                 let normed = &mut state.input[..state.x.len()];
@@ -468,7 +349,7 @@ impl Call<'_> {
             *x += branch;
         }
         if let Some(i) = norms.stream {
-            self.norm_in_place(i, &mut state.x);
+            self.norm_in_place(i, &mut state.x, &mut state.input);
         }
     }
 
@@ -479,14 +360,27 @@ impl Call<'_> {
         }
     }
 
-    fn norm_in_place(&self, i: usize, x: &mut [f32]) {
-        let before = x.to_vec();
-        self.norm(i, &before, x);
+    fn norm_in_place(&self, i: usize, x: &mut [f32], scratch: &mut [f32]) {
+        let before = &mut scratch[..x.len()];
+        before.copy_from_slice(x);
+        self.norm(i, before, x);
     }
 
     /// This thread's outputs of some weights that have the same input; they lie side by side in a token's row of `to`.
-    fn multiply(&self, member: &Member<'_>, weights: &[usize], x: &[f32], to: &Board) -> Result<()> {
+    ///
+    /// # Safety
+    /// All members call this with the same weights and `to`, which nobody reads or writes otherwise between the last
+    /// meeting and the next one.
+    unsafe fn multiply(
+        &self,
+        member: &Member<'_>,
+        weights: &[usize],
+        x: &[f32],
+        to: &Disjoint<'_, f32>,
+    ) -> Result<()> {
         let stride = self.program.outputs(weights);
+        // SAFETY: an output is multiplied by the one member whose part it is in, and no two lie at the same place in a row.
+        let write = |at: usize, values: &[f32]| unsafe { to.write(at, values) };
         let mut first = 0;
         let mut quantized: Option<(&Layout, Rows)> = None;
         for &i in weights {
@@ -505,17 +399,17 @@ impl Call<'_> {
                     };
                     let weight = Weight { layout, packed, bias: matrix.bias, engine: self.engine };
                     weight.run(&rows, tokens, member.part(layout.n_panels()), |token, column, values| {
-                        to.write(token * stride + first + column, values);
+                        write(token * stride + first + column, values);
                     });
                     quantized = Some((layout, rows));
                 }
                 Values::F32(values) => {
                     let plain = Plain { values, bias: matrix.bias, outputs, inputs };
-                    plain.run(member, x, |token, column, y| to.write(token * stride + first + column, y));
+                    plain.run(member, x, |token, column, y| write(token * stride + first + column, y));
                 }
                 Values::Bf16(bits) => {
                     let plain = Plain { values: Half::slice(bits), bias: matrix.bias, outputs, inputs };
-                    plain.run(member, x, |token, column, y| to.write(token * stride + first + column, y));
+                    plain.run(member, x, |token, column, y| write(token * stride + first + column, y));
                 }
             }
             first += outputs;
@@ -524,26 +418,32 @@ impl Call<'_> {
     }
 
     /// This thread's heads: keys and values of the new tokens are kept, and their queries attend to all before them.
-    fn attention(&self, member: &Member<'_>, block: &Block, slot: usize) -> Result<()> {
+    ///
+    /// # Safety
+    /// All members call this between the same two meetings, between which nobody else reads or writes `mixed`; `qkv` was
+    /// written before the first of them, and is not written before the second.
+    unsafe fn attention(&self, member: &Member<'_>, block: &Block, slot: usize) -> Result<()> {
         let Block { heads, kv_heads, head, .. } = *block;
         let gates = (heads + 2 * kv_heads) * head;
         let (stride, group) = (self.program.outputs(&block.qkv), heads / kv_heads);
+        // SAFETY: nobody writes these before the next meeting, as the caller promises.
+        let qkv = |at: usize| unsafe { self.qkv.read(at..at + head) };
         let mut weights = zeros("attention weights", self.cache.seen + self.count)?;
         let mut out = zeros("values attended to", self.count * group * head)?;
-        let mut vector = zeros("a head", head)?;
+        let (mut vector, mut scratch) = (zeros("a head", head)?, zeros("a head", head)?);
         for kv in member.part(kv_heads) {
             let mut cached = self.cache.slots[slot][kv].lock().map_err(|_| Error::Interrupted)?;
             for token in 0..self.count {
                 let position = self.cache.seen + token;
                 let at = token * stride + (heads + kv) * head;
-                vector.copy_from_slice(self.qkv.read(at..at + head));
-                self.turned(block, heads + kv, position, &mut vector);
+                vector.copy_from_slice(qkv(at));
+                self.turned(block, heads + kv, position, &mut vector, &mut scratch);
                 let value = at + kv_heads * head;
-                cached.push(&vector, self.qkv.read(value..value + head));
+                cached.push(&vector, qkv(value));
                 for h in 0..group {
                     let at = token * stride + (kv * group + h) * head;
-                    vector.copy_from_slice(self.qkv.read(at..at + head));
-                    self.turned(block, kv * group + h, position, &mut vector);
+                    vector.copy_from_slice(qkv(at));
+                    self.turned(block, kv * group + h, position, &mut vector, &mut scratch);
                     for v in &mut vector {
                         *v *= block.scale;
                     }
@@ -551,25 +451,26 @@ impl Call<'_> {
                     cached.attend(&vector, &mut weights[..=position], to);
                     if block.gates {
                         let at = token * stride + gates + (kv * group + h) * head;
-                        opened(Isa::best(), self.qkv.read(at..at + head), to);
+                        opened(Isa::best(), qkv(at), to);
                     }
                 }
             }
             for (token, out) in out.chunks_exact(group * head).enumerate() {
-                self.mixed.write((token * heads + kv * group) * head, out);
+                // SAFETY: these heads belong to `kv`, which is in this member's part alone.
+                unsafe { self.mixed.write((token * heads + kv * group) * head, out) };
             }
         }
         Ok(())
     }
 
     /// A query or key with its bias and norm, turned by its position.
-    fn turned(&self, block: &Block, number: usize, position: usize, x: &mut [f32]) {
+    fn turned(&self, block: &Block, number: usize, position: usize, x: &mut [f32], scratch: &mut [f32]) {
         let head = block.head;
         if let Some(bias) = block.qk_bias.get(number * head..(number + 1) * head) {
             x.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
         }
         if let Some(norms) = block.qk_norms {
-            self.norm_in_place(norms[usize::from(number >= block.heads)], x);
+            self.norm_in_place(norms[usize::from(number >= block.heads)], x, scratch);
         }
         rotate(x, &self.tokens.angles[position * head..(position + 1) * head], block.neighbours);
     }

@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::execution::{number, pool, Cancel, Execution};
+use crate::process::PerProcess;
 use crate::{Error, Result};
 
 /// Looks at the barrier before a waiting thread lets others have its processor: some tens of microseconds.
 const SPINS: u32 = 1 << 13;
 
 /// One team at a time: two that wait for each other's threads would wait for ever.
-static ONE: Mutex<()> = Mutex::new(());
+static ONE: PerProcess<Mutex<()>> = PerProcess::new();
 
 /// A barrier, and who of the team a thread is.
 #[derive(Debug)]
@@ -32,7 +33,7 @@ struct Team<'a> {
 }
 
 impl Member<'_> {
-    /// Waits until all have come here. An error when the call is cancelled, or one of them will not come.
+    /// Waits until all have come here: what any of them did before, all see after. An error when the call is cancelled, or one of them will not come.
     pub(super) fn meet(&self) -> Result<()> {
         let team = self.team;
         team.cancel.check()?;
@@ -57,7 +58,8 @@ impl Member<'_> {
         Ok(())
     }
 
-    /// Its part of `0..n`: the same at every call, so that what it reads stays in its processor's cache.
+    /// Its part of `0..n`, which overlaps no other member's: the same at every call, so that what it reads stays in its
+    /// processor's cache.
     pub(super) fn part(&self, n: usize) -> std::ops::Range<usize> {
         let of = self.team.of;
         n * self.index / of..n * (self.index + 1) / of
@@ -99,7 +101,7 @@ pub(super) fn together(
         run(0);
     } else {
         let pool = pool(of - 1)?;
-        let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one = ONE.get().lock().unwrap_or_else(PoisonError::into_inner);
         pool.in_place_scope(|scope| {
             scope.spawn_broadcast(|_, thread| run(thread.index() + 1));
             run(0);
@@ -108,45 +110,11 @@ pub(super) fn together(
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
-/// Numbers that the threads of a team write in turns: between two meetings each has one writer and no reader, or
-/// readers only.
-#[derive(Debug)]
-pub(super) struct Board {
-    at: *mut f32,
-    len: usize,
-}
-
-#[allow(unsafe_code)]
-// SAFETY: the rule above, which the callers keep.
-unsafe impl Sync for Board {}
-
-impl Board {
-    /// Over a buffer that nobody else touches as long as the board lives.
-    pub(super) fn over(buffer: &mut [f32]) -> Self {
-        Self { at: buffer.as_mut_ptr(), len: buffer.len() }
-    }
-
-    /// Writes numbers that no other thread reads or writes before the next meeting.
-    #[allow(unsafe_code)]
-    pub(super) fn write(&self, first: usize, values: &[f32]) {
-        assert!(first <= self.len && values.len() <= self.len - first);
-        // SAFETY: within the buffer, as was just asserted; alone with these numbers by the rule.
-        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.at.add(first), values.len()) }
-    }
-
-    /// Numbers that no thread writes before the next meeting.
-    #[allow(unsafe_code)]
-    pub(super) fn read(&self, range: std::ops::Range<usize>) -> &[f32] {
-        assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: within the buffer, as was just asserted; not written meanwhile by the rule.
-        unsafe { std::slice::from_raw_parts(self.at.add(range.start), range.len()) }
-    }
-}
-
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, unsafe_code)]
 mod tests {
-    use super::{together, Board};
+    use super::together;
+    use crate::disjoint::Disjoint;
     use crate::execution::{Cancel, Execution};
     use crate::Error;
 
@@ -154,14 +122,16 @@ mod tests {
     fn what_one_thread_writes_all_read_after_a_meeting() {
         for threads in [1, 2, 5] {
             let mut numbers = vec![0.0; 40];
-            let board = Board::over(&mut numbers);
+            let board = Disjoint::over(&mut numbers);
             let cancel = Cancel::new();
             together(&Execution { threads, cancel: &cancel }, |member| {
                 for round in 0..200 {
                     let part = member.part(40);
-                    board.write(part.start, &vec![round as f32; part.len()]);
+                    // SAFETY: parts do not overlap, and all have met since anyone read.
+                    unsafe { board.write(part.start, &vec![round as f32; part.len()]) };
                     member.meet()?;
-                    assert!(board.read(0..40).iter().all(|&v| v == round as f32));
+                    // SAFETY: all have met since anyone wrote, and meet again before.
+                    assert!(unsafe { board.read(0..40) }.iter().all(|&v| v == round as f32));
                     member.meet()?;
                 }
                 Ok(())

@@ -89,12 +89,13 @@ impl Drop for Tiles {
 /// summed along the runs in the order that `docs/formats/hessian.md` defines. The sums of `a[i]` and `b[j]` go to `c` from
 /// `at[i][j]` on, 16 lines that are [`LINE`] apart.
 ///
-/// The caller may use bf16 instructions on tiles: whoever has a [`Tiles`] for bytes alone must not come here.
-pub(super) fn products(_: &Tiles, a: [&[u32]; 2], b: [&[u32]; 2], c: &mut [f32], at: [[usize; 2]; 2]) {
+/// # Safety
+/// [`permitted`] must have said yes for [`BF16`]: a [`Tiles`] may be one for bytes alone.
+pub(super) unsafe fn products(_: &Tiles, a: [&[u32]; 2], b: [&[u32]; 2], c: &mut [f32], at: [[usize; 2]; 2]) {
     let steps = a[0].len() / WORDS;
     assert!(a.iter().chain(&b).all(|run| run.len() == steps * WORDS));
     let to = at.map(|row| row.map(|at| c[at..at + (SIDE - 1) * LINE + SIDE].as_mut_ptr()));
-    // SAFETY: tiles are configured with 16 lines of 64 bytes; every step reads one tile of each run, which lie inside by the
+    // SAFETY: the instructions exist by the caller's promise, and tiles are configured with 16 lines of 64 bytes; every step reads one tile of each run, which lie inside by the
     // lengths above, and each store writes 16 lines of 64 bytes, 192 apart, within a part of `c` that was cut out above.
     unsafe {
         asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem));

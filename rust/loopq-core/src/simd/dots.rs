@@ -1,12 +1,8 @@
 //! Inner products of many short vectors with one.
 #![allow(unsafe_code)] // calls of functions whose instructions an `Isa` has shown to exist
 
+use super::operands::Short;
 use super::Isa;
-
-/// Sixteen numbers: a line of the cache, and never parts of two.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-pub(crate) struct Short(pub(crate) [f32; 16]);
 
 /// `out[i] = rows[i] . by`, nothing fused, summed in pairs of neighbours: the same bits on every instruction set.
 ///

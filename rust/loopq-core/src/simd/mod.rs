@@ -4,22 +4,25 @@
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;
+mod answer;
 mod axpy;
 mod dots;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod operands;
 mod rows;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use std::sync::OnceLock;
-
-pub(crate) use axpy::{axpy, dot};
-pub(crate) use dots::{dots, Short};
+pub(crate) use answer::Answer;
+pub(crate) use axpy::{add_times, axpy, dot};
+pub(crate) use dots::dots;
+pub(crate) use operands::Short;
+pub use operands::MR;
 pub(crate) use rows::add_rows;
 pub(crate) use tile::{prefetch, tile_chains, TileState};
-pub use tile::{tile_pairs, Real, MR};
+pub use tile::{tile_pairs, Real};
 
 /// An instruction set that tiles can be run with. Values come from [`Isa::available`] only, which asks the machine:
 /// holding one is the proof that its instructions exist here.
@@ -63,8 +66,8 @@ impl Isa {
     /// The best one of this machine.
     #[must_use]
     pub fn best() -> Self {
-        static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Self::available().last().copied().unwrap_or(Self::PORTABLE))
+        static BEST: Answer = Answer::unknown();
+        Self(BEST.or_find(|| Self::available().last().map_or(Self::PORTABLE.0, |isa| isa.0)))
     }
 
     /// Whether products of bf16 pairs are one instruction.

@@ -10,8 +10,7 @@
 
 use std::arch::aarch64::{vfmaq_laneq_f32, vfmaq_laneq_f64, vld1q_f32, vld1q_f64, vst1q_f32, vst1q_f64};
 
-use super::tile::check;
-use super::MR;
+use super::operands::{check, MR};
 
 macro_rules! tile128 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $fma:ident, $([$row:literal: $part:literal, $lane:literal]),*) => {

@@ -12,10 +12,8 @@
 //! 3. And cutting `k` in pieces, which is how callers fit their operands into caches, changes nothing either.
 #![allow(unsafe_code)] // calls of functions whose instructions an `Isa` has shown to exist
 
+use super::operands::{CHAIN, MR};
 use super::{per_isa, Isa};
-
-/// Rows of a tile.
-pub const MR: usize = 8;
 
 /// The two number types that factorisations and solvers run in.
 pub trait Real:
@@ -124,33 +122,6 @@ fn chain<T: Real, const N: usize>(
     }
 }
 
-/// Checks that strided operands lie inside their slices.
-#[inline(always)]
-pub(super) fn check<A, B, C>(
-    k: usize,
-    a: &[A],
-    lda: usize,
-    b: &[B],
-    ldb: usize,
-    c: &[C],
-    ldc: usize,
-    nr: usize,
-) {
-    assert!(holds(a.len(), k, lda, MR) && holds(b.len(), k, ldb, nr) && holds(c.len(), MR, ldc, nr));
-    assert!(lda >= MR && ldb >= nr && ldc >= nr);
-}
-
-/// Whether a slice holds `rows` rows of `width`, `stride` apart. No product may wrap: whoever calls a tile chooses all of
-/// these.
-#[inline(always)]
-fn holds(len: usize, rows: usize, stride: usize, width: usize) -> bool {
-    let last = rows.checked_sub(1).map(|last| last.checked_mul(stride).and_then(|at| at.checked_add(width)));
-    last.is_none_or(|end| end.is_some_and(|end| end <= len))
-}
-
-/// Rows whose products make one chain of a sum of bf16 products.
-pub(crate) const CHAIN: usize = 16;
-
 /// Columns of a line of a tile of bf16 products.
 const LINE: usize = f32::NR;
 
@@ -255,7 +226,8 @@ impl TileState {
     pub(crate) fn products(&self, a: [&[u32]; 2], b: [&[u32]; 2], c: &mut [f32], at: [[usize; 2]; 2]) {
         #[cfg(target_arch = "x86_64")]
         if let Some(tiles) = &self.0 {
-            return super::amx::products(tiles, a, b, c, at);
+            // SAFETY: such a value has tiles only where `has_tiles` was true, which asked for those of bf16 products.
+            return unsafe { super::amx::products(tiles, a, b, c, at) };
         }
         let _ = (self, a, b, c, at);
         unreachable!("tiles of bf16 products need avx512+amx");

@@ -12,9 +12,7 @@
 #[allow(clippy::wildcard_imports)] // some forty intrinsics
 use std::arch::x86_64::*;
 
-use super::dots::Short;
-use super::tile::{check, CHAIN};
-use super::MR;
+use super::operands::{check, Short, CHAIN, MR};
 
 macro_rules! tile512 {
     ($name:ident, $t:ty, $lanes:literal, $load:ident, $store:ident, $set:ident, $fma:ident) => {

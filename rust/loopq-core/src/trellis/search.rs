@@ -76,7 +76,7 @@ impl Search {
     }
 
     /// Writes the codes of a column that is near `target` in the metric `A`.
-    pub(super) fn run(&mut self, target: &[f64], scale: &[f32], codes: &mut [u8]) {
+    pub(super) fn run(&mut self, target: &[f64], scale: &[f32], codes: &mut [u8]) -> Result<()> {
         let square = scale.iter().map(|&s| f64::from(s).powi(2)).sum::<f64>() / self.rows as f64;
         // In single precision: sizes are brought near one.
         let size = if square > 0.0 { square.sqrt() } else { 1.0 };
@@ -88,9 +88,9 @@ impl Search {
         }
         if self.rows * self.trellis.bits() as usize <= self.trellis.state_bits() as usize {
             self.try_all(codes);
-        } else {
-            self.viterbi(codes);
+            return Ok(());
         }
+        self.viterbi(codes)
     }
 
     /// For a stream that is no longer than a state: every one is tried.
@@ -99,8 +99,11 @@ impl Search {
         let digit = |stream: usize, i: usize| (stream >> (bits * i) & (self.trellis.digits() - 1)) as u8;
         let cost = |&stream: &usize| -> f32 {
             let states = self.trellis.states_of((0..rows).map(|i| digit(stream, i)));
-            let value = |i: usize| self.scale[i] * value(states[i] as u32) - self.target[i];
-            let errors: Vec<f32> = (0..rows).map(value).collect();
+            // No more rows than a state has bits.
+            let mut errors = [0.0_f32; 16];
+            for (i, (error, state)) in errors.iter_mut().zip(states).enumerate() {
+                *error = self.scale[i] * value(state as u32) - self.target[i];
+            }
             let row = |i: usize| {
                 let others: f32 = (0..i).map(|h| self.coupling[i * rows + h] * errors[h]).sum();
                 self.pivots[i] * (errors[i] + others).powi(2)
@@ -113,12 +116,12 @@ impl Search {
         }
     }
 
-    fn viterbi(&mut self, codes: &mut [u8]) {
+    fn viterbi(&mut self, codes: &mut [u8]) -> Result<()> {
         let (rows, low) = (self.rows, self.trellis.low());
-        let shared = self.seam();
+        let shared = self.seam()?;
         self.survivors.cost.fill(f32::INFINITY);
         self.survivors.cost[shared] = 0.0;
-        self.advance(&(0..rows).collect::<Vec<_>>(), 0);
+        self.advance(&collected(SCRATCH, 0..rows)?, 0)?;
         let costs = &self.survivors.cost;
         let ends = (shared..costs.len()).step_by(low);
         let mut state = ends.min_by(|&a, &b| costs[a].total_cmp(&costs[b])).unwrap_or(shared);
@@ -127,24 +130,25 @@ impl Search {
             codes[at] = (state & mask) as u8;
             state = self.before(at, state);
         }
+        Ok(())
     }
 
     /// Bits that both ends share: those of the best path through the seam.
-    fn seam(&mut self) -> usize {
+    fn seam(&mut self) -> Result<usize> {
         let width = SEAM.min(self.rows / 2);
         let rows: Vec<usize> = (self.rows - width..self.rows).chain(0..width).collect();
         self.survivors.cost.fill(0.0);
-        self.advance(&rows, width);
+        self.advance(&rows, width)?;
         let mut state = self.survivors.best();
         for at in (width..2 * width).rev() {
             state = self.before(at, state);
         }
-        state % self.trellis.low()
+        Ok(state % self.trellis.low())
     }
 
     /// Goes over `rows`; those from place `coupled` on are coupled with each other, those before with none.
-    fn advance(&mut self, rows: &[usize], coupled: usize) {
-        let mut decided = vec![0.0_f32; rows.len()];
+    fn advance(&mut self, rows: &[usize], coupled: usize) -> Result<()> {
+        let mut decided: Vec<f32> = zeros(SCRATCH, rows.len())?;
         // Errors of the best survivor that have left the window, weighted for the row.
         let old = |coupling: &[f32], decided: &[f32], at: usize, row: usize| -> f32 {
             let end = at.saturating_sub(WINDOW).max(coupled);
@@ -189,6 +193,7 @@ impl Search {
                 decided[leaving] = s.errors[s.best()].0[leaving % WINDOW];
             }
         }
+        Ok(())
     }
 
     /// The state before the one at place `at`.

@@ -9,10 +9,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
+use crate::blocks::in_blocks;
 use crate::factor::{DampedFactor, DampedHessian, Order, Symmetric};
 use crate::grid::{value, Grid, Quantized, Trellis};
 use crate::lanes::{Lane, LANES};
-use crate::memory::{collected, extend, zeros};
+use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, axpy, dot, Isa};
 use crate::trellis::search::Search;
 use crate::weight::Weight;
@@ -70,37 +71,15 @@ pub fn solve(
 ) -> Result<(Quantized, TrellisReport)> {
     let trellis = grid.on_trellis()?;
     w.check_width(input.factor().dim())?;
-    let covered: usize = left.iter().map(|l| l.factor().dim()).sum();
-    if covered != w.rows() {
-        return Err(Error::shape("A", w.rows(), covered));
-    }
     if left.iter().any(|l| l.factor().rule() != Order::Natural) {
         return Err(Error::setting("order of A", "another", "natural: streams run down the rows"));
     }
     input.matrix()?;
-    let starts = left.iter().scan(0, |next, l| {
-        *next += l.factor().dim();
-        Some(*next - l.factor().dim())
-    });
-    let blocks: Vec<(usize, &DampedHessian<'_>)> = starts.zip(left).collect();
-    let solved: Vec<Result<(Quantized, TrellisReport)>> = execution.pool()?.install(|| {
-        let run = |&(from, l): &(usize, &DampedHessian<'_>)| {
-            let rows = w.slice(from, l.factor().dim());
-            let block = Block::new(rows, input, l, grid, trellis, execution);
-            block.and_then(Block::run).map_err(|e| match e {
-                Error::ScaleRange { row, group, .. } => e.located(from + row, group),
-                other => other,
-            })
-        };
-        blocks.par_iter().map(run).collect()
-    });
-    let mut out = Quantized { codes: Vec::new(), scales: Vec::new(), zeros: Vec::new() };
+    let (out, reports) = in_blocks(w, left, execution, |rows, metric| {
+        Block::new(rows, input, metric, grid, trellis, execution)?.run()
+    })?;
     let mut report = TrellisReport { swept: 0.0, settled: 0.0 };
-    for part in solved {
-        let (part, facts) = part?;
-        extend("codes", &mut out.codes, &part.codes)?;
-        extend("scales", &mut out.scales, &part.scales)?;
-        extend("zero points", &mut out.zeros, &part.zeros)?;
+    for facts in reports {
         report.swept += facts.swept;
         report.settled += facts.settled;
     }
@@ -166,7 +145,7 @@ impl<'a> Block<'a> {
     /// Root mean square of each group of a row, columns weighted by what their errors cost.
     fn first_scales(&mut self) -> Result<()> {
         let (dim, group) = (self.w.dim(), self.group());
-        let mut cost = vec![0.0; dim];
+        let mut cost: Vec<f64> = zeros(SCRATCH, dim)?;
         for (&j, &pivot) in self.factor.order().iter().zip(self.factor.pivots()) {
             cost[j] = pivot;
         }
@@ -198,7 +177,8 @@ impl<'a> Block<'a> {
         shift.par_iter_mut().zip(&self.errors).for_each(|(shift, errors)| {
             add_rows(isa, &mut shift[..places.len()], &lines, &errors[..from]);
         });
-        let (mut target, mut scale, mut codes) = (vec![0.0; rows], vec![0.0; rows], vec![0; rows]);
+        let mut target = zeros(SCRATCH, rows)?;
+        let (mut scale, mut codes) = (zeros(SCRATCH, rows)?, zeros(SCRATCH, rows)?);
         for place in places.clone() {
             self.execution.check()?;
             let j = factor.order()[place];
@@ -207,9 +187,9 @@ impl<'a> Block<'a> {
                 target[r] = weight - shift[r / LANES][place - from][r % LANES];
                 scale[r] = self.out.scales[r * n_groups + j / self.group()];
             }
-            search.run(&target, &scale, &mut codes);
+            search.run(&target, &scale, &mut codes)?;
             let states = self.trellis.states_of(codes.iter().copied());
-            for (r, state) in states.into_iter().enumerate() {
+            for (r, state) in states.enumerate() {
                 let value = value(state as u32);
                 self.out.codes[r * dim + j] = codes[r];
                 self.values[r * dim + j] = f64::from(value);
@@ -300,11 +280,11 @@ impl<'a> Block<'a> {
             let pull = self.pull(gradient, &columns)?;
             let system = self.system(&columns)?;
             let value = |r: usize| &self.values[r * dim..][columns.clone()];
-            let slope: Vec<f64> =
-                (0..rows).map(|r| dot(value(r), &pull[r * columns.len()..][..columns.len()])).collect();
+            let slope = |r: usize| dot(value(r), &pull[r * columns.len()..][..columns.len()]);
+            let slope: Vec<f64> = collected(SCRATCH, (0..rows).map(slope))?;
             let wanted = self.changes(&system, &slope)?;
             let n_groups = self.grid.n_groups(dim);
-            let (mut change, mut scales) = (vec![0.0; rows], vec![0.0; rows]);
+            let (mut change, mut scales) = (zeros(SCRATCH, rows)?, zeros(SCRATCH, rows)?);
             for r in 0..rows {
                 let old = self.out.scales[r * n_groups + g];
                 let new = self.grid.scale_type.round(f64::from(old) + wanted[r]);
@@ -348,11 +328,11 @@ impl<'a> Block<'a> {
         let rows = self.rows();
         let own = (0..rows).map(|r| system[r * rows + r]);
         let mean = own.clone().sum::<f64>() / rows as f64;
-        let mu: Vec<f64> = own.map(|v| RIDGE * if v > 0.0 { v } else { mean }).collect();
+        let mu: Vec<f64> = collected(SCRATCH, own.map(|v| RIDGE * if v > 0.0 { v } else { mean }))?;
         let h = Symmetric::f64(system, rows)?;
         let factor = DampedFactor::<f64>::new(h, &mu, Order::Natural, self.execution)?;
         let lanes: Vec<Lane> = collected(SCRATCH, slope.iter().map(|&b| [-b; LANES]))?;
-        Ok(factor.divide(&lanes)?.into_iter().map(|lane| lane[0]).collect())
+        collected(SCRATCH, factor.divide(&lanes)?.iter().map(|lane| lane[0]))
     }
 
     /// Brings errors and gradient up to date with changed scales of a group.

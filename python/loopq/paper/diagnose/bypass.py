@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.diagnose.stepmap import Bypass, StepMap, final_state, promoted
 from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import bootstrap, geometric_mean_ratio, holm, sign_flip
 from loopq.lazy import require
 from loopq.models.replace import replaced
+from loopq.paper.diagnose.stepmap import Bypass, StepMap, final_state, promoted
 from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:

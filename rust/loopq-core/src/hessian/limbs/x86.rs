@@ -1,10 +1,10 @@
-//! The 512-bit version of [`super::limbs::add`].
+//! The 512-bit version of [`super::add`].
 #![allow(unsafe_code)] // pointers into slices whose lengths have been checked
 
 #[allow(clippy::wildcard_imports)] // some twenty intrinsics
 use std::arch::x86_64::*;
 
-use super::limbs::{HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
+use super::{HI_PER_ONE, LO_PER_ONE, ONE_PER_HI};
 
 /// What 16 float32 sums are on the grid: two vectors of high parts, two of low parts between `-2^61` and `2^61`.
 #[inline]

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from loopq.diagnose import bypass, spectral, stepmap, weights
+from loopq.diagnose import weights
 from loopq.errors import ConfigError, SystemContractError
+from loopq.paper.diagnose import bypass, spectral, stepmap
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 

@@ -100,8 +100,9 @@ def _list() -> int:
 def _benches(args: argparse.Namespace, tables: Sequence[str], progress: Progress) -> list[Any]:
     """Load every model before any is measured, so that a wrong name fails at once."""
     from loopq import zoo
+    from loopq.calibrate.plbert import PLBERT, data_folder
     from loopq.paper.bench import Bench, BenchSettings
-    from loopq.paper.models import PLBERT, data_folder, open_source
+    from loopq.paper.models import open_source
     from loopq.paper.shown import TABLES
 
     if all(TABLES.get(name).measure is None for name in tables):

@@ -1,0 +1,100 @@
+"""PL-BERT, a published looped checkpoint, from a folder of data sets: its weights and the phonemes that it reads."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loopq.calibrate.data import TokenSet, json_lines
+from loopq.errors import ConfigError, DumpError
+from loopq.models.load import LoadedModel, load_model
+from loopq.storage.schema import Count, checked
+
+PLBERT = "plbert"
+_FILES = {
+    "calibration": "wikitext2_valid_phonemes.jsonl.xz",
+    "evaluation": "wikitext2_test_phonemes.jsonl.xz",
+}
+
+
+def data_folder(named: Path | None) -> Path | None:
+    """Return the folder of data sets: the one named, else what LOOPQ_DATA says, else None.
+
+    Raises
+    ------
+    ConfigError
+        There is no such folder.
+    """
+    place = named or Path(os.environ.get("LOOPQ_DATA", ""))
+    if place == Path():
+        return None
+    if not place.is_dir():
+        raise ConfigError(f"no data folder {place}: give another with --data or LOOPQ_DATA")
+    return place
+
+
+def plbert_folder(data: Path | None) -> Path:
+    """Return the folder of PL-BERT in a data folder.
+
+    Raises
+    ------
+    ConfigError
+        No data folder is known.
+    """
+    if data is None:
+        raise ConfigError("plbert needs a data folder: give --data DIR or set LOOPQ_DATA")
+    return data / "models" / "plbert_kokoro"
+
+
+def load_plbert(data: Path | None, **loading: Any) -> LoadedModel:
+    """Load PL-BERT, whose weights are stored compressed.
+
+    Parameters
+    ----------
+    data : Path or None
+        Data folder.
+    **loading
+        Options of `loopq.models.load.load_model`.
+    """
+    source = plbert_folder(data)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        try:
+            (place / "config.json").write_bytes((source / "config.json").read_bytes())
+            packed = (source / "model.safetensors.xz").read_bytes()
+            (place / "model.safetensors").write_bytes(lzma.decompress(packed))
+        except (OSError, lzma.LZMAError) as cause:
+            raise DumpError(f"{source}: {cause}") from cause
+        return load_model(place, **loading)
+
+
+def phonemes(data: Path | None, use: str, seq_len: int, n_prompts: int) -> TokenSet:
+    """Cut the paragraphs' phoneme ids, one after the other, in windows.
+
+    Parameters
+    ----------
+    data : Path or None
+        Data folder.
+    use : {"calibration", "evaluation"}
+        Which text.
+    seq_len, n_prompts : int
+        Tokens of a window, and windows from the start.
+    """
+    path = plbert_folder(data) / _FILES[use]
+    lines = (checked(_Phonemes, x, at, ConfigError, others=True) for at, x in json_lines(path, ConfigError))
+    ids = np.array([i for line in lines for i in line.ids], dtype=np.int64)
+    n = min(n_prompts, ids.size // seq_len)
+    return TokenSet(tuple(ids[: n * seq_len].reshape(n, seq_len)), path.name, "windows")
+
+
+@dataclass(frozen=True)
+class _Phonemes:
+    """What is read of a line."""
+
+    ids: tuple[Count, ...]

@@ -1,0 +1,35 @@
+"""The error that the loop feeds back (Li, App. E)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.diagnose.context import Context
+from loopq.diagnose.feedback import feedback_study
+from loopq.diagnose.sections import SECTIONS, Section
+from loopq.layers.grid import PER_CHANNEL
+
+
+def feedback(context: Context) -> dict[str, Any]:
+    """Feedback intervention on the exposed layers, whole and by input block, or on all layers (Li, App. E)."""
+    config = context.config
+    settings = {"per channel": config.layer(PER_CHANNEL), "grouped": config.layer(config.group_size)}
+    found = feedback_study(
+        context.system,
+        context.prompts,
+        context.n_steps,
+        settings,
+        lambdas=config.lambdas,
+        seeds=config.seeds,
+        **context.shared(),
+    )
+    return {"settings": found, "layers": [p.name for p in context.exposed] or "all"}
+
+
+def _rollouts(context: Context) -> int:
+    return len(context.prompts.sequences) * context.n_seeds * 2 * 3 * (len(context.config.lambdas) + 1)
+
+
+SECTIONS.register("feedback")(
+    Section(feedback, 50, loop="the feedback intervention", compares=True, rollouts=_rollouts)
+)

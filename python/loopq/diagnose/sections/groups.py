@@ -1,0 +1,31 @@
+"""The whole loop rounded at several group sizes (Li, Table 17)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.diagnose.context import Context
+from loopq.diagnose.exposure import group_size_sweep
+from loopq.diagnose.sections import SECTIONS, Section
+
+
+def groups(context: Context) -> dict[str, Any]:
+    """Group-size sweep of the whole loop (Li, Table 17)."""
+    config = context.config
+    rows = group_size_sweep(
+        context.system,
+        context.prompts,
+        context.n_steps,
+        config.layer(config.group_size),
+        config.group_sizes,
+        seed=config.seed,
+        **context.shared(),
+    )
+    return {"rows": rows}
+
+
+def _rollouts(context: Context) -> int:
+    return len(context.prompts.sequences) * (len(context.config.group_sizes) + 1)
+
+
+SECTIONS.register("groups")(Section(groups, 60, compares=True, rollouts=_rollouts))

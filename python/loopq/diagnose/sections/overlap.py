@@ -1,0 +1,36 @@
+"""Overlap of state subspaces, and the exposed layers' output size (Li, App. O)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.diagnose import overlap
+from loopq.diagnose.context import Context
+from loopq.diagnose.exposure import adapter_output_ratio
+from loopq.diagnose.sections import SECTIONS, Section
+
+
+def overlaps(context: Context) -> dict[str, Any]:
+    """Overlap of state subspaces between steps and seeds, and the exposed layers' output size (Li, App. O)."""
+    config = context.config
+    seeds = (config.seed, config.seed + 1) if context.system.state_is_random else (config.seed,)
+    steps = sorted({0, context.n_steps - 1})
+    moments = {
+        seed: overlap.state_moments(
+            context.system, context.tokens, context.n_steps, steps, seed, config.batch_size
+        )
+        for seed in seeds
+    }
+    ratio = {}
+    if context.exposed:
+        ratio = adapter_output_ratio(
+            context.system, context.prompts, context.n_steps, seed=config.seed, batch_size=config.batch_size
+        )
+    return {"overlaps": overlap.subspace_survey(moments), "output_ratio": ratio}
+
+
+def _rollouts(context: Context) -> int:
+    return len(context.tokens.sequences) * (2 if context.system.state_is_random else 1)
+
+
+SECTIONS.register("overlap")(Section(overlaps, 20, loop="the overlap of states", rollouts=_rollouts))

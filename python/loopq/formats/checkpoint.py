@@ -1,0 +1,166 @@
+"""A quantized model as plain arrays: what every format writes, and what is read back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from loopq.errors import CheckpointError
+from loopq.layers.layer import QuantizedLayer
+from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw, json_bytes
+from loopq.storage.model_files import to_torch
+from loopq.storage.schema import Depth, checked, shown
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What every reader needs of the settings; the rest is for those who wrote them."""
+
+    system: str | None
+    n_steps: Depth | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A quantized model as plain arrays.
+
+    Parameters
+    ----------
+    layers : dict of str to QuantizedLayer
+        By parameter name, in order of first invocation.
+    dense : dict of str to RawTensor
+        Every other tensor of the model, once.
+    ties : dict of str to str
+        Names of tied tensors to the name that is stored.
+    settings : dict
+        Everything that fixed the result: system, depth, calibration, quantizer settings.
+    side_files : dict of str to bytes
+        Config and tokenizer files.
+    """
+
+    layers: dict[str, QuantizedLayer]
+    dense: dict[str, RawTensor]
+    ties: dict[str, str]
+    settings: dict[str, Any]
+    side_files: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all tensors: packed layers and dense ones."""
+        return sum(layer.n_bytes for layer in self.layers.values()) + sum(
+            t.data.size for t in self.dense.values()
+        )
+
+    def check(self, where: object) -> Checkpoint:
+        """Return the checkpoint if its parts fit together; asked before it is written and after it was read.
+
+        Raises
+        ------
+        CheckpointError
+            A tensor that is stored twice, packed codes of no layer, a tie to nothing, settings without a system.
+        """
+        checked(_Settings, self.settings, f"{where}: settings", others=True)
+        for name in [*self.layers, *self.dense]:
+            if name in self.ties or (name in self.dense and name in self.layers):
+                raise CheckpointError(f"{where}: tensor {shown(name)} is stored twice, or tied and stored")
+            if name.endswith(".weight_packed"):
+                raise CheckpointError(f"{where}: tensor {shown(name)} holds packed codes of no layer")
+        for name, source in self.ties.items():
+            if source not in self.layers and source not in self.dense:
+                raise CheckpointError(f"{where}: {name} is tied to {source}, which is not stored")
+        return self
+
+    def compare(self, again: Checkpoint, where: object) -> None:
+        """Compare all that it holds with what was read back.
+
+        Raises
+        ------
+        CheckpointError
+            Anything differs; the message says what.
+        """
+        equal = {"ties": again.ties == self.ties, "side files": again.side_files == self.side_files}
+        equal["settings"] = json_bytes(again.settings) == json_bytes(self.settings)
+        for name, layer in self.layers.items():
+            found = again.layers.get(name)
+            equal[f"layer {name}"] = (
+                found is not None and layer.same_as(found) and layer.settings() == found.settings()
+            )
+        for name, tensor in self.dense.items():
+            other = again.dense.get(name, RawTensor("", (), tensor.data))
+            same = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+            equal[f"tensor {name}"] = same and np.array_equal(other.data, tensor.data)
+        wrong = [what for what, same in equal.items() if not same]
+        if wrong:
+            raise CheckpointError(f"{where}: {wrong[0]}: reads back differently from what was written")
+
+    def facts(self) -> dict[str, Any]:
+        """Say what it holds, as plain data: layers as they were solved."""
+        return {
+            "n_bytes": self.n_bytes,
+            "layers": [
+                {**x.settings(), "n_bytes": x.n_bytes, "bits_per_weight": 8 * x.n_bytes / x.codes.size}
+                for x in self.layers.values()
+            ],
+            "dense": [{"name": n, "dtype": t.dtype, "shape": list(t.shape)} for n, t in self.dense.items()],
+            "ties": self.ties,
+            "settings": self.settings,
+        }
+
+
+def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str] = ()) -> None:
+    """Put a checkpoint's tensors into a model, quantized weights dequantized in the model's own type.
+
+    Weights are written in place, one after another, so that ties stay ties and modules that use their weight without
+    being called see it too.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of the checkpoint's kind.
+    checkpoint : Checkpoint
+        Its tensors.
+    without : collection of str
+        Quantized layers to leave as they are, since other modules will hold their codes.
+
+    Raises
+    ------
+    CheckpointError
+        Names or shapes do not fit the model; the model is unchanged then.
+    """
+    import torch
+
+    own = dict(model.state_dict(keep_vars=True))
+    stored: dict[str, RawTensor | QuantizedLayer] = {**checkpoint.dense, **checkpoint.layers}
+    sources = {name: name for name in stored}
+    # A model that does not tie what the checkpoint ties gets the value under both names.
+    sources |= {n: source for n, source in checkpoint.ties.items() if own.get(n) is not own.get(source)}
+    names = set(sources) | set(checkpoint.ties)
+    # Files of other tools store a tied tensor once and leave its other names to the model.
+    filled = {id(own[name]) for name in names if name in own}
+    names |= {name for name, tensor in own.items() if id(tensor) in filled}
+    if names != set(own):
+        missing, more = shown(sorted(set(own) - names)), shown(sorted(names - set(own)))
+        raise CheckpointError(f"the checkpoint does not fit the model: missing {missing}, unexpected {more}")
+    for name, source in sources.items():
+        what = stored[source]
+        given = what.model_shape if isinstance(what, QuantizedLayer) else what.shape
+        if tuple(own[name].shape) != given:
+            shape = list(own[name].shape)
+            raise CheckpointError(f"tensor {name!r}: shape {list(given)}, the model has {shape}")
+    half = (torch.float16, torch.bfloat16)
+    with torch.no_grad():
+        for name, source in sources.items():
+            what = stored[source]
+            if isinstance(what, QuantizedLayer):
+                if source in without:
+                    continue
+                dtype = own[source].dtype
+                kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"
+                what = float_to_raw(what.in_model_orientation(), kind)
+            own[name].copy_(to_torch(what))

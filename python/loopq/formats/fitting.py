@@ -1,0 +1,97 @@
+"""What brings a layer into a shape that a format can hold, without changing a number, and what undoes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from loopq.errors import CheckpointError
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.storage.files import DTYPE_NAMES, float_to_raw
+
+Ragged = Literal["keep", "split", "pad"]
+RAGGED: tuple[Ragged, ...] = ("keep", "split", "pad")
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A layer as a format stores it, standing for the same numbers; what was changed for that, and what it costs."""
+
+    layer: QuantizedLayer
+    notes: tuple[str, ...] = ()
+
+
+def is_ragged(layer: QuantizedLayer) -> bool:
+    """Whether the last group has fewer columns than the others."""
+    return layer.shape[1] % layer.grid.width(layer.shape[1]) != 0
+
+
+def split(layer: QuantizedLayer, size: int | None = None) -> StoredLayer:
+    """Cut groups to `size`, by default the largest that divides in_features and the old size.
+
+    Codes stay, scales are repeated: the weight stays the same, number by number; only scales take more room.
+    """
+    columns = layer.shape[1]
+    size = size or math.gcd(columns, layer.grid.group_size)
+    if size == layer.grid.group_size:
+        return StoredLayer(layer)
+    source = np.arange(0, columns, size) // layer.grid.group_size
+    cut = dataclasses.replace(
+        layer.on_grid(group_size=size),
+        scales=np.ascontiguousarray(layer.scales[:, source]),
+        zeros=None if layer.zeros is None else np.ascontiguousarray(layer.zeros[:, source]),
+    )
+    more = cut.n_bytes - layer.n_bytes
+    return StoredLayer(cut, (f"groups of {layer.grid.group_size} cut to {size}: {more:+d} bytes",))
+
+
+def as_channel(layer: QuantizedLayer) -> StoredLayer:
+    """Call a row that is one short group by its name: group_size -1 stores the same tensors."""
+    if not is_ragged(layer) or layer.scales.shape[1] != 1:
+        return StoredLayer(layer)
+    note = f"one group of {layer.shape[1]} columns, stored as one scale per row"
+    return StoredLayer(layer.on_grid(group_size=-1), (note,))
+
+
+def in_scale_type(layer: QuantizedLayer, scale_dtype: str, format_name: str) -> QuantizedLayer:
+    """Return the layer with scales called `scale_dtype`, which must hold each of them exactly."""
+    if layer.grid.scale_dtype == scale_dtype:
+        return layer
+    with np.errstate(over="ignore"):
+        again = float_to_raw(layer.scales, DTYPE_NAMES[scale_dtype]).float32()
+    if not np.array_equal(again, layer.scales):
+        row, group = (int(i) for i in np.argwhere(again != layer.scales)[0])
+        raise CheckpointError(
+            f"layer {layer.name}: {format_name} stores scales in {scale_dtype}, which cannot hold "
+            f"scale[{row}, {group}] = {layer.scales[row, group]!r} ({layer.grid.scale_dtype}); "
+            f"quantize again with scale_dtype={scale_dtype!r}, so that codes fit the stored scales"
+        )
+    return layer.on_grid(scale_dtype=scale_dtype)
+
+
+def restore(layer: QuantizedLayer, settings: LayerSettings, where: str) -> QuantizedLayer:
+    """Undo what a format did to a layer of these settings; that it did just that, preparing it again tells.
+
+    Raises
+    ------
+    CheckpointError
+        The tensors cannot stand for a layer of these settings.
+    """
+    (rows, columns), grid = settings.shape, settings.grid(where)
+    width = layer.grid.width(layer.shape[1])
+    first = np.arange(grid.n_groups(columns)) * grid.width(columns) // width
+    smaller = layer.shape[0] < rows or layer.shape[1] < columns or layer.scales.shape[1] <= first[-1]
+    if smaller or settings.transform or (type(layer.grid), layer.grid.bits) != (type(grid), grid.bits):
+        raise CheckpointError(f"{where}: layer {layer.name}: its tensors are not those of {settings}")
+    restored = dataclasses.replace(
+        layer.on_grid(group_size=grid.group_size),
+        codes=np.ascontiguousarray(layer.codes[:rows, :columns]),
+        scales=np.ascontiguousarray(layer.scales[:rows, first]),
+        zeros=None if layer.zeros is None else np.ascontiguousarray(layer.zeros[:rows, first]),
+        orientation=settings.orientation,
+    )
+    return in_scale_type(restored, settings.scale_dtype, where)

@@ -1,0 +1,77 @@
+"""GGUF files through the package `gguf`, whose own errors become loopq's and name the file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from loopq.errors import CheckpointError, LoopqError
+from loopq.lazy import require
+from loopq.storage.files import check_regular
+from loopq.storage.schema import shown
+
+MAGIC = b"GGUF"
+#: The key "general.type" with the string "imatrix", as it stands among the first keys of a file.
+_IMPORTANCE = b"general.type" + (8).to_bytes(4, "little") + (7).to_bytes(8, "little") + b"imatrix"
+_HEAD = 4096
+
+
+def holds_gguf(path: Path, *, importance: bool) -> bool:
+    """Whether a file begins as GGUF does, and holds importance rather than a model; needs no package."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    return head.startswith(MAGIC) and (_IMPORTANCE in head) == importance
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turn what the package raises into an error that names the file."""
+    try:
+        yield
+    except (LoopqError, OSError):
+        raise
+    except Exception as cause:
+        # The package checks little: what is damaged ends in whatever error its arithmetic meets first.
+        what = " ".join(str(cause).split())
+        raise CheckpointError(
+            f"{path}: a GGUF file that is damaged or not understood by the package gguf "
+            f"({type(cause).__name__}: {what:.200})"
+        ) from cause
+
+
+def open_gguf(path: Path) -> Any:
+    """Open a file by the package's reader.
+
+    Raises
+    ------
+    CheckpointError
+        No plain file, or damaged.
+    MissingExtraError
+        The package is not installed.
+    """
+    check_regular(path)
+    gguf = require("gguf")
+    with told(path):
+        return gguf.GGUFReader(path)
+
+
+def contents(path: Path, reader: Any, key: str) -> Any:
+    """Return the value of a key; None where the file does not have it.
+
+    Raises
+    ------
+    CheckpointError
+        It cannot be read, or is a string that would do something to a terminal.
+    """
+    field = reader.fields.get(key)
+    if field is None:
+        return None
+    with told(path):
+        value = field.contents()
+    if isinstance(value, str) and not value.isprintable():
+        raise CheckpointError(f"{path}: key {key} is {shown(value)}; allowed: printable characters")
+    return value

@@ -1,0 +1,443 @@
+"""Quantized folders of other tools: config.json with a `quantization_config`, and safetensors as transformers has them.
+
+A format of this kind says how a layer is stored and read; the folder is written and read here, with the record by
+which an export of loopq becomes the native checkpoint again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from loopq import _native
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import hf_folder
+from loopq.formats import native as store
+from loopq.formats.base import (
+    Check,
+    Format,
+    Option,
+    Planned,
+    WrittenLayers,
+    refuse_own,
+    write_folder,
+)
+from loopq.formats.checkpoint import Checkpoint
+from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
+from loopq.storage.files import RawTensor, inside, json_bytes, read_json
+from loopq.storage.model_files import write_files
+from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
+from loopq.terminal.table import render, size
+
+RECORD = "loopq_export.json"
+RECORD_FORMAT = "loopq-export"
+
+
+@dataclass(frozen=True)
+class Export:
+    """All that a format needs to know to write its config.
+
+    Layers as the format stores them, by module (a tied weight stands under each of its modules), modules that hold a
+    matrix which stays as it is, and further facts: version of loopq, damping.
+    """
+
+    layers: Mapping[str, QuantizedLayer]
+    dense: tuple[str, ...]
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What `loopq_export.json` holds: all that a format loses."""
+
+    loopq_version: str
+    target: str
+    ragged: Ragged | None
+    settings: Object
+    layers: tuple[LayerSettings, ...]
+    ties: dict[Name, Name]
+    config: str | None
+
+
+class QuantizedFolder(Format):
+    """A format of another tool that is a folder of transformers.
+
+    Attributes
+    ----------
+    ragged : tuple of {"keep", "split", "pad"}
+        Policies for a last group that is shorter than the others: stored as it is, cut in smaller groups of
+        the same scale, or filled up with zeros.
+    reason : str
+        Why the other policies cannot be had.
+    one_group_size : bool
+        Some readers know one group size for the whole file: where one layer is split, all of its group size are.
+    """
+
+    options: ClassVar[tuple[Option, ...]] = (
+        Option(
+            "ragged",
+            "what is done with a last group that is shorter than the others: kept, all groups cut to a width that "
+            "divides, or padded with zeros",
+            choices=RAGGED,
+        ),
+    )
+    ragged: ClassVar[tuple[Ragged, ...]]
+    reason: ClassVar[str]
+    one_group_size: ClassVar[bool] = False
+
+    @abstractmethod
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether a `quantization_config` is of this format."""
+
+    @abstractmethod
+    def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
+        """Bring a layer into the shape that the format holds, without changing a number.
+
+        Raises
+        ------
+        CheckpointError
+            The format cannot hold the layer; the message says why and what can.
+        """
+
+    @abstractmethod
+    def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
+        """Return the stored tensors of a prepared layer."""
+
+    @abstractmethod
+    def config(self, export: Export) -> dict[str, Any]:
+        """Return the `quantization_config`."""
+
+    def more_files(self, quantization: Mapping[str, Any]) -> dict[str, bytes]:
+        """Return what readers want to find beside config.json; nothing for most."""
+        return {}
+
+    def remarks(self, export: Export) -> tuple[str, ...]:
+        """What readers of the format are known not to do with such a file, in sentences; empty where nothing is."""
+        return ()
+
+    @abstractmethod
+    def modules(self, names: Sequence[str]) -> list[str]:
+        """Return the modules that are quantized, told by the tensor names of a file."""
+
+    @abstractmethod
+    def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+        """Read one layer."""
+
+    def holds(self, path: Path) -> bool:
+        """Whether the folder's config.json says so."""
+        if (path / store.INDEX).is_file() or not (path / hf_folder.CONFIG).is_file():
+            return False
+        quantization = hf_folder.read_config(path)[1]
+        return quantization is not None and self.describes(quantization)
+
+    def choose(self, layer: QuantizedLayer, ragged: Ragged | None) -> Ragged | None:
+        """Return the policy for a layer: None where it needs none.
+
+        Raises
+        ------
+        CheckpointError
+            The layer is ragged and no policy was chosen, or the format cannot have the one that was.
+        """
+        if not is_ragged(layer):
+            return None
+        columns = layer.shape[1]
+        last = columns % layer.grid.group_size
+        what = (
+            f"layer {layer.name}: the last of its groups has {last} of {layer.grid.group_size} columns "
+            f"(in_features {columns})"
+        )
+        if ragged is None:
+            raise CheckpointError(f"{what}; choose what to do with it: {_costs(layer, self.ragged)}")
+        if ragged not in RAGGED:
+            raise ConfigError(f"ragged must be one of {', '.join(RAGGED)}; got {ragged!r}")
+        if ragged not in self.ragged:
+            raise CheckpointError(
+                f"{what}; {self.name} cannot {ragged} it: {self.reason}; it can: {_costs(layer, self.ragged)}"
+            )
+        return ragged
+
+    def prepare_all(
+        self, layers: Mapping[str, QuantizedLayer], ragged: Ragged | None
+    ) -> dict[str, StoredLayer]:
+        """Bring the layers of a checkpoint into the shape that the format holds.
+
+        Where a format has one group size for a file, the groups of all layers that had one size are cut alike.
+        """
+        stored = {name: self.prepare(layer, ragged) for name, layer in layers.items()}
+        if not self.one_group_size:
+            return stored
+        sizes: dict[int, int] = {}
+        for name, layer in layers.items():
+            width = stored[name].layer.grid.group_size
+            if width != layer.grid.group_size:
+                sizes[layer.grid.group_size] = math.gcd(
+                    sizes.get(layer.grid.group_size, layer.grid.group_size), width
+                )
+        for name, layer in layers.items():
+            if layer.grid.group_size in sizes:
+                again = split(stored[name].layer, sizes[layer.grid.group_size])
+                stored[name] = StoredLayer(again.layer, (*stored[name].notes, *again.notes))
+        return stored
+
+    def stored(
+        self, layers: Mapping[str, QuantizedLayer], *, ragged: Ragged | None = None, **options: Any
+    ) -> Mapping[str, QuantizedLayer]:
+        """Return layers as the format stores them."""
+        return {name: found.layer for name, found in self.prepare_all(layers, ragged).items()}
+
+    def refuse(self, planned: Planned, *, ragged: Ragged | None = None, **options: Any) -> None:
+        """Refuse grids, groups and layers that the format cannot hold.
+
+        What depends on the values of scales (float16 for GPTQ and Marlin) is seen after the run alone.
+        """
+        super().refuse(planned)
+        for layer in planned.layers:
+            self.prepare(layer, ragged)
+
+    def write(
+        self,
+        out: Path,
+        source: Checkpoint,
+        *,
+        also: Check | None = None,
+        ragged: Ragged | None = None,
+        **options: Any,
+    ) -> WrittenLayers:
+        """Write the folder; `ragged` says what to do with a last group that is shorter than the others."""
+        prepared = self._prepared(source, ragged)
+        owners = _owners(source)
+        tensors: dict[str, RawTensor] = {}
+        layers = {}
+        for name, stored in prepared.items():
+            for module in owners[name]:
+                tensors.update(self.tensors(module, stored.layer))
+                layers[module] = stored.layer
+        n_bytes = sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
+        clash = sorted(set(tensors) & set(source.dense))
+        if clash:
+            raise CheckpointError(f"tensor {clash[0]!r} of the model has a name that {self.name} uses itself")
+        tensors.update(source.dense)
+        export = Export(layers, _dense_modules(source), _facts(source))
+        notes = {name: stored.notes for name, stored in prepared.items() if stored.notes}
+        for name, (_, *copies) in owners.items():
+            if copies:
+                notes[name] = (*notes.get(name, ()), f"tied: stored again for {', '.join(copies)}")
+        files = self._files(source, ragged, self.config(export))
+        n_bytes_all = sum(t.data.size for t in tensors.values())
+        fill = partial(write_files, tensors=tensors, files=files, metadata={"format": "pt"})
+        write_folder(self, out, source, n_bytes_all, fill, also)
+        before = sum(layer.n_bytes for layer in source.layers.values())
+        return WrittenLayers(out, self.name, before, n_bytes, notes, len(source.layers), self.remarks(export))
+
+    def _prepared(self, checkpoint: Checkpoint, ragged: Ragged | None) -> dict[str, StoredLayer]:
+        if not checkpoint.layers:
+            raise ConfigError("nothing to export: the checkpoint has no quantized layer")
+        whole = checkpoint.layers.items()
+        refuse_own(
+            [name for name, layer in whole if layer.transform is not None],
+            [name for name, layer in whole if not layer.grid.portable],
+            self,
+            [name for name, layer in whole if layer.orientation == "table"],
+        )
+        return self.prepare_all(checkpoint.layers, ragged)
+
+    def _files(self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object) -> dict[str, bytes]:
+        """Everything but the tensors: config.json in the order of its keys, side files byte for byte, the record."""
+        side = dict(checkpoint.side_files)
+        original = side.pop(hf_folder.CONFIG, None)
+        config = {} if original is None else parse_json(original, hf_folder.CONFIG, finite=False)
+        config = checked(dict[str, Any], config, hf_folder.CONFIG) | {hf_folder.KEY: quantization}
+        record = {
+            "loopq_version": _native.__version__,
+            "target": self.name,
+            "ragged": ragged,
+            "settings": checkpoint.settings,
+            "layers": [layer.settings() for layer in checkpoint.layers.values()],
+            "ties": checkpoint.ties,
+            "config": None if original is None else original.decode(),
+        }
+        own = {
+            hf_folder.CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode(),
+            RECORD: json_bytes(sealed(RECORD_FORMAT, record)),
+            store.REPORT: store.report_lines(checkpoint.layers.values()).encode(),
+            **self.more_files(quantization),
+        }
+        clash = sorted({*own, hf_folder.SHARDS} & set(side))
+        if clash:
+            raise CheckpointError(f"the checkpoint brings a file {clash[0]}, which {self.name} uses itself")
+        return side | own
+
+    def read(self, path: Path) -> Checkpoint:
+        """Read a folder, whoever wrote it.
+
+        Of files that loopq did not export, `settings["system"]` is None, ties are those that the model itself makes,
+        and there is no run report.
+        """
+        config, quantization = hf_folder.read_config(path)
+        quantization = quantization or {}
+        reader = TensorReader(str(path), hf_folder.read_all_tensors(path))
+        layers = {}
+        for module in self.modules(list(reader.tensors)):
+            checked(Name, module, f"{path}: name of a quantized module")
+            layer = self.read_layer(module, reader, quantization)
+            layers[layer.name] = layer
+        if not layers:
+            raise CheckpointError(f"{path}: config.json says {self.name}, but there is no quantized layer")
+        dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
+        side = hf_folder.side_files(path, frozenset({RECORD, store.REPORT, hf_folder.CARD}))
+        if (path / RECORD).exists():
+            return self._recorded(path, layers, dense, side).check(path)
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        # Read again as strictly as loopq's own files are, into which it goes.
+        kept = parse_json(json.dumps(quantization), f"{path / hf_folder.CONFIG}: {hf_folder.KEY}")
+        settings = {"system": None, "imported": {"format": self.name, "quantization_config": kept}}
+        return Checkpoint(layers, dense, {}, settings, {hf_folder.CONFIG: text.encode(), **side}).check(path)
+
+    def _recorded(
+        self,
+        folder: Path,
+        layers: dict[str, QuantizedLayer],
+        dense: dict[str, RawTensor],
+        side: dict[str, bytes],
+    ) -> Checkpoint:
+        """Undo an export of loopq with the help of the record that it left."""
+        record = _read_record(folder)
+        if record.target != self.name:
+            raise CheckpointError(f"{folder}: config.json says {self.name}, {RECORD} {shown(record.target)}")
+        reports = store.read_report(folder / store.REPORT)
+        restored = {}
+        for settings in record.layers:
+            name = settings.name
+            if name not in layers:
+                raise CheckpointError(f"{folder}: layer {name!r} is in {RECORD} and not in the tensors")
+            layer = restore(layers[name], settings, str(folder))
+            restored[name] = dataclasses.replace(layer, report=reports.get(name, {}))
+        again = {name: stored.layer for name, stored in self.prepare_all(restored, record.ragged).items()}
+        for name, layer in layers.items():
+            same = again.get(record.ties.get(name, name))
+            if same is None:
+                raise CheckpointError(f"{folder}: layer {name!r} is not in {RECORD}, nor tied to one that is")
+            if layer.grid.group_size != same.grid.group_size or not layer.same_as(same):
+                raise CheckpointError(
+                    f"{folder}: layer {name!r}: it or {RECORD} was changed after the export"
+                )
+        if record.config is not None:
+            side = {hf_folder.CONFIG: record.config.encode(), **side}
+        return Checkpoint(restored, dense, record.ties, record.settings, side)
+
+    def read_settings(self, path: Path) -> Object:
+        """Return the settings that an export of loopq left."""
+        if not (path / RECORD).exists():
+            raise CheckpointError(f"{path}: loopq did not make it, so the settings are not known")
+        return _read_record(path).settings
+
+    def facts(self, path: Path) -> dict[str, Any]:
+        """Say what the folder holds: layers as they were solved, without what the format added.
+
+        There is also the `quantization_config`, `n_bytes_files` (the safetensors files, with padding and cut groups),
+        and of an export of loopq its version (`exported_by_loopq`) and its policy for ragged groups, else None.
+        """
+        record = _read_record(path) if (path / RECORD).exists() else None
+        return {
+            "format": self.name,
+            **self.read(path).facts(),
+            "quantization_config": hf_folder.read_config(path)[1],
+            "exported_by_loopq": record.loopq_version if record else None,
+            "ragged": record.ragged if record else None,
+            "n_bytes_files": sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        }
+
+    def describe(self, facts: Mapping[str, Any]) -> list[str]:
+        """A table of the layers, sizes, and who wrote it."""
+        rows = [
+            (
+                layer["name"],
+                "x".join(map(str, layer["shape"])),
+                f"INT{layer['bits']}",
+                "symmetric" if layer["symmetric"] else "asymmetric",
+                layer["group_size"] if layer["group_size"] != -1 else "row",
+                size(layer["n_bytes"]),
+                f"{layer['bits_per_weight']:.3f}",
+            )
+            for layer in facts["layers"]
+        ]
+        plain = {
+            k: v for k, v in facts["quantization_config"].items() if isinstance(v, str | int | float | bool)
+        }
+        origin = "written by another tool: no run report, true shapes as far as the file tells them"
+        if facts["exported_by_loopq"] is not None:
+            ragged = f", ragged groups: {facts['ragged']}" if facts["ragged"] else ""
+            origin = f"exported by loopq {facts['exported_by_loopq']}{ragged}; converting back gives the same bytes"
+        return [
+            render(("layer", "shape", "grid", "kind", "group", "bytes", "bits a weight"), rows),
+            f"format {facts['format']}, {len(facts['dense'])} dense tensors; {size(facts['n_bytes_files'])} on disk, "
+            f"{size(facts['n_bytes'])} as a native checkpoint",
+            origin,
+            "config.json: " + ", ".join(f"{key} {value}" for key, value in plain.items()),
+        ]
+
+
+def matches(pattern: str, module: str, where: str) -> bool:
+    """Whether a regular expression of a file matches the beginning of a module's name.
+
+    A search can take time exponential in the name where what is repeated is a group, and a power of the repeats else;
+    both are limited, since a file may come from anyone.
+    """
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    try:
+        if len(pattern) > 2000 or repeats > 4 or re.search(r"(?<!\\)\)[*+{]", pattern):
+            raise re.error("more than 4 repeats, a repeated group, or more than 2000 characters")
+        return re.match(pattern, module) is not None
+    except (re.error, OverflowError, RecursionError) as cause:
+        raise CheckpointError(f"{where}: pattern {shown(pattern)}: {cause}") from None
+
+
+def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
+    size = math.gcd(layer.shape[1], layer.grid.group_size)
+    texts = {
+        "keep": "--ragged keep (ragged='keep') stores it as it is",
+        "split": f"--ragged split (ragged='split') stores each scale {layer.grid.group_size // size} times, for groups of "
+        f"{size}",
+        "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
+    }
+    return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"
+
+
+def _read_record(folder: Path) -> Record:
+    data = unsealed(read_json(inside(folder, RECORD)), RECORD_FORMAT, folder / RECORD)
+    return checked(Record, data, folder / RECORD)
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    facts: dict[str, Any] = {"quantizer": [f"loopq:{_native.__version__}"]}
+    layer = checkpoint.settings.get("quantization", {}).get("layer", {})
+    damping = layer.get("method", {}).get("damping", {}).get("fraction")
+    if damping is not None:
+        facts["damp_percent"] = damping
+    return facts
+
+
+def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Modules of every quantized layer: its own, and those tied to it, which other tools load apart."""
+    owners = {name: [layer.module] for name, layer in checkpoint.layers.items()}
+    for name, source in checkpoint.ties.items():
+        if source in owners:
+            owners[source].append(name.removesuffix(".weight"))
+    return owners
+
+
+def _dense_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Every module with a matrix that was left alone, tied ones too: a superset of the linear layers."""
+    names = {n for n, t in checkpoint.dense.items() if len(t.shape) == 2}
+    names |= {tied for tied, source in checkpoint.ties.items() if source in names}
+    return tuple(sorted(n.removesuffix(".weight") for n in names if n.endswith(".weight")))

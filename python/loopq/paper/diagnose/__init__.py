@@ -1,0 +1,1 @@
+"""The diagnosis that only the paper asks for; its sections join those of `loopq diagnose`."""

@@ -1,0 +1,12 @@
+"""What the paper rounds: the exposed layers, or all where none is."""
+
+from __future__ import annotations
+
+from loopq.diagnose.context import Context
+from loopq.diagnose.weights import Matrix, quantizable, rounded
+
+
+def rounded_exposed(context: Context, group_size: int) -> dict[str, Matrix]:
+    """Rounded weights of the exposed layers, or of all where none is exposed."""
+    chosen = context.exposed or quantizable(context.parameters)
+    return rounded(context.system, chosen, context.config.layer(group_size), context.rounder)

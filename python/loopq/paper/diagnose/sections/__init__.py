@@ -1,0 +1,1 @@
+"""Sections of a diagnosis that the paper adds."""

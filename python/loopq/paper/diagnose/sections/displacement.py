@@ -1,0 +1,38 @@
+"""Displacement from the final state of full precision (Li, App. L)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.diagnose.context import Context
+from loopq.diagnose.sections import SECTIONS, Section
+from loopq.layers.grid import PER_CHANNEL
+from loopq.paper.diagnose.displacement import displacement
+from loopq.paper.diagnose.exposed import rounded_exposed
+
+
+def displacements(context: Context) -> dict[str, Any]:
+    """Displacement from the final state of full precision (Li, App. L)."""
+    config = context.config
+    out = {}
+    for name, g in (("per channel", PER_CHANNEL), ("grouped", config.group_size)):
+        out[name] = displacement(
+            context.system,
+            context.prompts,
+            context.n_steps,
+            rounded_exposed(context, g),
+            seed=config.seed,
+            batch_size=config.batch_size,
+            progress=context.progress,
+        ).to_json()
+    return {"settings": out, "layers": [p.name for p in context.exposed] or "all"}
+
+
+SECTIONS.register("displacement")(
+    Section(
+        displacements,
+        70,
+        loop="the displacement rollout",
+        rollouts=lambda context: len(context.prompts.sequences) * 3 * 2,
+    )
+)

@@ -1,0 +1,33 @@
+"""Weight changes other than rounding (Li, Table 15)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loopq.diagnose.context import Context
+from loopq.diagnose.sections import SECTIONS, Section
+from loopq.layers.grid import PER_CHANNEL
+from loopq.paper.diagnose.perturbation import perturbation_study
+
+
+def perturbations(context: Context) -> dict[str, Any]:
+    """Rank-4 updates and output-matched noise at the exposed layers and in the core (Li, Table 15)."""
+    config = context.config
+    return perturbation_study(
+        context.system,
+        context.prompts,
+        context.n_steps,
+        config.layer(PER_CHANNEL),
+        train=context.train,
+        seeds=config.seeds,
+        n_updates=config.n_updates,
+        **context.shared(),
+    )
+
+
+def _rollouts(context: Context) -> int:
+    trained = 6 * context.config.n_updates if context.train else 0
+    return len(context.prompts.sequences) * (4 * len(context.config.seeds) + 1) + trained
+
+
+SECTIONS.register("perturbation")(Section(perturbations, 80, exposed=True, compares=True, rollouts=_rollouts))

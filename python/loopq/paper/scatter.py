@@ -1,0 +1,35 @@
+"""The figure of gap closed against rank gain, which two of the paper's tables draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loopq.report.style import Picture, canvas, label, styled
+
+
+def gain_scatter(points: Sequence[Mapping[str, Any]]) -> Picture:
+    """Gap closed by trajectory calibration against the largest rank gain, a point for each model (Li, Fig. 2).
+
+    Parameters
+    ----------
+    points : sequence of mapping
+        `name`, `gain`, `gap_closed` (a share), `one_step_better` (one-step GPTQ is better than round-to-nearest).
+    """
+    with styled("scatter"):
+        figure, axes = canvas(6.2, 3.8)
+        for better, marker, colour in ((True, "o", "#0072B2"), (False, "s", "#D55E00")):
+            chosen = [p for p in points if bool(p["one_step_better"]) == better]
+            text = "one-step GPTQ is " + ("better" if better else "worse") + " than rounding"
+            axes.plot([p["gain"] for p in chosen], [100 * p["gap_closed"] for p in chosen], marker, ls="", color=colour,
+                      label=text, markersize=7)  # fmt: skip
+        for p in points:
+            axes.annotate(p["name"], (p["gain"], 100 * p["gap_closed"]), xytext=(6, 3),
+                          textcoords="offset points", fontsize=8)  # fmt: skip
+        axes.set_xscale("log")
+        axes.legend(loc="best")
+        label(axes, "largest rank gain, sum of steps over step 0 [ratio]", "gap to full precision closed [%]")
+    caption = (
+        "Each point is a model. A high rank gain says that later steps matter, not how much is recovered."
+    )
+    return Picture("scatter", "Rank gain and gap closed", caption, figure)

@@ -1,0 +1,57 @@
+"""What the page shows of each section of a diagnosis: figures and tables, one file for a section, here or in a room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from loopq.lazy import require
+from loopq.report.style import Picture
+from loopq.settings.registry import Registry
+
+Diagnosis = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part(Generic[T]):
+    """A figure or a table of the page.
+
+    Parameters
+    ----------
+    of : callable
+        Makes it from a diagnosis, as far as that has data for it.
+    order : int
+        Place on the page.
+    """
+
+    of: Callable[[Diagnosis], T]
+    order: int
+
+
+FIGURES: Registry[Part[Picture | None]] = Registry("figure", "loopq.report.sections")
+#: As HTML; empty where there is no data.
+TABLES: Registry[Part[str]] = Registry("table", "loopq.report.sections")
+
+
+def all_figures(d: Diagnosis) -> list[Picture]:
+    """Every figure that the diagnosis has data for."""
+    require("matplotlib")
+    parts = sorted((part for _, part in FIGURES), key=lambda part: part.order)
+    return [picture for part in parts if (picture := part.of(d)) is not None]
+
+
+def all_tables(d: Diagnosis) -> list[str]:
+    """Every table that the diagnosis has data for."""
+    parts = sorted((part for _, part in TABLES), key=lambda part: part.order)
+    return [text for part in parts if (text := part.of(d))]
+
+
+def in_legend_order(table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Entries in the order of the legend, whatever their order in the file."""
+    first = ("per channel", "all columns")
+    return sorted(table.items(), key=lambda item: (item[0] not in first, item[0]))
+
+
+__all__ = ["FIGURES", "TABLES", "Diagnosis", "Part", "all_figures", "all_tables", "in_legend_order"]

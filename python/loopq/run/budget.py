@@ -1,0 +1,141 @@
+"""A budget of bits or bytes, and the cheapest choice of one candidate for each set of layers under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from loopq.errors import ConfigError
+from loopq.layers.grid import BITS, PER_CHANNEL
+from loopq.settings.declare import Settings, parse_text, setting
+from loopq.settings.execution import parse_bytes
+
+
+def parse_budget(text: str) -> float | int:
+    """Read bits a weight, as in 3.25, or bytes with a unit, as in 900K."""
+    found: float | int = parse_bytes(text) if text[-1:].upper() in tuple("KMGTB") else parse_text(float, text)
+    return found
+
+
+@dataclass(frozen=True)
+class Allocate(Settings):
+    """How bits are divided between layers.
+
+    Parameters
+    ----------
+    budget : float or int
+        Budget that bits and group size of each layer are chosen under: bits a weight, with scales and zero points, as
+        in 3.25; or bytes of all quantized layers, as in 900K.
+    score : {"ablation", "fisher"}
+        Cost of a candidate: the KL measured with that layer alone quantized, or the KL that gradients through the
+        loop predict.
+    bits : tuple of int
+        Bits that a layer may be given.
+    group_sizes : tuple of int
+        Group sizes that a layer may be given.
+    n_prompts : int
+        Calibration prompts that the cost is taken on.
+    """
+
+    budget: float | int = setting(4.0, parse=parse_budget, metavar="BUDGET")
+    score: Literal["ablation", "fisher"] = setting("ablation")
+    bits: tuple[int, ...] = setting(BITS)
+    group_sizes: tuple[int, ...] = setting((32, 64, 128))
+    n_prompts: int = setting(16, at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.bits or not self.group_sizes:
+            raise ConfigError("bits and group sizes of an allocation: give one or more of each")
+        wrong = sorted(set(self.bits) - set(BITS))
+        if wrong:
+            raise ConfigError(f"bits must be of {', '.join(map(str, BITS))}; got {wrong[0]}")
+        for size in self.group_sizes:
+            if size != PER_CHANNEL and size < 1:
+                raise ConfigError(f"group_sizes must be -1 (per channel) or at least 1; got {size}")
+        if not self.budget > 0:
+            raise ConfigError(f"budget must be above 0; got {self.budget!r}")
+
+    def n_bytes(self, n_weights: int) -> int:
+        """The budget in bytes for that many weights."""
+        return int(self.budget * n_weights / 8) if isinstance(self.budget, float) else self.budget
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to quantize layers that are quantized alike.
+
+    Parameters
+    ----------
+    layers : tuple of str
+        Parameter names.
+    bits : int
+        Bits of a code.
+    n_bytes : int
+        Bytes that the layers then take.
+    cost : float
+        What the model then loses, in the same unit for all candidates.
+    group_size : int
+        Input columns of a scale.
+    """
+
+    layers: tuple[str, ...]
+    bits: int
+    n_bytes: int
+    cost: float
+    group_size: int
+
+
+def choose_bits(candidates: Sequence[Candidate], budget: int) -> list[Candidate]:
+    """Choose one candidate for all layers so that the sum of costs is least and the bytes stay within the budget.
+
+    Parameters
+    ----------
+    candidates : sequence of Candidate
+        All candidates; no layer belongs to two different sets of layers.
+    budget : int
+        Bytes.
+
+    Returns
+    -------
+    list of Candidate
+        The exact optimum, one for each set of layers.
+
+    Raises
+    ------
+    ConfigError
+        Not even the smallest candidates fit.
+
+    Notes
+    -----
+    Step by step the set of (bytes, cost) pairs that no other pair beats in both is kept; the best pair within the
+    budget at the end is the optimum. Bytes of real layers have large common divisors, so that the sets stay small.
+    """
+    sets: dict[tuple[str, ...], list[Candidate]] = {}
+    for candidate in candidates:
+        sets.setdefault(candidate.layers, []).append(candidate)
+    if not sets:
+        raise ConfigError("nothing to allocate: no candidates")
+    least = sum(min(c.n_bytes for c in of_set) for of_set in sets.values())
+    if least > budget:
+        raise ConfigError(
+            f"the budget is {budget} bytes; the smallest candidate of every layer takes {least}"
+        )
+    rest = least
+    front: list[tuple[int, float, tuple[Candidate, ...]]] = [(0, 0.0, ())]
+    for of_set in sets.values():
+        rest -= min(c.n_bytes for c in of_set)
+        grown = [
+            (size + c.n_bytes, cost + c.cost, (*path, c))
+            for size, cost, path in front
+            for c in of_set
+            if size + c.n_bytes + rest <= budget
+        ]
+        grown.sort(key=lambda item: (item[0], item[1]))
+        front, best = [], float("inf")
+        for item in grown:
+            if item[1] < best:
+                best = item[1]
+                front.append(item)
+    return list(min(front, key=lambda item: (item[1], item[0]))[2])

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluate.compare import Measurement
-    from loopq.inference.cpu import Activations
+    from loopq.inference.layout import Activations
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 

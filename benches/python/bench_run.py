@@ -35,7 +35,8 @@ from loopq.inference.generate import Decoder, Generation
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.inference.runner import Runner
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch, LoopedSystem
 from record import write
 
 #: Shapes of looped models, of classes of transformers.

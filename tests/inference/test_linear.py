@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.inference.linear import LAYOUTS, Grid, QuantLinear
+from loopq.inference.layout import Grid
+from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.transforms import ChannelScale, Rotation
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.marlin import marlin_by_formula

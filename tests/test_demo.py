@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from loopq import demo
+from loopq.calibrate.prompts import CalibrationTake, Take
 from loopq.cli import main
 from loopq.errors import ConfigError
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-SMALL = {"grids": ((3, 32),), "seeds": (0, 1), "n_calibration": 8, "n_evaluation": 8, "seq_len": 64}
+SMALL = {
+    "grids": ((3, 32),), "seeds": (0, 1), "calibration": CalibrationTake(8, 64), "evaluation": Take(8, 64),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +96,8 @@ def test_readme_shows_what_the_demo_prints(whole):
 def test_the_spread_over_draws_is_that_of_its_rows():
     with pytest.raises(ConfigError, match="at least one draw"):
         demo.run(metric_seeds=())
-    found = demo.run(**SMALL | {"n_calibration": 2, "n_evaluation": 2, "metric_seeds": (0, 1)})
+    few = {"calibration": CalibrationTake(2, 64), "evaluation": Take(2, 64), "metric_seeds": (0, 1)}
+    found = demo.run(**SMALL | few)
     *others, default, best = found["grids"][0]["variants"]
     assert not any("kl_sd" in variant for variant in others)
     assert "kl_sd" in default

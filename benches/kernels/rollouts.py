@@ -18,7 +18,8 @@ from loopq.cuda.layout import TILE_K, WORDS_PER_TILE
 from loopq.cuda.load import Backend
 from loopq.cuda.rollout import BlockParts, LoopParts, RolloutRunner
 from loopq.cuda.w4a16 import dequantize_packed
-from loopq.inference.linear import Held, QuantLinear
+from loopq.inference.layout import Held
+from loopq.inference.linear import QuantLinear
 from loopq.layers.grids.integer import Integer
 
 __all__ = [

@@ -38,7 +38,8 @@ from loopq.models.load import load_model
 from loopq.quantizers import Problem
 from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.rtn import RTN
-from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch, LoopedSystem
 from record import write
 
 #: Shapes of looped models, of classes of transformers.

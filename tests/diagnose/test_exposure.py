@@ -8,8 +8,10 @@ import torch
 
 from loopq.calibrate.data import from_ids
 from loopq.diagnose import exposure, feedback, rollouts, weights
+from loopq.diagnose.context import Context
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.quantizers.config import LayerConfig
+from loopq.settings.execution import Execution
 from loopq.terminal.progress import Silent
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens, under
 
@@ -79,7 +81,7 @@ def test_transposed_storage_is_written_transposed():
 
 
 def test_a_model_agrees_with_itself_and_kl_is_zero(system):
-    found = rollouts.run_variants(system, tokens(), 8, {"same": {}})["same"]
+    found = rollouts.run_variants(Context(system, tokens(), 8), {"same": {}})["same"]
     assert (found.agreement == 1).all()
     assert (found.kl == 0).all()
     assert (found.state_error == 0).all()
@@ -89,7 +91,7 @@ def test_a_model_agrees_with_itself_and_kl_is_zero(system):
 def test_the_question_of_a_task_is_not_compared(system):
     new = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
     data = dataclasses.replace(tokens(n_tokens=6), scored_from=4)
-    found = rollouts.run_variants(system, data, 8, {"a": new})["a"]
+    found = rollouts.run_variants(Context(system, data, 8), {"a": new})["a"]
     (batch,) = data.batches(8)
     whole = system.rollout(batch, 8)[:, 4:].float()
     with under(system, new, 8):
@@ -150,7 +152,7 @@ def test_hidden_states_are_compared_from_the_first_position_on():
 
 def test_states_are_compared_after_every_update_if_there_is_one(system):
     new = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
-    found = rollouts.run_variants(system, tokens(), 1, {"a": new})["a"]
+    found = rollouts.run_variants(Context(system, tokens(), 1), {"a": new})["a"]
     assert found.state_error.shape == (3, 1)
     assert (found.state_error > 0).all()
     alone = rollouts.Trace([torch.ones(1, 3, 2)], {0: torch.ones(1, 3, 2)})
@@ -168,14 +170,19 @@ def test_progress_is_told_as_many_rollouts_as_there_are(system):
             self.done += n
 
     told = Counted()
-    rollouts.run_variants(system, tokens(), 2, {"a": {}, "b": {}, "c": {}}, batch_size=1, progress=told)
+    rollouts.run_variants(
+        Context(system, tokens(), 2, execution=Execution(batch_size=1, progress=told)),
+        {"a": {}, "b": {}, "c": {}},
+    )
     assert told.done == told.total == 3 * 4
 
 
 def test_unpaired_states_disagree_at_first_and_forget(system):
     # A contraction forgets its initial state: agreement of two unchanged runs rises to 1.
     data = tokens(n_prompts=6, n_tokens=40)
-    found = rollouts.run_variants(system, data, 60, {"same": {}}, variant_seed=9)["same"].curve("agreement")
+    found = rollouts.run_variants(Context(system, data, 60), {"same": {}}, variant_seed=9)["same"].curve(
+        "agreement"
+    )
     assert found[0] < 0.95
     assert found[-1] == 1.0
 
@@ -193,7 +200,7 @@ def test_injected_sets_partition_the_layers_and_the_noise_has_its_norm(system):
 
 def test_controlled_injection_says_paired_and_unpaired(system):
     before = state_dict(system)
-    found = exposure.controlled_injection(system, tokens(), 8, INT4, rounder=numpy_rounder)
+    found = exposure.controlled_injection(Context(system, tokens(), 8, rounder=numpy_rounder), INT4)
     assert set(found["paired"]) == {"none", "exposed", "core", "all", "gaussian"}
     assert found["paired"]["none"]["agreement"] == [1.0] * 8
     assert found["unpaired"]["none"]["agreement"][0] < 1.0
@@ -204,7 +211,7 @@ def test_controlled_injection_says_paired_and_unpaired(system):
 
 def test_recovered_is_the_share_of_the_lost_agreement_that_kept_exposed_layers_bring_back(system):
     data = tokens(n_prompts=6, n_tokens=40)
-    found = exposure.controlled_injection(system, data, 8, INT4, rounder=numpy_rounder)
+    found = exposure.controlled_injection(Context(system, data, 8, rounder=numpy_rounder), INT4)
     variants = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)
     agreement = {}
     for name in ("all", "core"):
@@ -217,20 +224,20 @@ def test_recovered_is_the_share_of_the_lost_agreement_that_kept_exposed_layers_b
     assert agreement["all"] < agreement["core"] < 1
     expected = (agreement["core"] - agreement["all"]) / (1 - agreement["all"])
     assert found["recovered"] == pytest.approx(expected)
-    same = exposure.controlled_injection(system, data, 8, INT4, rounder=lambda w, c: w)
+    same = exposure.controlled_injection(Context(system, data, 8, rounder=lambda w, c: w), INT4)
     assert same["recovered"] is None
 
 
 def test_systems_without_exposed_layers_or_steps_get_what_they_can(system):
     blind = BlindSystem(LinearLoop())
-    found = exposure.controlled_injection(blind, tokens(), 8, INT4, rounder=numpy_rounder)
+    found = exposure.controlled_injection(Context(blind, tokens(), 8, rounder=numpy_rounder), INT4)
     assert set(found["paired"]) == {"none", "all"}
     assert found["unpaired"] is None
     assert found["recovered"] is None
     assert found["paired"]["all"]["state_error"] is None
     assert found["paired"]["all"]["steps"] == [8]
     for call in (
-        lambda: feedback.feedback_curve(blind, tokens(), 8, {}),
+        lambda: feedback.feedback_curve(Context(blind, tokens(), 8), {}),
         lambda: exposure.adapter_output_ratio(blind, tokens(), 8),
     ):
         with pytest.raises(ConfigError, match="blind-toy"):
@@ -238,7 +245,7 @@ def test_systems_without_exposed_layers_or_steps_get_what_they_can(system):
 
 
 def test_finer_groups_err_less(system):
-    rows = exposure.group_size_sweep(system, tokens(), 8, INT4, (3, -1), rounder=numpy_rounder)
+    rows = exposure.group_size_sweep(Context(system, tokens(), 8, rounder=numpy_rounder), INT4, (3, -1))
     assert [r["group_size"] for r in rows] == [3, -1]
     assert rows[0]["state_error"][-1] < rows[1]["state_error"][-1]
 
@@ -289,16 +296,20 @@ def test_groups_are_compared_as_variants_are(system):
     """Rounding the whole loop, compared at every step."""
     whole = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
     data = tokens(n_prompts=4, n_tokens=12)
-    run = rollouts.run_variants(system, data, 8, {"a": whole}, seed=3)["a"]
-    (row,) = exposure.group_size_sweep(system, data, 8, INT4, (-1,), rounder=numpy_rounder, seed=3)
+    run = rollouts.run_variants(Context(system, data, 8, execution=Execution(seed=3)), {"a": whole})["a"]
+    (row,) = exposure.group_size_sweep(
+        Context(system, data, 8, rounder=numpy_rounder, execution=Execution(seed=3)), INT4, (-1,)
+    )
     assert row["state_error"] == run.curve("state_error").tolist()
-    found = exposure.controlled_injection(system, data, 8, INT4, rounder=numpy_rounder, seed=3)
+    found = exposure.controlled_injection(
+        Context(system, data, 8, rounder=numpy_rounder, execution=Execution(seed=3)), INT4
+    )
     assert found["paired"]["all"]["kl"] == run.curve("kl").tolist()
     last = run.agreement[:, -1]
     assert found["paired"]["all"]["final_agreement"]["estimate"] == pytest.approx(last.mean())
     assert found["settings"] == {"bits": 4, "group_size": -1, "seed": 3}
     again = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder, noise_seed=3)["gaussian"]
-    noise = rollouts.run_variants(system, data, 8, {"a": again}, seed=3)["a"]
+    noise = rollouts.run_variants(Context(system, data, 8, execution=Execution(seed=3)), {"a": again})["a"]
     assert found["paired"]["gaussian"]["kl"] == noise.curve("kl").tolist()
 
 
@@ -306,7 +317,9 @@ def test_comparisons_are_made_position_by_position_and_pooled(system):
     new = exposure.injection_weights(system, 8, INT4, rounder=numpy_rounder)["all"]
     ids = [s.tolist() for s in tokens(n_prompts=3, n_tokens=12).sequences]
     data = from_ids([ids[0], ids[1][:3], ids[2]])
-    found = rollouts.run_variants(system, data, 8, {"a": new}, batch_size=2, read=(8, 2))["a"]
+    found = rollouts.run_variants(
+        Context(system, data, 8, execution=Execution(batch_size=2)), {"a": new}, read=(8, 2)
+    )["a"]
     assert found.steps == (2, 8)
     assert found.positions.tolist() == [12, 3, 12]
     for number, batch in enumerate(data.batches(1)):
@@ -382,7 +395,7 @@ def test_error_rises_with_feedback_where_errors_add_up():
     system = LinearSystem(model)
     system.initial_state = lambda batch, e: torch.ones_like(e)
     new = {"adapter.weight": (model.adapter.weight.detach() * 1.05).float().numpy()}
-    curve = feedback.feedback_curve(system, tokens(), 8, new, seeds=(0, 1))
+    curve = feedback.feedback_curve(Context(system, tokens(), 8), new, seeds=(0, 1))
     found = curve.to_json()
     assert found["mean_is_monotone"]
     assert found["monotone_prompts"] == found["n_prompts"] == 3
@@ -396,7 +409,9 @@ def test_a_curve_is_the_mean_over_initial_states_of_each_prompts_error(system, f
     changed = feedback.split_weights(system, 8, INT4, numpy_rounder)["all columns"]
     data = dataclasses.replace(tokens(n_prompts=3), scored_from=first)
     strengths = (0.5, 0.0, 1.0)
-    curve = feedback.feedback_curve(system, data, 8, changed, lambdas=strengths, seeds=(0, 1), batch_size=2)
+    curve = feedback.feedback_curve(
+        Context(system, data, 8, execution=Execution(batch_size=2)), changed, lambdas=strengths, seeds=(0, 1)
+    )
     assert curve.lambdas == (0.0, 0.5, 1.0)
     errors, agreements = np.zeros((2, 3)), np.zeros((2, 3))
     for seed in (0, 1):
@@ -449,22 +464,22 @@ def test_split_columns_partition_the_error(system):
 
 def test_feedback_study_is_plain_data(system):
     found = feedback.feedback_study(
-        system, tokens(), 8, {"per channel": INT4}, rounder=numpy_rounder, lambdas=(0, 1), seeds=(0,)
+        Context(system, tokens(), 8, rounder=numpy_rounder), {"per channel": INT4}, lambdas=(0, 1), seeds=(0,)
     )
     assert set(found["per channel"]) == {"all columns", "state columns", "embedding columns"}
     assert found["per channel"]["all columns"]["lambdas"] == [0, 1]
     with pytest.raises(ConfigError, match="between 0 and 1"):
-        feedback.feedback_curve(system, tokens(), 8, {}, lambdas=(0, 0.5, 1.5))
+        feedback.feedback_curve(Context(system, tokens(), 8), {}, lambdas=(0, 0.5, 1.5))
     for bad in ((), (-0.5, 1)):
         with pytest.raises(ConfigError, match="between 0 and 1"):
-            feedback.feedback_curve(system, tokens(), 8, {}, lambdas=bad)
+            feedback.feedback_curve(Context(system, tokens(), 8), {}, lambdas=bad)
 
 
 def test_a_fixed_initial_state_needs_one_seed(system):
     def n_seeds():
         settings = {"per channel": INT4}
         found = feedback.feedback_study(
-            system, tokens(), 2, settings, rounder=numpy_rounder, lambdas=(1,), seeds=(0, 1)
+            Context(system, tokens(), 2, rounder=numpy_rounder), settings, lambdas=(1,), seeds=(0, 1)
         )
         return found["per channel"]["all columns"]["n_seeds"]
 

@@ -8,9 +8,12 @@ import pytest
 
 from loopq.diagnose import rank, sensitivity, survey, verdict
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.diagnose.sections import SECTIONS, in_order
 from loopq.errors import ConfigError, MissingExtraError
 from loopq.models.from_python import wrap
+from loopq.settings.execution import Execution
+from loopq.terminal.progress import Silent
 from tests.support.experts import routed_loop
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
@@ -51,9 +54,16 @@ def replaced(monkeypatch, name, run):
 def whole():
     notes = Notes()
     found = survey.diagnose(
-        LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12), 5, config=QUICK,
-        only=OURS, name="toy", threads=1, progress=notes,
-    )  # fmt: skip
+        Context(
+            LinearSystem(LinearLoop(width=8)),
+            tokens(n_prompts=3, n_tokens=12),
+            5,
+            QUICK,
+            execution=Execution(threads=1, progress=notes),
+        ),
+        only=OURS,
+        name="toy",
+    )
     return found, notes
 
 
@@ -63,9 +73,15 @@ def test_a_section_that_cannot_be_had_takes_no_other_with_it(monkeypatch):
 
     replaced(monkeypatch, "groups", missing)
     found = survey.diagnose(
-        LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12), 5, config=QUICK,
-        only=["ranks", "groups"], threads=1,
-    )  # fmt: skip
+        Context(
+            LinearSystem(LinearLoop(width=8)),
+            tokens(n_prompts=3, n_tokens=12),
+            5,
+            QUICK,
+            execution=Execution(threads=1),
+        ),
+        only=["ranks", "groups"],
+    )
     assert list(found["sections"]) == ["ranks"]
     assert found["unavailable"] == [
         {"section": "groups", "reason": "this needs scipy, which is not installed"}
@@ -128,7 +144,10 @@ def test_ranks_equal_those_of_the_observed_rows(whole):
 
 def test_systems_without_steps_say_what_is_missing_and_do_the_rest():
     found = survey.diagnose(
-        BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, config=QUICK, only=OURS, threads=1
+        Context(
+            BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)
+        ),
+        only=OURS,
     )
     reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
     assert set(reasons) == {"overlap", "feedback", "unpaired runs"}
@@ -143,25 +162,26 @@ def test_parts_that_a_system_cannot_have_are_named():
         state_is_random = False
 
     found = survey.diagnose(
-        Hidden(LinearLoop(width=8)),
-        tokens(n_tokens=12),
-        5,
-        config=QUICK,
+        Context(Hidden(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)),
         only=["ablation", "injection"],
-        threads=1,
     )
     reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
     assert set(reasons) == {"agreement and KL", "unpaired runs"}
     assert "hidden states and no logits" in reasons["agreement and KL"]
     ranked = survey.diagnose(
-        Hidden(LinearLoop(width=8)), tokens(n_tokens=12), 5, config=QUICK, only=["ranks"], threads=1
+        Context(Hidden(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)),
+        only=["ranks"],
     )
     assert ranked["unavailable"] == []
 
 
 def test_finished_sections_are_resumed(tmp_path, monkeypatch):
     system, data = LinearSystem(LinearLoop(width=8)), tokens(n_tokens=12)
-    arguments = {"config": QUICK, "only": ["ranks", "groups"], "work": tmp_path, "threads": 1}
+    only = ["ranks", "groups"]
+
+    def run(work=tmp_path, progress=None, config=QUICK):
+        how = Execution(threads=1, work=work, progress=progress or Silent())
+        return survey.diagnose(Context(system, data, 5, config, execution=how), only=only)
 
     def broken(context):
         raise KeyboardInterrupt
@@ -169,25 +189,24 @@ def test_finished_sections_are_resumed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         replaced(patch, "groups", broken)
         with pytest.raises(KeyboardInterrupt):
-            survey.diagnose(system, data, 5, **arguments)
+            run()
     (saved,) = (p for p in tmp_path.rglob("*") if p.is_file())
     assert saved.name == "ranks.safetensors"
     stamp = saved.stat().st_mtime_ns
     notes = Notes()
-    found = survey.diagnose(system, data, 5, **arguments, progress=notes)
+    found = run(progress=notes)
     assert any("read from" in n for n in notes.notes)
     assert saved.stat().st_mtime_ns == stamp
-    fresh = survey.diagnose(system, data, 5, **(arguments | {"work": None}))
+    fresh = run(work=None)
     assert found["sections"] == fresh["sections"]
-    other = arguments | {"config": dataclasses.replace(QUICK, bits=3)}
     again = Notes()
-    survey.diagnose(system, data, 5, **other, progress=again)
+    run(progress=again, config=dataclasses.replace(QUICK, bits=3))
     assert not any("read from" in n for n in again.notes)
 
 
 def test_unknown_sections_are_refused():
     with pytest.raises(ConfigError, match="known: ranks, overlap"):
-        survey.diagnose(LinearSystem(LinearLoop()), tokens(), 2, only=["rank"])
+        survey.diagnose(Context(LinearSystem(LinearLoop()), tokens(), 2), only=["rank"])
     with pytest.raises(ConfigError, match="n_prompts must be at least 1"):
         DiagnoseConfig(n_prompts=0)
 
@@ -203,9 +222,9 @@ def test_a_dump_gives_the_same_ranks_without_the_model(tmp_path):
             return super().initial_state(batch, embedding).float()
 
     system, data = Single(model), tokens(n_prompts=3, n_tokens=12)
-    live = survey.diagnose(system, data, 5, config=QUICK, only=["ranks"], threads=1)
+    live = survey.diagnose(Context(system, data, 5, QUICK, execution=Execution(threads=1)), only=["ranks"])
     collect_rows(Collection(system, data, select(system, data, n_steps=5)), tmp_path / "dump")
-    found = survey.diagnose_dump(tmp_path / "dump", config=QUICK, threads=1)
+    found = survey.diagnose_dump(tmp_path / "dump", config=QUICK, execution=Execution(threads=1))
     assert found["sections"]["ranks"] == live["sections"]["ranks"]
     assert {u["section"] for u in found["unavailable"]} == set(SECTIONS.names()) - {"ranks"}
     assert [layer["verdict"]["blind"] for layer in found["layers"]] == [
@@ -274,7 +293,7 @@ def test_not_finite_numbers_become_none():
 def test_experts_are_judged_by_the_rows_that_they_get():
     system, prompts = wrap(routed_loop(closed=(2,))).system, tokens(n_prompts=2, n_tokens=4, vocab=60)
     config = dataclasses.replace(QUICK, group_size=8)
-    found = survey.diagnose(system, prompts, config=config, only=["ranks"], name="experts")
+    found = survey.diagnose(Context(system, prompts, system.n_steps, config), only=["ranks"], name="experts")
     layers = {layer["name"]: layer for layer in found["layers"]}
     closed = layers["block.experts.2.up_proj.weight"]
     assert closed["verdict"]["text"] == "Its input was not measured (no token was sent to it)."

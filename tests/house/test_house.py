@@ -144,9 +144,8 @@ loopq.quantizers.__path__.append(str(folder / "q"))
 loopq.systems.__path__.append(str(folder / "s"))
 from loopq.cli import parser
 from loopq.quantizers import QUANTIZERS
-from loopq.systems import SYSTEMS
+from loopq.systems import SYSTEMS, find_system
 import torch
-from loopq.systems.base import find_system
 model = torch.nn.Module(); model.madeup_core = torch.nn.Linear(8, 8, bias=False)
 import loopq
 system, ids = find_system(model), [[1, 2, 3], [4, 5, 6]]

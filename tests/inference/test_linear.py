@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.inference.linear import LAYOUTS, Held, QuantLinear
+from loopq.inference.layout import Held
+from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.grids import grid_of
 from loopq.layers.transforms import ChannelScale, Rotation
 from tests.support.cuda.layers import dense, layer_parts

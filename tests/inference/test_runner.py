@@ -15,7 +15,8 @@ from loopq.inference.generate import Decoder, Generation
 from loopq.inference.runner import Runner, _Threads
 from loopq.layers.transforms import Rotation
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from loopq.systems.program import Branch
 from tests.support import core
 from tests.support.linear import linear_of

@@ -8,6 +8,8 @@ import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
+from loopq.settings.execution import Execution
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, seeds=(0,), group_sizes=(4, -1))
@@ -21,7 +23,9 @@ TEXTS = ("the first", "the\nsecond & more", "x" * 1000)
 def diagnosis():
     system = LinearSystem(LinearLoop(width=8))
     return survey.diagnose(
-        system, tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, only=OURS, name="toy <&>", threads=1
+        Context(system, tokens(n_prompts=3, n_tokens=12), 5, QUICK, execution=Execution(threads=1)),
+        only=OURS,
+        name="toy <&>",
     )
 
 

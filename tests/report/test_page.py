@@ -12,6 +12,7 @@ import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.errors import ConfigError, MissingExtraError
 from loopq.report import loopfigure, page, style
 from loopq.report.sections import FIGURES, all_figures
@@ -109,10 +110,12 @@ def test_the_same_diagnosis_gives_the_same_bytes(diagnosis, text):
 
 def test_systems_without_steps_have_a_page_that_says_why():
     found = survey.diagnose(
-        BlindSystem(LinearLoop(width=8)),
-        tokens(n_tokens=12),
-        5,
-        config=DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, seeds=(0,)),
+        Context(
+            BlindSystem(LinearLoop(width=8)),
+            tokens(n_tokens=12),
+            5,
+            DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, seeds=(0,)),
+        ),
         only=["ranks", "ablation", "feedback"],
     )
     text = page.render(found)

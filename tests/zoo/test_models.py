@@ -18,7 +18,8 @@ from benches.zoo.models.mamba import selective_scan
 from benches.zoo.store import save_model
 from loopq.errors import ConfigError
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from tests.support.systems import CASES, build, small
 
 IDS = torch.arange(3 * 12).reshape(3, 12) * 7 % 56

@@ -24,12 +24,9 @@ from loopq.errors import KernelError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from loopq.inference.linear import Held, QuantLinear
+    from loopq.inference.layout import Held, PackedLayer
 
-__all__ = ["Activations", "CpuPanels"]
-
-#: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
-Activations = Literal["float", "int8"]
+__all__ = ["CpuPanels"]
 
 _LARGE = 2 << 20
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -72,20 +69,20 @@ class CpuPanels:
         layout.pack(codes, scales.t().float().contiguous().numpy(), packed.numpy(), points)
         return packed
 
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
         """A layer's codes again, int8 or uint8, (out, in)."""
         return torch.from_numpy(_layout(layer.held, layer.scales.dtype).unpack(layer.qweight.numpy()))
 
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         """Codes of some outputs, (n, in)."""
         layout = _layout(layer.held, layer.scales.dtype)
         return torch.from_numpy(layout.rows(layer.qweight.numpy(), ids.numpy()))
 
-    def layout_of(self, layer: QuantLinear) -> native.CpuLayout:
+    def layout_of(self, layer: PackedLayer) -> native.CpuLayout:
         """Where a layer's codes and scales lie in its `qweight`."""
         return _layout(layer.held, layer.scales.dtype)
 
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         """``T x W^T + bias`` in x's type.
 
         Raises
@@ -133,10 +130,10 @@ class _Bound(NamedTuple):
 
 
 # Beside the layers, not in them: a layer is copied and pickled.
-_BOUND: WeakKeyDictionary[QuantLinear, _Bound] = WeakKeyDictionary()
+_BOUND: WeakKeyDictionary[PackedLayer, _Bound] = WeakKeyDictionary()
 
 
-def _bound(layer: QuantLinear) -> _Bound:
+def _bound(layer: PackedLayer) -> _Bound:
     """The same as long as the layer's tensors are: making it takes longer than a small product."""
     found, buffers = _BOUND.get(layer), layer._buffers
     tensors = (buffers["qweight"], buffers["scales"], buffers["bias"])

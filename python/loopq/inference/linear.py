@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +12,8 @@ from loopq.cuda.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.cuda.plan import fold_of
 from loopq.cuda.w4a16 import Product, spread_scales, w4a16_linear
 from loopq.errors import ConfigError, KernelError
-from loopq.inference.cpu import Activations, CpuPanels
+from loopq.inference.cpu import CpuPanels
+from loopq.inference.layout import Activations, Held, Layout, PackedLayer
 from loopq.inference.transforms import InputTransform
 from loopq.layers.grids.integer import Integer
 
@@ -22,56 +22,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from loopq.layers.grid import Grid
     from loopq.layers.layer import QuantizedLayer
 
-__all__ = ["LAYOUTS", "Held", "Layout", "QuantEmbedding", "QuantLinear"]
-
-
-@dataclass(frozen=True)
-class Held:
-    """What decides which layouts can hold a layer.
-
-    Parameters
-    ----------
-    out_features, in_features : int
-    grid : Grid
-        Of its codes.
-    transformed : bool
-        The codes are for another basis of the input.
-    """
-
-    out_features: int
-    in_features: int
-    grid: Grid
-    transformed: bool = False
-
-
-class Layout(Protocol):
-    """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
-
-    Another backend is another entry of `LAYOUTS`: nothing else knows how a layer's codes are stored.
-    """
-
-    devices: tuple[str, ...]
-    """Types of device that it can multiply on."""
-
-    def fits(self, held: Held) -> bool:
-        """Whether it can hold such a layer."""
-
-    def pack(
-        self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Codes (out, in), int8 or uint8, as they are stored; scales and zero points (groups, out)."""
-
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
-        """A layer's codes again, int8 or uint8, (out, in)."""
-
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
-        """Codes of some outputs, (n, in)."""
-
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
-        """``T x W^T + bias`` in x's type: float32 sums, one rounding."""
+__all__ = ["LAYOUTS", "QuantEmbedding", "QuantLinear"]
 
 
 class _Int4Tiles:
@@ -92,14 +45,14 @@ class _Int4Tiles:
     ) -> torch.Tensor:
         return torch.from_numpy(native.w4_pack(codes))
 
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
         codes = native.w4_unpack(layer.qweight.cpu().numpy(), layer.in_features)
         return torch.from_numpy(codes).to(layer.qweight.device)
 
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         raise KernelError("the int4 kernel's words have no rows")
 
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         size = {"in_features": layer.in_features, "group_size": layer.group_size}
         return w4a16_linear(x, layer.qweight, layer.scales, layer.bias, **size)
 
@@ -117,13 +70,13 @@ class _PlainCodes:
     ) -> torch.Tensor:
         return torch.from_numpy(codes)
 
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
         return layer.qweight
 
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         return layer.qweight[ids]
 
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         inputs = x.float() if layer.transform is None else layer.transform(x)
         out = inputs @ layer.dequantize().t()
         if layer.bias is not None:

@@ -14,7 +14,7 @@ from loopq.lazy import require
 if TYPE_CHECKING:
     from torch import nn
 
-    from loopq.inference.cpu import Activations
+    from loopq.inference.layout import Activations
 
 
 def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:

@@ -5,7 +5,9 @@ import json
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.diagnose.sections import SECTIONS, in_order
+from loopq.settings.execution import Execution
 from tests.diagnose.test_survey import OURS, Notes
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
@@ -16,9 +18,17 @@ QUICK = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=1, seeds=(0, 1), n_direct
 def test_every_section_runs_after_those_of_the_product_and_the_result_is_plain_json():
     notes = Notes()
     found = survey.diagnose(
-        LinearSystem(LinearLoop(width=8)), tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, only=PAPERS,
-        train=tokens(seed=3), name="toy", threads=1, progress=notes,
-    )  # fmt: skip
+        Context(
+            LinearSystem(LinearLoop(width=8)),
+            tokens(n_prompts=3, n_tokens=12),
+            5,
+            QUICK,
+            train=tokens(seed=3),
+            execution=Execution(threads=1, progress=notes),
+        ),
+        only=PAPERS,
+        name="toy",
+    )
     assert list(in_order()) == OURS + PAPERS
     assert list(found["sections"]) == PAPERS
     assert found["unavailable"] == []
@@ -33,12 +43,10 @@ def test_every_section_runs_after_those_of_the_product_and_the_result_is_plain_j
 
 def test_systems_without_steps_say_what_is_missing():
     found = survey.diagnose(
-        BlindSystem(LinearLoop(width=8)),
-        tokens(n_tokens=12),
-        5,
-        config=QUICK,
+        Context(
+            BlindSystem(LinearLoop(width=8)), tokens(n_tokens=12), 5, QUICK, execution=Execution(threads=1)
+        ),
         only=[*PAPERS, "groups"],
-        threads=1,
     )
     reasons = {u["section"]: u["reason"] for u in found["unavailable"]}
     assert set(reasons) == set(PAPERS)

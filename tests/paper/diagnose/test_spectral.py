@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from loopq.diagnose import weights
+from loopq.diagnose.context import Context
 from loopq.errors import ConfigError, SystemContractError
 from loopq.paper.diagnose import bypass, spectral, stepmap
 from loopq.quantizers.config import LayerConfig
@@ -126,8 +127,8 @@ def test_fast_products_are_the_exact_ones(system):
 
 def test_radius_of_a_step_is_that_of_its_jacobian(system):
     # 30 positions of width 6: above the dense limit, so this is the Arnoldi path on Jacobian products.
-    batch, embedding, state = operating(system, n_tokens=30)
-    found = spectral.jacobian_at(system, batch, state, embedding, 8, with_norm=True)
+    _, embedding, state = operating(system, n_tokens=30)
+    found = spectral.jacobian_at(stepmap.StepMap(system, embedding, 7, 8), state, with_norm=True)
     j = system.model.jacobian()
     assert found["accepted"]
     assert found["radius"] == pytest.approx(np.abs(np.linalg.eigvals(j)).max(), rel=1e-4)
@@ -191,7 +192,7 @@ def test_blocked_gradients_are_noticed(system):
 
 def test_radius_study_on_a_linear_loop(system):
     new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)
-    found = spectral.radius_study(system, tokens(n_prompts=2), 8, new)
+    found = spectral.radius_study(Context(system, tokens(n_prompts=2), 8), new)
     assert found["acceptance"]["n_maps"] == 2 * 2 * 4
     assert found["acceptance"]["n_accepted"] == 16
     assert found["acceptance"]["largest_residual"] < 1e-6
@@ -219,13 +220,13 @@ def test_radius_study_on_a_linear_loop(system):
         np.linalg.norm(system.model.jacobian(q), 2)
     )
     with pytest.raises(ConfigError, match="no Jacobian"):
-        spectral.radius_study(BlindSystem(LinearLoop()), tokens(), 8, {})
+        spectral.radius_study(Context(BlindSystem(LinearLoop()), tokens(), 8), {})
 
 
 def test_bypass_study_closed_form_on_a_linear_loop(system):
     new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)
     data = tokens(n_prompts=2)
-    found = bypass.bypass_study(system, data, 8, new, seeds=(0,), n_directions=16, n_resamples=50)
+    found = bypass.bypass_study(Context(system, data, 8), new, seeds=(0,), n_directions=16, n_resamples=50)
     directions = bypass.unit_directions((1, 5, 6), 16, 0).numpy()
     np.testing.assert_allclose(np.linalg.norm(directions.reshape(16, -1), axis=1), 1.0)
     j, jq = system.model.jacobian(), system.model.jacobian(new["adapter.weight"])
@@ -272,7 +273,9 @@ def test_directions_in_one_batch_give_what_they_give_apart(system):
     new = weights.rounded(system, system.shared_parameters(8)[:1], INT4, numpy_rounder)
     data = tokens(n_prompts=1)
     together, apart = (
-        bypass.bypass_study(s, data, 8, new, radii=(0.01,), n_directions=5, seeds=(0,), n_resamples=2)["rows"]
+        bypass.bypass_study(
+            Context(s, data, 8), new, radii=(0.01,), n_directions=5, seeds=(0,), n_resamples=2
+        )["rows"]
         for s in (system, Wrapped(system.model))
     )
     for one, other in zip(together, apart, strict=True):

@@ -4,9 +4,11 @@ import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.paper.scatter import gain_scatter
 from loopq.report import page
 from loopq.report.sections import all_figures, all_tables
+from loopq.settings.execution import Execution
 from tests.report.conftest import check_axes
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
@@ -16,12 +18,14 @@ CONFIG = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directi
 @pytest.fixture(scope="module")
 def found():
     return survey.diagnose(
-        LinearSystem(LinearLoop(width=8)),
-        tokens(n_prompts=3, n_tokens=12),
-        5,
-        config=CONFIG,
+        Context(
+            LinearSystem(LinearLoop(width=8)),
+            tokens(n_prompts=3, n_tokens=12),
+            5,
+            CONFIG,
+            execution=Execution(threads=1),
+        ),
         only=["displacement", "perturbation", "jacobian", "bypass"],
-        threads=1,
     )
 
 

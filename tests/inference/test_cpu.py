@@ -15,7 +15,7 @@ from loopq import _native
 from loopq.errors import ConfigError, KernelError, NonFiniteError, SolveError
 from loopq.inference.linear import QuantLinear
 from loopq.layers.transforms import Rotation
-from tests.cuda.test_modules import asymmetric
+from tests.inference.test_linear import asymmetric
 from tests.support.cuda.layers import layer_parts
 from tests.support.linear import linear_of
 

@@ -14,6 +14,7 @@ import benches.zoo.models
 from loopq.models.load import LoadedModel, describe, encode_bytes
 from loopq.systems import SYSTEMS, find_system
 from loopq.systems.base import Batch, LoopedSystem
+from tests.support import vendors
 from tests.support.experts import routed_loop, unfused_olmoe
 from tests.support.recursive import RecursiveModel
 
@@ -299,6 +300,8 @@ CASES: dict[str, Case] = {
     ),
     "LoopUS": Case("loopus", _loopus, (3, 1, 4), n_shared=28),
     "looped OLMoE, experts": Case("looped", unfused_olmoe, (2, 1, 3), n_shared=112, variant=True),
+    "transformers Dory": Case("dory", vendors.dory, (3, 1, 4), n_shared=32),
+    "transformers Inkling-2": Case("inkling", vendors.inkling, (3, 2), n_shared=44, steps=False),
     "transformers HRM-Text": Case("hrm_text", _hrm_text, (2, 1, 3), n_shared=32),
     "transformers ALBERT": Case("albert", _albert(), (4, 2, 6), n_shared=6),
     "transformers ALBERT, head": Case("albert", _albert("AlbertForMaskedLM"), (4,), n_shared=6, variant=True),

@@ -15,8 +15,10 @@ import loopq
 from loopq.formats.convert import read_any
 from loopq.models.from_python import wrap
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, gates, routing_module
+from loopq.storage.model_files import stored_state
+from loopq.systems.base import Batch, gates, routing_module, stacked_experts
 from loopq.systems.experts import Experts, unfuse
+from loopq.systems.files import find_names
 from loopq.systems.generic import Generic, discover
 from tests.support.experts import N_STEPS, RoutingBlock, routed_loop
 
@@ -48,10 +50,11 @@ def test_names_are_those_of_the_files_and_logits_are_equal(kind: str, tmp_path: 
     stored = load_file(tmp_path / "model.safetensors")
     with torch.no_grad():
         before = model(_ids(), use_cache=False).logits
-        assert unfuse(model) == ["experts of 2 blocks: linear layers, named as in its files"]
+        assert unfuse(model) == ["experts of 2 blocks: linear layers"]
         after = model(_ids(), use_cache=False).logits
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
-    state = model.state_dict()
+    find_names(model, stored)
+    state = stored_state(model)
     assert set(state) == set(stored)
     assert all(torch.equal(state[name], tensor) for name, tensor in stored.items())
     assert unfuse(model) == []
@@ -72,7 +75,9 @@ def test_each_experts_matrices_are_declared_and_gates_are_left(
         ("expert", 1, "0"), ("expert", 3, "1")
     }  # fmt: skip
     block = experts[0].routed_in
-    assert experts[0].name.startswith(f"{block}.experts.0.")
+    assert experts[0].owners[0].startswith(f"{block}.experts.0.")
+    stored = set(load_file(tmp_path / "model.safetensors"))
+    assert {p.name for p in experts} <= stored
     gate = {name: reason for name, reason in system.left_out().items() if "chooses or weighs" in reason}
     assert len(gate) == 2 * n_gates
     assert f"{block}.gate.weight" in gate
@@ -83,18 +88,45 @@ def test_each_experts_matrices_are_declared_and_gates_are_left(
 
 
 @fused
-def test_experts_in_another_layout_are_named_with_the_reason(tmp_path: Path) -> None:
-    settings = _SIZES | {"head_dim": 8}
-    config = transformers.GptOssConfig(**settings)
+@pytest.mark.parametrize(
+    ("kind", "place", "first"),
+    [("GptOss", "mlp", "gate_proj"), ("GraniteMoe", "block_sparse_moe", "w1")],
+)
+def test_stacks_of_other_layouts_are_taken_apart_and_loaded_again(
+    kind: str, place: str, first: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(config).eval()
-    assert unfuse(model) == []
-    config.looped_layers = [0, 1, 2]
-    left = wrap(model).system.left_out()
-    names = {name for name, reason in left.items() if "three dimensions" in reason}
-    assert names == {
-        f"model.layers.{i}.mlp.experts.{n}" for i in (0, 1) for n in ("gate_up_proj", "down_proj")
-    }
+    settings = _SIZES | ({"head_dim": 8} if kind == "GptOss" else {})
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.normal_(std=0.3)
+        before = model(_ids(), use_cache=False).logits
+    model.save_pretrained(tmp_path / "dense")
+    loaded = load_model(f"looped:{tmp_path / 'dense'}[0:2]x1")
+    after = loaded.system.rollout(Batch(_ids(), (0, 1)), 1)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+    experts = [p.name for p in loaded.system.shared_parameters(1) if p.routed_in]
+    assert len(experts) == 2 * 8 * 3
+    assert experts[0] == f"model.layers.0.{place}.experts.0.{first}.weight"
+    result = loopq.quantize(
+        loaded, _ids().numpy(), group_size=16, method="rtn", exclude=("*experts.3.*",), out=tmp_path / "coded"
+    )
+    assert sum(".experts." in name for name in result.layers) == 2 * 7 * 3
+    codes = loopq.load(tmp_path / "coded", quantized=True).system.rollout(Batch(_ids(), (0, 1)), 1)
+    again = loopq.load(tmp_path / "coded").system.rollout(Batch(_ids(), (0, 1)), 1)
+    torch.testing.assert_close(codes, again, rtol=1e-4, atol=1e-5)
+    assert (again - before).norm() < 0.5 * before.norm()
+
+
+@fused
+def test_experts_in_an_unknown_layout_are_named_with_the_reason() -> None:
+    block = nn.Module()
+    block.experts = nn.Module()
+    block.experts.gate_up_proj = nn.Parameter(torch.zeros(4, 8, 16))
+    assert unfuse(block) == []
+    assert "three dimensions" in stacked_experts(block)["experts.gate_up_proj"]
 
 
 @fused

@@ -245,23 +245,24 @@ def find_input_groups(
 
 def _experts_alike(parameters: Sequence[SharedParameter], found: dict[str, str]) -> dict[str, str]:
     """Input groups of experts that got no row, as those of another expert of the same module that got some."""
-    names = {p.name: place for p in parameters if (place := _in_list(p)) is not None}
+    places = {p.name: place for p in parameters if (place := _in_list(p)) is not None}
+    names = {place: name for name, place in places.items()}
     within: dict[tuple[str, str], str] = {}
-    for name, (before, number, after) in names.items():
-        group = found.get(name, "")
-        if group.startswith(f"{before}{number}."):
-            within.setdefault((before, after), group.removeprefix(f"{before}{number}"))
+    for name, (before, number, after) in places.items():
+        group = places.get(found.get(name, ""))
+        if group is not None and group[:2] == (before, number):
+            within.setdefault((before, after), group[2])
     like = {}
-    for name, (before, number, after) in names.items():
-        group = f"{before}{number}{within.get((before, after), after)}"
-        if group in names:
-            like[name] = group
+    for name, (before, number, after) in places.items():
+        first = names.get((before, number, within.get((before, after), after)))
+        if first is not None:
+            like[name] = first
     return like
 
 
 def _in_list(parameter: SharedParameter) -> tuple[str, str, str] | None:
-    """Name of an expert's weight: up to the expert's number, the number, and the rest."""
+    """Name of an expert's module: up to the expert's number, the number, and the rest."""
     if not parameter.routed_in:
         return None
-    parts = re.fullmatch(rf"({re.escape(parameter.routed_in)}\..*?)(\d+)(\..*)", parameter.name)
+    parts = re.fullmatch(rf"({re.escape(parameter.routed_in)}\..*?)(\d+)(\..*)", parameter.owners[0])
     return (parts[1], parts[2], parts[3]) if parts else None

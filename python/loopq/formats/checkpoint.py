@@ -11,7 +11,8 @@ import numpy as np
 from loopq.errors import CheckpointError
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import DTYPE_NAMES, RawTensor, float_to_raw, json_bytes
-from loopq.storage.model_files import to_torch
+from loopq.storage.model_files import raw, to_torch
+from loopq.storage.names import names_of
 from loopq.storage.schema import Depth, checked, shown
 
 if TYPE_CHECKING:
@@ -136,11 +137,17 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
     import torch
 
     own = dict(model.state_dict(keep_vars=True))
-    stored: dict[str, RawTensor | QuantizedLayer] = {**checkpoint.dense, **checkpoint.layers}
+    names_in = names_of(model)
+    stored: dict[str, RawTensor | QuantizedLayer] = {
+        **names_in.taken(model, checkpoint.dense, to_torch, raw),
+        **{names_in.in_model(name): layer for name, layer in checkpoint.layers.items()},
+    }
+    ties = {names_in.in_model(name): names_in.in_model(source) for name, source in checkpoint.ties.items()}
+    kept = {names_in.in_model(name) for name in without}
     sources = {name: name for name in stored}
     # A model that does not tie what the checkpoint ties gets the value under both names.
-    sources |= {n: source for n, source in checkpoint.ties.items() if own.get(n) is not own.get(source)}
-    names = set(sources) | set(checkpoint.ties)
+    sources |= {n: source for n, source in ties.items() if own.get(n) is not own.get(source)}
+    names = set(sources) | set(ties)
     # Files of other tools store a tied tensor once and leave its other names to the model.
     filled = {id(own[name]) for name in names if name in own}
     names |= {name for name, tensor in own.items() if id(tensor) in filled}
@@ -158,7 +165,7 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
         for name, source in sources.items():
             what = stored[source]
             if isinstance(what, QuantizedLayer):
-                if source in without:
+                if source in kept:
                     continue
                 dtype = own[source].dtype
                 kind = DTYPE_NAMES[str(dtype).removeprefix("torch.")] if dtype in half else "F32"

@@ -138,7 +138,7 @@ def draws(
     import torch  # lazy: loopq imports without torch
 
     for batch in islice(tokens.batches(1, seed), skip, None):
-        leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
+        leaves = {n: system.weight(n).detach().clone().requires_grad_(True) for n in names}
         with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
             out = tokens.scored(unroll(system, batch, n_steps).float(), system.output)
             for number in range(n_draws):

@@ -104,7 +104,7 @@ def loop_fisher(
     seed, progress = execution.seed, execution.progress
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     layers = sorted({layer for layer, _ in candidates})
-    parameters = {name: system.model.get_parameter(name) for name in layers}
+    parameters = {name: system.weight(name) for name in layers}
     experts = {p.name for p in system.shared_parameters(depth) if p.routed_in}
     errors = {
         key: system.to_device(torch.from_numpy(np.ascontiguousarray(w))).double()

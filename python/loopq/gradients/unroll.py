@@ -27,7 +27,7 @@ def linked(system: LoopedSystem, weights: Mapping[str, Tensor]) -> Iterator[None
     weights : mapping of str to Tensor
         Parameter name to the tensor that every module holding this parameter shall use.
     """
-    wanted = {id(system.model.get_parameter(name)): tensor for name, tensor in weights.items()}
+    wanted = {id(system.weight(name)): tensor for name, tensor in weights.items()}
     changed: list[tuple[Any, dict[str, Any], list[str]]] = []
     try:
         for module in system.model.modules():

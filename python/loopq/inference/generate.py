@@ -211,7 +211,9 @@ class Decoder:
     def _why_no_cache(self, texts: Sequence[Sequence[int]]) -> str:
         """Try the model's cache: published ones differ from version to version, and some give other logits."""
         try:
-            return "" if self._as_rolled_out(texts) else "the model's own cache gives other logits"
+            if self._as_rolled_out(texts) or self.system.served_by_cache:
+                return ""
+            return "the model's own cache gives other logits"
         except LoopqError as cause:
             return str(cause)
         # Any error of code that is not ours says the same: this cache cannot be used here.
@@ -272,10 +274,21 @@ def prompt_ids(loaded: LoadedModel, prompt: str) -> list[int]:
         The prompt has no tokens.
     """
     special = hasattr(loaded.tokenizer, "decode")
-    ids = list(loaded.tokenizer(prompt).input_ids) if special else list(loaded.encode(prompt))
+    if special:
+        ids = list(loaded.tokenizer(prompt).input_ids)
+    else:
+        ids = _numbers(prompt) if loaded.no_text else list(loaded.encode(prompt))
     if not ids:
         raise ConfigError("the prompt has no tokens: give at least one character")
     return loaded.system.prompt_ids(ids)
+
+
+def _numbers(prompt: str) -> list[int]:
+    """Token ids that a prompt consists of."""
+    words = prompt.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError("no tokenizer beside the model: give the prompt as token ids, as in '5, 17, 3'")
+    return [int(word) for word in words]
 
 
 def decode(loaded: LoadedModel, ids: Sequence[int]) -> str:

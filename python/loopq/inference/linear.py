@@ -119,6 +119,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         Zero points of an asymmetric grid.
     bias : torch.Tensor or None, float32, shape (out,)
     transform : InputTransform or None
+    dtype : torch.dtype
+        Of the weight that it replaces.
 
     Notes
     -----
@@ -142,8 +144,10 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         bias: torch.Tensor | None = None,
         transform: InputTransform | None = None,
         activations: Activations = "float",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        self.dtype = dtype
         if activations not in ("float", "int8"):
             raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
         self.layout, self.held, self.activations = layout, held, activations
@@ -251,6 +255,11 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             bias=_bias(bias, out_features),
         )
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Shape and type of the weight that the codes replace, for models that ask for them; it has no numbers."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+
     def codes(self) -> torch.Tensor:
         """The stored integers, int8 or uint8, (out, in)."""
         return LAYOUTS[self.layout].unpack(self)
@@ -294,6 +303,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         super()._apply(move, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scales.device)).dtype
         return self
 
     def _check_activations(self, layout: str) -> None:

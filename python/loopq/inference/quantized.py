@@ -10,6 +10,7 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.layers.layer import QuantizedLayer
 from loopq.lazy import require
+from loopq.storage.names import names_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +73,8 @@ def coded(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
 def _owners(modules: dict[str, nn.Module], checkpoint: Checkpoint, name: str) -> list[Any]:
     """Modules that hold a layer's weight, under its own name and those tied to it; None for one that is not there."""
     names = [name, *(tied for tied, source in checkpoint.ties.items() if source == name)]
-    return [modules.get(n.removesuffix(".weight")) for n in names]
+    own = names_of(modules[""])
+    return [modules.get(own.in_model(n).removesuffix(".weight")) for n in names]
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -127,4 +129,5 @@ def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activation
         )
     bias = getattr(linear, "bias", None)
     module = QuantLinear.from_layer(layer, bias, layout="lq-cpu", activations=activations)
+    module.dtype = linear.weight.dtype
     return module.to(linear.weight.device)

@@ -9,6 +9,7 @@ from loopq.errors import ConfigError
 from loopq.formats.checkpoint import Checkpoint, load_into
 from loopq.models.build import build_model
 from loopq.models.load import LoadedModel
+from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     from loopq.inference.layout import Activations
@@ -28,6 +29,8 @@ def load_checkpoint(
         system=checkpoint.settings.get("system"),
         trust_remote_code=trust_remote_code,
     )
+    if model is None:
+        find_names(loaded.model, [*checkpoint.layers, *checkpoint.dense, *checkpoint.ties])
     if not quantized:
         if activations != "float":
             raise ConfigError(

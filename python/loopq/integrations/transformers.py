@@ -18,8 +18,10 @@ from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.lazy import require
 from loopq.models.hf import unfuse
+from loopq.systems.files import find_names
 from loopq.storage.files import RawTensor, map_tensors
 from loopq.storage.model_files import TENSORS, to_torch
+from loopq.storage.names import names_of
 from loopq.storage.schema import Object, checked
 
 transformers = require("transformers")
@@ -99,12 +101,14 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         unfuse(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._placed: dict[str, list[str]] = {}
-        for group in self.quantization_config.groups:
-            for name in self.quantization_config.names(group):
-                self._placed[name] = [name.removesuffix(".weight")]
+        found = [n for group in self.quantization_config.groups for n in self.quantization_config.names(group)]
+        find_names(model, [*found, *self._tensors()])
+        names = names_of(model)
+        self._placed: dict[str, list[str]] = {
+            name: [names.in_model(name).removesuffix(".weight")] for name in found
+        }
         for name, source in self.quantization_config.ties.items():
-            self._placed[source].append(name.removesuffix(".weight"))
+            self._placed[source].append(names.in_model(name).removesuffix(".weight"))
         absent: list[str] = []
         for name, owners in self._placed.items():
             if any(isinstance(modules.get(o), torch.nn.Embedding) for o in owners):
@@ -132,6 +136,15 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         model._keys_to_ignore_on_load_missing = kind([*missing, *absent])
         model._keys_to_ignore_on_load_unexpected = kind([*ignored, *patterns])
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """Leave out what would put experts into stacks: here each has its own modules."""
+        state = model.state_dict(keep_vars=True)
+        stacks = re.compile(r"experts\.(gate_up|up|down)_proj(_bias)?$")
+        apart = any(".experts.0." in name for name in state)
+        kept = [r for r in weight_conversions if not (apart and any(map(stacks.search, r.target_patterns)))]
+        found: list[Any] = super().update_weight_conversions(kept, model)
+        return found
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         reader = TensorReader(str(self._files[0].parent), self._tensors())
@@ -171,14 +184,18 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         owners = {owner for owners in self._placed.values() for owner in owners}
         stored = self._tensors()
         coded = owners | {f"{owner}.table" for owner in owners}
-        state = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in coded}
+        own = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in coded}
+        state = dict(names_of(model).stored(model, own))
         # transformers 4 refuses tied weights of code that it does not know, or keeps another of their names.
         kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}
         state = {n: t for n, t in state.items() if n in stored or t.untyped_storage().data_ptr() not in kept}
+        files = {name.removesuffix(".weight") for name in (*self._placed, *self.quantization_config.ties)}
         for name, tensor in stored.items():
             module, last = name.rpartition(".")[::2]
-            if module in owners and (last in _STORED or last == "bias"):
+            if module in files and (last in _STORED or last == "bias"):
                 state[name] = to_torch(tensor)
+        # These are the names of the files already.
+        model._weight_conversions = []
         return state, {}
 
     def _tensors(self) -> dict[str, RawTensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError, LoopqError
+from loopq.storage.names import names_of
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 from loopq.systems.trace import Trace, trace
@@ -177,7 +178,8 @@ class _Probe:
         rows, entered = self.seen.rows, self.seen.entered
         for parameter in self.shared:
             routing = parameter.routed_in
-            got = entered.get(routing, 0) if routing else len(rows.get(parameter.name, ()))
+            called = rows.get(f"{parameter.owners[0]}.weight", ())
+            got = entered.get(routing, 0) if routing else len(called)
             if got != parameter.invocations:
                 what = routing or parameter.name
                 raise _Failed(f"{what}: called {got} times, declared {parameter.invocations}")
@@ -248,7 +250,8 @@ class _Probe:
             return "every other depth is refused"
         assert self.seen is not None
         before, after = self.seen.rows, other.rows
-        if all(len(after.get(p.name, ())) == len(before.get(p.name, ())) for p in self.shared):
+        names = [f"{p.owners[0]}.weight" for p in self.shared]
+        if all(len(after.get(name, ())) == len(before.get(name, ())) for name in names):
             raise _Failed(
                 f"a rollout of depth {self.n_steps - 1} makes as many calls as one of {self.n_steps}"
             )
@@ -263,12 +266,13 @@ class _Probe:
         ]
         if self.shared:
             found += self.system.describe_loop()
-        reasons = self.system.left_out()
+        names = names_of(self.system.model)
+        reasons = {names.in_file(name): reason for name, reason in self.system.left_out().items()}
         found += [f"left out: {name} ({reason})" for name, reason in list(reasons.items())[:8]]
         if len(reasons) > 8:
             found.append(f"left out: {len(reasons) - 8} more")
         if self.seen is not None:
-            hidden = [name for name in self.seen.uncalled if name not in reasons]
+            hidden = [name for name in map(names.in_file, self.seen.uncalled) if name not in reasons]
             found += [f"used without a call of its module: {name}" for name in hidden[:8]]
         return tuple(found)
 

@@ -14,6 +14,7 @@ from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.models.buffers import repair_buffers
 from loopq.systems.base import LoopedSystem
+from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,8 @@ def auto_class(config: Mapping[str, Any], trust_remote_code: bool) -> str:
         return kinds[0]
     if any(name.endswith(("ForMaskedLM", "ForPreTraining")) for name in names):
         return kinds[1]
+    if any(name.endswith("ForConditionalGeneration") for name in names) and "vision_config" in config:
+        return "AutoModelForImageTextToText"
     if names:
         return kinds[2]
     causal = require("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -158,6 +161,7 @@ def load_hf(
         "repaired": repair_buffers(model),
         "notes": (f"class {type(model).__module__}.{type(model).__name__}", *unfuse(model)),
     }
+    find_names(model, hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else ())
     return model, findings
 
 
@@ -234,18 +238,19 @@ def is_known(config: Mapping[str, Any]) -> bool:
     )
 
 
+def refuse_text(text: str) -> Sequence[int]:
+    """Stands for the tokenizer of a folder that has none."""
+    raise ConfigError(
+        "no tokenizer beside the model; give prompts as token ids (.npy, or .jsonl with input_ids)"
+    )
+
+
 def load_tokenizer(
     folder: Path, config: Mapping[str, Any], trust_remote_code: bool
 ) -> tuple[Any, Callable[[str], Sequence[int]]]:
     """Return the tokenizer beside a ``config.json`` (None without one) and the function that encodes text."""
     if not has_tokenizer(folder):
-
-        def refuse(text: str) -> Sequence[int]:
-            raise ConfigError(
-                f"{folder}: no tokenizer beside the model; give prompts as token ids (.npy, or .jsonl with input_ids)"
-            )
-
-        return None, refuse
+        return None, refuse_text
     transformers = require("transformers")
     # Of a model_type that is not its own, transformers warns at length before it takes the tokenizer's files.
     plain = {} if is_known(config) or "auto_map" in config else {"config": transformers.PretrainedConfig()}

@@ -126,6 +126,11 @@ class LoadedModel:
         config = getattr(self.model, "config", None)
         return next((n for n in (getattr(config, name, None) for name in _LENGTHS) if n), None)
 
+    @property
+    def no_text(self) -> bool:
+        """Whether nothing turns text into token ids."""
+        return self.tokenizer is None and self.encode is hf.refuse_text
+
     def count_bytes(self, ids: NDArray[np.int64]) -> int | None:
         """UTF-8 bytes of the text that token ids stand for; None where `encode` has no inverse that is known.
 

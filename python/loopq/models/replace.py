@@ -29,7 +29,7 @@ def replaced(system: LoopedSystem, weights: Weights) -> Iterator[None]:
     """
     import torch  # lazy: loopq imports without torch
 
-    parameters = {name: system.model.get_parameter(name) for name in weights}
+    parameters = {name: system.weight(name) for name in weights}
     for name, parameter in parameters.items():
         if tuple(parameter.shape) != weights[name].shape:
             raise CheckpointError(

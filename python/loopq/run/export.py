@@ -25,6 +25,7 @@ from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.imatrix import ObservedDump
 from loopq.run.plan import Plan
 from loopq.storage.files import DTYPE_NAMES, check_new
+from loopq.storage.model_files import stored_state
 from loopq.systems.base import Batch
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
     dense: dict[str, str] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in stored_state(model).items():
         source = first.setdefault(id(tensor), name)
         if source != name:
             ties[name] = source

@@ -10,6 +10,7 @@ from loopq.quantizers.rtn import RTN
 from loopq.quantizers.task import Task
 from loopq.run.plan import Plan
 from loopq.run.source import Layers, ModelSource, Source
+from loopq.storage.names import names_of
 from loopq.systems.base import declare
 
 #: Matrices with fewer rows or columns stay as they are: gates and the like, whose bytes do not count.
@@ -38,10 +39,12 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
     if bits is None:
         return []
     system = source.job.system
-    listed = {p.name for p in source.job.selection.parameters} | set(system.left_out())
+    names = names_of(system.model)
+    left = {names.in_file(name) for name in system.left_out()}
+    listed = {p.name for p in source.job.selection.parameters} | left
     found: list[tuple[str, dict[str, Any]]] = []
     for name, tensor in source.weights.tensors.items():
-        module, _, last = name.rpartition(".")
+        module, _, last = names.in_model(name).rpartition(".")
         if last != "weight" or name in listed or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
             continue
         holder = system.model.get_submodule(module)

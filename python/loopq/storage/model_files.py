@@ -21,6 +21,7 @@ from loopq.storage.files import (
     sha256,
     write_tensors,
 )
+from loopq.storage.names import names_of
 from loopq.storage.schema import Count, Name, Sha256, checked
 
 if TYPE_CHECKING:
@@ -67,6 +68,11 @@ def to_torch(tensor: RawTensor) -> Tensor:
     return out
 
 
+def stored_state(model: nn.Module) -> Mapping[str, Tensor]:
+    """Return a model's tensors under the names, and in the layout, that its files have."""
+    return names_of(model).stored(model, model.state_dict(keep_vars=True))
+
+
 def model_tensors(model: nn.Module) -> tuple[dict[str, RawTensor], dict[str, str]]:
     """Read every tensor of a model's state once, by the first name that holds it; further names go to that name.
 
@@ -75,7 +81,7 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, RawTensor], dict[str, str
     tensors: dict[str, RawTensor] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in stored_state(model).items():
         source = first.setdefault(id(tensor), name)
         if source == name:
             tensors[name] = raw(tensor, copy=False)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.layers.loop_spec import MAX_STEPS
+from loopq.storage.names import names_of
 from loopq.storage.schema import Name, checked
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class SharedParameter:
     Parameters
     ----------
     name : str
-        Full name of the parameter under its first owner ("transformer.adapter.weight").
+        Full name of the parameter in the model's files, or under its first owner ("transformer.adapter.weight").
     owners : tuple of str
         Names of all modules that hold this very parameter, the first owner first.
     in_features, out_features : int
@@ -298,6 +299,11 @@ class LoopedSystem(ABC):
         """
         return None
 
+    @property
+    def served_by_cache(self) -> bool:
+        """Whether engines give the logits of the model's cache even where a rollout without it has others."""
+        return False
+
     def program(self, n_steps: int) -> Program | None:
         """Describe the model as a program of the core, which generates text on the processor; None where it is none."""
         return None
@@ -368,7 +374,12 @@ class LoopedSystem(ABC):
 
     def parameter(self, shared: SharedParameter) -> nn.Parameter:
         """Return the parameter object that `shared` names."""
-        found: nn.Parameter = self.model.get_parameter(shared.name)
+        found: nn.Parameter = self.model.get_submodule(shared.owners[0]).weight
+        return found
+
+    def weight(self, name: str) -> nn.Parameter:
+        """Return the parameter that `SharedParameter.name` names."""
+        found: nn.Parameter = self.model.get_parameter(names_of(self.model).in_model(name))
         return found
 
     @property
@@ -560,7 +571,7 @@ def stacked_experts(model: nn.Module) -> dict[str, str]:
     """Experts that a model keeps in tensors of three dimensions, which no module is called with, and what to do."""
     return {
         name: "experts in one tensor of three dimensions: `loopq.systems.experts.unfuse(model)` takes apart those of "
-        "classes of transformers 5 whose files have a matrix for each; no other layout can be quantized"
+        "classes of transformers 5 that use its interface of experts; no other layout can be quantized"
         for name, parameter in model.named_parameters()
         if parameter.ndim == 3 and name.rpartition(".")[0].endswith("experts")
     }
@@ -589,7 +600,7 @@ def declare(
     """
     from torch import nn  # lazy: loopq imports without torch
 
-    owners = owners_of_parameters(model)
+    owners, names = owners_of_parameters(model), names_of(model)
     seen: set[int] = set()
     declared = []
     for name, fields in modules:
@@ -611,7 +622,7 @@ def declare(
         out_features, in_features = (columns, rows) if orientation == "in_out" else (rows, columns)
         declared.append(
             SharedParameter(
-                name=f"{name}.weight",
+                name=names.in_file(f"{name}.weight"),
                 owners=(name, *others),
                 in_features=in_features,
                 out_features=out_features,

@@ -1,53 +1,62 @@
-"""Experts of transformers 5, which keeps those of a block as two tensors: each a module of its own, as in the files."""
+"""Experts that a class of transformers 5 keeps in stacks of matrices: each a module of its own."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from loopq.errors import MissingExtraError
-from loopq.lazy import require
+from loopq.systems.files import conversions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What transformers says of a class of experts that this module can stand for.
-_LAYOUT = {
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_gate": True,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-}
+#: What transformers says of the layout of a class of experts.
+_FLAGS = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "has_post_expert_norm")
+#: Names of an expert's layers, where the files have no names for them: in general, and as engines look for Granite's.
+_NAMES, _SPARSE_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
-    """Experts of one block, each with three linear layers, in the place of a module that keeps them in two tensors.
+    """Experts of one block, each with its linear layers, in the place of a module that keeps them in stacks.
+
+    Their weights are views of the stacks where these have the rows of a linear layer one after another.
 
     Parameters
     ----------
-    fused : nn.Module
-        Module with ``gate_up_proj`` (n_experts, 2 * inner, width) and ``down_proj`` (n_experts, width, inner).
+    stacks : nn.Module
+        Module with ``gate_up_proj`` (n_experts, 2 * inner, width), or ``up_proj`` of experts without a gate, and
+        ``down_proj`` (n_experts, width, inner); the matrices may be transposed, have biases, or alternate the rows of
+        gate and up.
     names : tuple of str
         Names of the layers for gate, up and down.
     """
 
-    def __init__(self, fused: Any, names: tuple[str, str, str]) -> None:
-        up = fused.gate_up_proj.detach()
-        half = up.shape[1] // 2
-        super().__init__(
-            nn.ModuleDict(dict(zip(names, map(_linear, (both[:half], both[half:], down)), strict=True)))
-            for both, down in zip(up, fused.down_proj.detach(), strict=True)
-        )
-        self.names = names
-        # Bound, since a module would be one of the experts.
-        self.activation = getattr(fused.act_fn, "forward", fused.act_fn)
+    def __init__(self, stacks: Any, names: tuple[str, str, str]) -> None:
+        self.gated, self.alternate = bool(stacks.has_gate), not stacks.is_concatenated
+        both = "gate_up_proj" if self.gated else "up_proj"
+        first, down = (_matrices(stacks, name) for name in (both, "down_proj"))
+        made = []
+        for (up, up_bias), (weight, bias) in zip(first, down, strict=True):
+            parts = list(zip(self._halves(up), self._halves(up_bias), strict=True))
+            layers = [_linear(*part) for part in parts] + [_linear(weight, bias)]
+            made.append(nn.ModuleDict(dict(zip(names[-len(layers) :], layers, strict=True))))
+        super().__init__(made)
+        self.names = names[-len(made[0]) :]
+        stacks._parameters.clear()
+        # What is left has no parameters and computes; registered, it would be one of the experts.
+        vars(self)["act"] = stacks._apply_gate if self.gated else stacks.act_fn
+
+    def _halves(self, both: Tensor | None) -> list[Tensor | None]:
+        if both is None or not self.gated:
+            return [both] * (1 + self.gated)
+        if self.alternate:
+            return [both[0::2].contiguous(), both[1::2].contiguous()]
+        return list(both.chunk(2))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Add what the experts give of the rows that are sent to them.
+        """Add what the experts give of the rows that are sent to them, in float32.
 
         Parameters
         ----------
@@ -59,85 +68,78 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
         -------
         Tensor, shape (n_rows, width)
         """
-        gate, up, down = self.names
-        out = torch.zeros_like(hidden_states)
+        *first, down = self.names
+        out = torch.zeros_like(hidden_states, dtype=torch.float32)
         for number, expert in enumerate(self):
             row, choice = torch.where(top_k_index == number)
             if row.numel():
                 mine = hidden_states[row]
-                part = expert[down](self.activation(expert[gate](mine)) * expert[up](mine))
-                out.index_add_(0, row, (part * top_k_weights[row, choice, None]).to(out.dtype))
-        return out
+                parts = [expert[name](mine) for name in first]
+                both = torch.stack(parts, -1).flatten(-2) if self.alternate else torch.cat(parts, -1)
+                part = expert[down](self.act(both)) * top_k_weights[row, choice, None]
+                out.index_add_(0, row, part.float())
+        return out.to(hidden_states.dtype)
 
 
-def _linear(weight: Tensor) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.clone())
+def _matrices(stacks: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
+    """Weight, outputs first, and bias of each expert."""
+    weights = getattr(stacks, name).detach()
+    if stacks.is_transposed:
+        weights = weights.transpose(1, 2).contiguous()
+    biases = getattr(stacks, f"{name}_bias").detach() if stacks.has_bias else [None] * len(weights)
+    return list(zip(weights, biases, strict=True))
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    made.weight = nn.Parameter(weight)
+    if bias is not None:
+        made.bias = nn.Parameter(bias)
     return made
 
 
 def unfuse(model: nn.Module) -> list[str]:
-    """Make each expert of a model of transformers 5 a module of its own, named as in the checkpoint's files.
+    """Make each expert of a model of transformers 5 a module of its own.
 
     Parameters
     ----------
     model : nn.Module
         Changed in place. Experts that are modules already stay as they are, and so do those in a layout that is not
-        known (`loopq.systems.base.fused_experts` lists them).
+        known (`loopq.systems.base.stacked_experts` lists them).
 
     Returns
     -------
     list of str
         What was done, in words.
     """
-    config = getattr(model, "config", None)
-    names, renamed = _names_on_disk(getattr(config, "model_type", None))
-    if names is None:
-        return []
-    blocks = [name.removesuffix(".experts") for name, m in model.named_modules() if _is_known(name, m)]
-    for name in blocks:
-        block = model.get_submodule(name)
-        block.experts = Experts(block.experts, names)
+    found = [name for name, module in model.named_modules() if _is_known(name, module)]
+    names = _names(model) if found else _NAMES
+    for name in found:
         parent, _, child = name.rpartition(".")
-        if child in renamed:
-            _rename(model.get_submodule(parent), child, renamed[child])
-    return [f"experts of {len(blocks)} blocks: linear layers, named as in its files"] * bool(blocks)
+        sparse = names == _NAMES and "block_sparse_moe" in parent
+        block = model.get_submodule(parent)
+        setattr(block, child, Experts(block.get_submodule(child), _SPARSE_NAMES if sparse else names))
+    return [f"experts of {len(found)} blocks: linear layers"] * bool(found)
 
 
 def _is_known(name: str, module: nn.Module) -> bool:
-    known = all(getattr(module, flag, None) is value for flag, value in _LAYOUT.items())
-    if not known or not name.endswith(".experts"):
+    flags = {flag: getattr(module, flag, None) for flag in _FLAGS}
+    if None in flags.values() or flags["has_post_expert_norm"] or not name.endswith("experts"):
         return False
-    own = require("transformers.integrations.moe")._default_apply_gate
-    return type(module)._apply_gate is own and hasattr(module, "act_fn")
+    stacks = {"gate_up_proj" if flags["has_gate"] else "up_proj", "down_proj"}
+    needed = stacks | ({f"{stack}_bias" for stack in stacks} if flags["has_bias"] else set())
+    return {key for key, _ in module.named_parameters()} == needed and not list(module.buffers())
 
 
-def _rename(parent: Any, old: str, new: str) -> None:
-    """Give a submodule another name in the state; the code of the model goes on to use the old one."""
-    module = parent._modules.pop(old)
-    parent._modules[new] = module
-    object.__setattr__(parent, old, module)
-
-
-def _names_on_disk(model_type: str | None) -> tuple[tuple[str, str, str] | None, dict[str, str]]:
-    """Names of an expert's layers in files of a class, None where transformers does more than to stack them; and of
-    blocks that have another name there.
-    """
-    try:
-        found = require("transformers.conversion_mapping").get_checkpoint_conversion_mapping(model_type)
-    except (MissingExtraError, AttributeError):  # transformers 4, where they are modules
-        return None, {}
-    renamed: dict[str, str] = {}
+def _names(model: nn.Module) -> tuple[str, str, str]:
+    """Names of an expert's layers in the files of a class that stacks them at loading, else the usual ones."""
     names: dict[str, list[str]] = {}
-    for rule in found or ():
-        stored, target = list(rule.source_patterns), rule.target_patterns[0]
+    for rule in conversions(model):
         steps = [type(step).__name__ for step in getattr(rule, "operations", None) or ()]
-        words = [re.fullmatch(r"\.(\w+)\.", pattern) for pattern in (target, *stored)]
-        if not steps and len(words) == 2 and all(words):
-            renamed[words[0][1]] = words[1][1]  # type: ignore[index]
-        elif steps[:1] == ["MergeModulelist"] and ".experts." in f".{target}":
-            names[target.rpartition(".")[2]] = [pattern.split(".")[-2] for pattern in stored]
-        else:
-            return None, {}
-    both, down = names.get("gate_up_proj", []), names.get("down_proj", [])
-    return ((both[0], both[1], down[0]) if len(both) == 2 and len(down) == 1 else None), renamed
+        target = rule.target_patterns[0]
+        if target.endswith("experts.gate_up_proj") and steps == ["MergeModulelist", "Concatenate"]:
+            names["both"] = [pattern.split(".")[-2] for pattern in rule.source_patterns]
+        elif target.endswith("experts.down_proj") and steps == ["MergeModulelist"]:
+            names["down"] = [pattern.split(".")[-2] for pattern in rule.source_patterns]
+    both, down = names.get("both", []), names.get("down", [])
+    return (both[0], both[1], down[0]) if len(both) == 2 and len(down) == 1 else _NAMES

@@ -1,0 +1,113 @@
+"""Dory: layers before and after a loop over the middle ones, all on unit spheres; how often it runs is chosen at loading."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems import SYSTEMS
+from loopq.systems.base import Batch, SharedParameter, cached, declare, logits_of, past, setting
+from loopq.systems.stepwise import StepwiseSystem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_LINEARS = ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+@SYSTEMS.register("dory")
+class Dory(StepwiseSystem):
+    """NVIDIA's Dory, a class of transformers from 5.24 on.
+
+    The weights of the layers before and after the loop are called once in a rollout. With the cache "last_loop" the
+    model is served by other keys and values than a rollout without cache has: earlier loops read what the last loop
+    kept of the tokens before.
+    """
+
+    name = "dory"
+    summary = "layers before the loop give e; s = layers(norm(s) + e) from s = e; layers after it, norm, head"
+    checkpoints = (("NVIDIA-Nemotron-Labs-Dory1.0-4B", 288),)
+    transformers = ">=5.24"
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by the loop count in the configuration."""
+        return hasattr(getattr(model, "config", None), "n_recurrent_loops") and hasattr(model, "lm_head")
+
+    @property
+    def n_steps(self) -> int:
+        """`config.n_recurrent_loops`."""
+        return int(self.model.config.n_recurrent_loops)
+
+    @property
+    def served_by_cache(self) -> bool:
+        """Whether the cache is the one that the last loop alone writes."""
+        return bool(self.model.config.recurrent_kv_cache_mode == "last_loop")
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        """First layer of the loop, and the one after its last."""
+        config = self.model.config
+        return config.n_input_layers, config.n_input_layers + config.n_recurrent_layers
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Eight linears of every layer; those outside the loop are called once."""
+        first, end = self._ends
+        modules: list[tuple[str, dict[str, Any]]] = []
+        for i in range(len(self.model.model.layers)):
+            times = n_steps if first <= i < end else 1
+            for place, role, names in zip(("self_attn", "mlp"), ("attention", "mlp"), _LINEARS, strict=True):
+                fields = {"role": role, "invocations": times}
+                modules += [(f"model.layers.{i}.{place}.{name}", fields) for name in names]
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """The head, which runs once."""
+        return {"lm_head.weight": "runs once, after all layers"}
+
+    def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
+        with setting(self.model.config, n_recurrent_loops=n_steps):
+            return logits_of(self.model(ids, use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache, in the mode that its configuration names."""
+        with setting(self.model.config, n_recurrent_loops=n_steps):
+            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))
+
+    @contextlib.contextmanager
+    def _only(self, first: int, end: int | None, *, norm: bool = False) -> Iterator[Any]:
+        """The inner model with these layers alone, run once, without a loop."""
+        from torch import nn  # lazy: loopq imports without torch
+
+        inner = self.model.model
+        own = {name: inner._modules[name] for name in ("layers", "norm")}
+        layers = inner.layers[first:end]
+        inner._modules["layers"] = layers
+        if not norm:
+            inner._modules["norm"] = nn.Identity()
+        counts = {"num_hidden_layers": len(layers), "n_input_layers": len(layers), "n_recurrent_layers": 0}
+        try:
+            with setting(self.model.config, n_output_layers=0, n_recurrent_loops=0, **counts):
+                yield inner
+        finally:
+            inner._modules.update(own)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        with self._only(0, self._ends[0]) as inner:
+            before: Tensor = inner(ids, use_cache=False).last_hidden_state
+        return self.model.model.norm(before)
+
+    def step(self, state: Tensor, embedding: Any, t: int, n_steps: int) -> Tensor:
+        """The loop's layers on what was normed and added."""
+        given = self.model.model.norm(state) + embedding
+        with self._only(*self._ends) as inner:
+            after: Tensor = inner(inputs_embeds=given, use_cache=False).last_hidden_state
+        return after
+
+    def predict(self, state: Tensor, embedding: Any) -> Tensor:
+        """The layers after the loop, the norm and the head."""
+        with self._only(self._ends[1], None, norm=True) as inner:
+            hidden = inner(inputs_embeds=state, use_cache=False).last_hidden_state
+        logits: Tensor = self.model.lm_head(hidden)
+        return logits

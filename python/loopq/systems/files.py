@@ -1,0 +1,122 @@
+"""Names and layouts of the files of a class of transformers, by the rules that it loads and saves them with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from loopq.errors import MissingExtraError
+from loopq.lazy import require
+from loopq.storage.names import Names, set_names
+from loopq.systems.base import setting
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+class FileNames(Names):
+    """Names in the files of a model of transformers.
+
+    Parameters
+    ----------
+    model : nn.Module
+        The model, its experts as loopq runs them.
+    rules : sequence
+        Renamings and conversions of transformers, in their order.
+    keys : iterable of str
+        Names in the files. What is in none of them is named as transformers would save it.
+    """
+
+    def __init__(self, model: Any, rules: list[Any], keys: Iterable[str]) -> None:
+        loading = require("transformers.core_model_loading")
+        self._converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+        renamings = [rule for rule in rules if not isinstance(rule, loading.WeightConverter)]
+        state = model.state_dict(keep_vars=True)
+        place = (getattr(model, "base_model_prefix", None), state)
+        self._own: dict[str, str] = {}
+        #: Tensors of the model that are made of others in the files: their names, and the pattern that found each.
+        self._made: dict[str, dict[str, str]] = {}
+        for key in sorted(keys, key=loading.dot_natural_key):
+            plain, _ = loading.rename_source_key(key, renamings, [], *place)
+            name, pattern = loading.rename_source_key(key, renamings, self._converters, *place)
+            if pattern is not None and name in state:
+                self._made.setdefault(name, {})[key] = pattern
+            elif plain in state:
+                self._own[key] = plain
+        rest = {name: t.to("meta") for name, t in state.items() if name not in {*self._own.values()}}
+        self._rules = rules
+        saved = self._saved(model, rest)
+        places = {id(tensor): key for key, tensor in saved.items()}
+        for name, tensor in rest.items():
+            if name not in self._made and id(tensor) in places:
+                self._own[places[id(tensor)]] = name
+        self._files = {name: key for key, name in self._own.items()}
+
+    def in_file(self, name: str) -> str:
+        """As of `Names`."""
+        return self._files.get(name, name)
+
+    def in_model(self, name: str) -> str:
+        """As of `Names`."""
+        return self._own.get(name, name)
+
+    def stored(self, model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """As of `Names`: what transformers converts at loading it converts back."""
+        found = {self._files[name]: tensor for name, tensor in state.items() if name in self._files}
+        rest = {name: tensor.detach() for name, tensor in state.items() if name not in self._files}
+        return found | self._saved(model, rest)
+
+    def _saved(self, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors as transformers would save them."""
+        loading = require("transformers.core_model_loading")
+        with setting(model, _weight_conversions=self._rules):
+            found: dict[str, Tensor] = loading.revert_weight_conversion(model, state) if state else {}
+        return found
+
+    def taken(
+        self,
+        model: nn.Module,
+        tensors: Mapping[str, T],
+        read: Callable[[T], Tensor],
+        write: Callable[[Tensor], T],
+    ) -> Mapping[str, T]:
+        """As of `Names`."""
+        found = {self.in_model(key): tensor for key, tensor in tensors.items()}
+        for name, keys in self._made.items():
+            if not set(keys) & set(tensors):
+                continue
+            rule = copy.deepcopy(next(c for c in self._converters if set(keys.values()) <= {*c.source_patterns}))
+            for key, pattern in keys.items():
+                rule.add_tensor(name, key, pattern, read(tensors[key]))
+                found.pop(key)
+            for target, made in rule.convert(name, model=model, config=model.config).items():
+                found[target] = write(made[0] if isinstance(made, list) else made)
+        return found
+
+
+def find_names(model: Any, keys: Iterable[str]) -> None:
+    """Find what the files of a model call its tensors, where transformers renames or converts any of them.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of any class; afterwards `loopq.storage.names.names_of` tells.
+    keys : iterable of str
+        Names of the tensors in its files.
+    """
+    rules = conversions(model)
+    if rules:
+        set_names(model, FileNames(model, rules, keys))
+
+
+def conversions(model: Any) -> list[Any]:
+    """Rules by which transformers 5 loads the files of a model's class; none of other classes and before."""
+    try:
+        mapping = require("transformers.conversion_mapping").get_model_conversion_mapping
+        known = isinstance(model, require("transformers").PreTrainedModel)
+    except (MissingExtraError, AttributeError):
+        return []
+    return list(mapping(model, add_legacy=False)) if known else []

@@ -1,0 +1,104 @@
+"""Inkling-2-Mini: passes over the middle layers that all start alike and get messages of the pass before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loopq.systems import SYSTEMS
+from loopq.systems.base import (
+    Batch,
+    LoopedSystem,
+    SharedParameter,
+    cached,
+    declare,
+    find_prefix,
+    logits_of,
+    past,
+    routing_module,
+    setting,
+    stacked_experts,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+#: Modules of a layer that run in float32, whatever the type of the rest.
+_FLOAT32 = ("forget_gate_proj", "message_gate_proj")
+#: Products with an output for each head or tap, whose bytes do not count.
+_SMALL = ("sink_proj", "weight_proj")
+
+
+@SYSTEMS.register("inkling")
+class Inkling(LoopedSystem):
+    """Inkling-2-Mini of Thinking Machines, a class of transformers from 5.24 on: the text model, or the one with images.
+
+    A layer of the loop is called in every pass; its message gates in every pass but the first. The weights of the
+    layers around the loop are called once.
+    """
+
+    name = "inkling"
+    summary = "layers before the loop give s; passes over the loop from s, each with messages of the last; layers after"
+    checkpoints = (("Inkling-2-Mini", 9528),)
+    transformers = ">=5.24"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._config = model.config.get_text_config()
+        self._layers = f"{find_prefix(model, 'message_input')}layers"
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Told by the queries for messages between passes, and a head."""
+        return find_prefix(model, "message_input") is not None and hasattr(model, "lm_head")
+
+    @property
+    def n_steps(self) -> int:
+        """`config.loop_num_passes`."""
+        return int(self._config.loop_num_passes)
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """Linears of every layer and of every expert; those outside the loop are called once."""
+        from torch import nn  # lazy: loopq imports without torch
+
+        first, end = self._config.loop_layer_index_start, self._config.loop_layer_index_end
+        modules: list[tuple[str, dict[str, Any]]] = []
+        for i, layer in enumerate(self.model.get_submodule(self._layers)):
+            times = n_steps if first <= i < end else 1
+            for part, module in layer.named_modules():
+                gate = "message_gate" in part
+                if not isinstance(module, nn.Linear) or part.endswith((*_FLOAT32, *_SMALL)):
+                    continue
+                if gate and times == 1:
+                    continue
+                name = f"{self._layers}.{i}.{part}"
+                fields: dict[str, Any] = {"role": "message" if gate else "attention", "invocations": times - gate}
+                block = routing_module(self.model, name, f"{self._layers}.{i}")
+                modules.append((name, fields if block is None else {**fields, "role": "expert", "routed_in": block}))
+        return declare(self.model, modules, n_steps)
+
+    def left_out(self) -> dict[str, str]:
+        """What is float32, chooses experts, has few outputs, or runs once."""
+        left = {"lm_head.weight": "runs once, after all layers"}
+        for name, parameter in self.model.get_submodule(self._layers).named_parameters():
+            module = name.rpartition(".")[0]
+            if module.endswith((*_FLOAT32, "mlp.gate")):
+                left[f"{self._layers}.{name}"] = "declared float32, and stays so"
+            elif module.endswith(_SMALL) and parameter.ndim == 2:
+                left[f"{self._layers}.{name}"] = "a few outputs for each head"
+            elif name.endswith("relative_position_bias.proj"):
+                left[f"{self._layers}.{name}"] = "a bank of position profiles, used without a call of its module"
+        return left | stacked_experts(self.model)
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run the model's own forward with this number of passes."""
+        import torch  # lazy: loopq imports without torch
+
+        depth = self.check_depth(n_steps)
+        ids = self.to_device(batch.input_ids)
+        with torch.set_grad_enabled(self.keeps_graph), setting(self._config, loop_num_passes=depth):
+            return logits_of(self.model(ids, use_cache=False))
+
+    def extend(self, batch: Batch, n_steps: int, n_seen: int, cache: Any) -> tuple[Tensor, Any]:
+        """Go on by the model's cache: a slot for each layer of each pass."""
+        with setting(self._config, loop_num_passes=n_steps):
+            return cached(self.model(self.to_device(batch.input_ids[:, n_seen:]), **past(self.model, cache)))

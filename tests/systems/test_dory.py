@@ -1,0 +1,70 @@
+"""Dory: elastic depth, both kinds of cache, the names of whichever files it came from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import loopq
+from loopq.inference.generate import Decoder, Generation, generate
+from loopq.models.check import check_model
+from loopq.models.load import load_model
+from loopq.systems.base import Batch
+from tests.support.vendors import check_round_trip, dory, logits, rename, tokens
+
+
+def _paired(name: str) -> str:
+    """Name in files that keep attention and MLP of a layer as two blocks, as the published ones do."""
+    found = re.match(r"backbone\.layers\.(\d+)\.(self_attn|mlp|lambda_1|lambda_2)(.*)", name)
+    if found is None:
+        return name
+    second = found[2] in ("mlp", "lambda_2")
+    part = {"lambda_1": "attn_alpha", "lambda_2": "mlp_alpha"}.get(found[2], "mixer")
+    return f"backbone.layers.{2 * int(found[1]) + second}.{part}{found[3]}"
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_round_trip_keeps_the_files_names(paired: bool, tmp_path: Path) -> None:
+    model = dory()
+    model.save_pretrained(tmp_path / "dory")
+    if paired:
+        rename(tmp_path / "dory", _paired)
+    result = check_round_trip(tmp_path / "dory", tmp_path)
+    assert len(result.layers) == 4 * 8
+    first = "backbone.layers.2.mixer.g_proj.weight" if paired else "backbone.layers.1.self_attn.g_proj.weight"
+    assert first in result.layers
+    written = loopq.export(result, tmp_path / "ct", "compressed-tensors")
+    assert written.difference == 0.0
+
+
+def test_every_depth_is_declared_and_run(tmp_path: Path) -> None:
+    dory().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    for depth in (1, 2, 4):
+        report = check_model(loaded, n_steps=depth)
+        assert report.ok, report.lines()
+        assert {p.invocations for p in loaded.system.shared_parameters(depth)} == {1, depth}
+    assert loaded.model.config.n_recurrent_loops == 3
+    assert not torch.equal(logits(loaded), loaded.system.rollout(_batch(), 2))
+
+
+def _batch() -> Batch:
+    return Batch(torch.from_numpy(tokens(1)), (0,))
+
+
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+def test_text_is_that_of_the_models_own_cache(mode: str, tmp_path: Path) -> None:
+    model = dory(recurrent_kv_cache_mode=mode)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    settings = Generation(n_tokens=8)
+    decoder = Decoder(loaded.system, 3, settings)
+    assert not decoder.no_cache
+    prompt = tokens(1)[0].tolist()
+    found = list(generate(loaded, prompt, decoder, settings))
+    with torch.no_grad():
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert found == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,75 @@
+"""Inkling-2-Mini: gates of messages, experts, float32 gates, the padded head, any number of passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import loopq
+from loopq.models.check import check_model
+from loopq.models.load import load_model
+from loopq.storage.files import map_tensors
+from loopq.systems.base import Batch
+from tests.support.vendors import check_round_trip, inkling, inkling_config, tokens
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path / "inkling")
+    result = check_round_trip(tmp_path / "inkling", tmp_path)
+    before = map_tensors(tmp_path / "inkling" / "model.safetensors")
+    assert before["model.llm.unembed.weight"].shape == (72, 32)
+    assert result.dense["model.llm.unembed.weight"].shape == (72, 32)
+    experts = [name for name in result.layers if ".experts." in name]
+    assert len(experts) == 6 * 4 * 3
+    assert "model.llm.layers.2.mlp.experts.3.down_proj.weight" in experts
+    assert result.dense["model.llm.layers.2.controllers.k.gain_weight"].dtype == "F32"
+    assert "model.llm.layers.2.controllers.k.down_weight" in result.layers
+
+
+def test_any_number_of_passes(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    for passes in (1, 2, 4):
+        report = check_model(loaded, n_steps=passes)
+        assert report.ok, report.lines()
+        shared = loaded.system.shared_parameters(passes)
+        gates = {p.invocations for p in shared if p.role == "message"}
+        assert gates == ({passes - 1} if passes > 1 else set())
+        assert {p.invocations for p in shared if p.role == "expert"} == {1, passes}
+
+
+def test_bfloat16_leaves_float32_gates_and_codes_multiply(tmp_path: Path) -> None:
+    inkling().to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    loaded = load_model(tmp_path / "half", dtype="bfloat16")
+    gate = loaded.model.model.layers[2].q_message_gate
+    assert (gate.message_gate_proj.weight.dtype, gate.down_proj.weight.dtype) == (torch.float32, torch.bfloat16)
+    result = loopq.quantize(loaded, tokens(2), group_size=16, method="rtn", out=tmp_path / "out")
+    assert result.dense["model.llm.layers.2.controllers.v.forget_weight"].dtype == "F32"
+    coded = loopq.load(tmp_path / "out", quantized=True)
+    batch = Batch(torch.from_numpy(tokens(1)), (0,))
+    found, expected = (m.system.rollout(batch, 3) for m in (coded, loopq.load(tmp_path / "out")))
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+def test_the_text_model_inside_one_with_images(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+    vision = {"model_type": "inkling2_vision", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
+              "num_attention_heads": 2, "text_hidden_size": 32}  # fmt: skip
+    config = transformers.Inkling2LoopConfig(text_config=inkling_config(), vision_config=vision, image_token_id=60)
+    torch.manual_seed(0)
+    model = transformers.Inkling2LoopForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    loaded = load_model(tmp_path / "whole")
+    assert loaded.system.name == "inkling"
+    assert check_model(loaded).ok
+    result = loopq.quantize(loaded, tokens(2) % 50, group_size=16, method="rtn", out=tmp_path / "out")
+    before = map_tensors(tmp_path / "whole" / "model.safetensors")
+    assert set(result.dense) <= set(before)
+    assert any(name.startswith("model.visual.") for name in result.dense)
+    again = loopq.load(tmp_path / "out")
+    batch = Batch(torch.from_numpy(tokens(1) % 50), (0,))
+    with torch.no_grad():
+        expected = model(batch.input_ids, use_cache=False).logits
+    assert (again.system.rollout(batch, 3) - expected).norm() < 0.3 * expected.norm()

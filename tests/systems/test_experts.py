@@ -97,7 +97,9 @@ def test_stacks_of_other_layouts_are_taken_apart_and_loaded_again(
 ) -> None:
     torch.manual_seed(0)
     settings = _SIZES | ({"head_dim": 8} if kind == "GptOss" else {})
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**settings)).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(
+        getattr(transformers, f"{kind}Config")(**settings)
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts" in name:

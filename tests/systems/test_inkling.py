@@ -44,20 +44,27 @@ def test_bfloat16_leaves_float32_gates_and_codes_multiply(tmp_path: Path) -> Non
     inkling().to(torch.bfloat16).save_pretrained(tmp_path / "half")
     loaded = load_model(tmp_path / "half", dtype="bfloat16")
     gate = loaded.model.model.layers[2].q_message_gate
-    assert (gate.message_gate_proj.weight.dtype, gate.down_proj.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert (gate.message_gate_proj.weight.dtype, gate.down_proj.weight.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
     result = loopq.quantize(loaded, tokens(2), group_size=16, method="rtn", out=tmp_path / "out")
     assert result.dense["model.llm.layers.2.controllers.v.forget_weight"].dtype == "F32"
     coded = loopq.load(tmp_path / "out", quantized=True)
     batch = Batch(torch.from_numpy(tokens(1)), (0,))
     found, expected = (m.system.rollout(batch, 3) for m in (coded, loopq.load(tmp_path / "out")))
-    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert coded.model.model.layers[2].q_message_gate.down_proj.weight.dtype == torch.bfloat16
+    # Weights rounded to bfloat16 choose other experts now and then.
+    assert (found - expected).norm() < 0.5 * expected.norm()
 
 
 def test_the_text_model_inside_one_with_images(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.24")
     vision = {"model_type": "inkling2_vision", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16,
               "num_attention_heads": 2, "text_hidden_size": 32}  # fmt: skip
-    config = transformers.Inkling2LoopConfig(text_config=inkling_config(), vision_config=vision, image_token_id=60)
+    config = transformers.Inkling2LoopConfig(
+        text_config=inkling_config(), vision_config=vision, image_token_id=60
+    )
     torch.manual_seed(0)
     model = transformers.Inkling2LoopForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path / "whole")

@@ -5,16 +5,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from pathlib import Path
 
+from loopq.calibrate.prompts import CalibrationTake
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import add_execution, add_source, execution, load
+from loopq.errors import ConfigError
+from loopq.models.build import build_shape
+from loopq.run.config import QuantConfig
+from loopq.run.forecast import forecast
 from loopq.terminal.table import render
+
+#: Prompts of a text that a quantization takes by default.
+_PROMPTS = 128
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     add_source(parser)
-    add_execution(parser, only=("seed",))
+    add_execution(parser, only=("seed", "memory", "threads"))
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="tell memory and time of a quantization with the default settings by config.json alone; --memory is then "
+        "for everything, the model included (default: what is free)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -22,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks; the exit code is 1 where one fails."""
     from loopq.models.check import check_model
 
+    if args.plan:
+        return _plan(args)
     loaded = load(args)
     if not args.json:
         print("\n".join(loaded.report.lines()))
@@ -38,6 +55,24 @@ def run(args: argparse.Namespace) -> int:
     failed = [v.check for v in report.verdicts if v.ok is False]
     print(f"loopq does not fit this model: {', '.join(failed)}" if failed else "loopq fits this model")
     return int(not report.ok)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Print what a quantization of 128 prompts of 128 tokens takes, the model's weights not read."""
+    if args.model is None or not (Path(args.model) / "config.json").is_file():
+        raise ConfigError("--plan: name a folder with the model's config.json; its weights need not be there")
+    how = execution(args)
+    system = build_shape(Path(args.model), args.system, trust_remote_code=args.trust_remote_code)
+    found = forecast(
+        system,
+        QuantConfig(),
+        _PROMPTS * CalibrationTake().seq_len,
+        n_steps=args.n_steps,
+        memory=how.memory,
+        threads=how.threads or 1,
+    )
+    print("\n".join(found.lines()))
+    return int(found.peak > found.limit)
 
 
 COMMANDS.register("check")(Command("check that loopq fits a checkpoint", add, run, 41))

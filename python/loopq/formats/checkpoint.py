@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -138,8 +138,9 @@ def load_into(model: nn.Module, checkpoint: Checkpoint, without: Collection[str]
 
     own = dict(model.state_dict(keep_vars=True))
     names_in = names_of(model)
+    dense: Mapping[str, RawTensor] = names_in.taken(model, checkpoint.dense, to_torch, raw)
     stored: dict[str, RawTensor | QuantizedLayer] = {
-        **names_in.taken(model, checkpoint.dense, to_torch, raw),
+        **dense,
         **{names_in.in_model(name): layer for name, layer in checkpoint.layers.items()},
     }
     ties = {names_in.in_model(name): names_in.in_model(source) for name, source in checkpoint.ties.items()}

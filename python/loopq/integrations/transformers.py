@@ -18,11 +18,11 @@ from loopq.layers.loop_spec import LOOP
 from loopq.layers.reader import TensorReader
 from loopq.lazy import require
 from loopq.models.hf import unfuse
-from loopq.systems.files import find_names
 from loopq.storage.files import RawTensor, map_tensors
 from loopq.storage.model_files import TENSORS, to_torch
 from loopq.storage.names import names_of
 from loopq.storage.schema import Object, checked
+from loopq.systems.files import find_names
 
 transformers = require("transformers")
 
@@ -101,7 +101,9 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         unfuse(model)
         modules = dict(model.named_modules(remove_duplicate=False))
-        found = [n for group in self.quantization_config.groups for n in self.quantization_config.names(group)]
+        found = [
+            n for group in self.quantization_config.groups for n in self.quantization_config.names(group)
+        ]
         find_names(model, [*found, *self._tensors()])
         names = names_of(model)
         self._placed: dict[str, list[str]] = {

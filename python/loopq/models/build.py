@@ -12,8 +12,11 @@ from loopq.errors import CheckpointError
 from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.load import LoadedModel, choose_system, describe, text_encoder
+from loopq.storage.files import read_json
 from loopq.storage.schema import checked, parse_json
+from loopq.systems.base import LoopedSystem, model_code
 from loopq.systems.classes import find_class
+from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,6 +65,25 @@ def build_model(
         side_files=dict(side_files),
         report=describe(model, "checkpoint", "registered" if registered else "transformers"),
     )
+
+
+def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: bool = False) -> LoopedSystem:
+    """Build the adapter of a model on the device "meta": all shapes, no values. Only ``config.json`` is read.
+
+    Raises
+    ------
+    ConfigError
+        No class for the configuration, or code that is not trusted.
+    """
+    torch = require("torch")
+    config = checked(dict[str, Any], read_json(folder / "config.json", finite=False), folder / "config.json")
+    registered = find_class(config, system)
+    if registered is None:
+        hf.check_remote_code(config, str(folder), trust_remote_code)
+    with torch.device("meta"), model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
+        model = registered.build(config) if registered else _from_config(folder, config, trust_remote_code)
+    find_names(model, ())
+    return choose_system(model.eval(), system)
 
 
 def _from_config(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:

@@ -87,7 +87,7 @@ def estimate(plan: Plan, source: ModelSource) -> Estimate:
     metric_seconds = seconds_of(metric, source.probe_seconds) if metric.n_gradients else 0.0
     work = hessian_work(tasks, tokens.n_tokens, source.job.selection.shares) + solve_work(tasks)
     widest = max((t.parameter.in_features for t in tasks), default=0)
-    core = work / _core_rate(widest, execution.threads)
+    core = work / core_rate(widest, execution.threads)
     peak = resident_bytes() + max(memory, dense)
     seconds = once * runs + metric_seconds + core
     return Estimate(memory, peak, seconds, runs, metric, metric_seconds, _extra(plan, source))
@@ -148,7 +148,7 @@ def _extra(plan: Plan, source: ModelSource) -> str:
     return f"; besides, about: bits by {asked.score} {duration(source.probe_seconds * rollouts)}"
 
 
-def _core_rate(widest: int, threads: int) -> float:
+def core_rate(widest: int, threads: int) -> float:
     """Multiply-adds per second of the accumulation, measured for some milliseconds at a width like the layers'."""
     # Wide layers run at twice the rate of narrow ones; beyond 2048 it grows no more.
     rows, width = 2048, min(max(widest, 512), 2048)

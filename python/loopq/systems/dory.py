@@ -1,4 +1,4 @@
-"""Dory: layers before and after a loop over the middle ones, all on unit spheres; how often it runs is chosen at loading."""
+"""Dory: a loop over middle layers, on unit spheres; how often it runs is chosen at loading."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
         self.names = names[-len(made[0]) :]
         stacks._parameters.clear()
         # What is left has no parameters and computes; registered, it would be one of the experts.
-        vars(self)["act"] = stacks._apply_gate if self.gated else stacks.act_fn
+        self.__dict__["act"] = stacks._apply_gate if self.gated else stacks.act_fn
 
     def _halves(self, both: Tensor | None) -> list[Tensor | None]:
         if both is None or not self.gated:

@@ -88,7 +88,9 @@ class FileNames(Names):
         for name, keys in self._made.items():
             if not set(keys) & set(tensors):
                 continue
-            rule = copy.deepcopy(next(c for c in self._converters if set(keys.values()) <= {*c.source_patterns}))
+            rule = copy.deepcopy(
+                next(c for c in self._converters if set(keys.values()) <= {*c.source_patterns})
+            )
             for key, pattern in keys.items():
                 rule.add_tensor(name, key, pattern, read(tensors[key]))
                 found.pop(key)

@@ -30,7 +30,7 @@ _SMALL = ("sink_proj", "weight_proj")
 
 @SYSTEMS.register("inkling")
 class Inkling(LoopedSystem):
-    """Inkling-2-Mini of Thinking Machines, a class of transformers from 5.24 on: the text model, or the one with images.
+    """Inkling-2-Mini of Thinking Machines, of transformers from 5.24 on: the text model, or the one with images.
 
     A layer of the loop is called in every pass; its message gates in every pass but the first. The weights of the
     layers around the loop are called once.
@@ -38,7 +38,7 @@ class Inkling(LoopedSystem):
 
     name = "inkling"
     summary = "layers before the loop give s; passes over the loop from s, each with messages of the last; layers after"
-    checkpoints = (("Inkling-2-Mini", 9528),)
+    checkpoints = (("Inkling-2-Mini", 9408),)
     transformers = ">=5.24"
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,9 +71,14 @@ class Inkling(LoopedSystem):
                 if gate and times == 1:
                     continue
                 name = f"{self._layers}.{i}.{part}"
-                fields: dict[str, Any] = {"role": "message" if gate else "attention", "invocations": times - gate}
+                fields: dict[str, Any] = {
+                    "role": "message" if gate else "attention",
+                    "invocations": times - gate,
+                }
                 block = routing_module(self.model, name, f"{self._layers}.{i}")
-                modules.append((name, fields if block is None else {**fields, "role": "expert", "routed_in": block}))
+                modules.append(
+                    (name, fields if block is None else {**fields, "role": "expert", "routed_in": block})
+                )
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
@@ -86,7 +91,9 @@ class Inkling(LoopedSystem):
             elif module.endswith(_SMALL) and parameter.ndim == 2:
                 left[f"{self._layers}.{name}"] = "a few outputs for each head"
             elif name.endswith("relative_position_bias.proj"):
-                left[f"{self._layers}.{name}"] = "a bank of position profiles, used without a call of its module"
+                left[f"{self._layers}.{name}"] = (
+                    "a bank of position profiles, used without a call of its module"
+                )
         return left | stacked_experts(self.model)
 
     def rollout(self, batch: Batch, n_steps: int) -> Tensor:

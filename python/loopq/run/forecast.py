@@ -1,0 +1,229 @@
+"""What a quantization of a model will take, told from its shape alone: no weight is read and nothing is run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from loopq.errors import ConfigError
+from loopq.quantizers.task import Task
+from loopq.run.config import QuantConfig
+from loopq.run.estimate import core_rate, duration
+from loopq.run.memory import solve_bytes
+from loopq.run.plan import Plan, hessian_work, solve_work
+from loopq.settings.execution import available_bytes
+from loopq.systems.base import LoopedSystem, SharedParameter
+from loopq.terminal.table import size
+
+#: Bytes a second of a disk that weights are read from, where they do not fit in memory.
+_DISK = 1e9
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a quantization will take.
+
+    Parameters
+    ----------
+    weights : int
+        Bytes of the model.
+    held : int
+        Bytes of weights in memory at once: all, or the largest layer twice and what belongs to none.
+    sums : int
+        Bytes of the Hessians of all distinct inputs.
+    most : int
+        Bytes of Hessians and solves in one pass.
+    codes : int
+        Bytes of codes and scales, a byte for each code, as they are held until they are written.
+    output : int
+        Bytes of the checkpoint.
+    limit : int
+        Bytes that may be used.
+    n_passes : int
+        Runs over the calibration set.
+    n_tokens : int
+        Tokens of the calibration set.
+    seconds : mapping of str to float
+        Of rollouts, Hessians, solves and reading, from rates measured now.
+    """
+
+    weights: int
+    held: int
+    sums: int
+    most: int
+    codes: int
+    output: int
+    limit: int
+    n_passes: int
+    n_tokens: int
+    seconds: Mapping[str, float]
+
+    @property
+    def streamed(self) -> bool:
+        """Whether weights are read again for each visit of a layer, since they do not fit."""
+        return self.held < self.weights
+
+    @property
+    def peak(self) -> int:
+        """Bytes in memory at most."""
+        return self.held + max(self.most, self.codes)
+
+    def lines(self) -> list[str]:
+        """Return the forecast as lines to print."""
+        how = "read layer by layer, since they do not fit" if self.streamed else "all in memory"
+        parts = ", ".join(f"{what} {duration(s)}" for what, s in self.seconds.items() if s >= 1)
+        fits = "" if self.peak <= self.limit else "; this is above the limit: take a machine with more memory"
+        return [
+            f"weights: {size(self.weights)} ({self.weights:,} bytes), {how}: {size(self.held)} at once",
+            f"Hessians: {size(self.sums)} of all inputs, {size(self.most)} at once with the largest solve, in "
+            f"{self.n_passes} passes over {self.n_tokens:,} tokens",
+            f"codes until they are written: {size(self.codes)}; checkpoint: {size(self.output)}",
+            f"memory: {size(self.peak)} ({self.peak:,} bytes) of {size(self.limit)}{fits}",
+            f"time: {duration(sum(self.seconds.values()))} ({sum(self.seconds.values()):.0f} seconds: {parts})",
+        ]
+
+
+def forecast(
+    system: LoopedSystem,
+    config: QuantConfig,
+    n_tokens: int,
+    *,
+    n_steps: int | None = None,
+    memory: int | None = None,
+    threads: int = 1,
+) -> Forecast:
+    """Tell what a quantization without gradients will take.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Adapter of a model, which may have no values (device "meta").
+    config : QuantConfig
+        Settings; a metric that is left open is "inputs".
+    n_tokens : int
+        Tokens of the calibration set.
+    n_steps : int, optional
+        Depth; the model's own when absent.
+    memory : int, optional
+        Limit in bytes; what is free when absent.
+    threads : int
+        Threads of the core.
+
+    Notes
+    -----
+    Layers of one module that have one width are taken to read one input, and each expert gets its share of the tokens
+    by the number that are chosen for a token.
+    """
+    parameters = system.shared_parameters(system.check_depth(n_steps or system.n_steps))
+    tasks = Plan.of(parameters, _inputs(parameters), config.with_metric("inputs")).tasks
+    widths = {t.input_group: t.parameter.in_features for t in tasks if t.input_group}
+    sums = {group: 8 * width * (width + 1) for group, width in widths.items()}
+    largest = max(sums.values(), default=0)
+    solve = max((solve_bytes(task) for task in tasks), default=0) + 2 * largest
+    weights, layer = _weights(system)
+    limit = memory if memory is not None else available_bytes() or weights
+    held = weights if weights + solve + largest <= limit else layer
+    room = limit - held - solve
+    if room < largest:
+        raise ConfigError(
+            f"one layer takes {size(held)}, a Hessian {size(largest)}, a solve {size(solve)}: together above the limit "
+            f"of {size(limit)}"
+        )
+    total = sum(sums.values())
+    n_passes = max(1, -(-total // room))
+    codes, output = _stored(tasks, weights)
+    shares = _shares(system, tasks)
+    seconds = _seconds(parameters, tasks, n_tokens, n_passes, shares, threads)
+    if held < weights:
+        again = sum(
+            (p.invocations - 1) * _numbers(p) * system.parameter(p).element_size() for p in parameters
+        )
+        seconds["reading weights"] = n_passes * (weights + again) / _DISK
+    most = min(total, room) + solve
+    return Forecast(weights, held, total, most, codes, output, limit, n_passes, n_tokens, seconds)
+
+
+def _numbers(p: SharedParameter) -> int:
+    return p.in_features * p.out_features
+
+
+def _stored(tasks: Sequence[Task], weights: int) -> tuple[int, int]:
+    """Bytes of codes and scales in memory, and of the checkpoint, whose other tensors have 16 bits."""
+    p = [(t.parameter, t.config.grid) for t in tasks]
+    scales = sum(grid.grid().n_groups(q.in_features) * q.out_features for q, grid in p)
+    packed = sum(grid.bits * _numbers(q) for q, grid in p) // 8
+    return sum(_numbers(q) for q, _ in p) + 4 * scales, max(
+        0, weights - 2 * sum(_numbers(q) for q, _ in p)
+    ) + packed + 2 * scales
+
+
+def _seconds(
+    parameters: Sequence[SharedParameter],
+    tasks: Sequence[Task],
+    n_tokens: int,
+    n_passes: int,
+    shares: Mapping[str, float],
+    threads: int,
+) -> dict[str, float]:
+    core = core_rate(max((t.parameter.in_features for t in tasks), default=512), threads)
+    products = sum(_numbers(p) * p.invocations * shares.get(p.name, 1.0) for p in parameters)
+    return {
+        "rollouts": n_passes * n_tokens * products / _product_rate(),
+        "Hessians": hessian_work(tasks, n_tokens, shares) / core,
+        "solves": solve_work(tasks) / core,
+    }
+
+
+def _inputs(parameters: Sequence[SharedParameter]) -> dict[str, str]:
+    """Parameter name to the first of its module with the same width."""
+    first: dict[tuple[str, int], str] = {}
+    return {
+        p.name: first.setdefault((p.owners[0].rpartition(".")[0], p.in_features), p.name)
+        for p in parameters
+        if p.treatment != "dense"
+    }
+
+
+def _shares(system: LoopedSystem, tasks: Sequence[Task]) -> dict[str, float]:
+    """Share of the tokens that an expert gets."""
+    settings: Any = getattr(system.model, "config", None)
+    settings = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    chosen = getattr(settings, "num_experts_per_tok", 1)
+    blocks: dict[str, set[str]] = {}
+    for task in tasks:
+        if task.parameter.routed_in:
+            blocks.setdefault(task.parameter.routed_in, set()).add(
+                task.parameter.owners[0].rpartition(".")[0]
+            )
+    return {
+        t.name: min(1.0, chosen / len(blocks[t.parameter.routed_in])) for t in tasks if t.parameter.routed_in
+    }
+
+
+def _weights(system: LoopedSystem) -> tuple[int, int]:
+    """Bytes of all weights; and of what must be there at once: the largest layer twice, and what belongs to none."""
+    from torch import nn  # lazy: loopq imports without torch
+
+    def total(module: nn.Module) -> int:
+        return sum(int(p.numel() * p.element_size()) for p in module.parameters())
+
+    lists = [m for m in system.model.modules() if isinstance(m, nn.ModuleList)]
+    longest = max(lists, key=lambda m: sum(map(total, m)), default=None)
+    layers = [total(layer) for layer in longest] if longest is not None else []
+    everything = total(system.model)
+    return everything, min(everything, everything - sum(layers) + 2 * max(layers, default=0))
+
+
+def _product_rate() -> float:
+    """Multiply-adds per second of torch's product of matrices, measured for some milliseconds."""
+    import torch  # lazy: loopq imports without torch
+
+    left, right = torch.ones(256, 1024), torch.ones(1024, 1024)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - began)
+    return 256 * 1024 * 1024 / max(min(times), 1e-6)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loopq.errors import CheckpointError
 from loopq.lazy import require
@@ -17,9 +16,6 @@ from loopq.storage.schema import checked, parse_json
 from loopq.systems.base import LoopedSystem, model_code
 from loopq.systems.classes import find_class
 from loopq.systems.files import find_names
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def build_model(
@@ -52,7 +48,7 @@ def build_model(
         folder = Path(name)
         for file, data in side_files.items():
             (folder / file).write_bytes(data)
-        model = registered.build(config) if registered else _from_config(folder, config, trust_remote_code)
+        model = registered.build(config) if registered else hf.from_config(folder, config, trust_remote_code)
         tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
     model = model.eval()
     return LoadedModel(
@@ -81,28 +77,6 @@ def build_shape(folder: Path, system: str | None = None, *, trust_remote_code: b
     if registered is None:
         hf.check_remote_code(config, str(folder), trust_remote_code)
     with torch.device("meta"), model_code(f"{folder / 'config.json'}: building the model", CheckpointError):
-        model = registered.build(config) if registered else _from_config(folder, config, trust_remote_code)
+        model = registered.build(config) if registered else hf.from_config(folder, config, trust_remote_code)
     find_names(model, ())
     return choose_system(model.eval(), system)
-
-
-def _from_config(folder: Path, config: Mapping[str, Any], trust_remote_code: bool) -> nn.Module:
-    transformers = require("transformers")
-    auto = getattr(transformers, hf.auto_class(config, trust_remote_code))
-    settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    with _no_initial_values():
-        model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code)
-    # What is tied is tied where values are drawn.
-    model.tie_weights()
-    hf.unfuse(model)
-    return model
-
-
-def _no_initial_values() -> contextlib.AbstractContextManager[None]:
-    """Parameters are not drawn inside the block, so that memory which codes take the place of is never touched."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:  # transformers 4
-        from transformers.modeling_utils import no_init_weights
-    found: contextlib.AbstractContextManager[None] = no_init_weights()
-    return found

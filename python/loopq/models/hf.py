@@ -12,7 +12,8 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import hf_folder
 from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
-from loopq.models.buffers import repair_buffers
+from loopq.models.buffers import repair_buffers, without_weights
+from loopq.settings.execution import available_bytes
 from loopq.systems.base import LoopedSystem
 from loopq.systems.files import find_names
 
@@ -104,6 +105,7 @@ def load_hf(
     trust_remote_code: bool,
     allow_pickle: bool,
     dtype: torch.dtype | None,
+    memory: int | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Load a model from a folder, without network access.
 
@@ -119,6 +121,8 @@ def load_hf(
         As of `loopq.models.load.load_model`.
     dtype : torch.dtype or None
         Floating type; that of the checkpoint when None.
+    memory : int, optional
+        As of `loopq.models.load.load_model`.
 
     Returns
     -------
@@ -136,6 +140,9 @@ def load_hf(
         )
     check_weight_files(folder, allow_pickle)
     check_remote_code(config, source, trust_remote_code)
+    if not _fits(folder, config, dtype, memory):
+        model = _streamed(folder, config, trust_remote_code, dtype)
+        return model, {"notes": ("weights do not fit in memory: a layer's are read for each of its visits",)}
     auto = getattr(transformers, auto_class(config, trust_remote_code))
     try:
         # Parts that a checkpoint lacks and no rollout uses are drawn; equal work must still give equal bytes.
@@ -163,6 +170,74 @@ def load_hf(
     }
     find_names(model, hf_folder.read_all_tensors(folder) if any(folder.glob("*.safetensors")) else ())
     return model, findings
+
+
+def from_config(
+    folder: Path,
+    config: Mapping[str, Any],
+    trust_remote_code: bool,
+    *,
+    dtype: torch.dtype | None = None,
+    apart: bool = True,
+) -> nn.Module:
+    """Build a model from its configuration files; its weights have any values.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder with the configuration.
+    config : mapping
+        Contents of ``config.json``.
+    trust_remote_code : bool
+        Allow code of the folder to run.
+    dtype : torch.dtype, optional
+        Floating type; that of the configuration when absent.
+    apart : bool
+        Make experts that the class keeps in stacks modules of their own.
+    """
+    transformers = require("transformers")
+    auto = getattr(transformers, auto_class(config, trust_remote_code))
+    settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    given = {} if dtype is None else {"dtype": dtype}
+    with _no_initial_values():
+        model: nn.Module = auto.from_config(settings, trust_remote_code=trust_remote_code, **given)
+    # What is tied is tied where values are drawn.
+    model.tie_weights()
+    if apart:
+        unfuse(model)
+    return model
+
+
+def _streamed(
+    folder: Path, config: Mapping[str, Any], trust_remote_code: bool, dtype: torch.dtype | None
+) -> nn.Module:
+    """Build a model whose layers are read from its files when they run."""
+    from loopq.models.stream import Stream  # lazy: loopq imports without torch
+
+    with without_weights():
+        model = from_config(folder, config, trust_remote_code, dtype=dtype, apart=False)
+    Stream(model.eval(), hf_folder.read_all_tensors(folder))
+    return model
+
+
+def _fits(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, memory: int | None) -> bool:
+    """Whether a model's weights fit in memory, or there is no telling."""
+    limit = memory if memory is not None else available_bytes()
+    if limit is None or not any(folder.glob("*.safetensors")):
+        return True
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    wider = dtype is not None and dtype.itemsize == 4 and str(config.get("dtype")) in ("bfloat16", "float16")
+    return stored * (1 + wider) <= limit
+
+
+def _no_initial_values() -> contextlib.AbstractContextManager[None]:
+    """Parameters are not drawn inside the block, so that memory which codes take the place of is never touched."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:  # transformers 4
+        from transformers.modeling_utils import no_init_weights
+    found: contextlib.AbstractContextManager[None] = no_init_weights()
+    return found
 
 
 def unfuse(model: nn.Module) -> list[str]:

@@ -237,6 +237,7 @@ def load_model(
     dtype: str | None = None,
     device: str = "cpu",
     revision: str | None = None,
+    memory: int | None = None,
 ) -> LoadedModel:
     """Load a looped model and find its adapter.
 
@@ -259,6 +260,9 @@ def load_model(
         Device of the model.
     revision : str, optional
         Commit, tag or branch of a hub id.
+    memory : int, optional
+        Bytes that weights may take; what is free when absent. Where they take more, those of a layer are read from the
+        files for each of its visits.
 
     Returns
     -------
@@ -295,6 +299,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
             dtype=wanted,
+            memory=memory,
         )
     if loop is not None:
         config = with_loop(config, loop)

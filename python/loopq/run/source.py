@@ -27,6 +27,7 @@ from loopq.run.plan import Plan, steps_by_input
 from loopq.run.solver import Solver
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
+from loopq.storage.model_files import is_streamed
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
 
@@ -161,7 +162,17 @@ class ModelSource(Source):
 
     def plan(self, config: QuantConfig) -> Plan:
         """As of `Source`."""
-        return Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
+        streamed = is_streamed(self.job.system.model)
+        config = config.with_metric("inputs") if streamed else config
+        plan = Plan.of(self.job.selection.parameters, self.job.selection.input_groups, config)
+        if streamed and (
+            any(t.gradients for t in plan.tasks) or config.inputs.runs_between or config.allocate
+        ):
+            raise ConfigError(
+                "the model's weights are read layer by layer: gradients (metric loop), inputs of a second rollout and "
+                "allocate need them in memory; take --metric inputs --inputs open, or a machine with more memory"
+            )
+        return plan
 
     def sums(
         self, plan: Plan, tasks: Sequence[Task] | None = None, *, per_step: bool | None = None

@@ -68,16 +68,31 @@ def to_torch(tensor: RawTensor) -> Tensor:
     return out
 
 
+_SOURCE = "loopq_stream"
+
+
+def set_source(model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+    """Let `model_tensors` read a model's tensors there, since its parameters have no values but while they are used."""
+    vars(model)[_SOURCE] = tensors
+
+
+def is_streamed(model: nn.Module) -> bool:
+    """Whether parameters of a model have no values but while they are used."""
+    return _SOURCE in vars(model)
+
+
 def stored_state(model: nn.Module) -> Mapping[str, Tensor]:
     """Return a model's tensors under the names, and in the layout, that its files have."""
     return names_of(model).stored(model, model.state_dict(keep_vars=True))
 
 
-def model_tensors(model: nn.Module) -> tuple[dict[str, RawTensor], dict[str, str]]:
+def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, str]]:
     """Read every tensor of a model's state once, by the first name that holds it; further names go to that name.
 
     The bytes are the model's own: they change when it is written to (`loopq.models.replace` does not).
     """
+    if is_streamed(model):
+        return vars(model)[_SOURCE], {}
     tensors: dict[str, RawTensor] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}

@@ -23,6 +23,10 @@ class Names:
         """Name in the model of what a file calls `name`; itself where the model has no such tensor."""
         return name
 
+    def target(self, name: str) -> str:
+        """Name of the model's tensor that a tensor of a file is, or is a part of."""
+        return self.in_model(name)
+
     def stored(self, model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors of a model as its files hold them."""
         return state

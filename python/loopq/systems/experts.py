@@ -35,8 +35,9 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, stacks: Any, names: tuple[str, str, str]) -> None:
         self.gated, self.alternate = bool(stacks.has_gate), not stacks.is_concatenated
+        self.transposed = bool(stacks.is_transposed)
         both = "gate_up_proj" if self.gated else "up_proj"
-        first, down = (_matrices(stacks, name) for name in (both, "down_proj"))
+        first, down = (self._matrices(stacks, name) for name in (both, "down_proj"))
         made = []
         for (up, up_bias), (weight, bias) in zip(first, down, strict=True):
             parts = list(zip(self._halves(up), self._halves(up_bias), strict=True))
@@ -47,6 +48,24 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
         stacks._parameters.clear()
         # What is left has no parameters and computes; registered, it would be one of the experts.
         self.__dict__["act"] = stacks._apply_gate if self.gated else stacks.act_fn
+
+    def _matrices(self, stacks: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
+        """Weight, outputs first, and bias of each expert."""
+        weights = getattr(stacks, name).detach()
+        weights = weights.transpose(1, 2).contiguous() if self.transposed else weights
+        biases = getattr(stacks, f"{name}_bias").detach() if stacks.has_bias else [None] * len(weights)
+        return list(zip(weights, biases, strict=True))
+
+    def fill(self, name: str, stack: Tensor) -> None:
+        """Give the layers the values of a stack, which the module of transformers has under this name."""
+        stem = name.removesuffix("_bias")
+        layers = self.names[-1:] if stem == "down_proj" else self.names[:-1]
+        if stem == name and self.transposed:
+            stack = stack.transpose(1, 2).contiguous()
+        for expert, matrix in zip(self, stack, strict=True):
+            parts = [matrix] if stem == "down_proj" else self._halves(matrix)
+            for layer, part in zip(layers, parts, strict=True):
+                getattr(expert[layer], "weight" if stem == name else "bias").data = part
 
     def _halves(self, both: Tensor | None) -> list[Tensor | None]:
         if both is None or not self.gated:
@@ -79,15 +98,6 @@ class Experts(nn.ModuleList):  # type: ignore[misc, unused-ignore]
                 part = expert[down](self.act(both)) * top_k_weights[row, choice, None]
                 out.index_add_(0, row, part.float())
         return out.to(hidden_states.dtype)
-
-
-def _matrices(stacks: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
-    """Weight, outputs first, and bias of each expert."""
-    weights = getattr(stacks, name).detach()
-    if stacks.is_transposed:
-        weights = weights.transpose(1, 2).contiguous()
-    biases = getattr(stacks, f"{name}_bias").detach() if stacks.has_bias else [None] * len(weights)
-    return list(zip(weights, biases, strict=True))
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

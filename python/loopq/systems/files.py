@@ -63,6 +63,10 @@ class FileNames(Names):
         """As of `Names`."""
         return self._own.get(name, name)
 
+    def target(self, name: str) -> str:
+        """As of `Names`."""
+        return next((own for own, keys in self._made.items() if name in keys), self.in_model(name))
+
     def stored(self, model: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """As of `Names`: what transformers converts at loading it converts back."""
         found = {self._files[name]: tensor for name, tensor in state.items() if name in self._files}

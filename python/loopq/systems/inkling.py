@@ -58,28 +58,37 @@ class Inkling(LoopedSystem):
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Linears of every layer and of every expert; those outside the loop are called once."""
-        from torch import nn  # lazy: loopq imports without torch
-
         first, end = self._config.loop_layer_index_start, self._config.loop_layer_index_end
         modules: list[tuple[str, dict[str, Any]]] = []
-        for i, layer in enumerate(self.model.get_submodule(self._layers)):
+        gates: list[tuple[str, dict[str, Any]]] = []
+        for i in range(self._config.num_hidden_layers):
+            layer = f"{self._layers}.{i}"
             times = n_steps if first <= i < end else 1
-            for part, module in layer.named_modules():
-                gate = "message_gate" in part
-                if not isinstance(module, nn.Linear) or part.endswith((*_FLOAT32, *_SMALL)):
+            for part in self._linears(layer):
+                name = f"{layer}.{part}"
+                if "message_gate" in part:
+                    gates += [(name, {"role": "message", "invocations": times - 1})] * (times > 1)
                     continue
-                if gate and times == 1:
-                    continue
-                name = f"{self._layers}.{i}.{part}"
-                fields: dict[str, Any] = {
-                    "role": "message" if gate else "attention",
-                    "invocations": times - gate,
-                }
-                block = routing_module(self.model, name, f"{self._layers}.{i}")
-                modules.append(
-                    (name, fields if block is None else {**fields, "role": "expert", "routed_in": block})
-                )
+                block = routing_module(self.model, name, layer)
+                role = "attention" if block is None else "expert"
+                modules.append((name, {"role": role, "invocations": times, "routed_in": block or ""}))
+            if i == end - 1:
+                modules += gates
         return declare(self.model, modules, n_steps)
+
+    def _linears(self, layer: str) -> list[str]:
+        """Linear layers of a layer, those that gate the output of attention last of attention, as they are called."""
+        from torch import nn  # lazy: loopq imports without torch
+
+        found = [
+            part
+            for part, module in self.model.get_submodule(layer).named_modules()
+            if isinstance(module, nn.Linear) and not part.endswith((*_FLOAT32, *_SMALL))
+        ]
+        outputs = [part for part in found if ".o_proj." in part]
+        at = next((n for n, part in enumerate(found) if not part.startswith("self_attn")), len(found))
+        inner = [part for part in found[:at] if part not in outputs]
+        return [*inner, *outputs, *found[at:]]
 
     def left_out(self) -> dict[str, str]:
         """What is float32, chooses experts, has few outputs, or runs once."""

@@ -1,0 +1,183 @@
+"""Models larger than memory: the weights of a layer are read from the files for each of its visits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from loopq.errors import CheckpointError
+from loopq.storage.files import RawTensor
+from loopq.storage.model_files import raw, set_source, to_torch
+from loopq.storage.names import names_of
+from loopq.systems.experts import Experts, unfuse
+from loopq.systems.files import find_names
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+class Stream(Mapping[str, RawTensor]):
+    """Weights of a model's layers, read when a layer is visited and forgotten after it.
+
+    As a mapping it gives every tensor of the model under its name in the files, one layer in memory at a time.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of a class of transformers, with parameters that take no memory. Afterwards its experts are modules, what
+        belongs to no layer is in memory, and a parameter of a layer has its values only while the layer runs.
+    tensors : mapping of str to RawTensor
+        Mapped tensors of its files.
+
+    Raises
+    ------
+    CheckpointError
+        The files lack a parameter.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, RawTensor]) -> None:
+        find_names(model, tensors)
+        self._model, self._names = model, names_of(model)
+        state = model.state_dict(keep_vars=True)
+        self._shapes = _Shapes(model, dict(model.named_parameters()))
+        self._blocks: dict[str, dict[str, RawTensor]] = {prefix: {} for prefix in _layers(model)}
+        rest: dict[str, RawTensor] = {}
+        for key, tensor in tensors.items():
+            prefix = _prefix(self._names.target(key), self._blocks)
+            (rest if prefix is None else self._blocks[prefix])[key] = tensor
+        there = {self._names.target(key) for key in tensors}
+        lacking = sorted(name for name in state if name not in there and not _is_tied(state, name, there))
+        if lacking:
+            raise CheckpointError(f"the files lack {', '.join(lacking[:5])}; config.json is of another model")
+        unfuse(model)
+        for name, tensor in self._read(rest).items():
+            _put(model, name, tensor)
+        model.tie_weights()
+        find_names(model, tensors)
+        self._places = self._hold_places()
+        self._last: tuple[str, dict[str, RawTensor]] = ("", {})
+        set_source(model, self)
+
+    def _hold_places(self) -> dict[str, str]:
+        """Put parameters without memory in the layers, and hooks on them; names in files and layers of all tensors."""
+        import torch  # lazy: loopq imports without torch
+        from torch import nn  # lazy: loopq imports without torch
+
+        names, places = names_of(self._model), {}
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            prefix = _prefix(name, self._blocks)
+            if prefix is not None:
+                places[names.in_file(name)] = prefix
+            if prefix is not None and isinstance(tensor, nn.Parameter):
+                module, _, last = name.rpartition(".")
+                empty = torch.zeros(1, dtype=tensor.dtype).expand(tensor.shape)
+                self._model.get_submodule(module)._parameters[last] = nn.Parameter(empty, requires_grad=False)
+        for prefix in self._blocks:
+            block = self._model.get_submodule(prefix.rstrip("."))
+            block.register_forward_pre_hook(lambda *_, prefix=prefix: self._enter(prefix))
+            block.register_forward_hook(lambda *_, prefix=prefix: self._leave(prefix), always_call=True)
+        return places | dict.fromkeys(self._stored(""), "")
+
+    def _stored(self, prefix: str) -> dict[str, RawTensor]:
+        """Tensors of a layer whose values are there, or of no layer, as the files have them."""
+        state = self._model.state_dict(keep_vars=True)
+        mine = {n: t.data for n, t in state.items() if (_prefix(n, self._blocks) or "") == prefix}
+        stored = names_of(self._model).stored(self._model, mine)
+        return {name: raw(tensor, copy=False) for name, tensor in stored.items()}
+
+    def _read(self, keys: Mapping[str, RawTensor]) -> dict[str, Tensor]:
+        """Tensors of the model, experts in stacks, made of some of the files."""
+        found = self._names.taken(self._shapes, keys, to_torch, raw)
+        return {name: to_torch(tensor).to(self._shapes.dtype_of(name)) for name, tensor in found.items()}
+
+    def _enter(self, prefix: str) -> None:
+        for name, tensor in self._read(self._blocks[prefix]).items():
+            _fill(self._model, name, tensor)
+
+    def _leave(self, prefix: str) -> None:
+        import torch  # lazy: loopq imports without torch
+
+        for parameter in self._model.get_submodule(prefix.rstrip(".")).parameters():
+            parameter.data = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+
+    @contextlib.contextmanager
+    def _inside(self, prefix: str) -> Iterator[None]:
+        self._enter(prefix)
+        try:
+            yield
+        finally:
+            self._leave(prefix)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        prefix = self._places[name]
+        if prefix != self._last[0] or not self._last[1]:
+            self._last = ("", {})
+            with self._inside(prefix) if prefix else contextlib.nullcontext():
+                self._last = (prefix, self._stored(prefix))
+        return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class _Shapes:
+    """What conversions ask of a model: types of its parameters as they were with experts in stacks."""
+
+    def __init__(self, model: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.config, self._parameters = model.config, parameters
+        self._buffers = dict(model.named_buffers())
+
+    def get_parameter(self, name: str) -> nn.Parameter:
+        return self._parameters[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return (self._parameters.get(name, self._buffers.get(name))).dtype
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Prefixes of the layers: members of the list with the most parameters."""
+    from torch import nn  # lazy: loopq imports without torch
+
+    def total(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters())
+
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    longest = max(lists, key=lambda name: (total(lists[name]), len(lists[name])), default=None)
+    return [] if longest is None else [f"{longest}.{i}." for i in range(len(lists[longest]))]
+
+
+def _prefix(name: str, prefixes: Mapping[str, Any]) -> str | None:
+    return next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+
+
+def _is_tied(state: Mapping[str, Tensor], name: str, there: set[str]) -> bool:
+    return any(other in there and state[other] is state[name] for other in state)
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a parameter or a buffer its values, once and for all."""
+    from torch import nn  # lazy: loopq imports without torch
+
+    place, _, last = name.rpartition(".")
+    module = model.get_submodule(place)
+    if last in module._parameters:
+        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[last] = tensor
+
+
+def _fill(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give a parameter, a buffer, or the layers of a stack of experts their values for a while."""
+    place, _, last = name.rpartition(".")
+    module = model.get_submodule(place)
+    if isinstance(module, Experts):
+        module.fill(last, tensor)
+    elif last in module._parameters:
+        module._parameters[last].data = tensor
+    else:
+        module._buffers[last] = tensor

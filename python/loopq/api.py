@@ -17,12 +17,14 @@ from loopq.evaluate.compare import compare
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import is_checkpoint, read_any
 from loopq.formats.native import NATIVE
+from loopq.inference import restore
 from loopq.inference.restore import load_checkpoint
 from loopq.models.from_python import wrap
 from loopq.models.load import LoadedModel, load_model
 from loopq.run import together
 from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.export import quantized_format, refuse_early
+from loopq.run.kept import Kept
 from loopq.run.plan import Plan
 from loopq.run.result import Write, apart, check_out, output
 from loopq.run.route import carry_out, prepare
@@ -50,6 +52,8 @@ def quantize(
     n_steps: int | None = None,
     write: str | Write | None = None,
     ranks: Ranks | None = None,
+    keep: Sequence[str] = (),
+    requantize: bool = False,
     **options: Any,
 ) -> Checkpoint:
     """Quantize the shared layers of a looped model over its trajectory.
@@ -72,6 +76,10 @@ def quantize(
         run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
     ranks : loopq.run.together.Ranks, optional
         This process among those that torchrun started, which divide the work.
+    keep : sequence of str
+        Patterns of tensors in the model's files that stay bit for bit as they are, codes of a quantized file too.
+    requantize : bool
+        Take a folder that loopq wrote as the model. Folders that other tools quantized are always taken.
     **options
         Settings by their flat names, which replace those of `config`: of `QuantConfig` ("bits", "method", "steps",
         ...) with "preset", of `Execution` ("threads", "seed", "memory", "progress", ...), and "n_prompts",
@@ -104,13 +112,19 @@ def quantize(
     if ranks is not None:
         place = together.refuse(config, out, own_format=target.own and not callable(write))
         check_out(place)
-        plan, source = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        plan, source = _prepared(
+            open_source(model, requantize), calibration, take, config, n_steps, execution
+        )
         return together.quantize(ranks, plan, source, place)
     with output(out, execution, write) as (execution, finish):
-        loaded = open_model(model)
+        loaded = open_source(model, requantize)
+        kept = Kept.of(loaded.folder, keep)
+        if keep:
+            depth = loaded.system.n_steps if n_steps is None else n_steps
+            config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(depth)))
         refuse_early(loaded, config, target.name, n_steps)
         plan, source = _prepared(loaded, calibration, take, config, n_steps, execution)
-        checkpoint = carry_out(plan, source)
+        checkpoint = kept.put(carry_out(plan, source))
         finish(checkpoint)
     del plan, source
     return apart(checkpoint)
@@ -358,6 +372,21 @@ def open_model(model: Model) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     return load_model(model) if isinstance(model, str | Path) else wrap(model)
+
+
+def open_source(model: Model, requantize: bool = False) -> LoadedModel:
+    """Load a model that is to be quantized: as `open_model` does, or the weights of a quantized folder.
+
+    Raises
+    ------
+    CheckpointError
+        loopq wrote the folder, and `requantize` is not given.
+    """
+    if isinstance(model, str | Path):
+        found = restore.open_source(Path(model), requantize=requantize)
+        if found is not None:
+            return found
+    return open_model(model)
 
 
 def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> LoadedModel:

@@ -15,6 +15,7 @@ from loopq.calibrate.prompts import RANDOM_TOKENS, CalibrationTake, Take
 from loopq.errors import ConfigError
 from loopq.formats.base import Option
 from loopq.formats.convert import settings_of
+from loopq.inference.restore import open_source
 from loopq.layers.loop_spec import MAX_STEPS
 from loopq.models.from_python import load_python
 from loopq.models.load import DTYPES, LoadedModel, load_model
@@ -419,6 +420,17 @@ def load(args: argparse.Namespace) -> LoadedModel:
     if args.model is None:
         raise ConfigError("name a model: MODEL, or --python FILE.py:FUNCTION")
     return load_model(args.model, **loading(args))
+
+
+def load_source(args: argparse.Namespace) -> LoadedModel:
+    """Load the model that `add_source` named, to be quantized: also one that another tool quantized."""
+    if args.python is None and args.model is not None:
+        found = open_source(
+            Path(args.model), requantize=args.requantize, trust_remote_code=args.trust_remote_code
+        )
+        if found is not None:
+            return found
+    return load(args)
 
 
 def load_any(args: argparse.Namespace, *, quantized: bool = False) -> LoadedModel:

@@ -25,7 +25,7 @@ from loopq.commands.options import (
     check_place,
     format_options,
     given,
-    load,
+    load_source,
     quant_config,
     ranks_of_environment,
     take,
@@ -73,6 +73,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     for name, metavar, text in _RARE:
         parser.add_argument(f"--{name}", metavar=metavar, help=text).rare = True  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave these tensors of the model's files bit for bit as they are; repeatable",
+    ).rare = True  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--requantize", action="store_true", help="take a folder that loopq wrote as the model"
+    ).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
     add_text(parser, "calibration", CalibrationTake)
     add_source(parser)
@@ -97,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         require("matplotlib")
         check_place(args.html)
-    loaded = load(args)
+    loaded = load_source(args)
     refuse_early(loaded, config, args.format, args.n_steps, **options)
     exported: list[Exported] = []
 
@@ -118,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
             write=None if target.own else write,
             progress=progress,
             ranks=ranks,
+            keep=args.keep,
             **given(args, Execution),
         )
     if ranks is not None and ranks.rank > 0:

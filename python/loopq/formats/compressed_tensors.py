@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, split
+from loopq.formats.float_codes import plain
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
@@ -98,6 +100,11 @@ class CompressedTensors(QuantizedFolder):
             "ignore": [*export.dense, *_inside(export.dense)],
             "kv_cache_scheme": None,
         }
+
+    def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
+        """FP8, INT8, NVFP4 and MXFP4 as float32."""
+        found = plain(tensors, path)
+        return tensors if found.keys() == tensors.keys() else found
 
     def modules(self, names: Sequence[str]) -> list[str]:
         """Modules with packed weights."""

@@ -133,6 +133,10 @@ class QuantizedFolder(Format):
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer."""
 
+    def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
+        """Return tensors with weights that no grid of loopq holds as plain numbers; the same object without any."""
+        return tensors
+
     def holds(self, path: Path) -> bool:
         """Whether the folder's config.json says so."""
         if (path / store.INDEX).is_file() or not (path / hf_folder.CONFIG).is_file():
@@ -285,13 +289,14 @@ class QuantizedFolder(Format):
         """
         config, quantization = hf_folder.read_config(path)
         quantization = quantization or {}
-        reader = TensorReader(str(path), hf_folder.read_all_tensors(path))
+        stored = hf_folder.read_all_tensors(path)
+        reader = TensorReader(str(path), self.plain(stored, path))
         layers = {}
         for module in self.modules(list(reader.tensors)):
             checked(Name, module, f"{path}: name of a quantized module")
             layer = self.read_layer(module, reader, quantization)
             layers[layer.name] = layer
-        if not layers:
+        if not layers and reader.tensors is stored:
             raise CheckpointError(f"{path}: config.json says {self.name}, but there is no quantized layer")
         dense = {name: t for name, t in reader.tensors.items() if name not in reader.used}
         side = hf_folder.side_files(path, frozenset({RECORD, store.REPORT, hf_folder.CARD}))

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopq.errors import ConfigError
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint, load_into
+from loopq.formats.convert import read_any
+from loopq.formats.native import NATIVE
+from loopq.formats.quantized_folder import RECORD
 from loopq.models.build import build_model
 from loopq.models.load import LoadedModel
 from loopq.systems.files import find_names
 
 if TYPE_CHECKING:
     from loopq.inference.layout import Activations
+
+
+def open_source(
+    model: Path, *, requantize: bool = False, trust_remote_code: bool = False
+) -> LoadedModel | None:
+    """Open a quantized folder as a source of weights; None where a folder is none, or its layers are no codes.
+
+    Raises
+    ------
+    CheckpointError
+        loopq wrote it, and `requantize` is not given.
+    """
+    if not (model / "config.json").is_file() and not NATIVE.holds(model):
+        return None
+    if not any(target.holds(model) for _, target in FORMATS):
+        return None
+    if (NATIVE.holds(model) or (model / RECORD).exists()) and not requantize:
+        raise CheckpointError(
+            f"{model}: loopq's own output: name the model that it was made from, or give --requantize "
+            "(requantize=True) to quantize its rounded weights once more"
+        )
+    loaded = load_checkpoint(read_any(model), trust_remote_code=trust_remote_code)
+    note = "weights of a quantized file, dequantized"
+    report = dataclasses.replace(loaded.report, source=str(model), notes=(*loaded.report.notes, note))
+    return dataclasses.replace(loaded, folder=model, report=report)
 
 
 def load_checkpoint(

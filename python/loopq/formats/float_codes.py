@@ -1,0 +1,91 @@
+"""Weights of other tools in codes that are floating numbers or bytes: FP8, INT8, NVFP4 and MXFP4, as float32.
+
+Spec: docs/formats/compressed-tensors.md. A code times its scale is one product in float32, as other readers compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.errors import CheckpointError
+from loopq.storage.files import RawTensor
+from loopq.storage.schema import shown
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_CODES = ("F8_E4M3", "I8")
+
+
+def e4m3(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Values of float8 codes: 1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinity."""
+    every = np.arange(256)
+    exponent, mantissa = every >> 3 & 15, every & 7
+    sizes = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+    table = np.where(every & 128, -sizes, sizes)
+    table[[0x7F, 0xFF]] = np.nan
+    found: NDArray[np.float32] = table.astype(np.float32)[codes]
+    return found
+
+
+def e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Values of 4-bit float codes, two in a byte, the first in the low half: (rows, n) gives (rows, 2 n)."""
+    found: NDArray[np.float32] = np.stack((_E2M1[packed & 15], _E2M1[packed >> 4]), -1).reshape(
+        len(packed), -1
+    )
+    return found
+
+
+def powers(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Scales that are powers of two: 2^(code - 127), float32."""
+    return np.ldexp(np.float32(1), codes.astype(np.int32) - 127).astype(np.float32)
+
+
+def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTensor]:
+    """Return tensors with the weights in such codes as float32, and without their scales.
+
+    Raises
+    ------
+    CheckpointError
+        Scales that are missing or of another shape, or zero points, which no such format has.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        coded = (last == "weight" and tensor.dtype in _CODES) or (
+            last == "weight_packed" and tensor.dtype == "U8"
+        )
+        if not coded:
+            continue
+        scale = found.pop(f"{module}.weight_scale", None)
+        if scale is None or f"{module}.weight_zero_point" in found:
+            raise CheckpointError(
+                f"{where}: tensor {shown(name)}: its scales are missing, or it has zero points"
+            )
+        outer = found.pop(f"{module}.weight_global_scale", None)
+        for other in ("input_scale", "input_global_scale", "weight_shape"):
+            found.pop(f"{module}.{other}", None)
+        del found[name]
+        found[f"{module}.weight"] = RawTensor.of(
+            _values(tensor, scale, outer, f"{where}: tensor {shown(name)}")
+        )
+    return found
+
+
+def _values(tensor: RawTensor, scale: RawTensor, outer: RawTensor | None, where: str) -> NDArray[np.float32]:
+    codes = tensor.array()
+    values = {"U8": e2m1, "F8_E4M3": e4m3, "I8": np.float32}[tensor.dtype](codes)
+    if scale.dtype == "F8_E4M3":
+        scales = e4m3(scale.array())
+    else:
+        scales = powers(scale.array()) if scale.dtype == "U8" else scale.float32()
+    if outer is not None:
+        scales = scales / outer.float32()
+    scales = scales.reshape(-1, 1) if scales.ndim == 1 and scales.size > 1 else scales
+    scales = scales.reshape(1, 1) if scales.size == 1 else scales
+    rows, columns = values.shape
+    if scales.ndim != 2 or rows % scales.shape[0] or columns % scales.shape[1]:
+        raise CheckpointError(f"{where}: {list(values.shape)} numbers, scales {list(scales.shape)}")
+    spread = scales.repeat(rows // scales.shape[0], 0).repeat(columns // scales.shape[1], 1)
+    return values * spread

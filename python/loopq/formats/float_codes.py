@@ -5,7 +5,8 @@ Spec: docs/formats/compressed-tensors.md. A code times its scale is one product 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +76,8 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
 
 def _values(tensor: RawTensor, scale: RawTensor, outer: RawTensor | None, where: str) -> NDArray[np.float32]:
     codes = tensor.array()
-    values = {"U8": e2m1, "F8_E4M3": e4m3, "I8": np.float32}[tensor.dtype](codes)
+    decode: dict[str, Callable[[NDArray[Any]], NDArray[np.float32]]] = {"U8": e2m1, "F8_E4M3": e4m3}
+    values = decode[tensor.dtype](codes) if tensor.dtype in decode else codes.astype(np.float32)
     if scale.dtype == "F8_E4M3":
         scales = e4m3(scale.array())
     else:
@@ -88,4 +90,5 @@ def _values(tensor: RawTensor, scale: RawTensor, outer: RawTensor | None, where:
     if scales.ndim != 2 or rows % scales.shape[0] or columns % scales.shape[1]:
         raise CheckpointError(f"{where}: {list(values.shape)} numbers, scales {list(scales.shape)}")
     spread = scales.repeat(rows // scales.shape[0], 0).repeat(columns // scales.shape[1], 1)
-    return values * spread
+    found: NDArray[np.float32] = values * spread
+    return found

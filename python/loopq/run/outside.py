@@ -39,15 +39,14 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
     if bits is None:
         return []
     system = source.job.system
-    names = names_of(system.model)
-    left = {names.in_file(name) for name in system.left_out()}
-    listed = {p.name for p in source.job.selection.parameters} | left
+    names, tensors = names_of(system.model), source.weights.tensors
+    listed = {owner for p in source.job.selection.parameters for owner in p.owners}
+    listed |= {name.rpartition(".")[0] for name in system.left_out()}
     found: list[tuple[str, dict[str, Any]]] = []
-    for name, tensor in source.weights.tensors.items():
-        module, _, last = names.in_model(name).rpartition(".")
-        if last != "weight" or name in listed or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
+    for module, holder in system.model.named_modules():
+        tensor = tensors.get(names.in_file(f"{module}.weight"))
+        if tensor is None or module in listed or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
             continue
-        holder = system.model.get_submodule(module)
         product = isinstance(holder, torch.nn.Linear | torch.nn.Embedding)
         if product or type(holder).__name__ == "Conv1D":
             found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))

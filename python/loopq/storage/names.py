@@ -19,6 +19,10 @@ class Names:
         """Name in a file of what the model calls `name`."""
         return name
 
+    def of_layer(self, name: str) -> str:
+        """Name in a file of a weight that may be quantized: the model's own where files keep it in another layout."""
+        return self.in_file(name)
+
     def in_model(self, name: str) -> str:
         """Name in the model of what a file calls `name`; itself where the model has no such tensor."""
         return name

@@ -622,7 +622,7 @@ def declare(
         out_features, in_features = (columns, rows) if orientation == "in_out" else (rows, columns)
         declared.append(
             SharedParameter(
-                name=names.in_file(f"{name}.weight"),
+                name=names.of_layer(f"{name}.weight"),
                 owners=(name, *others),
                 in_features=in_features,
                 out_features=out_features,

@@ -47,7 +47,7 @@ class FileNames(Names):
             elif plain in state:
                 self._own[key] = plain
         rest = {name: t.to("meta") for name, t in state.items() if name not in {*self._own.values()}}
-        self._rules = rules
+        self._rules, self._state = rules, tuple(state)
         saved = self._saved(model, rest)
         places = {id(tensor): key for key, tensor in saved.items()}
         for name, tensor in rest.items():
@@ -58,6 +58,19 @@ class FileNames(Names):
     def in_file(self, name: str) -> str:
         """As of `Names`."""
         return self._files.get(name, name)
+
+    def of_layer(self, name: str) -> str:
+        """As of `Names`; those that the files keep together with it have the model's names from then on, too."""
+        if name in self._files:
+            return self._files[name]
+        mates = {name}
+        for rule in (rule.reverse_transform() for rule in self._converters if len(rule.target_patterns) > 1):
+            if rule.rename_source_key(name)[1] is not None:
+                mates |= {other for other in self._state if rule.rename_source_key(other)[1] is not None}
+        for other in mates:
+            self._own[other] = self._files[other] = other
+            self._made.pop(other, None)
+        return name
 
     def in_model(self, name: str) -> str:
         """As of `Names`."""

@@ -28,7 +28,8 @@ def dory(**changes: Any) -> Any:
     settings = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "n_input_layers": 1,
                 "n_output_layers": 1, "n_recurrent_loops": 3, "sliding_window": 8}  # fmt: skip
     torch.manual_seed(0)
-    return transformers.DoryForCausalLM(transformers.DoryConfig(**SIZES, **settings, **changes)).eval()
+    config = transformers.DoryConfig(**{**SIZES, **settings, **changes})
+    return transformers.DoryForCausalLM(config).eval()
 
 
 def inkling_config(**changes: Any) -> Any:
@@ -80,7 +81,8 @@ def check_round_trip(source: Path, out: Path, **options: Any) -> loopq.Checkpoin
     transformers = pytest.importorskip("transformers")
     import loopq.integrations.transformers
 
-    settings = {"group_size": 16, "metric": "loop", "descent": 2, **options}
+    given = {"group_size": 16, "metric": "loop", "descent": 2, **options}
+    settings = {name: value for name, value in given.items() if value is not None}
     with pytest.raises(Kill):
         loopq.quantize(source, tokens(), out=out / "codes", progress=Killer(6), **settings)
     result = loopq.quantize(source, tokens(), out=out / "codes", **settings)

@@ -40,6 +40,12 @@ def test_round_trip_keeps_the_files_names(paired: bool, tmp_path: Path) -> None:
     assert written.difference == 0.0
 
 
+def test_the_head_can_be_rounded_too(tmp_path: Path) -> None:
+    dory(hidden_size=64).save_pretrained(tmp_path / "dory")
+    result = check_round_trip(tmp_path / "dory", tmp_path, method="rtn", metric=None, descent=None, outside=8)
+    assert {result.layers[n].grid.bits for n in ("lm_head.weight", "backbone.embeddings.weight")} == {8}
+
+
 def test_every_depth_is_declared_and_run(tmp_path: Path) -> None:
     dory().save_pretrained(tmp_path)
     loaded = load_model(tmp_path)

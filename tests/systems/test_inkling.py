@@ -80,3 +80,17 @@ def test_the_text_model_inside_one_with_images(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(batch.input_ids, use_cache=False).logits
     assert (again.system.rollout(batch, 3) - expected).norm() < 0.3 * expected.norm()
+
+
+def test_export_holds_gates_whose_files_have_no_module_for_them(tmp_path: Path) -> None:
+    inkling().save_pretrained(tmp_path / "inkling")
+    result = loopq.quantize(tmp_path / "inkling", tokens(2), group_size=16, method="rtn")
+    written = loopq.export(result, tmp_path / "ct", "compressed-tensors")
+    assert written.difference == 0.0
+    stored = map_tensors(tmp_path / "ct" / "model.safetensors")
+    assert "model.llm.layers.2.controllers.k.down_proj.weight_packed" in stored
+    assert "model.llm.layers.0.mlp.experts.0.gate_proj.weight_packed" in stored
+    (tmp_path / "ct" / "loopq_export.json").unlink()
+    batch = Batch(torch.from_numpy(tokens(1)), (0,))
+    found, expected = (loopq.load(x).system.rollout(batch, 3) for x in (tmp_path / "ct", result))
+    assert torch.equal(found, expected)

@@ -69,8 +69,6 @@ class CompressedTensors(QuantizedFolder):
                 f"layer {layer.name}: the model keeps it transposed (Conv1D), and compressed-tensors quantizes "
                 "nn.Linear alone; leave the layer dense (--exclude) or use the format 'gptq'"
             )
-        if not layer.name.endswith(".weight"):
-            raise CheckpointError(f"layer {layer.name}: compressed-tensors takes a module's 'weight' alone")
         single = as_channel(layer)
         if single.layer is not layer:
             return single

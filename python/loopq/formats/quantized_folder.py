@@ -320,6 +320,10 @@ class QuantizedFolder(Format):
         if record.target != self.name:
             raise CheckpointError(f"{folder}: config.json says {self.name}, {RECORD} {shown(record.target)}")
         reports = store.read_report(folder / store.REPORT)
+        own = {f"{module}.weight": name for name, module in modules_of(record.settings).items()}
+        layers = {
+            own.get(n, n): dataclasses.replace(layer, name=own.get(n, n)) for n, layer in layers.items()
+        }
         restored = {}
         for settings in record.layers:
             name = settings.name
@@ -432,9 +436,20 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     return facts
 
 
+def modules_of(settings: Object) -> dict[str, str]:
+    """Modules of layers whose names in the model's files do not tell them."""
+    return checked(dict[str, Name], settings.get("modules", {}), "settings: modules")
+
+
 def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Modules of every quantized layer: its own, and those tied to it, which other tools load apart."""
-    owners = {name: [layer.module] for name, layer in checkpoint.layers.items()}
+    modules = modules_of(checkpoint.settings)
+    for name in checkpoint.layers:
+        if not name.endswith(".weight") and name not in modules:
+            raise CheckpointError(
+                f"layer {name}: other tools take a module's 'weight' alone; --exclude the layer"
+            )
+    owners = {name: [modules.get(name, layer.module)] for name, layer in checkpoint.layers.items()}
     for name, source in checkpoint.ties.items():
         if source in owners:
             owners[source].append(name.removesuffix(".weight"))

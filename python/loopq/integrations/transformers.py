@@ -113,7 +113,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
             self._placed[source].append(names.in_model(name).removesuffix(".weight"))
         absent: list[str] = []
         for name, owners in self._placed.items():
-            if any(isinstance(modules.get(o), torch.nn.Embedding) for o in owners):
+            if any(_keeps_weight(modules.get(o)) for o in owners):
                 absent += [rf"^{re.escape(owner)}\.weight$" for owner in owners]
                 continue
             strange = [o for o in owners if type(modules.get(o)) is not torch.nn.Linear]
@@ -152,7 +152,7 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         reader = TensorReader(str(self._files[0].parent), self._tensors())
         for layer in self.quantization_config.layers(reader):
             stored = model.get_submodule(self._placed[layer.name][0])
-            if layer.orientation == "table":
+            if any(_keeps_weight(model.get_submodule(owner)) for owner in self._placed[layer.name]):
                 self._put_table(layer, model)
                 continue
             # Only its shape and device are asked for.
@@ -211,6 +211,12 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Whether gradients reach the weights: no."""
         return False
+
+
+def _keeps_weight(module: nn.Module | None) -> bool:
+    """Whether a module stays where it is: a table, or a linear layer with a forward of its own."""
+    own = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
+    return own or isinstance(module, torch.nn.Embedding)
 
 
 def _files(model: nn.Module) -> list[Path]:

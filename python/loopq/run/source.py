@@ -28,6 +28,7 @@ from loopq.run.solver import Solver
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.model_files import is_streamed
+from loopq.storage.names import names_of
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
 
@@ -149,11 +150,16 @@ class ModelSource(Source):
 
     def facts(self) -> dict[str, Any]:
         """As of `Source`."""
+        model = self.job.system.model
+        named = names_of(model)
+        odd = [p for p in self.job.selection.parameters if not p.name.endswith(".weight")]
+        modules = {p.name: named.module(model, p.owners[0]) for p in odd}
         return {
             "system": self.job.system.name,
             "n_steps": self.job.selection.n_steps,
             "seed": self.execution.seed,
             "calibration": self.job.tokens.describe(),
+            **({"modules": modules} if modules else {}),
         }
 
     def key(self, plan: Plan) -> str:

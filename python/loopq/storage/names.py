@@ -23,6 +23,10 @@ class Names:
         """Name in a file of a weight that may be quantized: the model's own where files keep it in another layout."""
         return self.in_file(name)
 
+    def module(self, model: nn.Module, name: str) -> str:
+        """Name that files would give to a module, so that what is stored beside its weight finds it."""
+        return name
+
     def in_model(self, name: str) -> str:
         """Name in the model of what a file calls `name`; itself where the model has no such tensor."""
         return name

@@ -62,10 +62,6 @@ class Dory(StepwiseSystem):
                 modules += [(f"model.layers.{i}.{place}.{name}", fields) for name in names]
         return declare(self.model, modules, n_steps)
 
-    def left_out(self) -> dict[str, str]:
-        """The head, which runs once."""
-        return {"lm_head.weight": "runs once, after all layers"}
-
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:
         with setting(self.model.config, n_recurrent_loops=n_steps):
             return logits_of(self.model(ids, use_cache=False))

@@ -72,6 +72,14 @@ class FileNames(Names):
             self._made.pop(other, None)
         return name
 
+    def module(self, model: nn.Module, name: str) -> str:
+        """As of `Names`."""
+        import torch  # lazy: loopq imports without torch
+
+        # A name that no rule for weights knows: the rules for modules alone apply.
+        saved = self._saved(model, {f"{name}.weight_packed": torch.empty(0)})
+        return next(iter(saved)).removesuffix(".weight_packed")
+
     def in_model(self, name: str) -> str:
         """As of `Names`."""
         return self._own.get(name, name)

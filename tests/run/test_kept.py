@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import loopq
 from loopq.errors import CheckpointError, ConfigError
+from loopq.formats.convert import read_any
 from loopq.formats.quantized_folder import RECORD
 from loopq.storage.files import map_tensors
 from loopq.systems.base import Batch
@@ -45,6 +46,36 @@ def test_codes_of_another_tool_are_read_exactly_and_kept(tmp_path: Path) -> None
     assert 0 < (found - expected).norm() < 0.2 * expected.norm()
     with pytest.raises(ConfigError, match="keep"):
         loopq.quantize(source, tokens(2), keep=("*nothing*",), **SETTINGS)
+
+
+def test_awq_is_a_source(tmp_path: Path) -> None:
+    dory().save_pretrained(tmp_path)
+    rng = np.random.default_rng(0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    module = "backbone.layers.1.mlp.up_proj"
+    codes = rng.integers(0, 16, (32, 48)).astype(np.uint32)
+    zeros = rng.integers(0, 16, (2, 48)).astype(np.uint32)
+    scales = (rng.random((2, 48)) * 0.1 + 0.01).astype(np.float16)
+
+    def packed(values: np.ndarray) -> torch.Tensor:
+        # Nibbles of a word hold the outputs 0, 2, 4, 6, 1, 3, 5, 7.
+        parts = values.reshape(len(values), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+        words = (parts << (4 * np.arange(8, dtype=np.uint32))).sum(-1).astype(np.uint32)
+        return torch.from_numpy(words.view(np.int32).copy())
+
+    del tensors[f"{module}.weight"]
+    tensors |= {
+        f"{module}.qweight": packed(codes), f"{module}.qzeros": packed(zeros),
+        f"{module}.scales": torch.from_numpy(scales),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_any(tmp_path).layers[f"{module}.weight"].dequantize()
+    spread = scales.astype(np.float32).repeat(16, 0)
+    expected = (codes.astype(np.float32) - zeros.astype(np.float32).repeat(16, 0)) * spread
+    np.testing.assert_array_equal(found, expected.T)
 
 
 def test_own_output_is_refused_unless_that_is_asked_for(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -166,13 +167,52 @@ class GPTQ(QuantizedFolder):
         )
 
 
+#: Output of each nibble in AWQ's words, from the lowest.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
 class GPTQv2(GPTQ):
-    """Version 2: any zero point."""
+    """Version 2: any zero point. AWQ's files are read as such, since they hold the same numbers in other words."""
 
     name: ClassVar[str] = "gptq_v2"
     version: ClassVar[int] = 2
     # Fewer tools read it.
     loads: ClassVar[str] = QuantizedFolder.loads
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Whether the config says GPTQ of this version, or AWQ."""
+        return config.get("quant_method") == "awq" or super().describes(config)
+
+    def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
+        """Put AWQ's codes, whose words lie along the outputs, into words of GPTQ."""
+        found = dict(tensors)
+        for module in self.modules(list(tensors)):
+            words, zeros, scales = (tensors.get(f"{module}.{n}") for n in ("qweight", "qzeros", "scales"))
+            if words is None or zeros is None or scales is None or words.shape[-1] == scales.shape[-1]:
+                continue
+            codes = native.pack_dense(np.ascontiguousarray(_awq_codes(words, path, module).T), 4, 0)
+            found[f"{module}.qweight"] = RawTensor.of(np.ascontiguousarray(codes.T))
+            packed = native.pack_dense(_awq_codes(zeros, path, module), 4, 0)
+            found[f"{module}.qzeros"] = RawTensor.of(packed)
+        return found
+
+    def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
+        """Read one layer; AWQ's always has zero points."""
+        awq = {"sym": False} if config.get("quant_method") == "awq" else {}
+        return super().read_layer(module, reader, {**config, **awq})
+
+
+def _awq_codes(words: RawTensor, path: Path, module: str) -> NDArray[np.uint8]:
+    """Codes (rows, outputs) of words (rows, outputs / 8)."""
+    if words.dtype != "I32" or len(words.shape) != 2:
+        raise CheckpointError(
+            f"{path}: module {module!r}: {words.dtype} {shown(list(words.shape))} is no AWQ"
+        )
+    bits = words.array().view(np.uint32)
+    codes = np.empty((*bits.shape, 8), np.uint8)
+    for place, output in enumerate(_AWQ_ORDER):
+        codes[..., output] = bits >> np.uint32(4 * place) & 15
+    return codes.reshape(len(bits), -1)
 
 
 def _own(grid: Grid) -> tuple[int, int, bool]:

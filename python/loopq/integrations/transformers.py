@@ -186,7 +186,12 @@ class LoopqQuantizer(HfQuantizer):  # type: ignore[misc]
         owners = {owner for owners in self._placed.values() for owner in owners}
         stored = self._tensors()
         coded = owners | {f"{owner}.table" for owner in owners}
-        own = {n: t for n, t in model.state_dict().items() if n.rpartition(".")[0] not in coded}
+        own = {}
+        for name, tensor in model.state_dict().items():
+            module, _, last = name.rpartition(".")
+            beside = last != "weight" and module in coded and _keeps_weight(model.get_submodule(module))
+            if beside or module not in coded:
+                own[name] = tensor
         state = dict(names_of(model).stored(model, own))
         # transformers 4 refuses tied weights of code that it does not know, or keeps another of their names.
         kept = {t.untyped_storage().data_ptr() for n, t in state.items() if n in stored}

@@ -120,3 +120,22 @@ def tokens():
 
     text = "".join(chr(97 + (i * i + 3 * i) % 26) + (" " if i % 5 == 0 else "") for i in range(400))
     return windows(text, encode_bytes, 24, 10, "made text")
+
+
+@pytest.fixture
+def solved(tiny_folder, tokens, tmp_path):
+    """Checkpoint of the tiny model, rounded to four bits."""
+    import loopq
+
+    out = tmp_path / "q"
+    loopq.quantize(tiny_folder, tokens, out=out, method="rtn", bits=4, group_size=16)
+    return out
+
+
+@pytest.fixture(scope="session")
+def small_demo():
+    """The demo on one grid and few prompts."""
+    from loopq import demo
+    from tests.support.demos import SMALL
+
+    return demo.run(**SMALL)

@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 
 import loopq
-from loopq import errors
 from tests.house import counts
-
-ROOT = Path(__file__).parents[2]
+from tests.support.interpreters import ROOT, python
 
 
 def _tracked() -> list[str]:
@@ -31,19 +29,6 @@ def _tracked() -> list[str]:
     return done.stdout.splitlines()
 
 
-def python(code: str) -> str:
-    """Run code in an interpreter of its own; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_there_is_one_version():
     pattern = rf"^## \[{re.escape(loopq.__version__)}\]"
     assert re.search(pattern, (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
@@ -52,37 +37,6 @@ def test_there_is_one_version():
         tomllib.loads((ROOT / "Cargo.toml").read_text("utf-8"))["workspace"]["package"]["version"]
         == loopq.__version__
     )
-
-
-def test_import_needs_numpy_and_safetensors_only():
-    loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
-    extras = {
-        "torch",
-        "transformers",
-        "scipy",
-        "threadpoolctl",
-        "matplotlib",
-        "cupy",
-        "lm_eval",
-        "sentencepiece",
-        "tokenizers",
-    }
-    assert not extras & set(loaded)
-    code = (
-        "import sys\n"
-        f"for name in {sorted(extras)}: sys.modules[name] = None\n"
-        "import loopq\n"
-        "try: loopq.quantize('huginn_small', bits=4)\n"
-        "except loopq.LoopqError as error: print(error)\n"
-    )
-    assert "loopq[torch]" in python(code)
-
-
-def test_every_error_class_has_a_test():
-    tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
-    raised = set(re.findall(r"raises\(\s*(?:\w+\.)*(\w+)", tests)) | {"LoopqError"}
-    classes = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, errors.LoopqError)}
-    assert classes <= raised | {"MissingExtraError"}, sorted(classes - raised)
 
 
 def test_public_functions_document_every_parameter():

@@ -8,6 +8,7 @@ import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.report import page
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, seeds=(0,), group_sizes=(4, -1))
@@ -85,3 +86,13 @@ def check_axes(picture):
         assert labels, picture.name
         for text in labels:
             assert re.search(r"\[[^\]]+\]", text), (picture.name, text)
+
+
+@pytest.fixture(scope="module")
+def text(diagnosis):
+    return page.render(diagnosis)
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    monkeypatch.setattr("loopq.report.diagnosis.all_figures", lambda d: [])

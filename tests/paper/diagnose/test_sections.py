@@ -6,7 +6,7 @@ import json
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.sections import SECTIONS, in_order
-from tests.diagnose.test_survey import OURS, Notes
+from tests.support.diagnosed import OURS, Notes
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 PAPERS = ["displacement", "perturbation", "jacobian", "bypass"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conftest import TINY
+from tests.support.runs import TINY
 
 
 def test_collect_solve_merge(saved_model, tmp_path, command):

@@ -8,9 +8,7 @@ import resource
 
 import pytest
 
-from tests.support.runs import digest, in_ranks
-
-from .conftest import TINY
+from tests.support.runs import TINY, digest, in_ranks
 
 
 def reports(folder):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from loopq.diagnose import survey
@@ -75,17 +73,6 @@ def everything(diagnosis):
         "errors": errors(Q4=1.0),
         "measured": measured(summary("Q4", 0.02)),
     }
-
-
-def check_axes(picture):
-    """Every axis has a label with its unit."""
-    for axes in picture.figure.axes:
-        labels = [axes.get_xlabel(), axes.get_ylabel()]
-        if axes.get_label() == "<colorbar>":
-            labels = [text for text in labels if text]
-        assert labels, picture.name
-        for text in labels:
-            assert re.search(r"\[[^\]]+\]", text), (picture.name, text)
 
 
 @pytest.fixture(scope="module")

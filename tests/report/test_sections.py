@@ -6,8 +6,7 @@ import re
 
 from loopq.report import page
 from loopq.report.sections import all_figures
-from tests.report.conftest import check_axes
-from tests.support.pages import saved
+from tests.support.pages import check_axes, saved
 
 
 def test_every_axis_has_a_label_with_its_unit(diagnosis):

@@ -1,0 +1,9 @@
+"""Overlap of states, on the page."""
+
+from __future__ import annotations
+
+from tests.support.pages import check_table
+
+
+def test_its_table_is_on_the_page(diagnosis):
+    check_table(diagnosis, "overlap", "overlap")

@@ -330,3 +330,8 @@ def test_tracked_text_names_no_machine():
             and path.exists()
         ):
             assert not pattern.search(path.read_text("utf-8")), name
+
+
+def test_modules_have_their_tests_at_the_mirrored_path():
+    found = {m.what: m.value for m in counts.measures()}
+    assert found["% of modules with a test at the mirrored path"] >= 98, counts.without_mirrored_test()

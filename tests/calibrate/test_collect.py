@@ -59,7 +59,7 @@ def collected(saved_model, out, world):
     )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, world):
     (one,), found = (
         collected(saved_model, tmp_path / name, n) for name, n in (("one", 1), ("several", world))

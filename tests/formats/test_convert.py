@@ -61,6 +61,7 @@ def fitting(draw):
     return made, form, None if form in ("native", "marlin") else policy
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.composite(fitting)())
 def test_there_and_back_gives_the_same_bytes(tmp_path_factory, case):

@@ -17,12 +17,14 @@ from ..soak.files import FINE, campaign, checkpoints
 from ..support.checkpoints import checkpoint, layer
 
 
-def test_campaign():
-    counts = campaign([checkpoints], range(1500))
+@pytest.mark.parametrize("n", [150, pytest.param(1500, marks=pytest.mark.slow)])
+def test_campaign(n):
+    counts = campaign([checkpoints], range(n))
     assert counts.failures == []
-    assert sum(counts.outcomes.values()) == 1500
-    assert counts.outcomes["refused"] > 850
-    assert set(counts.outcomes) == set(FINE)
+    assert sum(counts.outcomes.values()) == n
+    assert counts.outcomes["refused"] > n * 850 // 1500
+    assert set(counts.outcomes) <= set(FINE)
+    assert n < 1500 or set(counts.outcomes) == set(FINE)
 
 
 def test_shards_outside_the_folder_are_refused(tmp_path):

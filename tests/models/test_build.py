@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.models.build import build_model
 from loopq.models.load import load_model
 
@@ -35,5 +35,5 @@ def test_without_a_config_or_leave_for_its_code_nothing_is_built():
     with pytest.raises(CheckpointError, match=r"carries no config\.json"):
         build_model({})
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}
-    with pytest.raises(CheckpointError, match=r"trust.remote.code"):
+    with pytest.raises(ConfigError, match=r"trust.remote.code"):
         build_model({"config.json": json.dumps(config).encode()})

@@ -108,6 +108,7 @@ fn solve(c: &mut Criterion) {
             signed: false,
             scale_type: ScaleType::F32,
             search: Search::Max,
+            trellis: None,
         };
         let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa: Isa::best() };
         let cancel = Cancel::new();
@@ -146,6 +147,7 @@ fn descent(c: &mut Criterion) {
         signed: true,
         scale_type: ScaleType::F16,
         search: Search::Mse,
+        trellis: None,
     };
     let settings = Coordinate { grid, beam: 16, sweeps: 30, rounds: 4, refit: true };
     let cancel = Cancel::new();

@@ -18,7 +18,9 @@ from loopq.cuda.layout import TILE_K, WORDS_PER_TILE
 from loopq.cuda.load import Backend
 from loopq.cuda.rollout import BlockParts, LoopParts, RolloutRunner
 from loopq.cuda.w4a16 import dequantize_packed
-from loopq.inference.linear import Grid, QuantLinear
+from loopq.inference.layout import Held
+from loopq.inference.linear import QuantLinear
+from loopq.layers.grids.integer import Integer
 
 __all__ = [
     "EagerLoop",
@@ -58,7 +60,8 @@ def random_parts(
         groups = -(-in_features // group_size)
         scales = torch.rand(groups, out_features, generator=generator, device=device) + 0.5
         scales = (scales / (5.0 * in_features**0.5)).to(torch.bfloat16)
-        layer = QuantLinear("lq-w4", words, scales, grid=Grid(out_features, in_features, group_size, 4))
+        held = Held(out_features, in_features, Integer(4, group_size, "bfloat16"))
+        layer = QuantLinear("lq-w4", words, scales, held=held)
         if quantized:
             return layer
         plain = torch.nn.Linear(in_features, out_features, bias=False, device="meta", dtype=torch.bfloat16)

@@ -24,6 +24,8 @@ import torch
 from loopq import _native
 from record import factored, write
 
+GRID = _native.Grid(bits=4, group_size=128)
+
 
 def pairs(ours: Callable[[], object], theirs: Callable[[], object], n: int) -> dict[str, float]:
     """Run both `n` times in turns; median seconds and median ratio, and the ratio of the shortest times."""
@@ -97,7 +99,7 @@ def bench_solve(m: int, dim: int, precision: str, threads: int, n_pairs: int) ->
     hn, wn = h.numpy(), w.numpy()
 
     def ours() -> dict[str, Any]:
-        return _native.gptq(wn, factored(hn, precision, threads), bits=4, group_size=128, threads=threads)
+        return _native.gptq(wn, factored(hn, precision, threads), GRID, threads=threads)
 
     same = float((torch_gptq(w, h, 128, 0.01).numpy() == ours()["codes"]).mean())
     assert same > 0.9, same
@@ -127,7 +129,7 @@ def bench_rank(m: int, dim: int, threads: int, n_pairs: int) -> list[dict[str, A
         found.append(int((values > 1e-3 * values[-1]).sum()))
 
     def solve() -> None:
-        _native.gptq(w, factored(h, "float64", threads), bits=4, group_size=128, threads=threads)
+        _native.gptq(w, factored(h, "float64", threads), GRID, threads=threads)
 
     against = pairs(ours, spectrum, 1 if dim > 2048 else n_pairs)
     assert len(set(found)) == 1, found

@@ -28,6 +28,9 @@ import torch
 from benches.kernels.shapes import Projection, shapes_of
 from loopq import _native
 from loopq.inference.linear import QuantLinear
+from loopq.layers.grids.integer import Integer
+from loopq.layers.grids.trellis import OnTrellis, Trellis
+from loopq.layers.layer import QuantizedLayer
 from record import write
 
 GROUP = 128
@@ -55,9 +58,10 @@ class Weights:
         groups = -(-layer.in_features // GROUP)
         drawn = rng.uniform(0.5, 1.5, (layer.out_features, groups)) / (6 * layer.in_features**0.5)
         scales = torch.from_numpy(drawn.astype(np.float32)).bfloat16()
-        given = (codes, scales.float().numpy(), GROUP, 4)
-        ours = QuantLinear.from_codes(*given, layout="lq-cpu")
-        int8 = QuantLinear("lq-cpu", ours.qweight, ours.scales, grid=ours.grid, activations="int8")
+        grid = Integer(4, GROUP, "bfloat16")
+        quantized = QuantizedLayer("layer.weight", grid, codes, scales.float().numpy(), None)
+        ours = QuantLinear.from_layer(quantized, layout="lq-cpu")
+        int8 = QuantLinear("lq-cpu", ours.qweight, ours.scales, held=ours.held, activations="int8")
         # torch's operator takes whole groups: the last is filled with the code of zero.
         padded = np.zeros((layer.out_features, groups * GROUP), np.int32)
         padded[:, : layer.in_features] = codes
@@ -159,9 +163,11 @@ def bench_trellis(layer: Projection, tokens: int, trials: int) -> list[dict[str,
         top = 1 << (bits - 1)
         codes = rng.integers(-top, top, (layer.out_features, layer.in_features), dtype=np.int8)
         scales = rng.uniform(0.5, 1.5, (layer.out_features, groups)).astype(np.float16).astype(np.float32)
-        given = (codes, scales, GROUP, bits)
-        coded = QuantLinear.from_codes(*given, layout="lq-cpu", trellis=(10, 512))
-        plain = QuantLinear.from_codes(*given, layout="lq-cpu")
+        given = (bits, GROUP, "float16")
+        coded, plain = (
+            QuantLinear.from_layer(QuantizedLayer("layer.weight", grid, codes, scales, None), layout="lq-cpu")
+            for grid in (OnTrellis(*given, Trellis(10, 512)), Integer(*given))
+        )
         exact = x.double() @ coded.dequantize().double().t()
         error = float((coded(x).double() - exact).norm() / exact.norm())
         assert error < BOUNDS["loopq"], error

@@ -30,12 +30,16 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from loopq import _native
 from loopq.inference.generate import Decoder, Generation
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.inference.runner import Runner
+from loopq.layers.grid import Bits
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.quantizers import Problem
+from loopq.quantizers.grid import GridSettings
+from loopq.quantizers.rtn import RTN
+from loopq.systems import find_system
+from loopq.systems.base import Batch, LoopedSystem
 from record import write
 
 #: Shapes of looped models, of classes of transformers.
@@ -70,7 +74,11 @@ LOAD = """
 import resource, sys, time
 import torch
 import loopq
+from loopq.layers.grid import Bits
 from loopq.models.load import load_model
+from loopq.quantizers import Problem
+from loopq.quantizers.grid import GridSettings
+from loopq.quantizers.rtn import RTN
 folder, how = sys.argv[1:]
 import transformers
 def peak():
@@ -115,13 +123,13 @@ def random_model(shape: str) -> Any:
         torch.set_default_dtype(default)
 
 
-def rounded(module: Any, bits: int, group_size: int) -> QuantLinear:
+def rounded(module: Any, bits: Bits, group_size: int) -> QuantLinear:
     """A layer's weight in codes."""
-    found = _native.rtn(module.weight.detach().float().numpy(), bits=bits, group_size=group_size)
-    return QuantLinear.from_codes(
-        found["codes"], found["scales"], group_size, bits, getattr(module, "bias", None),
-        layout="lq-cpu", scale_dtype=torch.float16,
-    )  # fmt: skip
+    weight = module.weight.detach().float().numpy()
+    grid = GridSettings(bits, group_size, scale_dtype="float32")
+    layer = RTN("max").quantize(Problem("layer.weight", weight, None, grid))
+    bias = getattr(module, "bias", None)
+    return QuantLinear.from_layer(layer, bias, layout="lq-cpu", scale_dtype=torch.float16)
 
 
 def coded(model: Any, group_size: int, outside: bool = False) -> Any:

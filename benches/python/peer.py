@@ -23,13 +23,15 @@ def loopq(w: np.ndarray, h: np.ndarray, threads: int, precision: str) -> Solver:
     """Give loopq's solver; the factor is part of the time."""
     from loopq import _native
 
+    grid = _native.Grid(bits=BITS, group_size=GROUP)
+
     def solve() -> tuple[float, np.ndarray]:
         start = time.perf_counter()
         mu = np.full(len(h), DAMPING * float(np.diag(h).mean()))
         factor = _native.DampedFactor(h, mu, precision=precision, threads=threads)  # type: ignore[arg-type]
-        got = _native.gptq(w, factor, bits=BITS, group_size=GROUP, threads=threads)
+        got = _native.gptq(w, factor, grid, threads=threads)
         took = time.perf_counter() - start
-        return took, _native.dequantize(got["codes"], got["scales"], got["zeros"], GROUP)
+        return took, _native.dequantize(got["codes"], got["scales"], got["zeros"], grid)
 
     return solve
 

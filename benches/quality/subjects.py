@@ -15,7 +15,7 @@ from loopq.calibrate.data import TokenSet, windows
 from loopq.calibrate.plbert import PLBERT
 from loopq.errors import ConfigError
 from loopq.paper.models import PreparedModel, Sizes, prepare_model
-from loopq.systems.base import find_system
+from loopq.systems import find_system
 
 #: Powers of four: the planted models compute what the plain ones do, to the last bit.
 KAPPA, OUTLIER = 1024.0, 64.0

@@ -13,7 +13,8 @@ from benches.zoo.models.layers import GatedMLP
 from benches.zoo.models.parcae import ParcaeMLP
 from benches.zoo.models.rllama import SmallRLlama
 from loopq.errors import ConfigError
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from loopq.zoo.huginn import HuginnMLP, SmallHuginn
 
 

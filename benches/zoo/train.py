@@ -29,7 +29,8 @@ from benches.zoo.recipes import RECIPES, SHIPPED, Recipe
 from benches.zoo.store import save_model
 from benches.zoo.subwords import add_tokenizer, prepare_tokens
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch, LoopedSystem
 
 
 def untrained(recipe: Recipe) -> LoopedSystem:

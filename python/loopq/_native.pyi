@@ -23,6 +23,7 @@ __all__ = [
     "CpuRunner",
     "DampedFactor",
     "GptqCdSettings",
+    "Grid",
     "HessianAccumulator",
     "__version__",
     "count_above",
@@ -41,7 +42,6 @@ __all__ = [
     "proxy",
     "rtn",
     "trellis",
-    "trellis_decode",
     "unpack_dense",
     "w4_from_marlin",
     "w4_pack",
@@ -55,8 +55,6 @@ BLOCK_ROWS: int
 HESSIAN_VERSION: int
 ROW_LIMIT: float
 
-#: "float32", "float16", "bfloat16", or one of them with the significant bits kept: "bfloat16:5".
-_ScaleType = str
 _Precision = Literal["float64", "float32"]
 _Order = Literal["natural", "diagonal", "conditional"]
 
@@ -287,34 +285,59 @@ class DampedFactor:
             Number of threads; 0 for all.
         """
 
-def rtn(
-    w: NDArray[np.float32],
-    *,
-    bits: int,
-    group_size: int,
-    symmetric: bool = True,
-    scale_dtype: _ScaleType = "float32",
-    scale_search: Literal["max", "half-range", "mse"] = "max",
-    threads: int = 0,
-) -> dict[str, Any]:
+@final
+class Grid:
+    """What codes can be and what they stand for (`loopq.layers.grid.Grid.core`).
+
+    Parameters
+    ----------
+    bits : {2, 3, 4, 8}
+        Bits per code.
+    group_size : int
+        Columns per scale; -1 for one scale per row. A ragged last group has its own scale.
+    symmetric : bool
+        Codes ``-2^(b-1)..2^(b-1)-1`` with ``scale = max|w| / (2^(b-1)-1)``, or ``0..2^b-1`` with a zero point.
+    signed : bool
+        Let solvers that search the sign make scales of a symmetric grid negative.
+    scale_dtype : {'float32', 'float16', 'bfloat16'}
+        Type that scales are rounded to before codes are computed.
+    scale_bits : int, optional
+        Significant bits that scales keep, the leading one included; all of the type when absent.
+    scale_search : {'max', 'half-range', 'mse'}
+        Scale from the largest magnitude: that of the highest code, or of half the range of the codes; or the best of 70
+        shrunken ones by square error.
+    trellis : tuple of int, optional
+        Bits of a state, from ``bits + 2`` to 16, and rows of a stream, where the codes are on a trellis
+        (docs/formats/trellis.md): 2, 3 or 4 bits, symmetric.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        A value that is not allowed.
+    """
+
+    def __new__(
+        cls,
+        *,
+        bits: int,
+        group_size: int,
+        symmetric: bool = True,
+        signed: bool = False,
+        scale_dtype: str = "float32",
+        scale_bits: int | None = None,
+        scale_search: Literal["max", "half-range", "mse"] = "max",
+        trellis: tuple[int, int] | None = None,
+    ) -> Grid: ...
+
+def rtn(w: NDArray[np.float32], grid: Grid, *, threads: int = 0) -> dict[str, Any]:
     """Round every weight to the nearest point of its group's grid.
 
     Parameters
     ----------
     w : ndarray of float32, shape (m, dim)
         Rows are outputs.
-    bits : {2, 3, 4, 8}
-        Bits per code.
-    group_size : int
-        Columns per scale; 0 or -1 for one scale per row. A ragged last group has its own scale.
-    symmetric : bool
-        Codes ``-2^(b-1)..2^(b-1)-1`` with ``scale = max|w| / (2^(b-1)-1)``, or ``0..2^b-1`` with a zero point.
-    scale_dtype : str
-        'float32', 'float16' or 'bfloat16', or one of them with the significant bits kept ('bfloat16:5'). Scales are
-        rounded to it before codes are computed.
-    scale_search : {'max', 'half-range', 'mse'}
-        Scale from the largest magnitude: that of the highest code, or of half the range of the codes; or the best of 70
-        shrunken ones by square error.
+    grid : Grid
+        A plain one.
     threads : int
         Number of threads; 0 for all.
 
@@ -327,19 +350,15 @@ def rtn(
     Raises
     ------
     loopq.errors.ConfigError, loopq.errors.NonFiniteError, loopq.errors.SolveError
-        A setting that is not allowed; NaN or infinity in `w`; a scale that `scale_dtype` cannot hold.
+        A grid on a trellis; NaN or infinity in `w`; a scale that the grid's type cannot hold.
     """
 
 def gptq(
     w: NDArray[np.float32],
     factor: DampedFactor,
+    grid: Grid,
     *,
-    bits: int,
-    group_size: int,
-    symmetric: bool = True,
-    scale_dtype: _ScaleType = "float32",
     scales: Literal["group", "static"] = "group",
-    scale_search: Literal["max", "half-range", "mse"] = "max",
     block_size: int = 128,
     threads: int = 0,
 ) -> dict[str, Any]:
@@ -352,12 +371,10 @@ def gptq(
     factor : DampedFactor
         The damped Hessian. In another order than 'natural' it asks for ``scales='static'``: groups keep their columns,
         so no ``g_idx`` is needed.
-    bits, group_size, symmetric, scale_dtype
-        As in `rtn`.
+    grid : Grid
+        As in `rtn`; where it searches scales, errors of columns are weighted by the factor's pivots.
     scales : {'group', 'static'}
         Take a group's scale when the sweep reaches it, from the updated weights, or before, from the original ones.
-    scale_search : {'max', 'half-range', 'mse'}
-        As in `rtn`, errors of columns weighted by the factor's pivots.
     block_size : int
         Columns between two long updates; changes no code.
     threads : int
@@ -386,10 +403,8 @@ class GptqCdSettings:
 
     Parameters
     ----------
-    bits, group_size, symmetric, scale_dtype
+    grid : Grid
         As in `rtn`.
-    signed : bool
-        Let scales of a symmetric grid be negative.
     beam : int
         Paths of codes that GPTQ keeps open in each row; 1: GPTQ as published.
     sweeps : int
@@ -398,26 +413,9 @@ class GptqCdSettings:
         Most starts: GPTQ, and GPTQ again with the scales found so far, each followed by the descents.
     refit : bool
         Coordinate descent on the scales too.
-
-    Raises
-    ------
-    loopq.errors.ConfigError
-        A value that is not allowed.
     """
 
-    def __new__(
-        cls,
-        *,
-        bits: int,
-        group_size: int,
-        symmetric: bool,
-        signed: bool,
-        scale_dtype: _ScaleType,
-        beam: int,
-        sweeps: int,
-        rounds: int,
-        refit: bool,
-    ) -> GptqCdSettings: ...
+    def __new__(cls, grid: Grid, *, beam: int, sweeps: int, rounds: int, refit: bool) -> GptqCdSettings: ...
 
 def gptq_cd(
     w: NDArray[np.float32],
@@ -494,11 +492,8 @@ def trellis(
     w: NDArray[np.float32],
     factor: DampedFactor,
     left: Sequence[DampedFactor],
+    grid: Grid,
     *,
-    bits: int,
-    group_size: int,
-    scale_dtype: str,
-    state_bits: int,
     threads: int = 0,
 ) -> dict[str, Any]:
     """Code a weight on a bitshift trellis under a metric on both sides: minimise ``tr(A D S D^T)``.
@@ -512,14 +507,8 @@ def trellis(
     left : sequence of DampedFactor
         ``A`` as consecutive blocks of order "natural" whose sizes add up to m. In each column the codes of a block
         are one stream.
-    bits : int
-        2, 3 or 4.
-    group_size : int
-        Columns of a scale; 0 or -1 for one scale per row.
-    scale_dtype : str
-        Stored type of the scales.
-    state_bits : int
-        Bits of a stream that a value depends on, from ``bits + 2`` to 16.
+    grid : Grid
+        On a trellis.
     threads : int
         Number of threads; 0 for all. Blocks run side by side.
 
@@ -535,27 +524,17 @@ def trellis(
         Settings or blocks that do not fit; NaN or infinity in `w`; a group for which the scale type holds no scale.
     """
 
-def trellis_decode(
-    codes: NDArray[np.int8] | NDArray[np.uint8],
-    scales: NDArray[np.float32],
-    *,
-    bits: int,
-    group_size: int,
-    state_bits: int,
-    stream_rows: int,
-) -> NDArray[np.float32]:
-    """Give ``value(state) * scale`` of codes on a trellis, in float32, shape (m, dim): docs/formats/trellis.md.
-
-    Codes are int8 as `trellis` gives them, or uint8 without the offset; streams run over `stream_rows` rows.
-    """
-
 def dequantize(
     codes: NDArray[np.int8] | NDArray[np.uint8],
     scales: NDArray[np.float32],
     zeros: NDArray[np.uint8] | None,
-    group_size: int,
+    grid: Grid,
 ) -> NDArray[np.float32]:
-    """Give ``code * scale`` of int8 codes, or ``(code - zero) * scale`` of uint8 codes, in float32, shape (m, dim)."""
+    """Give what codes stand for, in float32, shape (m, dim).
+
+    That is ``code * scale`` of int8 codes, ``(code - zero) * scale`` of uint8 codes, and on a trellis
+    ``value(state) * scale`` of int8 codes, or of uint8 codes without the offset.
+    """
 
 def proxy(
     w: NDArray[np.float32], w_hat: NDArray[np.float32] | None, h: NDArray[np.floating[Any]], threads: int = 0
@@ -789,16 +768,8 @@ class CpuLayout:
     ----------
     out_features, in_features : int
         1 or more.
-    group_size : int
-        Inputs per scale; -1 for one scale per output.
-    bits : int
-        2, 3, 4 or 8.
-    symmetric : bool
-        Whether there are no zero points.
-    scale_dtype : str
-        "float32", "bfloat16" or "float16".
-    trellis : tuple of int, optional
-        Bits of a state and rows of a stream, where the codes are on a trellis (docs/formats/trellis.md).
+    grid : Grid
+        Scales are stored in its type, in all its bits.
 
     Raises
     ------
@@ -808,17 +779,7 @@ class CpuLayout:
         Inputs whose blocks memory does not hold.
     """
 
-    def __new__(
-        cls,
-        out_features: int,
-        in_features: int,
-        group_size: int,
-        bits: int,
-        *,
-        symmetric: bool = True,
-        scale_dtype: str = "float32",
-        trellis: tuple[int, int] | None = None,
-    ) -> CpuLayout: ...
+    def __new__(cls, out_features: int, in_features: int, grid: Grid) -> CpuLayout: ...
     @property
     def n_bytes(self) -> int:
         """Bytes of the packed weight."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from loopq.evaluate.compare import Measurement
-    from loopq.inference.cpu import Activations
+    from loopq.inference.layout import Activations
 
     Model: TypeAlias = str | Path | LoadedModel | LoopedSystem | nn.Module
 
@@ -297,9 +297,8 @@ def evaluate(
         tokens,
         n_steps=n_steps,
         seeds=seeds,
-        batch_size=execution.batch_size,
         count_bytes=loaded.count_bytes,
-        progress=execution.progress,
+        execution=execution,
     )
     dense = sum(tensor.data.size for tensor in model_tensors(loaded.system.model)[0].values())
     sizes = [dense, *(checkpoint.n_bytes for checkpoint in named.values())]
@@ -340,26 +339,17 @@ def diagnose(
     dict
         What `loopq.report.page.write_page` shows; its schema is in `loopq.report`.
     """
+    from loopq.diagnose.context import Context  # lazy: keeps `import loopq` quick
     from loopq.diagnose.survey import diagnose as survey  # lazy: keeps `import loopq` quick
 
     _, execution, take = _options(None, options, Take)
     loaded = open_model(model)
     tokens = calibration_tokens(loaded, calibration, take)
-    return survey(
-        loaded.system,
-        tokens,
-        n_steps,
-        config=dataclasses.replace(
-            config or DiagnoseConfig(), seed=execution.seed, batch_size=execution.batch_size
-        ),
-        only=only,
-        train=tokens,
-        name=name or (str(model) if isinstance(model, str | Path) else ""),
-        work=execution.work,
-        memory=execution.memory,
-        threads=execution.threads,
-        progress=execution.progress,
+    depth = loaded.system.n_steps if n_steps is None else n_steps
+    context = Context(
+        loaded.system, tokens, depth, config or DiagnoseConfig(), execution=execution, train=tokens
     )
+    return survey(context, only=only, name=name or (str(model) if isinstance(model, str | Path) else ""))
 
 
 def open_model(model: Model) -> LoadedModel:

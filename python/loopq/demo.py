@@ -14,6 +14,7 @@ from loopq.calibrate.data import TokenSet
 from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import CalibrationTake, Take, calibration_tokens, evaluation_tokens
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.diagnose.survey import diagnose
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
@@ -25,7 +26,6 @@ from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.solving import solve_from
 from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
-from loopq.terminal.progress import Progress, Silent
 
 #: What llm-compressor does by default where its Hessian is summed over all calls: a group's scale from its largest
 #: magnitude and half the range of the codes, taken before the sweep; columns by falling diag H; one hundredth of the
@@ -43,13 +43,16 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("loopq, preset best", dict(PRESETS["best"])),
 )
 GRIDS = ((4, 32), (3, 32))
+CALIBRATION, EVALUATION = CalibrationTake(64), Take(32)
 # Few prompts, so that both pages take about as long as the comparison; every page states its counts.
 PAGES = {
     "huginn_small": DiagnoseConfig(
         n_prompts=4, n_ablation_prompts=4, n_jacobian_prompts=1, seeds=(0, 1), n_directions=8, n_updates=10
     ),
-    PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), batch_size=2),
+    PLBERT: DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,)),
 }
+# Prompts that run together, where they are fewer than usual.
+_PAGE_BATCHES = {PLBERT: 2}
 # Prompts of the trained update, and those that are diagnosed.
 _PAGE_TAKES = {"huginn_small": (Take(16), Take(32)), PLBERT: (Take(4), Take(16))}
 
@@ -60,11 +63,9 @@ def run(
     grids: Sequence[tuple[int, int]] = GRIDS,
     seeds: Sequence[int] = (0, 1, 2),
     metric_seeds: Sequence[int] = (0,),
-    n_calibration: int = 64,
-    n_evaluation: int = 32,
-    seq_len: int = 128,
-    threads: int = 0,
-    progress: Progress | None = None,
+    calibration: CalibrationTake = CALIBRATION,
+    evaluation: Take = EVALUATION,
+    execution: Execution | None = None,
 ) -> dict[str, Any]:
     """Quantize the embedded model in every variant on every grid and measure it on held-out text.
 
@@ -79,12 +80,10 @@ def run(
     metric_seeds : sequence of int
         Initial states and drawn labels of the loop metric. Variants that take it are solved once for each, and their
         figures are means.
-    n_calibration, n_evaluation, seq_len : int
-        Prompts, and tokens of one.
-    threads : int
-        Threads of the core; 0 takes all cores.
-    progress : Progress, optional
-        Told of every stage.
+    calibration, evaluation : Take
+        Number and length of prompts. Variants without the loop metric are calibrated on the text as it is.
+    execution : Execution, optional
+        Threads and progress.
 
     Returns
     -------
@@ -100,15 +99,12 @@ def run(
     """
     if not metric_seeds:
         raise ConfigError("the loop metric needs at least one draw: give one metric seed or more")
-    progress = progress or Silent()
+    execution = execution or Execution()
     loaded = load_model(model)
-    calibration = calibration_tokens(loaded, None, CalibrationTake(n_calibration, seq_len))
-    plain = calibration_tokens(loaded, None, Take(n_calibration, seq_len))
-    held_out = evaluation_tokens(loaded, None, Take(n_evaluation, seq_len))
-    execution = Execution(threads=threads, progress=progress)
-    source, others = (
-        ModelSource.of(loaded.system, text, execution=execution) for text in (calibration, plain)
-    )
+    changed = calibration_tokens(loaded, None, calibration)
+    plain = calibration_tokens(loaded, None, Take(calibration.n_prompts, calibration.seq_len))
+    held_out = evaluation_tokens(loaded, None, evaluation)
+    source, others = (ModelSource.of(loaded.system, text, execution=execution) for text in (changed, plain))
     sums, sums_of_others = (s.all_steps(s.plan(QuantConfig())) for s in (source, others))
     drawn = [_redrawn(source, seed) for seed in metric_seeds]
     variants = {}
@@ -134,19 +130,13 @@ def run(
                 if label == VARIANTS[-1][0] and not layers:
                     layers = [{"layer": layer.name, **layer.report} for layer in solved.values()]
     measured = compare(
-        loaded.system,
-        variants,
-        held_out,
-        seeds=seeds,
-        batch_size=execution.batch_size,
-        count_bytes=loaded.count_bytes,
-        progress=progress,
+        loaded.system, variants, held_out, seeds=seeds, count_bytes=loaded.count_bytes, execution=execution
     )
     by_name = {m.name: m for m in measured}
     return {
         "model": model,
         "n_steps": loaded.system.n_steps,
-        "calibration": calibration.describe(),
+        "calibration": changed.describe(),
         "evaluation": held_out.describe(),
         "seeds": list(seeds),
         "metric_seeds": list(metric_seeds),
@@ -171,7 +161,7 @@ def run(
 
 
 def pages(
-    out: Path, *, data: Path | None = None, threads: int = 0, progress: Progress | None = None
+    out: Path, *, data: Path | None = None, execution: Execution | None = None
 ) -> tuple[list[Path], list[str]]:
     """Diagnose the embedded model and PL-BERT, a published looped checkpoint, and write a page for each.
 
@@ -181,10 +171,8 @@ def pages(
         Folder in which `NAME.html` and `NAME.json` are written.
     data : Path, optional
         Data folder with `models/plbert_kokoro`. Without it PL-BERT is left out, which the second result says.
-    threads : int
-        Threads of the core; 0 takes all cores.
-    progress : Progress, optional
-        Notified of every section.
+    execution : Execution, optional
+        Threads and progress.
 
     Returns
     -------
@@ -193,6 +181,7 @@ def pages(
     list of str
         Models that were left out, and why.
     """
+    execution = execution or Execution()
     out.mkdir(parents=True, exist_ok=True)
     written, left_out = [], []
     for name, config in PAGES.items():
@@ -202,14 +191,10 @@ def pages(
             )
             continue
         loaded, train, held_out = _prepared(name, data)
+        how = execution.changed(batch_size=_PAGE_BATCHES.get(name, execution.batch_size))
+        depth = loaded.system.n_steps
         found = diagnose(
-            loaded.system,
-            held_out,
-            config=config,
-            train=train,
-            name=name,
-            threads=threads,
-            progress=progress,
+            Context(loaded.system, held_out, depth, config, execution=how, train=train), name=name
         )
         written.append(write_page(out / f"{name}.html", diagnosis=found))
         write_data(found, out / f"{name}.json")

@@ -57,7 +57,7 @@ fn hessian(dim: usize, n: usize, seed: u64) -> Vec<f64> {
 
 fn grid(bits: u32, group_size: usize) -> Grid {
     let (scale_type, search) = (ScaleType::F32, Search::Max);
-    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search }
+    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search, trellis: None }
 }
 
 /// A Hessian with a fraction of its mean diagonal as damping, factored.
@@ -504,17 +504,17 @@ fn identity_gives_rtn_and_scaling_changes_nothing() {
 
 #[test]
 fn short_scales_are_the_nearest_of_so_few_bits() {
-    for (name, bits) in [("bfloat16:5", 5), ("float16:8", 8), ("float32:1", 1), ("bfloat16:8", 8)] {
-        let kind = ScaleType::parse(name).unwrap();
+    for (name, bits) in [("bfloat16", 5), ("float16", 8), ("float32", 1), ("bfloat16", 8)] {
+        let kind = ScaleType::parse(name, Some(bits)).unwrap();
         for x in noise(2000, 9).into_iter().map(f32::abs).filter(|&x| x > 1e-3) {
             let got = kind.round(f64::from(x));
             // The distance of neighbours with so many bits, at the power of two below the value.
-            let unit = 2_f32.powi(x.log2().floor() as i32 + 1 - bits);
+            let unit = 2_f32.powi(x.log2().floor() as i32 + 1 - bits as i32);
             assert_eq!(got % unit, 0.0, "{name} {x}");
             assert!((got - x).abs() <= unit / 2.0, "{name} {x} {got}");
         }
     }
-    let five = ScaleType::parse("bfloat16:5").unwrap();
+    let five = ScaleType::parse("bfloat16", Some(5)).unwrap();
     // Half way between 1.0 and 1.0625 goes to the even one, and so does half way above it; 1.99 carries to 2.
     assert_eq!([1.03125, 1.09375, 1.99].map(|x| five.round(x)), [1.0, 1.125, 2.0]);
 }

@@ -2,10 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use half::bf16;
-use loopq_core::matmul::{
-    multiply, pack, unpack, Codes, Engine, Grid, Inputs, Layout, Outputs, Plan, Precision, ScaleFormat,
-};
-use loopq_core::trellis::{value, Trellis};
+use loopq_core::grid::{value, Grid, ScaleType, Search, Trellis};
+use loopq_core::matmul::{multiply, pack, unpack, Codes, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use loopq_core::{Cancel, Error, Execution};
 use proptest::prelude::*;
 
@@ -14,6 +12,8 @@ const PRECISIONS: [Precision; 3] = [Precision::Int8, Precision::Fixed16, Precisi
 /// A layer with everything that its product needs, and the same numbers in plain arrays.
 #[derive(Debug, Clone)]
 struct Layer {
+    outputs: usize,
+    inputs: usize,
     grid: Grid,
     codes: Vec<u8>,
     scales: Vec<f32>,
@@ -43,32 +43,28 @@ fn activations(n: usize, seed: u64) -> Vec<f32> {
 }
 
 impl Layer {
-    fn random(grid: Grid, seed: u64) -> Self {
-        let layout = Layout::new(grid).unwrap();
-        let (n, top) = (grid.outputs * layout.n_groups(), 1 << grid.bits);
-        let codes = noise(grid.outputs * grid.inputs, seed).iter().map(|v| (v % top) as u8).collect();
+    fn random([outputs, inputs]: [usize; 2], grid: Grid, seed: u64) -> Self {
+        let (n, top) = (outputs * grid.n_groups(inputs), 1 << grid.bits);
+        let codes = noise(outputs * inputs, seed).iter().map(|v| (v % top) as u8).collect();
         // Few enough digits for all formats of scales.
         let scale = |v: &u64| (1.0 + (v % 64) as f32 / 64.0) * 2.0_f32.powi((v / 64 % 5) as i32 - 8);
         let scales = noise(n, seed + 1).iter().map(scale).collect();
         let zeros = (!grid.symmetric).then(|| noise(n, seed + 2).iter().map(|v| (v % top) as u8).collect());
-        Self { grid, codes, scales, zeros, trellis: None }
+        Self { outputs, inputs, grid, codes, scales, zeros, trellis: None }
     }
 
     /// The same codes on a trellis, where there is one of such a grid.
     fn on_trellis(mut self, more_bits: u32, stream_rows: usize) -> Self {
         if self.grid.symmetric && self.grid.bits <= 4 {
-            self.trellis = Some(((self.grid.bits + 2 + more_bits).min(16), stream_rows));
+            let state_bits = (self.grid.bits + 2 + more_bits).min(16);
+            self.trellis = Some((state_bits, stream_rows));
+            self.grid.trellis = Some(Trellis::new(self.grid.bits, state_bits, stream_rows).unwrap());
         }
         self
     }
 
     fn layout(&self) -> Layout {
-        self.trellis.map_or_else(
-            || Layout::new(self.grid).unwrap(),
-            |(bits, rows)| {
-                Layout::on_trellis(self.grid, Trellis::new(self.grid.bits, bits).unwrap(), rows).unwrap()
-            },
-        )
+        Layout::new(self.outputs, self.inputs, self.grid).unwrap()
     }
 
     fn packed(&self) -> (Layout, Vec<u8>) {
@@ -82,29 +78,29 @@ impl Layer {
     /// The state of output `n` and input `k`: the last bits of a stream whose ends are joined.
     fn state(&self, n: usize, k: usize, (bits, rows): (u32, usize)) -> u32 {
         let first = n / rows * rows;
-        let count = rows.min(self.grid.outputs - first);
+        let count = rows.min(self.outputs - first);
         let row = |before: usize| first + (n - first + count * before - before) % count;
         let newest_last = (0..bits.div_ceil(self.grid.bits) as usize).rev();
         newest_last.fold(0, |state, before| {
-            let code = self.codes[row(before) * self.grid.inputs + k];
+            let code = self.codes[row(before) * self.inputs + k];
             (state << self.grid.bits | u32::from(code)) & ((1 << bits) - 1)
         })
     }
 
     /// Code less zero point, and scale, of output `n` and input `k`.
     fn weight(&self, n: usize, k: usize) -> (i32, f32) {
-        let g = if self.grid.group_size == 0 { self.grid.inputs } else { self.grid.group_size };
-        let at = n * self.grid.inputs.div_ceil(g) + k / g;
+        let g = if self.grid.group_size == 0 { self.inputs } else { self.grid.group_size };
+        let at = n * self.inputs.div_ceil(g) + k / g;
         if let Some(trellis) = self.trellis {
             return ((value(self.state(n, k, trellis)) * 128.0) as i32, self.scales[at] / 128.0);
         }
         let zero = self.zeros.as_ref().map_or(1 << (self.grid.bits - 1), |z| z[at]);
-        (i32::from(self.codes[n * self.grid.inputs + k]) - i32::from(zero), self.scales[at])
+        (i32::from(self.codes[n * self.inputs + k]) - i32::from(zero), self.scales[at])
     }
 
     /// First inputs of the blocks: groups, those above 256 cut into 128.
     fn blocks(&self) -> Vec<usize> {
-        let (inputs, g) = (self.grid.inputs, self.grid.group_size);
+        let (inputs, g) = (self.inputs, self.grid.group_size);
         let group = if g == 0 { inputs } else { g.min(inputs) };
         let cut = if group > 256 { 128 } else { group };
         let starts = |start: usize| (start..inputs.min(start + group)).step_by(cut);
@@ -113,7 +109,7 @@ impl Layer {
 
     /// The plain twin: `docs/cpu.md` word by word.
     fn twin(&self, x: &[f32], precision: Precision) -> Vec<f32> {
-        let (inputs, outputs) = (self.grid.inputs, self.grid.outputs);
+        let (inputs, outputs) = (self.inputs, self.outputs);
         let mut out = Vec::new();
         for row in x.chunks(inputs) {
             for n in 0..outputs {
@@ -177,24 +173,23 @@ fn product(
 ) -> Vec<f32> {
     let cancel = Cancel::new();
     let plan = Plan { precision, engine, execution: on(threads, &cancel) };
-    let grid = packed.0.grid();
-    let mut out = vec![f32::NAN; x.len() / grid.inputs * grid.outputs];
+    let [outputs, inputs] = packed.0.shape();
+    let mut out = vec![f32::NAN; x.len() / inputs * outputs];
     multiply(&packed.0, &packed.1, Inputs::F32(x), None, Outputs::F32(&mut out), &plan).unwrap();
     out
 }
 
-fn grids() -> impl Strategy<Value = Grid> {
-    let formats = prop_oneof![Just(ScaleFormat::F32), Just(ScaleFormat::Bf16), Just(ScaleFormat::F16)];
+fn plain(bits: u32, group_size: usize, symmetric: bool, scale_type: ScaleType) -> Grid {
+    Grid { bits, group_size, symmetric, signed: false, scale_type, search: Search::Max, trellis: None }
+}
+
+fn grids() -> impl Strategy<Value = ([usize; 2], Grid)> {
+    let formats = prop_oneof![Just(ScaleType::F32), Just(ScaleType::Bf16), Just(ScaleType::F16)];
     let bits = prop_oneof![Just(2_u32), Just(3), Just(4), Just(8)];
     let group = prop_oneof![Just(0_usize), Just(8), Just(32), Just(48), Just(128), Just(300), 1_usize..70];
     (1_usize..70, 1_usize..600, group, bits, any::<bool>(), formats).prop_map(
-        |(outputs, inputs, group_size, bits, symmetric, scales)| Grid {
-            outputs,
-            inputs,
-            group_size,
-            bits,
-            symmetric,
-            scales,
+        |(outputs, inputs, group_size, bits, symmetric, scales)| {
+            ([outputs, inputs], plain(bits, group_size, symmetric, scales))
         },
     )
 }
@@ -203,8 +198,8 @@ fn grids() -> impl Strategy<Value = Grid> {
 fn layers() -> impl Strategy<Value = Layer> {
     let trellis =
         prop_oneof![Just(None), (0_u32..13, prop_oneof![1_usize..6, 20_usize..50, Just(512)]).prop_map(Some)];
-    (grids(), trellis, any::<u32>()).prop_map(|(grid, trellis, seed)| {
-        let layer = Layer::random(grid, u64::from(seed));
+    (grids(), trellis, any::<u32>()).prop_map(|((shape, grid), trellis, seed)| {
+        let layer = Layer::random(shape, grid, u64::from(seed));
         trellis.map_or(layer.clone(), |(more, rows)| layer.on_trellis(more, rows))
     })
 }
@@ -215,7 +210,7 @@ proptest! {
     #[test]
     fn every_instruction_set_has_the_bits_of_the_plain_twin(layer in layers(), tokens in prop_oneof![1_usize..10, Just(17), Just(35)], seed: u32) {
         let packed = layer.packed();
-        let x = activations(tokens * layer.grid.inputs, u64::from(seed) + 3);
+        let x = activations(tokens * layer.inputs, u64::from(seed) + 3);
         for precision in PRECISIONS {
             let expected = layer.twin(&x, precision);
             for engine in Engine::available() {
@@ -235,11 +230,10 @@ proptest! {
 
     #[test]
     fn errors_stay_within_the_stated_bound(layer in layers(), seed: u32) {
-        let grid = layer.grid;
-        let x = activations(grid.inputs, u64::from(seed) + 3);
+        let x = activations(layer.inputs, u64::from(seed) + 3);
         for (precision, step) in [(Precision::Int8, 0.5 / 127.0), (Precision::Fixed16, 2.0_f64.powi(-14)), (Precision::Fixed24, 2.0_f64.powi(-22))] {
             let got = product(&layer.packed(), &x, Engine::best(), 1, precision);
-            for n in 0..grid.outputs {
+            for n in 0..layer.outputs {
                 let (mut exact, mut bound, mut size) = (0.0, 0.0, 0.0);
                 for ends in layer.blocks().windows(2) {
                     let block = &x[ends[0]..ends[1]];
@@ -262,8 +256,7 @@ proptest! {
 }
 
 fn one_layer(outputs: usize, inputs: usize) -> Layer {
-    let grid = Grid { outputs, inputs, group_size: 32, bits: 4, symmetric: true, scales: ScaleFormat::F16 };
-    Layer::random(grid, 5)
+    Layer::random([outputs, inputs], plain(4, 32, true, ScaleType::F16), 5)
 }
 
 #[test]
@@ -361,19 +354,16 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused, Error::CodeRange { row: 2, column: 3, value: 16, .. }));
 
     let grid = layer.grid;
-    let trellis = Trellis::new(4, 10).unwrap();
-    for (wrong, rows) in [(Grid { bits: 3, ..grid }, 9), (Grid { symmetric: false, ..grid }, 9), (grid, 0)] {
-        let refused = Layout::on_trellis(wrong, trellis, rows).unwrap_err();
+    let trellis = Some(Trellis::new(4, 10, 9).unwrap());
+    for wrong in [Grid { bits: 3, trellis, ..grid }, Grid { symmetric: false, trellis, ..grid }] {
+        let refused = Layout::new(40, 100, wrong).unwrap_err();
         assert!(matches!(refused, Error::Setting { name: "a grid of codes on a trellis", .. }));
     }
+    assert!(matches!(Trellis::new(4, 10, 0).unwrap_err(), Error::Setting { name: "stream_rows", .. }));
     assert!(matches!(
-        Layout::new(Grid { bits: 5, ..grid }).unwrap_err(),
+        Layout::new(40, 100, Grid { bits: 5, ..grid }).unwrap_err(),
         Error::Setting { name: "bits", .. }
     ));
-    assert!(matches!(Layout::new(Grid { inputs: 0, ..grid }).unwrap_err(), Error::Shape { .. }));
-    assert!(matches!(
-        Layout::new(Grid { inputs: usize::MAX / 64, ..grid }).unwrap_err(),
-        Error::TooLarge { .. }
-    ));
-    assert!(matches!(ScaleFormat::parse("float64").unwrap_err(), Error::Setting { name: "scale_dtype", .. }));
+    assert!(matches!(Layout::new(40, 0, grid).unwrap_err(), Error::Shape { .. }));
+    assert!(matches!(Layout::new(40, usize::MAX / 64, grid).unwrap_err(), Error::TooLarge { .. }));
 }

@@ -11,7 +11,7 @@ from benches.kernels.rollouts import LoopSize, same_bits_overlapping, verify_rol
 from benches.kernels.shapes import HUGINN, Projection
 from loopq.cuda.load import CudaBackend, cuda_backend
 from loopq.errors import KernelError
-from loopq.inference.linear import QuantLinear
+from tests.support.linear import linear_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +50,7 @@ def test_a_graph_replays_the_bits_of_single_launches() -> None:
 def test_the_operator_agrees_with_the_reference_and_refuses() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(-8, 8, (48, 416)).astype(np.int8)
-    layer = QuantLinear.from_codes(codes, rng.uniform(0.5, 2, (48, 4)).astype(np.float32), 128, 4)
+    layer = linear_of(codes, rng.uniform(0.5, 2, (48, 4)).astype(np.float32), 128, 4)
     for tokens in (1, 64, 65):
         x = torch.randn(tokens, 416, generator=torch.Generator().manual_seed(1)).bfloat16()
         expected = layer.cpu()(x).float()

@@ -8,6 +8,7 @@ from loopq import zoo
 from loopq.calibrate.data import windows
 from loopq.diagnose import exposure, feedback, rollouts, sensitivity, survey, weights
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.models.load import load_model
 from loopq.quantizers.config import LayerConfig
 from tests.support.looptoys import under
@@ -43,7 +44,7 @@ def test_full_feedback_is_the_natural_rollout_bit_for_bit(system, prompts):
 
 
 def test_injections_with_paired_and_unpaired_states(system, prompts):
-    found = exposure.controlled_injection(system, prompts, 8, PER_CHANNEL)
+    found = exposure.controlled_injection(Context(system, prompts, 8), PER_CHANNEL)
     paired, unpaired = found["paired"], found["unpaired"]
     assert paired["none"]["agreement"] == [1.0] * 8
     # As the two bf16 runs of Li, Table 3: many tokens differ at first, nearly none at the end.
@@ -53,7 +54,7 @@ def test_injections_with_paired_and_unpaired_states(system, prompts):
 
 
 def test_adapter_costs_most_with_one_scale_per_row(system, prompts):
-    found = sensitivity.ablation(system, prompts, 8, PER_CHANNEL)
+    found = sensitivity.ablation(Context(system, prompts, 8), PER_CHANNEL)
     assert max(found, key=lambda name: found[name]["changed"]) == ADAPTER
     assert max(found, key=lambda name: found[name]["kl_last"]) == ADAPTER
     # And no one-step measure says so.
@@ -64,14 +65,16 @@ def test_adapter_costs_most_with_one_scale_per_row(system, prompts):
 
 def test_feedback_adds_to_the_error(system, prompts):
     changed = feedback.split_weights(system, 8, PER_CHANNEL)["all columns"]
-    curve = feedback.feedback_curve(system, prompts, 8, changed, lambdas=(0, 0.5, 1), seeds=(0, 1)).to_json()
+    curve = feedback.feedback_curve(
+        Context(system, prompts, 8), changed, lambdas=(0, 0.5, 1), seeds=(0, 1)
+    ).to_json()
     assert curve["ratio"]["low"] > 1.0
     assert curve["error"][2] > curve["error"][1]
 
 
 def test_first_state_is_noise_and_the_last_is_not(system, prompts):
     config = DiagnoseConfig(n_prompts=2)
-    found = survey.diagnose(system, prompts, config=config, only=["overlap", "ranks"])
+    found = survey.diagnose(Context(system, prompts, system.n_steps, config), only=["overlap", "ranks"])
     by = {(r["between"], r["k"]): r for r in found["sections"]["overlap"]["overlaps"]}
     first, last = by["steps 0 and 7, seed 0", 32], by["seeds 0 and 1, step 7", 32]
     assert first["overlap"] == pytest.approx(first["chance"], rel=0.2)

@@ -11,6 +11,7 @@ import torch
 from loopq.calibrate.data import from_ids
 from loopq.errors import ConfigError
 from loopq.evaluate.compare import Measurement, compare
+from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
 from tests.support.looptoys import LinearLoop, LinearSystem
 from tests.support.looptoys import tokens as made_up
@@ -18,7 +19,9 @@ from tests.support.looptoys import tokens as made_up
 
 def test_comparison_of_a_model_with_itself(loaded, tokens):
     own = {p.name: loaded.system.parameter(p).detach().numpy() for p in loaded.system.shared_parameters(3)}
-    reference, same = compare(loaded.system, {"same": own}, tokens, seeds=(0, 1), batch_size=4)
+    reference, same = compare(
+        loaded.system, {"same": own}, tokens, seeds=(0, 1), execution=Execution(batch_size=4)
+    )
     assert np.array_equal(same.kl, np.zeros((2, 10)))
     assert np.array_equal(same.agreement, np.ones((2, 10)))
     assert np.array_equal(same.nll, reference.nll)
@@ -34,7 +37,9 @@ def test_numbers_are_those_of_both_rollouts(loaded, tokens):
     weight = system.model.get_parameter(name).detach().numpy().copy()
     other = weight + 0.1 * np.sign(weight)
     few = tokens.take(0, 3)
-    full, found = compare(system, {"other": {name: other}}, few, seeds=(0, 4), batch_size=2)
+    full, found = compare(
+        system, {"other": {name: other}}, few, seeds=(0, 4), execution=Execution(batch_size=2)
+    )
     ids = torch.from_numpy(np.stack(few.sequences))
     for row, seed in enumerate((0, 4)):
         logs = []
@@ -79,7 +84,9 @@ def test_hidden_states_are_compared_as_vectors():
 
     system, data = Hidden(LinearLoop()), made_up(n_prompts=3)
     weight = system.model.adapter.weight.detach().float().numpy()
-    found = compare(system, {"a": {"adapter.weight": 1.1 * weight}}, data, n_steps=4, batch_size=2)[1]
+    found = compare(
+        system, {"a": {"adapter.weight": 1.1 * weight}}, data, n_steps=4, execution=Execution(batch_size=2)
+    )[1]
     (batch,) = data.batches(3)
     a = system.rollout(batch, 4).flatten(1).numpy()
     with torch.no_grad():

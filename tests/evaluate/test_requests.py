@@ -8,6 +8,7 @@ import torch
 from loopq.errors import NonFiniteError
 from loopq.evaluate.requests import encode_pair, log_likelihoods, longest_input, prefix_id, windows_of
 from loopq.models.load import load_model
+from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
 
 
@@ -51,8 +52,8 @@ def test_blanks_go_with_the_continuation_and_no_context_is_one_token(loaded) -> 
 def test_neither_order_nor_batches_nor_windows_change_a_likelihood(loaded) -> None:
     text = list(b"It was a bright cold day in April")
     requests = [([10], text), (text[:5], text[5:9]), (text[:6], text[6:9]), ([10], [])]
-    found = log_likelihoods(loaded, requests, n_steps=3, batch_size=4)
-    again = log_likelihoods(loaded, requests[::-1], n_steps=3, batch_size=1)[::-1]
+    found = log_likelihoods(loaded, requests, n_steps=3, execution=Execution(batch_size=4))
+    again = log_likelihoods(loaded, requests[::-1], n_steps=3, execution=Execution(batch_size=1))[::-1]
     assert [v for v, _ in found] == pytest.approx([v for v, _ in again], rel=1e-6)
     assert found[3] == (0.0, True)
     batch = Batch(torch.tensor([[10, *text[:-1]]]), (0,), by_token=True)

@@ -7,8 +7,9 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError
-from loopq.layers.grid import Grid
+from loopq.quantizers.grid import GridSettings
 from loopq.storage.files import float_to_raw
+from tests.support import core
 
 RNG = np.random.default_rng(5)
 WEIGHT = RNG.standard_t(4, (48, 96)).astype(np.float32)
@@ -26,8 +27,8 @@ def shortened(values, bits):
     [("bfloat16", 5), ("bfloat16", 8), ("bfloat16", 1), ("float16", 8), ("float16", 11), ("float32", 3)],
 )
 def test_scales_keep_as_many_bits_as_asked(kind, bits):
-    full = native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype="float32")["scales"]
-    short = native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype=f"{kind}:{bits}")["scales"]
+    full = core.rtn(WEIGHT, bits=4, group_size=32, scale_dtype="float32")["scales"]
+    short = core.rtn(WEIGHT, bits=4, group_size=32, scale_dtype=kind, scale_bits=bits)["scales"]
     np.testing.assert_array_equal(short, shortened(full, bits))
 
 
@@ -35,44 +36,46 @@ def test_scales_keep_as_many_bits_as_asked(kind, bits):
 @pytest.mark.parametrize(("kind", "name", "width"), [("bfloat16", "BF16", 8), ("float16", "F16", 11)])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_code_times_scale_is_exact_in_sixteen_bits(bits, kind, name, width, method):
-    settings = {"bits": bits, "group_size": 32, "scale_dtype": f"{kind}:{width + 1 - bits}"}
+    settings = {"bits": bits, "group_size": 32, "scale_dtype": kind, "scale_bits": width + 1 - bits}
     if method == "rtn":
-        result = native.rtn(WEIGHT, **settings)
+        result = core.rtn(WEIGHT, **settings)
     else:
         mu = np.full(len(HESSIAN), 0.01 * np.diag(HESSIAN).mean())
-        result = native.gptq(WEIGHT, native.DampedFactor(HESSIAN, mu), **settings)
-    values = native.dequantize(result["codes"], result["scales"], None, 32)
+        result = core.gptq(WEIGHT, native.DampedFactor(HESSIAN, mu), **settings)
+    values = core.dequantize(result["codes"], result["scales"], None, 32)
     np.testing.assert_array_equal(float_to_raw(values, name).float32(), values)
     # With one bit more some product needs rounding: the bound is the right one.
-    settings["scale_dtype"] = f"{kind}:{width + 2 - bits}"
-    more = native.rtn(WEIGHT, **settings)
-    values = native.dequantize(more["codes"], more["scales"], None, 32)
+    settings["scale_bits"] = width + 2 - bits
+    more = core.rtn(WEIGHT, **settings)
+    values = core.dequantize(more["codes"], more["scales"], None, 32)
     assert bits == 2 or not np.array_equal(float_to_raw(values, name).float32(), values)
 
 
 def test_codes_are_the_nearest_for_the_stored_scales():
-    result = native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype="bfloat16:5")
+    result = core.rtn(WEIGHT, bits=4, group_size=32, scale_dtype="bfloat16", scale_bits=5)
     scales = np.repeat(result["scales"].astype(np.float64), 32, axis=1)
     nearest = np.clip(np.round(WEIGHT.astype(np.float64) / scales), -8, 7)
     np.testing.assert_array_equal(result["codes"], nearest)
 
 
 def test_settings():
-    assert Grid(scale_dtype="bfloat16", scale_bits=5).core_scale_dtype == "bfloat16:5"
-    assert Grid().core_scale_dtype == "float16"
     with pytest.raises(ConfigError, match="between 1 and 8, the significant bits of bfloat16"):
-        Grid(scale_dtype="bfloat16", scale_bits=9)
-    for wrong in ("bfloat16:9", "bfloat16:0", "bfloat16:", "int8:3", "bfloat16:five"):
-        with pytest.raises(ConfigError, match="scale_dtype"):
-            native.rtn(WEIGHT, bits=4, group_size=32, scale_dtype=wrong)
+        GridSettings(scale_dtype="bfloat16", scale_bits=9)
+    for kind, wrong, match in (
+        ("bfloat16", 9, "scale_bits"),
+        ("bfloat16", 0, "scale_bits"),
+        ("int8", 3, "scale_dtype"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            core.rtn(WEIGHT, bits=4, group_size=32, scale_dtype=kind, scale_bits=wrong)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("search", ["max", "mse"])
 def test_a_short_last_group_takes_its_scale_from_its_real_columns(symmetric, search):
     settings = {"bits": 4, "symmetric": symmetric, "scale_search": search}
-    whole = native.rtn(np.ascontiguousarray(WEIGHT[:, :80]), group_size=32, **settings)
-    last = native.rtn(np.ascontiguousarray(WEIGHT[:, 64:80]), group_size=0, **settings)
+    whole = core.rtn(np.ascontiguousarray(WEIGHT[:, :80]), group_size=32, **settings)
+    last = core.rtn(np.ascontiguousarray(WEIGHT[:, 64:80]), group_size=-1, **settings)
     np.testing.assert_array_equal(whole["scales"][:, 2:], last["scales"])
     np.testing.assert_array_equal(whole["codes"][:, 64:], last["codes"])
     if not symmetric:

@@ -67,7 +67,9 @@ def digest(layers):
     total = hashlib.sha256()
     for name in sorted(layers):
         layer = layers[name]
-        total.update(f"{name} {layer.bits} {layer.group_size} {layer.symmetric} {layer.scale_dtype}".encode())
+        total.update(
+            f"{name} {layer.grid.bits} {layer.grid.group_size} {layer.grid.symmetric} {layer.grid.scale_dtype}".encode()
+        )
         for array in (layer.codes, layer.scales, layer.zeros):
             total.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
         if layer.transform is not None:

@@ -15,8 +15,9 @@ from loopq import _native
 from loopq.errors import ConfigError, KernelError, NonFiniteError, SolveError
 from loopq.inference.linear import QuantLinear
 from loopq.layers.transforms import Rotation
+from tests.inference.test_linear import asymmetric
 from tests.support.cuda.layers import layer_parts
-from tests.support.linears import asymmetric
+from tests.support.linear import linear_of
 
 # Relative error in the l2 norm against float64: three bytes of activations, two and a rounded result, one.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 1e-3}
@@ -25,9 +26,7 @@ INT8_BOUND = 1.5e-2
 
 def layer_of(bits: int = 4, group_size: int = 64, activations: str = "float", **more: object) -> QuantLinear:
     codes, scales = layer_parts(48, 160, group_size, bits)
-    return QuantLinear.from_codes(
-        codes, scales, group_size, bits, layout="lq-cpu", activations=activations, **more
-    )  # type: ignore[arg-type]
+    return linear_of(codes, scales, group_size, bits, layout="lq-cpu", activations=activations, **more)  # type: ignore[arg-type]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -56,7 +55,7 @@ def test_products_of_symmetric_layers(bits: int, group_size: int, dtype: torch.d
 @pytest.mark.parametrize("transform", [None, Rotation(20, "hadamard", 4)])
 def test_products_of_asymmetric_and_transformed_layers(bits: int, transform: Rotation | None) -> None:
     given, _ = asymmetric(bits)
-    layer = QuantLinear.from_codes(**given, transform=transform, layout="lq-cpu")
+    layer = linear_of(**given, transform=transform, layout="lq-cpu")
     assert error(layer, drawn(7, 20)) < BOUNDS[torch.float32]
     assert torch.equal(layer.codes(), torch.from_numpy(given["codes"]))
 
@@ -67,10 +66,8 @@ def test_rows_are_those_of_the_dequantized_weight(bits: int, layout: str) -> Non
     given, _ = asymmetric(bits)
     codes, scales = layer_parts()
     for layer in (
-        QuantLinear.from_codes(**given, layout=layout),
-        QuantLinear.from_codes(
-            codes >> 8 - bits if bits > 4 else codes >> 4 - bits, scales, 64, bits, layout=layout
-        ),
+        linear_of(**given, layout=layout),
+        linear_of(codes >> 8 - bits if bits > 4 else codes >> 4 - bits, scales, 64, bits, layout=layout),
     ):
         ids = torch.tensor([layer.out_features - 1, 0, 33 % layer.out_features, 0])
         assert torch.equal(layer.rows(ids), layer.dequantize()[ids])
@@ -89,9 +86,9 @@ def test_int8_activations_are_asked_for_and_shown() -> None:
     assert "activations='int8'" in repr(layer)
     codes, scales = layer_parts()
     with pytest.raises(ConfigError, match=r"runs on the processor, in layout 'lq-cpu'.*'lq-w4'"):
-        QuantLinear.from_codes(codes, scales, 64, 4, activations="int8")
+        linear_of(codes, scales, 64, 4, activations="int8")
     with pytest.raises(ConfigError, match="'float' or 'int8'; got 'int4'"):
-        QuantLinear.from_codes(codes, scales, 64, 4, layout="lq-cpu", activations="int4")  # type: ignore[arg-type]
+        linear_of(codes, scales, 64, 4, layout="lq-cpu", activations="int4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="keep the model on the CPU"):
         layer.to("meta")
 
@@ -113,7 +110,7 @@ def test_threads_and_batches_change_no_bit() -> None:
 def test_large_layers_lie_on_memory_of_their_own_and_are_the_same() -> None:
     rng = np.random.default_rng(3)
     codes = rng.integers(-8, 8, (2048, 2560), dtype=np.int8)
-    layer = QuantLinear.from_codes(codes, np.full((2048, 20), 0.01, np.float32), 128, 4, layout="lq-cpu")
+    layer = linear_of(codes, np.full((2048, 20), 0.01, np.float32), 128, 4, layout="lq-cpu")
     assert layer.qweight.numel() > 2 << 20
     assert layer.qweight.data_ptr() % 64 == 0
     assert np.array_equal(layer.codes().numpy(), codes)
@@ -124,7 +121,7 @@ def test_state_copies_and_strides() -> None:
     layer = layer_of(bias=np.ones(48))
     x = drawn(3, 320)[:, ::2]
     expected = layer(x)
-    other = QuantLinear.from_codes(
+    other = linear_of(
         np.zeros((48, 160), np.int8), np.ones((48, 3), np.float32), 64, 4, np.zeros(48), layout="lq-cpu",
         scale_dtype=layer.scales.dtype,
     )  # fmt: skip
@@ -149,7 +146,7 @@ def test_refusals() -> None:
         layer(drawn(2, 161))
     codes, scales = layer_parts()
     with pytest.raises(ConfigError, match="layout 'lq-w5' does not take"):
-        QuantLinear.from_codes(codes, scales, 64, 4, layout="lq-w5")
+        linear_of(codes, scales, 64, 4, layout="lq-w5")
 
 
 def test_the_layouts_own_refusals() -> None:
@@ -177,7 +174,7 @@ def test_the_layouts_own_refusals() -> None:
         layout.multiply(packed, x, out.astype(np.float64), precision="int8")
     with pytest.raises(ConfigError, match="the packed weight: expected 2 x"):
         layout.rows(packed[:-1], np.array([0]))
-    streams = _native.CpuLayout(64, 32, 32, 2, trellis=(8, 32))
+    streams = _native.CpuLayout(64, 32, _native.Grid(bits=2, group_size=32, trellis=(8, 32)))
     with pytest.raises(ConfigError, match=r"rows = .*plain grid"):
         streams.rows(np.zeros(streams.n_bytes, np.uint8), np.array([0]))
     with pytest.raises(TypeError, match="x must be a matrix"):

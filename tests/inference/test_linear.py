@@ -7,11 +7,33 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.inference.linear import LAYOUTS, Grid, QuantLinear
-from loopq.layers.transforms import Rotation
+from loopq.inference.layout import Held
+from loopq.inference.linear import LAYOUTS, QuantLinear
+from loopq.layers.grids import grid_of
+from loopq.layers.transforms import ChannelScale, Rotation
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.marlin import marlin_by_formula
-from tests.support.linears import asymmetric
+from tests.support.linear import linear_of
+
+TRANSFORMS = [
+    Rotation(20, "hadamard", 8),
+    Rotation(20, "random", 7, seed=3),
+    ChannelScale(np.linspace(0.5, 2, 20).astype(np.float32)),
+]
+
+
+def asymmetric(bits=3, rows=6, columns=20, group_size=8, seed=0):
+    """Arguments of `linear_of` for a layer with zero points, and its weight in float64."""
+    rng = np.random.default_rng(seed)
+    groups = 1 if group_size == -1 else -(-columns // group_size)
+    codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
+    zeros = rng.integers(0, 1 << bits, (rows, groups)).astype(np.uint8)
+    scales = rng.uniform(0.01, 0.2, (rows, groups)).astype(np.float16).astype(np.float32)
+    index = np.arange(columns) // (columns if group_size == -1 else group_size)
+    weight = (codes.astype(float) - zeros[:, index]) * scales[:, index]
+    return {
+        "codes": codes, "scales": scales, "group_size": group_size, "bits": bits, "zeros": zeros,
+    }, weight  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -28,8 +50,10 @@ from tests.support.linears import asymmetric
     ],
 )
 def test_what_the_int4_kernel_takes(changes, fits):
-    given = {"out_features": 48, "in_features": 160, "group_size": 64, "bits": 4}
-    assert LAYOUTS["lq-w4"].fits(Grid(**given | changes)) is fits
+    given = {"out_features": 48, "in_features": 160, "transformed": False} | changes
+    fields = {"bits": 4, "group_size": 64, "symmetric": True, "scale_dtype": "float16"}
+    grid = grid_of(**{name: given.pop(name, value) for name, value in fields.items()})
+    assert LAYOUTS["lq-w4"].fits(Held(**given, grid=grid)) is fits
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -40,7 +64,7 @@ def test_symmetric_layers_multiply_by_codes_times_scales(
     bits: int, out_features: int, in_features: int, group_size: int
 ) -> None:
     codes, scales = layer_parts(out_features, in_features, group_size, bits)
-    layer = QuantLinear.from_codes(codes, scales, group_size, bits, bias=np.ones(out_features))
+    layer = linear_of(codes, scales, group_size, bits, bias=np.ones(out_features))
     fits = bits == 4 and out_features % 16 == 0 and in_features % 32 == 0
     assert layer.layout == ("lq-w4" if fits else "codes")
     assert torch.equal(layer.codes(), torch.from_numpy(codes))
@@ -53,22 +77,17 @@ def test_symmetric_layers_multiply_by_codes_times_scales(
 def test_scales_are_kept_exactly_in_the_fewest_bits() -> None:
     codes, scales = layer_parts()
     coarse = np.round(scales * 64) / 64
-    assert QuantLinear.from_codes(codes, coarse, 64, 4).scales.dtype == torch.bfloat16
+    assert linear_of(codes, coarse, 64, 4).scales.dtype == torch.bfloat16
     finer = np.round(scales * 512) / 512
-    assert QuantLinear.from_codes(codes, finer, 64, 4).scales.dtype == torch.float16
-    assert QuantLinear.from_codes(codes, scales, 64, 4).scales.dtype == torch.float32
-    assert (
-        QuantLinear.from_codes(codes, scales, 64, 4, scale_dtype=torch.bfloat16).scales.dtype
-        == torch.bfloat16
-    )
+    assert linear_of(codes, finer, 64, 4).scales.dtype == torch.float16
+    assert linear_of(codes, scales, 64, 4).scales.dtype == torch.float32
+    assert linear_of(codes, scales, 64, 4, scale_dtype=torch.bfloat16).scales.dtype == torch.bfloat16
 
 
 def test_state_moves_and_loads() -> None:
     codes, scales = layer_parts()
-    layer = QuantLinear.from_codes(
-        torch.from_numpy(codes), torch.from_numpy(scales), 64, 4, bias=torch.ones(48)
-    )
-    other = QuantLinear.from_codes(np.zeros_like(codes), np.ones_like(scales), 64, 4, bias=torch.zeros(48))
+    layer = linear_of(codes, scales, 64, 4, bias=torch.ones(48))
+    other = linear_of(np.zeros_like(codes), np.ones_like(scales), 64, 4, bias=torch.zeros(48))
     other.load_state_dict(layer.state_dict())
     x = torch.ones(1, 160)
     expected = layer(x)
@@ -91,11 +110,11 @@ def test_state_moves_and_loads() -> None:
         ({"bias": np.zeros(3)}, r"bias of shape \(3,\)"),
     ],
 )
-def test_from_codes_refuses(changes: dict[str, object], message: str) -> None:
+def test_from_layer_refuses(changes: dict[str, object], message: str) -> None:
     codes, scales = layer_parts()
     given = {"codes": codes, "scales": scales, "group_size": 64, "bits": 4, **changes}
     with pytest.raises(ConfigError, match=message):
-        QuantLinear.from_codes(**given)  # type: ignore[arg-type]
+        linear_of(**given)  # type: ignore[arg-type]
 
 
 def test_from_marlin_is_the_same_layer() -> None:
@@ -106,7 +125,7 @@ def test_from_marlin_is_the_same_layer() -> None:
     layer = QuantLinear.from_marlin(
         marlin_by_formula(codes), stored, in_features=128, out_features=64, group_size=64, bias=torch.ones(64)
     )
-    same = QuantLinear.from_codes(codes, scales, 64, 4, bias=np.ones(64))
+    same = linear_of(codes, scales, 64, 4, bias=np.ones(64))
     x = torch.randn(2, 128, generator=torch.Generator().manual_seed(5))
     assert torch.equal(layer(x), same(x))
     words = marlin_by_formula(codes)
@@ -127,7 +146,7 @@ def test_from_marlin_is_the_same_layer() -> None:
 def test_asymmetric_layers_equal_their_definition(bits, group_size, bias):
     given, weight = asymmetric(bits, group_size=group_size)
     b = torch.linspace(-1, 1, 6) if bias else None
-    layer = QuantLinear.from_codes(**given, bias=b)
+    layer = linear_of(**given, bias=b)
     assert torch.equal(layer.codes(), torch.from_numpy(given["codes"]))
     np.testing.assert_array_equal(layer.dequantize().numpy(), weight.astype(np.float32))
     x = torch.randn(3, 5, 20, generator=torch.Generator().manual_seed(0))
@@ -136,9 +155,28 @@ def test_asymmetric_layers_equal_their_definition(bits, group_size, bias):
     assert layer(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_the_input_is_transformed_at_each_call(transform, symmetric):
+    given, weight = asymmetric()
+    if symmetric:
+        given |= {"codes": (given["codes"].astype(int) - 4).astype(np.int8), "zeros": None}
+        weight = given["codes"] * np.repeat(given["scales"].astype(float), 8, axis=1)[:, :20]
+    layer = linear_of(**given, transform=transform)
+    plain = transform.unfold(weight.astype(np.float32))
+    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
+    np.testing.assert_allclose(layer(x).numpy(), x.numpy() @ plain.T, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(plain, weight, atol=1e-3)
+    changed = given | {"codes": given["codes"] // 2, "scales": given["scales"] * 3}
+    again = linear_of(**changed, transform=transform)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), layer(x))
+    assert str(transform.describe()["type"]) in repr(layer)
+
+
 def test_types_survive_a_change_of_the_models_type():
     given, _ = asymmetric()
-    layer = QuantLinear.from_codes(**given, transform=Rotation(20, "hadamard", 4))
+    layer = linear_of(**given, transform=Rotation(20, "hadamard", 4))
     before = {n: (t.dtype, t.clone()) for n, t in layer.named_buffers()}
     layer.bfloat16().double()
     for name, tensor in layer.named_buffers():
@@ -165,4 +203,4 @@ def test_types_survive_a_change_of_the_models_type():
 def test_asymmetric_and_transformed_layers_refuse(changes, message):
     given, _ = asymmetric()
     with pytest.raises(ConfigError, match=message):
-        QuantLinear.from_codes(**given | changes)
+        linear_of(**given | changes)

@@ -14,10 +14,15 @@ from loopq.errors import CheckpointError, ConfigError, KernelError
 from loopq.formats.checkpoint import Checkpoint
 from loopq.inference.linear import QuantEmbedding, QuantLinear
 from loopq.inference.quantized import install
-from loopq.layers.layer import QuantizedLayer, Trellis
+from loopq.layers.grids import grid_of
+from loopq.layers.grids.trellis import OnTrellis, Trellis
+from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import Rotation
 from loopq.models.replace import replaced
 from loopq.quantizers.config import Override
+from tests.support.linear import linear_of
+
+ON_TRELLIS = OnTrellis(3, 8, "float16", Trellis(8, 512))
 
 
 def layer(name="a.weight", symmetric=True):
@@ -26,7 +31,8 @@ def layer(name="a.weight", symmetric=True):
     codes, zeros = rng.integers(0, 8, (6, 20)), rng.integers(0, 8, (6, 3)).astype(np.uint8)
     scales = rng.uniform(0.01, 0.2, (6, 3)).astype(np.float16).astype(np.float32)
     stored = (codes - 4).astype(np.int8) if symmetric else codes.astype(np.uint8)
-    return QuantizedLayer(name, 3, 8, symmetric, stored, scales, None if symmetric else zeros, "float16")
+    grid = grid_of(bits=3, group_size=8, symmetric=symmetric, scale_dtype="float16")
+    return QuantizedLayer(name, grid, stored, scales, None if symmetric else zeros)
 
 
 def checkpoint(*layers):
@@ -82,7 +88,7 @@ def test_a_table_gives_rows_of_its_codes_in_the_models_type(symmetric, tied):
 
 def test_a_table_beside_a_head_in_the_kernels_words_has_codes_of_its_own():
     codes = np.random.default_rng(1).integers(-8, 8, (32, 64)).astype(np.int8)
-    head = QuantLinear.from_codes(codes, np.full((32, 2), 0.1, np.float32), 32, 4, layout="lq-w4")
+    head = linear_of(codes, np.full((32, 2), 0.1, np.float32), 32, 4, layout="lq-w4")
     with pytest.raises(KernelError, match="have no rows"):
         QuantEmbedding(head, torch.float32)(torch.tensor([3]))
     table = QuantEmbedding(head, torch.float32).to(torch.bfloat16)
@@ -92,14 +98,14 @@ def test_a_table_beside_a_head_in_the_kernels_words_has_codes_of_its_own():
 
 def test_tables_that_are_more_than_rows_keep_their_weights():
     model = torch.nn.ModuleDict({"c": torch.nn.Embedding(6, 20)})
-    trellis = dataclasses.replace(layer("c.weight"), trellis=Trellis(8, 512))
+    trellis = dataclasses.replace(layer("c.weight"), grid=ON_TRELLIS)
     reason = "rows of a table are read from codes on a plain grid, without a transform"
     assert install(model, checkpoint(trellis)) == {"c.weight": reason}
     assert type(model["c"]) is torch.nn.Embedding
 
 
 def test_codes_on_a_trellis_are_multiplied_by_on_the_processor_alone():
-    given = dataclasses.replace(layer(), trellis=Trellis(8, 512))
+    given = dataclasses.replace(layer(), grid=ON_TRELLIS)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(20, 6)})
     assert install(model, checkpoint(given)) == {}
     made = model["a"]

@@ -17,13 +17,14 @@ from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
 from loopq.formats.hf_folder import read_all_tensors
 from loopq.inference.linear import QuantEmbedding, QuantLinear
-from loopq.layers.layer import Trellis
+from loopq.layers.grids.trellis import OnTrellis, Trellis
 from loopq.models.hf import unfuse
 from tests.support.interop import models
 from tests.support.systems import CASES, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels|use_mamba).*")
 
+ON_TRELLIS = OnTrellis(2, 32, "float16", Trellis(8, 512))
 _IDS = torch.tensor([[5, 9, 7, 30, 11, 12], [1, 2, 3, 4, 5, 6]])
 
 
@@ -118,7 +119,7 @@ def test_codes_on_a_trellis_are_kept_and_saved_as_they_were(tmp_path):
     model, config = models.tiny_llama()
     checkpoint = models.checkpoint_of(model, config, bits=2, group_size=32)
     for name, layer in checkpoint.layers.items():
-        checkpoint.layers[name] = dataclasses.replace(layer, trellis=Trellis(8, 512))
+        checkpoint.layers[name] = dataclasses.replace(layer, grid=ON_TRELLIS)
     write_as(tmp_path / "q", checkpoint, "native")
     load_into(model, checkpoint)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
@@ -138,7 +139,7 @@ def test_a_table_on_a_trellis_is_dequantized(tmp_path):
     table = models.rounded(
         name, model.get_parameter(name).detach().numpy(), bits=2, group_size=32, orientation="table"
     )
-    checkpoint.layers[name] = dataclasses.replace(table, trellis=Trellis(8, 512))
+    checkpoint.layers[name] = dataclasses.replace(table, grid=ON_TRELLIS)
     checkpoint.settings["weight_dtypes"][name] = "F32"
     del checkpoint.dense[name]
     checkpoint.settings["system"] = "generic"

@@ -169,7 +169,7 @@ def test_files_of_the_library_are_read(foreign, tmp_path, bits, symmetric, group
     weights = np.load(f"{out}.weights.npz")
     assert sorted(layer.module for layer in found.layers.values()) == sorted(names)
     for layer in found.layers.values():
-        assert (layer.bits, layer.symmetric) == (bits, symmetric)
+        assert (layer.grid.bits, layer.grid.symmetric) == (bits, symmetric)
         np.testing.assert_array_equal(layer.dequantize(), weights[layer.module])
     # Written again by loopq, the library's own tensors come out, byte for byte.
     write_as(tmp_path / "again", found, CT)

@@ -181,7 +181,7 @@ def test_files_of_gptqmodel_are_read(foreign, number):
     weights = np.load(f"{out}.npy.weights.npz")
     assert len(found.layers) == 14
     for layer in found.layers.values():
-        assert layer.bits == WRITTEN[number]["bits"]
+        assert layer.grid.bits == WRITTEN[number]["bits"]
         np.testing.assert_array_equal(
             weights[layer.module], layer.dequantize().astype(np.float16).astype(np.float32)
         )

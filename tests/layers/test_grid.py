@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.layers.grid import Grid
+from loopq.layers.grids.integer import Integer
+from loopq.quantizers.grid import GridSettings
 
 
 @pytest.mark.parametrize(
@@ -22,12 +23,9 @@ from loopq.layers.grid import Grid
 )
 def test_refuses(changes, match):
     with pytest.raises(ConfigError, match=match):
-        Grid(**changes)
+        GridSettings(**changes)
 
 
-def test_groups_and_what_the_core_is_told():
-    assert [Grid(group_size=g).n_groups(100) for g in (-1, 1, 32, 100, 128)] == [1, 100, 4, 1, 1]
-    assert [Grid(group_size=g).width(100) for g in (-1, 32)] == [100, 32]
-    assert [Grid(group_size=g).core_group_size for g in (-1, 32)] == [0, 32]
-    assert Grid().core_scale_dtype == "float16"
-    assert Grid(scale_dtype="bfloat16", scale_bits=5).core_scale_dtype == "bfloat16:5"
+def test_groups():
+    assert [Integer(4, g, "float16").n_groups(100) for g in (-1, 1, 32, 100, 128)] == [1, 100, 4, 1, 1]
+    assert [Integer(4, g, "float16").width(100) for g in (-1, 32)] == [100, 32]

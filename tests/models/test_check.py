@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from loopq.models.check import CheckReport, check_model, systems_table
-from loopq.systems import SYSTEMS
-from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems import SYSTEMS, find_system
+from loopq.systems.base import LoopedSystem
 from tests.support.systems import CASES, as_loaded, build, open_system
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")

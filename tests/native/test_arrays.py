@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopq import _native as native
+from tests.support import core
 
 Arrays = list[np.ndarray]
 
@@ -58,7 +59,7 @@ def weight(rng: np.random.Generator, rows: int, dim: int) -> np.ndarray:
     return rng.standard_normal((rows, dim)).astype(np.float32)
 
 
-GPTQ_CD = native.GptqCdSettings(
+GPTQ_CD = core.cd_settings(
     bits=3, group_size=8, symmetric=True, signed=True, scale_dtype="float32", beam=2, sweeps=4,
     rounds=2, refit=True,
 )  # fmt: skip
@@ -90,12 +91,12 @@ def trellis(w: np.ndarray, h: np.ndarray, mu: np.ndarray, a: np.ndarray) -> dict
     """Code on a trellis."""
     left = native.DampedFactor(a, np.ones(len(a)), order="natural")
     right = native.DampedFactor(h, mu, order="conditional")
-    return native.trellis(w, right, [left], bits=2, group_size=8, scale_dtype="float32", state_bits=6)
+    return core.trellis(w, right, [left], bits=2, group_size=8, scale_dtype="float32", state_bits=6)
 
 
 def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """Activations times packed codes."""
-    layout = native.CpuLayout(*codes.shape, 8, 4)
+    layout = native.CpuLayout(*codes.shape, native.Grid(bits=4, group_size=8))
     packed, out = np.zeros(layout.n_bytes, np.uint8), np.zeros((len(x), len(codes)), np.float32)
     layout.pack(codes, scales, packed)
     layout.multiply(packed, x, out, bias, precision="fixed24")
@@ -104,7 +105,7 @@ def product(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, bias: np.ndarr
 
 def rows(codes: np.ndarray, scales: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Some rows of packed codes."""
-    layout = native.CpuLayout(*codes.shape, 8, 4)
+    layout = native.CpuLayout(*codes.shape, native.Grid(bits=4, group_size=8))
     packed = np.zeros(layout.n_bytes, np.uint8)
     layout.pack(codes, scales, packed)
     return layout.rows(packed, numbers)
@@ -136,13 +137,13 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
     hi, lo = (rng.integers(0, 1000, d * (d + 1) // 2) for _ in range(2))
     factor = native.DampedFactor(h, mu)
     return {
-        "rtn": (lambda w: native.rtn(w, **grid), [w]),
+        "rtn": (lambda w: core.rtn(w, **grid), [w]),
         "DampedFactor, gptq": (
-            lambda w, h, mu: native.gptq(w, native.DampedFactor(h, mu), **grid),
+            lambda w, h, mu: core.gptq(w, native.DampedFactor(h, mu), **grid),
             [w, h, mu],
         ),
         "DampedFactor, gptq of float32 H": (
-            lambda w, h, mu: native.gptq(w, native.DampedFactor(h, mu, precision="float32"), **grid),
+            lambda w, h, mu: core.gptq(w, native.DampedFactor(h, mu, precision="float32"), **grid),
             [w, h.astype(np.float32), mu],
         ),
         "DampedFactor, gptq_cd": (
@@ -151,17 +152,17 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
         ),
         "coupled": (coupled, [w, h, mu, spd(rng, m)]),
         "trellis": (trellis, [w, h, mu, spd(rng, m)]),
-        "trellis_decode": (
-            lambda c, s: native.trellis_decode(c, s, **grid, state_bits=6, stream_rows=4),
+        "dequantize on a trellis": (
+            lambda c, s: core.decode(c, s, **grid, state_bits=6, stream_rows=4),
             [codes, scales],
         ),
         "shift": (lambda w, cross: factor.shift(w, cross, 0.5), [w, rng.standard_normal((d, d))]),
         "proxy": (native.proxy, [w, weight(rng, m, d), h]),
         "eigvalsh": (native.eigvalsh, [h]),
         "count_above": (lambda h: native.count_above(h, [1e-2, 1e-1]), [h]),
-        "dequantize": (lambda c, s: native.dequantize(c, s, None, 8), [codes, scales]),
+        "dequantize": (lambda c, s: core.dequantize(c, s, None, 8), [codes, scales]),
         "dequantize of uint8": (
-            lambda c, s, z: native.dequantize(c, s, z, 8),
+            lambda c, s, z: core.dequantize(c, s, z, 8),
             [codes.view(np.uint8), scales, zeros.astype(np.uint8)],
         ),
         "CpuLayout.rows": (rows, [codes, scales, np.array([0, len(codes) - 1, 0])]),
@@ -216,6 +217,6 @@ def test_order_in_memory_changes_nothing(name: str, data: st.DataObject) -> None
 
 
 def test_every_function_that_takes_arrays_is_among_the_cases() -> None:
-    without = {"cpu_engines", "cpu_features", "kernel_sources", "GptqCdSettings"}
+    without = {"cpu_engines", "cpu_features", "kernel_sources", "GptqCdSettings", "Grid"}
     public = {n for n in native.__all__ if not n.startswith("_") and callable(getattr(native, n))}
     assert public - without == {w for w in " ".join(NAMES).replace(",", "").split() if w in public}

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopq import _native, errors
+from tests.support import core
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -144,7 +145,7 @@ def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
 def test_codes_are_those_of_plain_gptq(dim: int, m: int, bits: int, group: int, seed: int) -> None:
     h = summed(correlated(3 * dim, dim, seed)).matrix()
     w = np.random.default_rng(seed).standard_normal((m, dim)).astype(np.float32)
-    got = _native.gptq(w, factor(h, 0.01), bits=bits, group_size=group, threads=1)
+    got = core.gptq(w, factor(h, 0.01), bits=bits, group_size=group, threads=1)
     codes, scales = plain_gptq(w, h, bits, group, 0.01)
     same = (got["codes"] == codes).all(1)
     assert same.mean() >= 0.9, "rows may differ only by ties"
@@ -154,7 +155,7 @@ def test_codes_are_those_of_plain_gptq(dim: int, m: int, bits: int, group: int, 
 def test_codes_are_those_of_plain_gptq_at_512() -> None:
     h = summed(correlated(2000, 512)).matrix()
     w = np.random.default_rng(1).standard_normal((64, 512)).astype(np.float32)
-    got = _native.gptq(w, factor(h, 0.01), bits=4, group_size=96)
+    got = core.gptq(w, factor(h, 0.01), bits=4, group_size=96)
     assert np.array_equal(got["codes"], plain_gptq(w, h, 4, 96, 0.01)[0])
 
 
@@ -165,11 +166,11 @@ def test_report_and_shared_factor() -> None:
     w = np.random.default_rng(1).standard_normal((30, 96)).astype(np.float32)
     mu = np.linspace(0.5, 1.5, 96) * 0.05 * np.mean(np.diag(h))
     shared = _native.DampedFactor(h, mu)
-    got = _native.gptq(w, shared, bits=3, group_size=32)
+    got = core.gptq(w, shared, bits=3, group_size=32)
     for rows in (w[:7], w[7:]):
-        part = _native.gptq(rows, shared, bits=3, group_size=32)
+        part = core.gptq(rows, shared, bits=3, group_size=32)
         assert np.array_equal(part["codes"], got["codes"][:7] if len(rows) == 7 else got["codes"][7:])
-    hat = _native.dequantize(got["codes"], got["scales"], None, 32)
+    hat = core.dequantize(got["codes"], got["scales"], None, 32)
     gap = hat.astype(np.float64) - w
     assert got["proxy"] == pytest.approx(np.trace(gap @ h @ gap.T), rel=1e-9)
     assert got["proxy_damped"] == pytest.approx(np.trace(gap @ (h + np.diag(mu)) @ gap.T), rel=1e-9)
@@ -197,17 +198,17 @@ def test_act_order_is_plain_gptq_on_permuted_columns() -> None:
     h = summed(correlated(800, 64)).matrix()
     w = np.random.default_rng(1).standard_normal((20, 64)).astype(np.float32)
     made = factor(h, 0.01, order="diagonal")
-    got = _native.gptq(w, made, bits=4, group_size=-1, scales="static")
+    got = core.gptq(w, made, bits=4, group_size=-1, scales="static")
     order = np.argsort(-np.diag(h), kind="stable")
     codes, _ = plain_gptq(np.ascontiguousarray(w[:, order]), h[np.ix_(order, order)], 4, 64, 0.01)
     assert np.array_equal(got["codes"][:, order], codes)
     with pytest.raises(errors.ConfigError, match="'static' where columns are reordered"):
-        _native.gptq(w, made, bits=4, group_size=16)
+        core.gptq(w, made, bits=4, group_size=16)
 
 
 def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
     h, w = np.eye(8) + 1, np.ones((3, 8), np.float32)
-    settings = _native.GptqCdSettings(
+    settings = core.cd_settings(
         bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", beam=1, sweeps=1,
         rounds=1, refit=False,
     )  # fmt: skip
@@ -222,7 +223,7 @@ def test_a_hessian_that_was_changed_after_it_was_factored_is_noticed() -> None:
 def test_other_solvers_than_gptq_refuse_single_precision() -> None:
     single = factor(np.eye(8) + 1, 0.01, precision="float32")
     w = np.ones((3, 8), np.float32)
-    assert _native.gptq(w, single, bits=4, group_size=8)["codes"].shape == (3, 8)
+    assert core.gptq(w, single, bits=4, group_size=8)["codes"].shape == (3, 8)
     with pytest.raises(errors.ConfigError, match=r'precision = "float32" .* only gptq'):
         single.shift(w, np.zeros((8, 8)), 1.0)
     with pytest.raises(errors.ConfigError, match='precision = "float16"'):
@@ -233,12 +234,12 @@ def test_other_solvers_than_gptq_refuse_single_precision() -> None:
 def test_asymmetric_values_lie_on_their_grid(bits: int) -> None:
     rng = np.random.default_rng(3)
     w = (rng.standard_normal((9, 50)) + 0.4).astype(np.float32)
-    got = _native.rtn(w, bits=bits, group_size=16, symmetric=False, scale_dtype="float16")
+    got = core.rtn(w, bits=bits, group_size=16, symmetric=False, scale_dtype="float16")
     assert got["codes"].dtype == np.uint8
     assert got["codes"].max() <= 2**bits - 1
     assert np.array_equal(got["scales"].astype(np.float16).astype(np.float32), got["scales"])
     zeros, scales = got["zeros"].repeat(16, 1)[:, :50], got["scales"].repeat(16, 1)[:, :50]
-    hat = _native.dequantize(got["codes"], got["scales"], got["zeros"], 16)
+    hat = core.dequantize(got["codes"], got["scales"], got["zeros"], 16)
     expected = (got["codes"].astype(np.float32) - zeros) * scales
     assert np.array_equal(hat, expected)
     assert np.all(np.abs(hat - w) <= 0.51 * scales + 1e-6)
@@ -248,8 +249,8 @@ def test_mse_scales_are_never_worse() -> None:
     w = np.random.default_rng(3).standard_normal((40, 96)).astype(np.float32)
     error = {}
     for search in ("max", "mse"):
-        got = _native.rtn(w, bits=3, group_size=32, scale_search=search)  # type: ignore[arg-type]
-        gap = (_native.dequantize(got["codes"], got["scales"], None, 32) - w).astype(np.float64)
+        got = core.rtn(w, bits=3, group_size=32, scale_search=search)  # type: ignore[arg-type]
+        gap = (core.dequantize(got["codes"], got["scales"], None, 32) - w).astype(np.float64)
         error[search] = (gap**2).reshape(40, 3, 32).sum(2)
     assert np.all(error["mse"] <= error["max"] * (1 + 1e-6))
     assert error["mse"].sum() < 0.9 * error["max"].sum()
@@ -258,15 +259,15 @@ def test_mse_scales_are_never_worse() -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_half_range_scales_use_every_code(bits: int) -> None:
     w = np.random.default_rng(3).standard_normal((40, 96)).astype(np.float32)
-    got = _native.rtn(w, bits=bits, group_size=32, scale_search="half-range")  # type: ignore[arg-type]
+    got = core.rtn(w, bits=bits, group_size=32, scale_search="half-range")  # type: ignore[arg-type]
     largest = np.abs(w).reshape(40, 3, 32).max(2).astype(np.float64)
     assert np.array_equal(got["scales"], (largest / ((2**bits - 1) / 2)).astype(np.float32))
     assert (got["codes"].min(), got["codes"].max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     # An asymmetric grid reaches from the least to the largest weight either way.
     for search in ("max", "half-range"):
         assert np.array_equal(
-            _native.rtn(w, bits=bits, group_size=32, symmetric=False, scale_search=search)["codes"],
-            _native.rtn(w, bits=bits, group_size=32, symmetric=False)["codes"],
+            core.rtn(w, bits=bits, group_size=32, symmetric=False, scale_search=search)["codes"],
+            core.rtn(w, bits=bits, group_size=32, symmetric=False)["codes"],
         )
 
 
@@ -338,22 +339,22 @@ def test_arrays_of_other_types_are_type_errors() -> None:
     ):
         _native.pack_dense(np.zeros(4, np.int64), 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"w must be a 2-dimensional array of float32; got .*list"):
-        _native.rtn([[1.0]], bits=4, group_size=1)  # type: ignore[arg-type]
+        core.rtn([[1.0]], bits=4, group_size=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got >f4"):
-        _native.rtn(np.zeros((1, 4), ">f4"), bits=4, group_size=4)
+        core.rtn(np.zeros((1, 4), ">f4"), bits=4, group_size=4)
     with pytest.raises(errors.ConfigError, match="square"):
         _native.eigvalsh(np.zeros((2, 3)))
 
 
 def test_shapes_must_agree_without_rows_too() -> None:
     wide = factor(np.eye(129), 0.01)
-    settings = _native.GptqCdSettings(
+    settings = core.cd_settings(
         bits=4, group_size=8, symmetric=True, signed=False, scale_dtype="float32", beam=1, sweeps=1, rounds=1,
         refit=False,
     )  # fmt: skip
     w = np.zeros((0, 1), np.float32)
     for call in (
-        lambda: _native.gptq(w, wide, bits=4, group_size=8),
+        lambda: core.gptq(w, wide, bits=4, group_size=8),
         lambda: _native.gptq_cd(w, wide, settings),
         lambda: _native.coupled(w, wide, [], settings),
         lambda: _native.proxy(w, None, np.eye(129)),
@@ -365,7 +366,7 @@ def test_shapes_must_agree_without_rows_too() -> None:
     with pytest.raises(errors.ConfigError, match="W\\^: expected 3 x 3, as W, got 9 x 1"):
         _native.proxy(square, square.reshape(9, 1), np.eye(3))
     with pytest.raises(errors.ConfigError, match="scales: expected 4 x 2, got 2 x 4"):
-        _native.dequantize(np.zeros((4, 6), np.int8), np.ones((2, 4), np.float32), None, 3)
+        core.dequantize(np.zeros((4, 6), np.int8), np.ones((2, 4), np.float32), None, 3)
     with pytest.raises(errors.ConfigError, match="scales: expected 64 x 0, got 5 x 0"):
         _native.marlin_pack(np.zeros((64, 16), np.uint8), np.ones((5, 0), np.float32))
 
@@ -373,11 +374,11 @@ def test_shapes_must_agree_without_rows_too() -> None:
 def test_errors_are_loopqs_own() -> None:
     w = np.ones((2, 4), np.float32)
     with pytest.raises(errors.ConfigError, match="group_size = -2"):
-        _native.rtn(w, bits=4, group_size=-2)
+        core.rtn(w, bits=4, group_size=-2)
     with pytest.raises(errors.SolveError, match="all zeros"):
         factor(np.zeros((4, 4)), 0.1)
     with pytest.raises(errors.NonFiniteError, match="row 1, column 2"):
-        _native.rtn(
+        core.rtn(
             np.where(np.arange(8).reshape(2, 4) == 6, np.nan, w).astype(np.float32), bits=4, group_size=4
         )
     made = _native.HessianAccumulator(4, [0], per_step=True)
@@ -395,7 +396,7 @@ def test_memory_that_is_not_there_is_an_error_with_its_size() -> None:
 
 
 #: One scale for each row: nothing is cut into groups.
-CD = _native.GptqCdSettings(
+CD = core.cd_settings(
     bits=3,
     group_size=-1,
     symmetric=True,
@@ -426,7 +427,7 @@ def test_ctrl_c_stops_within_a_second(work: str) -> None:
     made = factor(h, 0.1)
     calls = {
         "factor": lambda: factor(h, 0.1, order="conditional", threads=1),
-        "solve": lambda: _native.gptq(w, made, bits=4, group_size=128, threads=1),
+        "solve": lambda: core.gptq(w, made, bits=4, group_size=128, threads=1),
         "gptq_cd": lambda: _native.gptq_cd(w, made, CD, threads=1),
         "coupled": lambda: _native.coupled(w[:dim], made, [made], CD, threads=1),
         "eigenvalues": lambda: _native.eigvalsh(h, threads=1),

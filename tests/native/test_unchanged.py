@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 from loopq import _native as native
+from tests.support import core
 
 RECORD = Path(__file__).parents[1] / "golden" / "unchanged.json"
 ROWS, DIM = 37, 200
+#: As the record names it: 0 stands for one scale per row, and "bfloat16:5" keeps five significant bits.
 GRID = {"bits": 4, "group_size": 32, "symmetric": True, "scale_dtype": "float32"}
 CD = {"signed": True, "beam": 1, "sweeps": 30, "rounds": 4, "refit": True}
 
@@ -68,6 +70,16 @@ def factor(
     return native.DampedFactor(h, mu, order=order, precision=precision, threads=2)
 
 
+def grid(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a grid that the record names in its own way."""
+    kind, _, bits = options.get("scale_dtype", "float32").partition(":")
+    return options | {
+        "group_size": options["group_size"] or -1,
+        "scale_dtype": kind,
+        "scale_bits": int(bits) if bits else None,
+    }
+
+
 def gptq(
     w: np.ndarray,
     h: np.ndarray,
@@ -79,25 +91,25 @@ def gptq(
 ) -> dict[str, Any]:
     """Solve by GPTQ."""
     made = factor(h, "diagonal" if act_order else "natural", damping=damping, precision=precision)
-    return native.gptq(w, made, threads=2, **options)
+    return core.gptq(w, made, threads=2, **grid(options))
 
 
 def gptq_cd(w: np.ndarray, h: np.ndarray, *, order: str = "conditional", **options: Any) -> dict[str, Any]:
     """Solve by coordinate descent."""
-    return native.gptq_cd(w, factor(h, order), native.GptqCdSettings(**GRID | CD | options), threads=2)
+    return native.gptq_cd(w, factor(h, order), core.cd_settings(**grid(GRID | CD | options)), threads=2)
 
 
 def coupled(w: np.ndarray, h: np.ndarray, sizes: list[int], passes: int) -> dict[str, Any]:
     """Solve under metrics between outputs."""
     left = [native.DampedFactor(hessian(n, 5 + n), np.full(n, 7.0), order="conditional") for n in sizes]
-    settings = native.GptqCdSettings(**GRID | CD | {"bits": 2})
+    settings = core.cd_settings(**GRID | CD | {"bits": 2})
     return native.coupled(w, factor(h), left, settings, passes=passes, threads=2)
 
 
 def trellis(bits: int, state_bits: int, sizes: list[int]) -> dict[str, Any]:
     """Code on a trellis under metrics between outputs."""
     left = [native.DampedFactor(hessian(n, 5 + n), np.full(n, 7.0), order="natural") for n in sizes]
-    return native.trellis(
+    return core.trellis(
         weight(), factor(hessian()), left, bits=bits, group_size=32, scale_dtype="float16",
         state_bits=state_bits, threads=2,
     )  # fmt: skip
@@ -113,10 +125,10 @@ def rtn_cases() -> Iterator[tuple[str, Case]]:
     axes = itertools.product((2, 3, 4, 8), (0, 20, 32), (True, False), ("max", "mse"))
     for bits, group, symmetric, search in axes:
         options = {"bits": bits, "group_size": group, "symmetric": symmetric, "scale_search": search}
-        yield f"rtn {options}", lambda o=options: native.rtn(weight(), threads=2, **o)
+        yield f"rtn {options}", lambda o=options: core.rtn(weight(), threads=2, **grid(o))
     for scale in ("float16", "bfloat16", "bfloat16:5"):
         options = {"bits": 3, "group_size": 50, "scale_dtype": scale, "scale_search": "mse"}
-        yield f"rtn {options}", lambda o=options: native.rtn(weight(), threads=2, **o)
+        yield f"rtn {options}", lambda o=options: core.rtn(weight(), threads=2, **grid(o))
 
 
 def gptq_cases() -> Iterator[tuple[str, Case]]:

@@ -31,12 +31,14 @@ def summed():
 sums = summed()
 h = sums.matrix()
 state = sums.state()
-cd = native.GptqCdSettings(
-    bits=3, group_size=-1, symmetric=True, signed=True, scale_dtype="float32", beam=2, sweeps=2, rounds=2, refit=True
-)
+rows = native.Grid(bits=3, group_size=-1, signed=True, scale_search="mse")
+cd = native.GptqCdSettings(rows, beam=2, sweeps=2, rounds=2, refit=True)
+grid = native.Grid(bits=4, group_size=32)
+searched = native.Grid(bits=4, group_size=32, scale_search="mse")
+streams = native.Grid(bits=2, group_size=32, scale_dtype="float16", trellis=(6, 512))
 factor = native.DampedFactor(h, mu, order="conditional", threads=threads)
 left = native.DampedFactor(h, mu, threads=threads)
-codes = native.rtn(w, bits=4, group_size=32, threads=threads)["codes"]
+codes = native.rtn(w, grid, threads=threads)["codes"]
 calls = {
     "sums": summed,
     "matrix": lambda: sums.matrix([0, 1]),
@@ -46,13 +48,11 @@ calls = {
     "factor": lambda: native.DampedFactor(h, mu, order="conditional", threads=threads),
     "diagonal order": lambda: native.DampedFactor(h, mu, order="diagonal", precision="float32", threads=threads),
     "shift": lambda: factor.shift(w, h, 0.5, threads=threads),
-    "rtn": lambda: native.rtn(w, bits=4, group_size=32, scale_search="mse", threads=threads),
-    "gptq": lambda: native.gptq(w, left, bits=4, group_size=32, threads=threads),
+    "rtn": lambda: native.rtn(w, searched, threads=threads),
+    "gptq": lambda: native.gptq(w, left, grid, threads=threads),
     "gptq_cd": lambda: native.gptq_cd(w, factor, cd, threads=threads),
     "coupled": lambda: native.coupled(w, factor, [left], cd, passes=1, threads=threads),
-    "trellis": lambda: native.trellis(
-        w, factor, [left], bits=2, group_size=32, scale_dtype="float16", state_bits=6, threads=threads
-    ),
+    "trellis": lambda: native.trellis(w, factor, [left], streams, threads=threads),
     "proxy": lambda: native.proxy(w, None, h, threads=threads),
     "eigenvalues": lambda: native.eigvalsh(h, threads=threads),
     "counts": lambda: native.count_above(h, [1e-3], threads=threads),

@@ -9,6 +9,7 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
+from tests.support import core
 from tests.support import gptq_cd_reference as twin
 from tests.support.problems import correlated, solve, values_of
 
@@ -29,7 +30,9 @@ def solved(weight, hessian, *, mu=None, order="conditional", threads=1, **settin
         "rounds": 4,
         "refit": True,
     } | settings
-    found = native.gptq_cd(weight, factor, native.GptqCdSettings(**options), threads=threads)
+    # The twin says 0 where one scale is for the whole row.
+    options["group_size"] = options["group_size"] or -1
+    found = native.gptq_cd(weight, factor, core.cd_settings(**options), threads=threads)
     return found, hessian + np.diag(mu), factor
 
 

@@ -9,12 +9,13 @@ import pytest
 
 import loopq._native as native
 from loopq.errors import ConfigError, SolveError
+from tests.support import core
 from tests.support.gptq_cd_reference import conditional_order
 from tests.support.problems import correlated, values_of
 
 GRID = {"bits": 3, "group_size": 16, "symmetric": True, "signed": True, "scale_dtype": "float16"}
 REST = {"beam": 1, "sweeps": 30, "rounds": 4, "refit": True}
-SETTINGS = native.GptqCdSettings(**GRID, **REST)
+SETTINGS = core.cd_settings(**GRID, **REST)
 
 
 def factor(hessian, mu):
@@ -116,9 +117,7 @@ def test_near_the_optimum_of_all_codes():
         s, a = correlated(rng, 3), np.array([[1.0, 0.8], [0.8, 1.0]])
         right = factor(s, np.zeros(3))
         grid = GRID | REST | {"bits": 2, "group_size": 3, "signed": False, "refit": False}
-        found = native.coupled(
-            weight, right, [left_of(a)], native.GptqCdSettings(**grid), passes=4, threads=1
-        )
+        found = native.coupled(weight, right, [left_of(a)], core.cd_settings(**grid), passes=4, threads=1)
         values = values_of(found, 3, 3)
         best = min(
             loss(weight, np.array(c).reshape(2, 3) * found["scales"], a, s)

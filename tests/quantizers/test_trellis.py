@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -11,10 +12,15 @@ import loopq
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError, SolveError
 from loopq.formats import native as native_format
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.grids import grid_of
+from loopq.layers.grids.integer import Integer
+from loopq.layers.grids.trellis import OnTrellis
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.quantizers.config import LayerConfig
 from loopq.quantizers.gptq_cd import PATHS
 from loopq.storage.schema import checked
+from tests.support import core
 from tests.support.problems import correlated, solve
 
 CODE = {"group_size": 16, "scale_dtype": "float16"}
@@ -59,7 +65,7 @@ def form(error, a, s):
 
 def test_the_example_of_the_format():
     codes = np.array([[1], [2], [3]], np.uint8)
-    found = native.trellis_decode(
+    found = core.decode(
         codes, np.ones((3, 1), np.float32), bits=2, group_size=1, state_bits=4, stream_rows=512
     )
     np.testing.assert_array_equal(found[:, 0], np.float32([value(13), value(6), value(11)]))
@@ -73,7 +79,7 @@ def test_decodes_as_the_format_says(bits, state_bits, stream_rows):
     rng = np.random.default_rng(bits)
     codes = rng.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (21, 9)).astype(np.int8)
     scales = rng.normal(size=(21, 3)).astype(np.float16).astype(np.float32)
-    found = native.trellis_decode(
+    found = core.decode(
         codes, scales, bits=bits, group_size=4, state_bits=state_bits, stream_rows=stream_rows
     )
     np.testing.assert_array_equal(found, decoded(codes, scales, bits, state_bits, stream_rows, 4))
@@ -82,7 +88,7 @@ def test_decodes_as_the_format_says(bits, state_bits, stream_rows):
 @pytest.mark.parametrize(("rows", "d", "bits"), [(40, 32, 2), (33, 21, 3), (12, 17, 4), (3, 8, 2), (1, 5, 3)])
 def test_reports_the_true_loss_and_solved_scales_lower_it(rows, d, bits):
     weight, right, s, a = made(rows, d)
-    found = native.trellis(weight, right, [left_of(a)], bits=bits, state_bits=bits + 5, **CODE)
+    found = core.trellis(weight, right, [left_of(a)], bits=bits, state_bits=bits + 5, **CODE)
     values = decoded(found["codes"], found["scales"], bits, bits + 5, rows, 16)
     assert found["coupled_settled"] == pytest.approx(form(values - weight.astype(float), a, s), rel=1e-6)
     assert found["coupled_settled"] <= found["coupled_swept"] * (1 + 1e-9)
@@ -104,7 +110,7 @@ def over_the_best_stream(rows, coupled):
     for seed in range(20):
         weight, right, s, a = made(rows, 1, seed)
         a = a if coupled else np.diag(np.diag(a))
-        found = native.trellis(weight, right, [left_of(a)], bits=2, state_bits=4, **CODE)
+        found = core.trellis(weight, right, [left_of(a)], bits=2, state_bits=4, **CODE)
         scales = np.abs(weight[:, 0]).astype(np.float16).astype(float)
         errors = values * scales - weight[:, 0]
         best = np.einsum("ni,ij,nj->n", errors, a, errors).min() * s[0, 0]
@@ -135,14 +141,14 @@ def test_less_loss_than_the_plain_grid_and_for_rows_that_know_each_other(bits, m
     code = {"group_size": 64, "scale_dtype": "float16", "bits": bits}
     losses = {}
     for name, between in (("coupled", a), ("apart", np.diag(np.diag(a)))):
-        found = native.trellis(weight, right, [left_of(between)], state_bits=10, **code)
+        found = core.trellis(weight, right, [left_of(between)], state_bits=10, **code)
         values = decoded(found["codes"], found["scales"], bits, 10, 96, 64)
         losses[name] = form(values - weight.astype(float), a, s)
     left = native.DampedFactor(a, np.zeros(96), order="conditional")
     assert losses["coupled"] < 0.9 * losses["apart"]
     # One path, and as many as gptq-cd keeps in this metric.
     for beam, share in ((1, most), (PATHS["loop"], 0.8)):
-        settings = native.GptqCdSettings(
+        settings = core.cd_settings(
             symmetric=True, signed=True, beam=beam, sweeps=30, rounds=4, refit=True, **code
         )
         assert losses["coupled"] < share * native.coupled(weight, right, [left], settings)["coupled_settled"]
@@ -151,8 +157,8 @@ def test_less_loss_than_the_plain_grid_and_for_rows_that_know_each_other(bits, m
 def test_blocks_are_solved_apart_and_threads_change_nothing():
     weight, right, _, a = made(40, 32)
     lefts = [left_of(a[:16, :16]), left_of(a[16:, 16:])]
-    one, two = (native.trellis(weight, right, lefts, bits=3, state_bits=8, threads=n, **CODE) for n in (1, 2))
-    part = native.trellis(np.ascontiguousarray(weight[16:]), right, lefts[1:], bits=3, state_bits=8, **CODE)
+    one, two = (core.trellis(weight, right, lefts, bits=3, state_bits=8, threads=n, **CODE) for n in (1, 2))
+    part = core.trellis(np.ascontiguousarray(weight[16:]), right, lefts[1:], bits=3, state_bits=8, **CODE)
     for key in ("codes", "scales"):
         np.testing.assert_array_equal(one[key], two[key])
         np.testing.assert_array_equal(one[key][16:], part[key])
@@ -163,7 +169,7 @@ def test_scaling_either_side_changes_no_code():
     found = []
     for k in (1.0, 4.0, 0.25):
         right = native.DampedFactor(s * k, np.zeros(32), order="conditional")
-        found.append(native.trellis(weight, right, [left_of(a * k)], bits=2, state_bits=8, **CODE)["codes"])
+        found.append(core.trellis(weight, right, [left_of(a * k)], bits=2, state_bits=8, **CODE)["codes"])
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0], found[2])
 
@@ -172,20 +178,20 @@ def test_rows_of_zeros_are_coded_and_what_cannot_be_is_refused():
     weight, right, _, a = made(16, 32)
     quiet = weight.copy()
     quiet[5] = 0
-    found = native.trellis(quiet, right, [left_of(a)], bits=2, state_bits=8, **CODE)
+    found = core.trellis(quiet, right, [left_of(a)], bits=2, state_bits=8, **CODE)
     assert np.isfinite(found["scales"]).all()
     assert (found["scales"] != 0).all()
     for change in ({"bits": 8}, {"state_bits": 3}, {"state_bits": 17}, {"scale_dtype": "int8"}):
         with pytest.raises(ConfigError):
-            native.trellis(weight, right, [left_of(a)], **{"bits": 2, "state_bits": 8, **CODE, **change})
+            core.trellis(weight, right, [left_of(a)], **{"bits": 2, "state_bits": 8, **CODE, **change})
     with pytest.raises(ConfigError, match="natural"):
         ordered = native.DampedFactor(a, np.zeros(16), order="conditional")
-        native.trellis(weight, right, [ordered], bits=2, state_bits=8, **CODE)
+        core.trellis(weight, right, [ordered], bits=2, state_bits=8, **CODE)
     with pytest.raises(ConfigError, match="A"):
-        native.trellis(weight[:12], right, [left_of(a)], bits=2, state_bits=8, **CODE)
+        core.trellis(weight[:12], right, [left_of(a)], bits=2, state_bits=8, **CODE)
     weight[7, 20] = 1e9
     with pytest.raises(SolveError, match="row 7, group 1 is infinite in float16"):
-        native.trellis(weight, right, [left_of(a)], bits=2, state_bits=8, **CODE)
+        core.trellis(weight, right, [left_of(a)], bits=2, state_bits=8, **CODE)
 
 
 def test_the_method_refuses_grids_without_a_trellis():
@@ -202,8 +208,8 @@ def over_the_plain_grid(rows, beam):
         s, a = neighbours(64, seed + 10, 0.5), neighbours(rows, seed + 20, 0.6)
         right = native.DampedFactor(s, np.zeros(64), order="conditional")
         code = {"group_size": 64, "scale_dtype": "float16", "bits": 2 + seed % 3}
-        found = native.trellis(weight, right, [left_of(a)], state_bits=10, **code)
-        settings = native.GptqCdSettings(
+        found = core.trellis(weight, right, [left_of(a)], state_bits=10, **code)
+        settings = core.cd_settings(
             symmetric=True, signed=True, beam=beam, sweeps=30, rounds=4, refit=True, **code
         )
         left = native.DampedFactor(a, np.zeros(rows), order="conditional")
@@ -221,7 +227,7 @@ def test_few_outputs_are_left_to_the_plain_grid():
     rng = np.random.default_rng(0)
     weight, hessian = rng.normal(size=(15, 16)).astype(np.float32), correlated(rng, 16)
     layer = solve("trellis", weight, hessian, bits=2)
-    assert layer.trellis is None
+    assert isinstance(layer.grid, Integer)
     assert layer.report["method_done"] == "gptq-cd"
     assert layer.same_as(solve("gptq-cd", weight, hessian, bits=2))
 
@@ -230,10 +236,9 @@ def test_what_a_layer_says_of_its_streams():
     rng = np.random.default_rng(0)
     layer = solve("trellis", rng.normal(size=(64, 16)).astype(np.float32), correlated(rng, 16), bits=2)
     assert isinstance(layer, QuantizedLayer)
-    assert layer.trellis is not None
-    assert layer.trellis.stream_rows == 512
+    assert layer.grid.trellis.stream_rows == 512
     assert layer.n_bytes == 64 * 4 + 64 * 2
-    assert not layer.same_as(QuantizedLayer(**{**vars(layer), "trellis": None}))
+    assert not layer.same_as(dataclasses.replace(layer, grid=Integer(2, 128, "float16")))
 
 
 def test_a_checkpoint_gives_the_model_back_and_other_tools_do_not_get_it(tiny_folder, tokens, tmp_path):
@@ -244,7 +249,7 @@ def test_a_checkpoint_gives_the_model_back_and_other_tools_do_not_get_it(tiny_fo
     assert {n: layer.same_as(again.layers[n]) for n, layer in run.layers.items()} == dict.fromkeys(
         run.layers, True
     )
-    name, layer = next((n, x) for n, x in again.layers.items() if x.trellis is not None)
+    name, layer = next((n, x) for n, x in again.layers.items() if isinstance(x.grid, OnTrellis))
     rows = layer.shape[0]
     expected = decoded(layer.codes, layer.scales, 3, 10, min(rows, 512), 8)
     np.testing.assert_array_equal(layer.dequantize(), expected)
@@ -261,11 +266,11 @@ def test_an_index_that_puts_other_grids_on_a_trellis_is_refused(change):
     if "state_bits" in change:
         described["trellis"] = described["trellis"] | change
     # Tensors that fit the altered grid, so that nothing else is wrong.
-    other = QuantizedLayer(
-        layer.name, described["bits"], 128, described["symmetric"],
-        np.zeros((64, 16), np.int8 if described["symmetric"] else np.uint8), layer.scales,
-        None if described["symmetric"] else np.zeros((64, 1), np.uint8), "float16",
-    )  # fmt: skip
+    grid = grid_of(
+        bits=described["bits"], group_size=128, symmetric=described["symmetric"], scale_dtype="float16"
+    )
+    zeros = None if grid.symmetric else np.zeros((64, 1), np.uint8)
+    other = QuantizedLayer(layer.name, grid, np.zeros((64, 16), grid.dtype), layer.scales, zeros)
     settings = checked(LayerSettings, described, "index")
     with pytest.raises(CheckpointError, match=r"index: layer layer\.weight: Trellis"):
         QuantizedLayer.from_tensors(settings, TensorReader("index", other.tensors()), {})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.report import page
+from loopq.diagnose.context import Context
+from loopq.settings.execution import Execution
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
 QUICK = DiagnoseConfig(n_prompts=2, n_ablation_prompts=2, seeds=(0,), group_sizes=(4, -1))
@@ -20,7 +23,9 @@ TEXTS = ("the first", "the\nsecond & more", "x" * 1000)
 def diagnosis():
     system = LinearSystem(LinearLoop(width=8))
     return survey.diagnose(
-        system, tokens(n_prompts=3, n_tokens=12), 5, config=QUICK, only=OURS, name="toy <&>", threads=1
+        Context(system, tokens(n_prompts=3, n_tokens=12), 5, QUICK, execution=Execution(threads=1)),
+        only=OURS,
+        name="toy <&>",
     )
 
 
@@ -75,11 +80,12 @@ def everything(diagnosis):
     }
 
 
-@pytest.fixture(scope="module")
-def text(diagnosis):
-    return page.render(diagnosis)
-
-
-@pytest.fixture
-def no_figures(monkeypatch):
-    monkeypatch.setattr("loopq.report.diagnosis.all_figures", lambda d: [])
+def check_axes(picture):
+    """Every axis has a label with its unit."""
+    for axes in picture.figure.axes:
+        labels = [axes.get_xlabel(), axes.get_ylabel()]
+        if axes.get_label() == "<colorbar>":
+            labels = [text for text in labels if text]
+        assert labels, picture.name
+        for text in labels:
+            assert re.search(r"\[[^\]]+\]", text), (picture.name, text)

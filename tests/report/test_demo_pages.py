@@ -16,18 +16,19 @@ from loopq.cli import main
 from loopq.diagnose import rank
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.report.sections import FIGURES, all_figures
+from loopq.settings.execution import Execution
 from tests.support.browser import check, needs_browser, opened
 
 SMALL = DiagnoseConfig(
     n_prompts=2, n_ablation_prompts=2, n_jacobian_prompts=1, seeds=(0,), n_directions=2, n_updates=1,
-    lambdas=(0.0, 1.0), group_sizes=(32, -1), batch_size=2,
+    lambdas=(0.0, 1.0), group_sizes=(32, -1),
 )  # fmt: skip
 
 
 def make(monkeypatch, name, folder, data=None, **sizes):
     monkeypatch.setattr(demo, "PAGES", {name: SMALL})
     monkeypatch.setattr(demo, "_PAGE_TAKES", {name: (Take(2, **sizes), Take(2, **sizes))})
-    return demo.pages(folder, data=data)
+    return demo.pages(folder, data=data, execution=Execution(batch_size=2))
 
 
 @pytest.mark.slow

@@ -33,13 +33,13 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
     assert facts["bits_a_weight"] == pytest.approx(8 * n_bytes / n_weights)
     # No layer could be widened within what is left of the budget.
     assert facts["budget_bytes"] - n_bytes < max(x.codes.size for x in found.layers.values()) * 4
-    assert len({x.bits for x in found.layers.values()}) > 1
+    assert len({x.grid.bits for x in found.layers.values()}) > 1
     again = loopq.formats.native.read(tmp_path / "q")
     config = QuantConfig.from_json(again.settings["quantization"])
     for name, layer in found.layers.items():
-        assert facts["layers"][name] == {"bits": layer.bits, "group_size": layer.group_size}
+        assert facts["layers"][name] == {"bits": layer.grid.bits, "group_size": layer.grid.group_size}
         grid = config.for_layer(name).grid
-        assert (grid.bits, grid.group_size) == (layer.bits, layer.group_size)
+        assert (grid.bits, grid.group_size) == (layer.grid.bits, layer.grid.group_size)
         assert config.for_layer(f"{name}.more") == FULL.with_metric("inputs").layer
         assert again.layers[name].same_as(layer)
     loaded = loopq.load(tmp_path / "q")
@@ -56,18 +56,18 @@ def test_what_an_override_fixes_stays_as_it_is(tiny, tokens):
     asked = Allocate(4.5, bits=(2, 3), group_sizes=(16, 32), n_prompts=2)
     found = loopq.quantize(tiny, tokens, fixed, allocate=asked, threads=1)
     layer = found.layers[name]
-    assert (layer.bits, layer.group_size) == (8, 8)
+    assert (layer.grid.bits, layer.grid.group_size) == (8, 8)
     facts = found.settings["allocation"]
     assert facts["layers"][name] == {"bits": 8, "group_size": 8}
     assert facts["n_bytes"] == sum(x.n_bytes for x in found.layers.values())
-    assert {x.bits for n, x in found.layers.items() if n != name} <= {2, 3}
+    assert {x.grid.bits for n, x in found.layers.items() if n != name} <= {2, 3}
 
 
 def test_scored_bits_beat_the_same_bytes_spent_the_other_way_round(tiny, tokens):
     """The layers that got two bits get four here, as far as the bytes reach."""
     asked = Allocate(3.5, bits=(2, 4), group_sizes=(16,), n_prompts=10)
     found = loopq.quantize(tiny, tokens, FULL, allocate=asked, threads=1)
-    bits = {n: x.bits for n, x in found.layers.items()}
+    bits = {n: x.grid.bits for n, x in found.layers.items()}
     assert set(bits.values()) == {2, 4}
     budget = sum(x.n_bytes for x in found.layers.values())
     two = loopq.quantize(tiny, tokens, FULL, bits=2, threads=1).layers
@@ -91,7 +91,7 @@ def test_layers_of_one_input_get_one_grid(score):
 
     def grids(**settings):
         layers = loopq.quantize(ExactLoop(), ids(), **take, **settings).layers
-        return {name: (layer.bits, layer.group_size) for name, layer in layers.items()}
+        return {name: (layer.grid.bits, layer.grid.group_size) for name, layer in layers.items()}
 
     found = grids()
     assert found["q.weight"] == found["k.weight"] == found["v.weight"]

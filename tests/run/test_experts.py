@@ -277,7 +277,7 @@ def test_bits_can_be_divided_between_experts(loaded, tokens, score):
         loaded, tokens, method="gptq", group_size=8, allocate=7.6, allocate_score=score,
         allocate_bits=(3, 4), allocate_group_sizes=(8,), allocate_n_prompts=2,
     )  # fmt: skip
-    assert {layer.bits for layer in result.layers.values()} <= {3, 4}
+    assert {layer.grid.bits for layer in result.layers.values()} <= {3, 4}
 
 
 def test_the_quantized_model_runs_with_packed_codes(loaded, tokens, tmp_path):

@@ -38,7 +38,7 @@ def test_tables_and_layers_beside_the_loop_are_rounded_and_stay_tied(tmp_path):
     assert "table.weight" in more
     assert "gate.weight" not in whole.layers
     assert more["table.weight"].orientation == "table"
-    assert {layer.bits for layer in more.values()} == {8}
+    assert {layer.grid.bits for layer in more.values()} == {8}
     assert all(whole.layers[n].same_as(layer) for n, layer in plain.layers.items())
     assert whole.ties == {"head.weight": "table.weight"}
     assert whole.n_bytes < 0.6 * plain.n_bytes

@@ -106,3 +106,21 @@ def test_a_folder_that_is_gone_is_an_error_of_one_line(tmp_path):
         pytest.raises(LoopqError, match=r"claim\.0: cannot be written"),
     ):
         claims.take("a")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+@pytest.mark.parametrize("kind", ["link", "dangling", "fifo"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_nothing_behind_it_is_touched(tmp_path, kind):
+    kept = tmp_path / "kept.txt"
+    place = tmp_path / ".q.lock"
+    if kind == "fifo":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(kept)
+    if kind == "link":
+        kept.write_text("years of work")
+    with pytest.raises(LoopqError, match=r"\.q\.lock: the lock of an output must be a plain file"):
+        with lock.locked(tmp_path / "q"):
+            raise AssertionError("held")
+    assert kept.exists() == (kind == "link")
+    assert not kept.exists() or kept.read_text() == "years of work"

@@ -7,6 +7,7 @@ import json
 import numpy as np
 
 from loopq.formats.checkpoint import Checkpoint
+from loopq.layers.grids import grid_of
 from loopq.layers.layer import QuantizedLayer
 from loopq.run.config import QuantConfig
 from loopq.storage.files import RawTensor, read_json, write_json
@@ -31,9 +32,8 @@ def layer(
     scales[::3] *= -1
     zeros = None if symmetric else rng.integers(0, 1 << bits, (rows, n_groups)).astype(np.uint8)
     stored = (codes - (1 << (bits - 1))).astype(np.int8) if symmetric else codes.astype(np.uint8)
-    return QuantizedLayer(
-        name, bits, group_size, symmetric, stored, scales, zeros, scale_dtype, report={"n": 1}
-    )
+    grid = grid_of(bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    return QuantizedLayer(name, grid, stored, scales, zeros, report={"n": 1})
 
 
 def checkpoint(*layers, ties=None, dense=None):
@@ -61,8 +61,7 @@ def checkpoint(*layers, ties=None, dense=None):
 def dequantized(values):
     """(u - z) * s in float64, from first principles."""
     columns = values.shape[1]
-    group = columns if values.group_size == -1 else values.group_size
-    index = np.arange(columns) // group
+    index = np.arange(columns) // values.grid.width(columns)
     zeros = 0 if values.zeros is None else values.zeros.astype(np.float64)[:, index]
     return (values.codes.astype(np.float64) - zeros) * values.scales.astype(np.float64)[:, index]
 

@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems import find_system
+from loopq.systems.base import LoopedSystem
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -7,6 +7,7 @@ import numpy as np
 import loopq._native as native
 from loopq.quantizers import Problem
 from loopq.quantizers.config import LayerConfig
+from tests.support import core
 
 #: Settings that references are written for: the scales of the papers, and one damping for both solvers.
 PLAIN = {
@@ -35,7 +36,7 @@ def correlated(rng, d, rows=None):
 
 def values_of(result, group_size, dim):
     """What the codes that the core returned stand for."""
-    return native.dequantize(result["codes"], result["scales"], result["zeros"], group_size or dim)
+    return core.dequantize(result["codes"], result["scales"], result["zeros"], group_size or -1)
 
 
 def step_rows(rng, n_steps=4, n=80, d=24):

@@ -12,8 +12,8 @@ from torch import nn
 
 import benches.zoo.models
 from loopq.models.load import LoadedModel, describe, encode_bytes
-from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, find_system
+from loopq.systems import SYSTEMS, find_system
+from loopq.systems.base import Batch, LoopedSystem
 from tests.support.experts import routed_loop, unfused_olmoe
 from tests.support.recursive import RecursiveModel
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from loopq.systems.base import LoopedSystem, find_system
+from loopq.systems import find_system
+from loopq.systems.base import LoopedSystem
 from loopq.systems.loopus import build_loopus
 
 Shapes = dict[str, tuple[int, ...]]

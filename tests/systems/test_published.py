@@ -20,7 +20,8 @@ import transformers
 
 import loopq
 from loopq.models.check import check_model
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from tests.support.systems import as_loaded, loopus_config
 
 _RAVEN = {

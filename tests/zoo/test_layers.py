@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from loopq.errors import ConfigError
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from tests.support.systems import CASES, build, small
 from tests.support.zoo import IDS
 

@@ -16,7 +16,8 @@ from benches.zoo.models import build as build_model
 from benches.zoo.models.mamba import selective_scan
 from benches.zoo.store import save_model
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from tests.support.systems import CASES, build, small
 from tests.support.zoo import IDS
 

@@ -15,7 +15,8 @@ from benches.zoo.store import save_model
 from loopq import zoo
 from loopq.errors import ConfigError
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, find_system
+from loopq.systems import find_system
+from loopq.systems.base import Batch
 from tests.support.systems import CASES, build, small
 
 IDS = torch.arange(4 * 12).reshape(4, 12) * 7 % 251

@@ -11,7 +11,7 @@ import torch
 
 from benches.zoo import card, recipes, train
 from benches.zoo.chains import chains
-from loopq.systems.base import find_system
+from loopq.systems import find_system
 from tests.support.systems import small
 
 

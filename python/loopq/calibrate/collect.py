@@ -25,7 +25,7 @@ from loopq.calibrate.dump import (
     write_gradient_sums,
 )
 from loopq.calibrate.hooks import InputKey, Observer, input_key
-from loopq.calibrate.parts import Parts
+from loopq.calibrate.parts import Parts, Pass
 from loopq.calibrate.select import Selection
 from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.settings.execution import POLL, Execution
@@ -262,7 +262,7 @@ class HessianSet:
         label : str
             Name of the stage.
         """
-        parts = Parts(self, input_groups, work)
+        parts = Parts(self._pass(input_groups), work)
         if parts.covered():
             done = f"{len(parts.covered())} of {self.job.n_batches} batches"
             self.job.execution.progress.note(f"resumed: {done} are there")
@@ -286,13 +286,23 @@ class HessianSet:
         """
         first = self.job.n_batches * share[0] // share[1]
         with Journal(work, "").claims() as claims:
-            parts = Parts(self, input_groups, work, claims, ended)
+            parts = Parts(self._pass(input_groups), work, claims, ended)
             progress = self.job.execution.progress
             while len(parts.covered()) < self.job.n_batches and not ended():
                 self._run(parts, input_groups, "collect", progress, first)
                 time.sleep(POLL)
                 # What is looked for from now on is whether others are gone.
                 progress = Silent()
+
+    def _pass(self, input_groups: Sequence[str]) -> Pass:
+        return Pass(
+            {g: self.steps[g] for g in input_groups},
+            self.per_step,
+            self.job.batch_tokens,
+            self.job.system.device,
+            self._empty,
+            lambda: self.job.fingerprint("ranges", list(input_groups), self.steps, self.per_step),
+        )
 
     def _run(
         self, parts: Parts, input_groups: Sequence[str], label: str, progress: Progress, first: int = 0
@@ -315,7 +325,7 @@ class HessianSet:
         if parts.shared or snapshots.due():
             parts.save()
 
-    def empty(self, input_group: str) -> native.HessianAccumulator:
+    def _empty(self, input_group: str) -> native.HessianAccumulator:
         """Return a new accumulator for an input group."""
         return native.HessianAccumulator(
             self._dims[input_group],

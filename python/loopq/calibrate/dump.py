@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import ConfigError, DumpError, LoopqError
-from loopq.layers.layer import TensorReader
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import (
     MAX_SIZE,
     RawTensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,9 +19,36 @@ from loopq.storage.model_files import raw, to_torch
 from loopq.storage.schema import checked
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from loopq.calibrate.collect import HessianSet
+
+@dataclass(frozen=True)
+class Pass:
+    """What one run over the calibration set sums up.
+
+    Parameters
+    ----------
+    steps : mapping of str to list of int
+        Of each input of the pass, the steps that are summed.
+    per_step : bool
+        Keep each step's Hessian apart.
+    batch_tokens : list of int
+        Tokens of each batch.
+    device : torch.device
+        Where the model runs.
+    empty : callable
+        Returns a new accumulator of an input.
+    fingerprint : callable
+        Returns the identity of the work; asked only where something is saved, since it reads all weights.
+    """
+
+    steps: Mapping[str, Sequence[int]]
+    per_step: bool
+    batch_tokens: Sequence[int]
+    device: torch.device
+    empty: Callable[[str], native.HessianAccumulator]
+    fingerprint: Callable[[], str]
 
 
 @dataclass
@@ -48,19 +75,17 @@ class Parts:
 
     def __init__(
         self,
-        owner: HessianSet,
-        input_groups: Sequence[str],
+        of: Pass,
         work: Path | None,
         claims: Claims | None = None,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._owner = owner
-        self._input_groups = list(input_groups)
+        self._pass = of
+        self._input_groups = list(of.steps)
         self._claims, self._ended = claims, ended
-        key = owner.job.fingerprint("ranges", self._input_groups, owner.steps, owner.per_step) if work else ""
-        self._journal = Journal(work, key)
+        self._journal = Journal(work, of.fingerprint() if work else "")
         #: Tokens before each batch, and of all.
-        self._tokens = [0, *itertools.accumulate(owner.job.batch_tokens)]
+        self._tokens = [0, *itertools.accumulate(of.batch_tokens)]
         self._known: dict[str, list[Range]] = {}
         self._counted: list[str] = []
         self._device: dict[str, DeviceSums] = {}
@@ -69,7 +94,7 @@ class Parts:
 
     def _clear(self) -> None:
         self._ranges: list[Range] = []
-        self._accs = {input_group: self._owner.empty(input_group) for input_group in self._input_groups}
+        self._accs = {input_group: self._pass.empty(input_group) for input_group in self._input_groups}
         #: Rows of blocks that reach beyond a range, by the number of the first among all rows of their step.
         self._edges: dict[tuple[str, int], dict[int, Tensor]] = {}
 
@@ -154,7 +179,7 @@ class Parts:
             return
         if input_group not in self._device:
             dim = rows.shape[1]
-            self._device[input_group] = DeviceSums(dim, per_step=self._owner.per_step)
+            self._device[input_group] = DeviceSums(dim, per_step=self._pass.per_step)
         self._device[input_group].add(step, rows)
 
     def _close(self) -> None:
@@ -236,7 +261,7 @@ class Parts:
             arrays = dict(part.tensors)
             for key in [k for k in arrays if k.startswith("edge/")]:
                 _, step, first = key.split("/")
-                rows = to_torch(arrays.pop(key)).to(self._owner.job.system.device)
+                rows = to_torch(arrays.pop(key)).to(self._pass.device)
                 self._edges.setdefault((input_group, int(step)), {})[int(first)] = rows
             found = accumulator_from(arrays, part.facts["state"], str(self._journal.folder))
             if total is None:
@@ -265,7 +290,7 @@ class Parts:
         return rows
 
     def _nothing(self) -> Rows:
-        return {k: dict.fromkeys(self._owner.steps[k], 0) for k in self._input_groups}
+        return {k: dict.fromkeys(self._pass.steps[k], 0) for k in self._input_groups}
 
     def _refuse(self, input_group: str, step: int, what: str) -> NoReturn:
         raise CalibrationError(

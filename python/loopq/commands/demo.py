@@ -56,10 +56,9 @@ def run(args: argparse.Namespace) -> int:
         check_place(args.page)
     with Line() as progress:
         result = demo.run(
-            threads=execution(args).threads,
             seeds=range(args.n_seeds),
             metric_seeds=range(args.n_metric_seeds),
-            progress=progress,
+            execution=execution(args, progress=progress),
         )
     if args.page:
         write_comparison(result, args.page)
@@ -101,7 +100,7 @@ def _pages(args: argparse.Namespace) -> int:
     check_place(Path(args.html) / "page.html")
     with Line() as progress:
         written, left = demo.pages(
-            Path(args.html), data=data_folder(args.data), threads=execution(args).threads, progress=progress
+            Path(args.html), data=data_folder(args.data), execution=execution(args, progress=progress)
         )
     for page in written:
         print(f"page: {page}; the same as data: {page.with_suffix('.json')}")

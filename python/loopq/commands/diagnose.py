@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def config_of(args: argparse.Namespace) -> DiagnoseConfig:
     """Read the settings of a diagnosis."""
-    how = execution(args)
-    return DiagnoseConfig(seed=how.seed, batch_size=how.batch_size).changed(**given(args, DiagnoseConfig))
+    return DiagnoseConfig().changed(**given(args, DiagnoseConfig))
 
 
 def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def _dump(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> d
 
     if args.only or args.quick:
         raise ConfigError("a dump holds activations only: --only and --quick are for models")
-    return diagnose_dump(Path(args.model), config=config, threads=execution(args).threads, progress=progress)
+    return diagnose_dump(Path(args.model), config=config, execution=execution(args, progress=progress))
 
 
 def _model(args: argparse.Namespace, config: DiagnoseConfig, progress: Line) -> dict[str, Any]:

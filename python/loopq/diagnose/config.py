@@ -42,10 +42,6 @@ class DiagnoseConfig(Settings):
         Group-size sweep; -1 is per channel.
     n_updates : int
         Optimiser steps of the trained rank-4 update.
-    batch_size : int
-        Prompts that run together.
-    seed : int
-        Seed of the initial states everywhere else.
     """
 
     bits: Bits = setting(4, common=True)
@@ -60,8 +56,6 @@ class DiagnoseConfig(Settings):
     n_directions: int = setting(32, at_least=1, at_most=1 << 20)
     group_sizes: tuple[int, ...] = setting((32, 64, 128, 256, PER_CHANNEL))
     n_updates: int = setting(50, at_least=1)
-    batch_size: int = setting(8, at_least=1, option=False)
-    seed: int = setting(0, option=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Self
 
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.select import Selection, select
 from loopq.diagnose.config import DiagnoseConfig
-from loopq.diagnose.weights import Rounder
+from loopq.diagnose.weights import Rounder, core_rounder
 from loopq.settings.execution import Execution
 from loopq.systems.base import LoopedSystem, SharedParameter
-from loopq.terminal.progress import Progress
 
 
 @dataclass
@@ -25,32 +24,35 @@ class Context:
     system : LoopedSystem
         The model's adapter.
     tokens : TokenSet
-        All prompts.
+        Prompts.
     n_steps : int
         Depth.
     config : DiagnoseConfig
         Settings.
     rounder : callable
         Takes a weight and its settings, returns the dequantized weight.
-    progress : Progress
-        Notified of the work.
+    execution : Execution
+        Seed of the initial states where no others are named, prompts that run together, threads, memory for Hessians,
+        folder of what is finished, progress.
     train : TokenSet, optional
         Prompts of the trained rank-4 update.
-    memory : int, optional
-        Limit in bytes for Hessian accumulators.
-    threads : int
-        Threads of the core; 0 takes all cores.
     """
 
     system: LoopedSystem
     tokens: TokenSet
     n_steps: int
-    config: DiagnoseConfig
-    rounder: Rounder
-    progress: Progress
+    config: DiagnoseConfig = field(default_factory=DiagnoseConfig)
+    rounder: Rounder = core_rounder
+    execution: Execution = field(default_factory=Execution)
     train: TokenSet | None = None
-    memory: int | None = None
-    threads: int = 0
+
+    def on(self, tokens: TokenSet) -> Self:
+        """The same on other prompts."""
+        return replace(self, tokens=tokens)
+
+    def seeded(self, seed: int) -> Self:
+        """The same from other initial states."""
+        return replace(self, execution=self.execution.changed(seed=seed))
 
     @cached_property
     def parameters(self) -> tuple[SharedParameter, ...]:
@@ -65,19 +67,12 @@ class Context:
     @cached_property
     def selection(self) -> Selection:
         """Layers whose inputs are observed, and which of them read the same input."""
-        return select(self.system, self.tokens, n_steps=self.n_steps, seed=self.config.seed)
+        return select(self.system, self.tokens, n_steps=self.n_steps, seed=self.execution.seed)
 
     @cached_property
     def job(self) -> Collection:
         """Collection of the per-step Hessians."""
-        execution = Execution(
-            seed=self.config.seed,
-            batch_size=self.config.batch_size,
-            threads=self.threads,
-            memory=self.memory,
-            progress=self.progress,
-        )
-        return Collection(self.system, self.tokens, self.selection, execution)
+        return Collection(self.system, self.tokens, self.selection, self.execution)
 
     @cached_property
     def prompts(self) -> TokenSet:
@@ -92,14 +87,6 @@ class Context:
     def fingerprint(self) -> str:
         """Digest of weights, prompts and depth."""
         return self.job.fingerprint("diagnosis")
-
-    def shared(self) -> dict[str, Any]:
-        """Keyword arguments that the studies have in common."""
-        return {
-            "rounder": self.rounder,
-            "batch_size": self.config.batch_size,
-            "progress": self.progress,
-        }
 
     def sums(self) -> HessianSet:
         """Empty accumulators of every input group, one for each step."""

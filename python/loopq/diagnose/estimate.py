@@ -37,10 +37,10 @@ def estimate(context: Context, run: Sequence[str]) -> dict[str, Any]:
 
 def _time_rollout(context: Context) -> tuple[float, float]:
     """Seconds of a prompt's rollout within a batch, and of one step of a single prompt, each after a warm-up."""
-    system, n, config = context.system, context.n_steps, context.config
+    system, n, execution = context.system, context.n_steps, context.execution
 
     def timed(n_prompts: int, read: tuple[int, ...] | None) -> float:
-        batch = next(context.tokens.take(0, n_prompts).batches(n_prompts, config.seed))
+        batch = next(context.tokens.take(0, n_prompts).batches(n_prompts, execution.seed))
         seconds = 0.0
         for _ in range(2):
             began = time.monotonic()
@@ -48,7 +48,7 @@ def _time_rollout(context: Context) -> tuple[float, float]:
             seconds = time.monotonic() - began
         return seconds
 
-    together = min(config.batch_size, len(context.tokens.sequences))
+    together = min(execution.batch_size, len(context.tokens.sequences))
     return timed(together, None) / together, timed(1, (n,)) / n
 
 

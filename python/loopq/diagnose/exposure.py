@@ -22,10 +22,10 @@ from loopq.errors import ConfigError
 from loopq.evaluate.stats import mean_interval
 from loopq.lazy import require
 from loopq.quantizers.config import LayerConfig
-from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import LoopedSystem
 
 NONE, EXPOSED, CORE, ALL, GAUSSIAN = "none", "exposed", "core", "all", "gaussian"
@@ -76,17 +76,7 @@ def injection_weights(
     return {NONE: {}, EXPOSED: exposed, CORE: core, ALL: every, GAUSSIAN: noisy}
 
 
-def controlled_injection(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
-    config: LayerConfig,
-    *,
-    rounder: Rounder = core_rounder,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def controlled_injection(context: Context, config: LayerConfig) -> dict[str, Any]:
     """Round parts of the loop and compare, with paired and with unpaired initial states (Li, Table 3).
 
     Returns
@@ -96,27 +86,18 @@ def controlled_injection(
         the interval of the final agreement; `recovered`: share of the agreement lost by "all" that is recovered
         when the exposed layers stay in full precision (Li, Table 12).
     """
-    variants = injection_weights(system, n_steps, config, rounder=rounder, noise_seed=seed)
+    seed = context.execution.seed
+    variants = injection_weights(
+        context.system, context.n_steps, config, rounder=context.rounder, noise_seed=seed
+    )
     runs: dict[str, Any] = {
         "settings": {"bits": config.grid.bits, "group_size": config.grid.group_size, "seed": seed}
     }
-    paired = run_variants(
-        system, tokens, n_steps, variants, seed=seed, batch_size=batch_size, progress=progress, label="paired"
-    )
+    paired = run_variants(context, variants, label="paired")
     runs["paired"] = {name: _curves(found) for name, found in paired.items()}
     runs["unpaired"] = None
-    if system.state_is_random:
-        unpaired = run_variants(
-            system,
-            tokens,
-            n_steps,
-            variants,
-            seed=seed,
-            variant_seed=seed + 1,
-            batch_size=batch_size,
-            progress=progress,
-            label="unpaired",
-        )
+    if context.system.state_is_random:
+        unpaired = run_variants(context, variants, variant_seed=seed + 1, label="unpaired")
         runs["unpaired"] = {name: _curves(found) for name, found in unpaired.items()}
     runs["recovered"] = _recovered(paired)
     return runs
@@ -138,16 +119,7 @@ def _recovered(variants: Mapping[str, Comparison]) -> float | None:
 
 
 def group_size_sweep(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
-    config: LayerConfig,
-    group_sizes: Sequence[int] = (32, 64, 128, 256, -1),
-    *,
-    rounder: Rounder = core_rounder,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
+    context: Context, config: LayerConfig, group_sizes: Sequence[int] = (32, 64, 128, 256, -1)
 ) -> list[dict[str, Any]]:
     """Round the whole loop at several group sizes and compare at every step (Li, Table 17).
 
@@ -156,13 +128,12 @@ def group_size_sweep(
     list of dict
         `group_size` (-1: per channel), and the curves of `Comparison.to_json`; initial states are paired.
     """
-    parameters = quantizable(system.shared_parameters(n_steps))
+    parameters = quantizable(context.parameters)
     variants = {
-        str(g): rounded(system, parameters, config.changed(group_size=g), rounder) for g in group_sizes
+        str(g): rounded(context.system, parameters, config.changed(group_size=g), context.rounder)
+        for g in group_sizes
     }
-    found = run_variants(
-        system, tokens, n_steps, variants, seed=seed, batch_size=batch_size, progress=progress, label="groups"
-    )
+    found = run_variants(context, variants, label="groups")
     return [{"group_size": g} | found[str(g)].to_json() for g in group_sizes]
 
 

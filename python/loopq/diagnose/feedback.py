@@ -26,13 +26,13 @@ from loopq.evaluate.stats import geometric_mean_ratio
 from loopq.lazy import require
 from loopq.models.replace import replaced
 from loopq.quantizers.config import LayerConfig
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import Batch, LoopedSystem
+    from loopq.terminal.progress import Progress
 
 Floats = NDArray[np.float64]
 
@@ -118,41 +118,34 @@ class FeedbackCurve:
 
 
 def feedback_curve(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     weights: Weights,
     *,
     lambdas: Sequence[float] = LAMBDAS,
     seeds: Sequence[int] = (0, 1, 2),
-    batch_size: int = 8,
-    progress: Progress | None = None,
     label: str = "feedback",
 ) -> FeedbackCurve:
     """Run the intervention for one set of weights (Li, App. E).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter, with a single-step function.
-    tokens : TokenSet
-        Prompts; in Li, App. E they are disjoint from calibration.
-    n_steps : int
-        Depth.
+    context : Context
+        A model with a single-step function, prompts, which in Li, App. E are disjoint from calibration, and depth.
     weights : weights
         Replaced weights, outputs first.
     lambdas : sequence of float
         Feedback strengths between 0 and 1.
     seeds : sequence of int
         Seeds of the initial states, the same for all strengths; one is enough where the state is not random.
-    batch_size, progress, label
-        As in `run_variants`.
+    label : str
+        Name of the stage.
 
     Raises
     ------
     ConfigError
         A system without a single-step function, or a strength outside 0 to 1.
     """
+    system = context.system
     if not system.has_steps:
         raise ConfigError(
             f"system {system.name!r} has no single-step function: its feedback cannot be changed"
@@ -160,7 +153,8 @@ def feedback_curve(
     chosen = tuple(sorted(lambdas))
     if not chosen or chosen[0] < 0 or chosen[-1] > 1:
         raise ConfigError(f"feedback strengths lie between 0 and 1; got {list(lambdas)}")
-    progress = progress or Silent()
+    tokens, n_steps = context.tokens, context.n_steps
+    batch_size, progress = context.execution.batch_size, context.execution.progress
     n_batches = len(tokens.plan(batch_size))
     progress.start(label, len(seeds) * n_batches * (len(chosen) + 1), "rollouts")
     errors, agreements = [], []
@@ -227,16 +221,11 @@ def split_weights(
 
 
 def feedback_study(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     configs: Mapping[str, LayerConfig],
     *,
-    rounder: Rounder = core_rounder,
     lambdas: Sequence[float] = LAMBDAS,
     seeds: Sequence[int] = (0, 1, 2),
-    batch_size: int = 8,
-    progress: Progress | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Run the intervention for several settings of the rounding, on the variants of `split_weights`.
 
@@ -250,21 +239,13 @@ def feedback_study(
     dict of str to dict of str to dict
         Setting -> columns -> `FeedbackCurve.to_json`.
     """
-    used = seeds if system.state_is_random else seeds[:1]
+    used = seeds if context.system.state_is_random else seeds[:1]
     out: dict[str, dict[str, Any]] = {}
     for setting, config in configs.items():
-        variants = split_weights(system, n_steps, config, rounder)
+        variants = split_weights(context.system, context.n_steps, config, context.rounder)
         out[setting] = {
             columns: feedback_curve(
-                system,
-                tokens,
-                n_steps,
-                weights,
-                lambdas=lambdas,
-                seeds=used,
-                batch_size=batch_size,
-                progress=progress,
-                label=f"feedback {setting}",
+                context, weights, lambdas=lambdas, seeds=used, label=f"feedback {setting}"
             ).to_json()
             for columns, weights in variants.items()
             if weights

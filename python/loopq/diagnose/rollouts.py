@@ -14,12 +14,11 @@ from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.lazy import require
 from loopq.models.replace import replaced
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import Batch, LoopedSystem
 
 Floats = NDArray[np.float64]
@@ -211,50 +210,36 @@ def run_under(
 
 
 def run_variants(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     variants: Mapping[str, Weights],
     *,
-    seed: int = 0,
     variant_seed: int | None = None,
     read: Sequence[int] | None = None,
-    batch_size: int = 8,
-    progress: Progress | None = None,
     label: str = "variants",
 ) -> dict[str, Comparison]:
     """Compare several sets of weights with the unchanged model.
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
-    tokens : TokenSet
-        Prompts.
-    n_steps : int
-        Depth.
+    context : Context
+        Model, prompts and depth.
     variants : mapping of str to weights
         Replaced weights of each variant, outputs first; an empty mapping is the unchanged model.
-    seed : int
-        Seed of the reference's initial states.
     variant_seed : int, optional
         Seed of the variants' initial states; the reference's when absent (paired runs), a different one for
         unpaired runs.
     read : sequence of int, optional
         Step counts at which outputs are compared; all when absent.
-    batch_size : int
-        Prompts per batch.
-    progress : Progress, optional
-        Advanced by every rollout of a batch.
     label : str
-        Name of the stage in `progress`.
+        Name of the stage; its unit is the rollout of a batch.
 
     Returns
     -------
     dict of str to Comparison
     """
-    progress = progress or Silent()
-    batches = list(tokens.batches(batch_size, seed))
+    system, tokens, n_steps = context.system, context.tokens, context.n_steps
+    progress = context.execution.progress
+    batches = list(tokens.batches(context.execution.batch_size, context.execution.seed))
     progress.start(label, len(batches) * (len(variants) + 1), "rollouts")
     parts: dict[str, list[Comparison]] = {name: [] for name in variants}
     for batch in batches:

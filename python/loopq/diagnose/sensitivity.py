@@ -10,49 +10,32 @@ from numpy.typing import NDArray
 
 from loopq.calibrate.hooks import Observer
 from loopq.diagnose.rollouts import Comparison, run_variants
-from loopq.diagnose.weights import Rounder, core_rounder, quantizable, rounded
+from loopq.diagnose.weights import quantizable, rounded
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import spearman
 from loopq.quantizers.config import LayerConfig
-from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import LoopedSystem, SharedParameter
 
 Floats = NDArray[np.float64]
 
 
 def ablation(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
-    config: LayerConfig,
-    *,
-    parameters: Sequence[SharedParameter] | None = None,
-    rounder: Rounder = core_rounder,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
+    context: Context, config: LayerConfig, *, parameters: Sequence[SharedParameter] | None = None
 ) -> dict[str, dict[str, float | None]]:
     """Round one layer at a time and measure the change of the output (Li, Table 16).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
-    tokens : TokenSet
-        Prompts; Li, Table 16 has 10.
-    n_steps : int
-        Depth.
+    context : Context
+        Model, prompts, of which Li, Table 16 has 10, and depth.
     config : LayerConfig
         Bits and group size.
     parameters : sequence of SharedParameter, optional
         Layers; all that a run quantizes by default when absent.
-    rounder
-        As in `rounded`.
-    seed, batch_size, progress
-        As in `run_variants`.
 
     Returns
     -------
@@ -66,19 +49,10 @@ def ablation(
     -----
     Takes one rollout of the prompts for each layer and one for the reference.
     """
-    chosen = quantizable(system.shared_parameters(n_steps)) if parameters is None else list(parameters)
-    every = rounded(system, chosen, config, rounder)
+    chosen = quantizable(context.parameters) if parameters is None else list(parameters)
+    every = rounded(context.system, chosen, config, context.rounder)
     variants = {name: {name: value} for name, value in every.items()}
-    found = run_variants(
-        system,
-        tokens,
-        n_steps,
-        variants,
-        seed=seed,
-        batch_size=batch_size,
-        progress=progress,
-        label="ablation",
-    )
+    found = run_variants(context, variants, label="ablation")
     return {name: _ablated(run) for name, run in found.items()}
 
 

@@ -6,6 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from loopq.calibrate.data import TokenSet
 from loopq.calibrate.dump import Dump
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
@@ -24,59 +24,40 @@ from loopq.diagnose.verdict import judge, summary
 from loopq.diagnose.weights import Rounder, core_rounder, input_blocks
 from loopq.errors import ConfigError, MissingExtraError, NonFiniteError, SystemContractError
 from loopq.layers.grid import PER_CHANNEL
+from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
 from loopq.systems.base import LoopedSystem, SharedParameter
-from loopq.terminal.progress import Progress, Silent
+from loopq.terminal.progress import Progress
 
 FORMAT = "loopq-diagnosis"
 VERSION = 1
 
 
-def diagnose(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int | None = None,
-    *,
-    config: DiagnoseConfig | None = None,
-    only: Sequence[str] | None = None,
-    train: TokenSet | None = None,
-    name: str = "",
-    work: Path | None = None,
-    memory: int | None = None,
-    threads: int = 0,
-    rounder: Rounder = core_rounder,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Outcome:
+    """What was found: results by section, what cannot be had and why, the estimate, seconds by section."""
+
+    done: dict[str, Any]
+    unavailable: list[dict[str, str]]
+    estimate: dict[str, Any]
+    seconds: dict[str, float]
+
+
+def diagnose(context: Context, *, only: Sequence[str] | None = None, name: str = "") -> dict[str, Any]:
     """Diagnose a looped model.
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter. Without a single-step function the sections that intervene in the loop are left
-        out, and `unavailable` says which and why.
-    tokens : TokenSet
-        Prompts. All of them enter the Hessians; the first few are used where weights are compared.
-    n_steps : int, optional
-        Depth; the system's default when absent.
-    config : DiagnoseConfig, optional
-        Settings.
+    context : Context
+        Model, prompts and settings. All prompts enter the Hessians; the first few are used where weights are
+        compared. Without a single-step function the sections that intervene in the loop are left out, and
+        `unavailable` says which and why; without training prompts so is the trained rank-4 update. Finished sections
+        are saved in the work folder of the execution; an interrupted diagnosis of the same weights, prompts and
+        settings is resumed from it.
     only : sequence of str, optional
         Sections to run (`SECTIONS`); all when absent.
-    train : TokenSet, optional
-        Training prompts of the trained rank-4 update, which is left out without them.
     name : str
         Name of the model in the report.
-    work : Path, optional
-        Folder where finished sections are saved; an interrupted diagnosis of the same weights, prompts and
-        settings is resumed from it.
-    memory : int, optional
-        Limit in bytes for Hessian accumulators; if they need more, the prompts are run several times.
-    threads : int
-        Threads of the core; 0 takes all cores.
-    rounder : callable
-        Takes a weight and its settings, returns the dequantized weight.
-    progress : Progress, optional
-        Notified of the estimate and of the work of every section.
 
     Returns
     -------
@@ -88,26 +69,24 @@ def diagnose(
     ConfigError
         A section that does not exist.
     """
-    progress = progress or Silent()
-    config = config or DiagnoseConfig()
-    depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
-    wanted = _wanted(only)
-    context = Context(system, tokens, depth, config, rounder, progress, train, memory, threads)
-    run, unavailable = _possible(system, context, wanted)
+    system, config, execution = context.system, context.config, context.execution
+    depth = system.check_depth(context.n_steps)
+    run, unavailable = _possible(system, context, _wanted(only))
     estimate = estimate_sections(context, run)
-    progress.note(_estimate_line(estimate))
-    key = fingerprint(context.fingerprint(), config.to_json(), train.digest() if train else None)
-    journal = Journal(work, key)
-    done, seconds = {}, {}
+    execution.progress.note(_estimate_line(estimate))
+    train = context.train.digest() if context.train else None
+    journal = Journal(execution.work, fingerprint(context.fingerprint(), config.to_json(), train))
+    outcome = _Outcome({}, unavailable, estimate, {})
     for section in run:
         began = time.monotonic()
+        compute = partial(SECTIONS.get(section).run, context)
         try:
-            done[section] = _resumed(journal, section, progress, partial(SECTIONS.get(section).run, context))
+            outcome.done[section] = _resumed(journal, section, execution.progress, compute)
         except (ConfigError, MissingExtraError, NonFiniteError, SystemContractError) as error:
             # One section that fails does not discard the results of the others.
             unavailable.append({"section": section, "reason": str(error)})
             continue
-        seconds[section] = round(time.monotonic() - began, 3)
+        outcome.seconds[section] = round(time.monotonic() - began, 3)
     model = {
         "name": name or type(system.model).__name__,
         "system": system.name,
@@ -118,18 +97,17 @@ def diagnose(
         "output": system.output,
         "state_is_random": system.state_is_random,
     }
-    layers = _layers(system.shared_parameters(depth), done, config)
-    settings = json_settings(config) | {"threads": threads}
-    return _assemble(model, layers, done, unavailable, tokens.describe(), settings, estimate, seconds)
+    layers = _layers(context.parameters, outcome.done, config)
+    settings = json_settings(config, execution)
+    return _assemble(model, layers, context.tokens.describe(), settings, outcome)
 
 
 def diagnose_dump(
     folder: Path,
     *,
     config: DiagnoseConfig | None = None,
-    threads: int = 0,
+    execution: Execution | None = None,
     rounder: Rounder = core_rounder,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Diagnose a calibration dump: ranks, spectra, proxies and magnitudes; needs SciPy, but not torch.
 
@@ -137,15 +115,18 @@ def diagnose_dump(
     ----------
     folder : Path
         Dump of rows, or of Hessians that are stored step by step.
-    config, threads, rounder, progress
-        As in `diagnose`.
+    config : DiagnoseConfig, optional
+        Settings.
+    execution : Execution, optional
+        Threads and progress.
+    rounder : callable
+        Takes a weight and its settings, returns the dequantized weight.
     """
-    progress = progress or Silent()
-    config = config or DiagnoseConfig()
-    dump = Dump(folder, threads=threads)
+    config, execution = config or DiagnoseConfig(), execution or Execution()
+    dump = Dump(folder, threads=execution.threads)
     m = dump.manifest
     began = time.monotonic()
-    done = {"ranks": clean(dump_ranks(dump, config, rounder, threads, progress))}
+    done = {"ranks": clean(dump_ranks(dump, config, rounder, execution))}
     seconds = {"ranks": round(time.monotonic() - began, 3)}
     reason = "a dump holds activations and weights, not the model's code: no rollout can be run"
     unavailable = [{"section": s, "reason": reason} for s in in_order() if s != "ranks"]
@@ -160,13 +141,14 @@ def diagnose_dump(
         "state_is_random": None,
     }
     layers = _layers(m.parameters, done, config)
-    settings = json_settings(config) | {"threads": threads, "seed": m.seed}
-    return _assemble(model, layers, done, unavailable, dict(m.calibration), settings, {}, seconds)
+    settings = json_settings(config, execution) | {"seed": m.seed}
+    return _assemble(model, layers, dict(m.calibration), settings, _Outcome(done, unavailable, {}, seconds))
 
 
-def json_settings(config: DiagnoseConfig) -> dict[str, Any]:
-    """Settings as plain data."""
-    plain: dict[str, Any] = clean(config.to_json())
+def json_settings(config: DiagnoseConfig, execution: Execution) -> dict[str, Any]:
+    """Settings as plain data, with what of the execution a report names."""
+    how = {"batch_size": execution.batch_size, "seed": execution.seed, "threads": execution.threads}
+    plain: dict[str, Any] = clean(config.to_json() | how)
     return plain
 
 
@@ -297,12 +279,9 @@ def setting_name(bits: int, group_size: int) -> str:
 def _assemble(
     model: dict[str, Any],
     layers: list[dict[str, Any]],
-    done: dict[str, Any],
-    unavailable: list[dict[str, str]],
     data: dict[str, Any],
     settings: dict[str, Any],
-    estimate: dict[str, Any],
-    seconds: dict[str, float],
+    outcome: _Outcome,
 ) -> dict[str, Any]:
     found: dict[str, Any] = clean(
         {
@@ -313,10 +292,10 @@ def _assemble(
             "settings": settings,
             "layers": layers,
             "summary": summary(layers),
-            "sections": done,
-            "unavailable": unavailable,
-            "estimate": estimate,
-            "seconds": seconds,
+            "sections": outcome.done,
+            "unavailable": outcome.unavailable,
+            "estimate": outcome.estimate,
+            "seconds": outcome.seconds,
             "versions": versions(),
         }
     )

@@ -14,8 +14,8 @@ from loopq.calibrate.data import TokenSet
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import Interval, mean_interval
 from loopq.models.replace import Weights, replaced
+from loopq.settings.execution import Execution
 from loopq.systems.base import Batch, LoopedSystem, model_code
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,9 +102,8 @@ def compare(
     *,
     n_steps: int | None = None,
     seeds: Sequence[int] = (0,),
-    batch_size: int = 8,
     count_bytes: CountBytes | None = None,
-    progress: Progress | None = None,
+    execution: Execution | None = None,
 ) -> list[Measurement]:
     """Measure several sets of weights relative to full precision, on the same prompts and initial states.
 
@@ -122,12 +121,10 @@ def compare(
         Depth; the system's default when absent.
     seeds : sequence of int
         Seeds of the initial states. Each prompt starts from the same state in every variant.
-    batch_size : int
-        Prompts per batch.
     count_bytes : callable, optional
         UTF-8 bytes of token ids (`LoadedModel.count_bytes`): bits per byte needs it.
-    progress : Progress, optional
-        Advanced by every prompt.
+    execution : Execution, optional
+        Prompts that run together, and progress, by the prompt. Its seed is not read: `seeds` are.
 
     Returns
     -------
@@ -139,7 +136,8 @@ def compare(
     ConfigError
         A prompt with fewer than two scored tokens: it has no token to predict.
     """
-    progress, scored_from = progress or Silent(), tokens.scored_from
+    execution, scored_from = execution or Execution(), tokens.scored_from
+    progress = execution.progress
     if min(s.size for s in tokens.sequences) < scored_from + 2:
         raise ConfigError(
             "every evaluation prompt needs at least two tokens" + f" after {scored_from}" * (scored_from > 0)
@@ -149,7 +147,7 @@ def compare(
     scores = {name: np.zeros((4, len(seeds), len(tokens.sequences))) for name in names}
     progress.start("evaluate", len(seeds) * len(tokens.sequences), "prompts")
     for row, seed in enumerate(seeds):
-        for batch in tokens.batches(batch_size, seed):
+        for batch in tokens.batches(execution.batch_size, seed):
             reference = _output(system, batch, depth)
             columns = list(batch.prompts)
             scores[names[0]][:, row, columns] = _score(system, reference, reference, batch, scored_from)

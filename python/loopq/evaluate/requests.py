@@ -13,8 +13,8 @@ from loopq.errors import NonFiniteError
 from loopq.inference.generate import Decoder, Generation, decode, end_ids, generate
 from loopq.lazy import require
 from loopq.models.load import LoadedModel
+from loopq.settings.execution import Execution
 from loopq.systems.base import Batch, model_code
-from loopq.terminal.progress import Progress, Silent
 
 #: Tokens of the longest input where the model's configuration does not say, as in lm-evaluation-harness.
 _LONGEST = 2048
@@ -70,10 +70,8 @@ def log_likelihoods(
     requests: Sequence[Request],
     *,
     n_steps: int | None = None,
-    seed: int = 0,
-    batch_size: int = 8,
     longest: int | None = None,
-    progress: Progress | None = None,
+    execution: Execution | None = None,
     label: str = "likelihood",
 ) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether it is the greedy one.
@@ -86,18 +84,14 @@ def log_likelihoods(
         As of `encode_pair`; a whole text is scored after the token of `prefix_id`.
     n_steps : int, optional
         Depth; the system's default when absent.
-    seed : int
-        Seed of the initial states. All requests start from that of prompt 0, token by token, so that neither order nor
-        batches change a score.
-    batch_size : int
-        Windows of one length that run together; there is no padding.
     longest : int, optional
         Tokens of the longest input; `longest_input` when absent. The last token of a window is only predicted, so a
         window has one more.
-    progress : Progress, optional
-        Advanced by every window.
+    execution : Execution, optional
+        Seed of the initial states: all requests start from that of prompt 0, token by token, so that neither order nor
+        batches change a score. Windows of one length that run together; there is no padding. Progress, by the window.
     label : str
-        What it is told that this is.
+        Name of the stage.
 
     Returns
     -------
@@ -115,7 +109,8 @@ def log_likelihoods(
     Log-probabilities are taken in float64 from the model's own logits.
     """
     torch = require("torch")
-    system, progress = loaded.system, progress or Silent()
+    system, how = loaded.system, execution or Execution()
+    progress = how.progress
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     size = (longest or longest_input(loaded)) + 1
     windows = [(i, *window) for i, request in enumerate(requests) for window in windows_of(*request, size)]
@@ -125,10 +120,10 @@ def log_likelihoods(
         return found
     tokens = TokenSet(tuple(np.array(ids, dtype=np.int64) for _, ids, _ in windows), "requests", "prompts")
     progress.start(label, len(windows), "texts")
-    for numbers in tokens.plan(batch_size):
+    for numbers in tokens.plan(how.batch_size):
         ids = torch.from_numpy(np.stack([tokens.sequences[k] for k in numbers]))
         with torch.no_grad(), model_code(f"rollout of {ids.shape[1] - 1} tokens"):
-            logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), seed, by_token=True), depth)
+            logits = system.rollout(Batch(ids[:, :-1], (0,) * len(numbers), how.seed, by_token=True), depth)
         for row, number in enumerate(numbers):
             i, _, n = windows[number]
             logp, target = logits[row, -n:].double().log_softmax(-1).cpu(), ids[row, -n:]

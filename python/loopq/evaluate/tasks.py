@@ -163,15 +163,7 @@ def score(
     blank = "" if kind == "text" else " "
     asked = [(i, choice) for i, item in enumerate(items) for choice in item.choices]
     requests = [encode_pair(loaded, items[i].context, blank + choice) for i, choice in asked]
-    found = log_likelihoods(
-        loaded,
-        requests,
-        n_steps=depth,
-        seed=how.seed,
-        batch_size=how.batch_size,
-        progress=how.progress,
-        label=task,
-    )
+    found = log_likelihoods(loaded, requests, n_steps=depth, label=task, execution=how)
     by_item: list[list[float]] = [[] for _ in items]
     for (i, _), (value, _) in zip(asked, found, strict=True):
         by_item[i].append(value)

@@ -17,7 +17,8 @@ from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, split
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
-from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor
 from loopq.storage.schema import Object, checked
 
@@ -81,7 +82,9 @@ class CompressedTensors(QuantizedFolder):
         """One config group for each kind of grid; every dense matrix in `ignore` by its exact name."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         for module, layer in export.layers.items():
-            groups.setdefault((layer.bits, layer.symmetric, layer.group_size), []).append(module)
+            groups.setdefault((layer.grid.bits, layer.grid.symmetric, layer.grid.group_size), []).append(
+                module
+            )
         config_groups = {}
         for number, ((bits, symmetric, group_size), modules) in enumerate(groups.items()):
             # Among several groups a class name would claim the layers of the others.

@@ -187,27 +187,26 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
         Another grid, rows that are no whole blocks, or scales that float16 cannot hold.
     """
     rows, columns = layer.shape
-    if layer.bits not in (4, 8) or not layer.symmetric or layer.transform or layer.trellis:
-        kind = f"INT{layer.bits}{'' if layer.symmetric else ', asymmetric'}"
-        kind += " for a transformed input" if layer.transform else " on a trellis" if layer.trellis else ""
+    name = layer.grid.gguf
+    if name is None or layer.transform:
+        kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
         raise CheckpointError(
             f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric"
         )
-    width = columns if layer.group_size == -1 else layer.group_size
+    width = layer.grid.width(columns)
     if columns % _BLOCK or width % _BLOCK:
         raise CheckpointError(
             f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block is {_BLOCK} weights of one row "
             f"and one scale; quantize with groups of a multiple of {_BLOCK}, or --exclude the layer"
         )
-    whole = QuantizedLayer(**{**vars(layer), "group_size": width})
-    cut = in_scale_type(split(whole, _BLOCK).layer, "float16", "GGUF")
+    cut = in_scale_type(split(layer.on_grid(group_size=width), _BLOCK).layer, "float16", "GGUF")
     scales = cut.scales.astype("<f2").reshape(rows, -1, 1).view(np.uint8)
     codes = cut.codes.reshape(rows, -1, _BLOCK)
-    if layer.bits == 4:
+    if layer.grid.bits == 4:
         raised = (codes + 8).astype(np.uint8)
         codes = raised[..., : _BLOCK // 2] | raised[..., _BLOCK // 2 :] << 4
     data = np.concatenate((scales, codes.view(np.uint8)), -1).reshape(rows, -1)
-    return f"Q{layer.bits}_0", data
+    return name, data
 
 
 class GGUF(Format):
@@ -235,7 +234,7 @@ class GGUF(Format):
         shape = Shape.read(planned.side_files).check_whole()
         super().refuse(planned)
         for layer in planned.layers:
-            if layer.scale_dtype == "float32":
+            if layer.grid.scale_dtype == "float32":
                 raise CheckpointError(
                     f"layer {layer.name}: GGUF stores scales in float16, and float32 scales do not fit; quantize with "
                     "--scale-dtype float16"

@@ -19,7 +19,10 @@ from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, split
 from loopq.formats.hf_folder import QUANTIZE_CONFIG
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
-from loopq.layers.layer import Bits, GroupSize, QuantizedLayer, TensorReader
+from loopq.layers.grid import Grid
+from loopq.layers.grids import grid_of
+from loopq.layers.layer import Bits, GroupSize, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor, float_to_raw, json_bytes
 from loopq.storage.schema import Object, checked, shown
 
@@ -61,7 +64,7 @@ class GPTQ(QuantizedFolder):
         """Cut ragged groups where that was chosen; scales must be exact in float16."""
         if not layer.name.endswith(".weight"):
             raise CheckpointError(f"layer {layer.name}: GPTQ files take a module's 'weight' alone")
-        if not layer.symmetric and self.version == 1:
+        if not layer.grid.symmetric and self.version == 1:
             raise CheckpointError(
                 f"layer {layer.name}: an asymmetric grid in GPTQ version 1 is refused by GPTQModel, since tools "
                 "disagree on its zero points; use the format 'gptq_v2'"
@@ -71,13 +74,14 @@ class GPTQ(QuantizedFolder):
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
         """qweight, qzeros, scales and g_idx of a layer."""
-        bits, columns = layer.bits, layer.shape[1]
-        offset = 1 << (bits - 1) if layer.symmetric else 0
-        words = native.pack_dense(layer.codes, bits, offset)
-        zeros = np.full(layer.scales.shape, offset, np.uint8) if layer.zeros is None else layer.zeros
+        bits, columns = layer.grid.bits, layer.shape[1]
+        words = native.pack_dense(layer.codes, bits, layer.grid.offset)
+        zeros = (
+            np.full(layer.scales.shape, layer.grid.offset, np.uint8) if layer.zeros is None else layer.zeros
+        )
         stored = (zeros.astype(np.int16) - 1 if self.version == 1 else zeros.astype(np.int16)) % (1 << bits)
         packed = native.pack_dense(np.ascontiguousarray(stored.T.astype(np.uint8)), bits, 0)
-        width = columns if layer.group_size == -1 else layer.group_size
+        width = layer.grid.width(columns)
         return {
             f"{module}.qweight": RawTensor.of(np.ascontiguousarray(words.T)),
             f"{module}.qzeros": RawTensor.of(packed),
@@ -89,13 +93,13 @@ class GPTQ(QuantizedFolder):
         """Settings of most layers, and `dynamic` rules for those that differ or stay dense."""
         kinds: dict[tuple[int, int, bool], int] = {}
         for layer in export.layers.values():
-            key = (layer.bits, layer.group_size, layer.symmetric)
+            key = _own(layer.grid)
             kinds[key] = kinds.get(key, 0) + 1
         common = max(kinds, key=lambda k: kinds[k])
         bits, group_size, symmetric = common
         dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in export.dense}
         for module, layer in export.layers.items():
-            own = (layer.bits, layer.group_size, layer.symmetric)
+            own = _own(layer.grid)
             if own != common:
                 values = dict(zip(("bits", "group_size", "sym"), own, strict=True))
                 dynamic[f"+:^{re.escape(module)}$"] = values
@@ -143,7 +147,9 @@ class GPTQ(QuantizedFolder):
         columns = _check_order(module, reader, group_size, n_words * 32 // bits)
         if rows < 1 or columns < 1:
             raise CheckpointError(f"{reader.where}: tensor '{module}.qweight': no rows or no columns")
-        n_groups = 1 if group_size == -1 else -(-columns // group_size)
+        kind = DTYPES[reader.get(f"{module}.scales", ("F16", "BF16", "F32"), (None, rows)).dtype]
+        grid = grid_of(bits=bits, group_size=group_size, symmetric=found.sym, scale_dtype=kind)
+        n_groups = grid.n_groups(columns)
         codes = reader.codes(f"{module}.qweight", bits, columns, rows, down=True)
         scales = reader.scales(f"{module}.scales", (n_groups, rows))
         zeros = reader.codes(f"{module}.qzeros", bits, rows, n_groups).T
@@ -153,13 +159,10 @@ class GPTQ(QuantizedFolder):
             codes = _signed(codes, zeros, bits, f"{reader.where}: tensor '{module}.qzeros'")
         return QuantizedLayer(
             name=f"{module}.weight",
-            bits=bits,
-            group_size=group_size,
-            symmetric=found.sym,
+            grid=grid,
             codes=np.ascontiguousarray(codes),
             scales=np.ascontiguousarray(scales.T),
             zeros=None if found.sym else np.ascontiguousarray(zeros),
-            scale_dtype=DTYPES[reader.tensors[f"{module}.scales"].dtype],
         )
 
 
@@ -170,6 +173,11 @@ class GPTQv2(GPTQ):
     version: ClassVar[int] = 2
     # Fewer tools read it.
     loads: ClassVar[str] = QuantizedFolder.loads
+
+
+def _own(grid: Grid) -> tuple[int, int, bool]:
+    """What a module can have of its own."""
+    return grid.bits, grid.group_size, grid.symmetric
 
 
 def _signed(codes: NDArray[Any], zeros: NDArray[Any], bits: int, what: str) -> NDArray[np.int8]:

@@ -17,7 +17,9 @@ from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, in_scale_type, is_ragged
 from loopq.formats.quantized_folder import Export, QuantizedFolder
-from loopq.layers.layer import QuantizedLayer, TensorReader
+from loopq.layers.grids.integer import Integer
+from loopq.layers.layer import QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor, float_to_raw
 from loopq.storage.schema import checked
 
@@ -45,20 +47,20 @@ class Marlin(QuantizedFolder):
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Pad inputs and outputs to whole tiles: zero codes, and a scale of 1 for rows that are not there."""
-        if layer.bits != 4 or not layer.symmetric:
+        if layer.grid.bits != 4 or not isinstance(layer.grid, Integer):
             raise CheckpointError(f"layer {layer.name}: Marlin holds symmetric INT4 alone")
-        if layer.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
+        if layer.grid.group_size not in (-1, GROUP) and layer.scales.shape[1] != 1:
             raise CheckpointError(
                 f"layer {layer.name}: Marlin holds groups of {GROUP} or one scale per row, not groups of "
-                f"{layer.group_size}; quantize again with one of these"
+                f"{layer.grid.group_size}; quantize again with one of these"
             )
         if is_ragged(layer) and ragged not in (None, "pad"):
             raise CheckpointError(f"layer {layer.name}: Marlin cannot {ragged} a ragged group: {self.reason}")
         half = in_scale_type(layer, "float16", self.name)
         rows, columns = layer.shape
         n, k = -(-rows // N_TILE) * N_TILE, -(-columns // K_TILE) * K_TILE
-        if layer.scales.shape[1] == 1 and layer.group_size not in (-1, GROUP):
-            half = dataclasses.replace(half, group_size=-1)
+        if layer.scales.shape[1] == 1 and layer.grid.group_size not in (-1, GROUP):
+            half = half.on_grid(group_size=-1)
         if (n, k) == (rows, columns):
             return StoredLayer(half)
         pad = ((0, n - rows), (0, k - columns))
@@ -78,10 +80,7 @@ class Marlin(QuantizedFolder):
 
     def config(self, export: Export) -> dict[str, Any]:
         """The quantization config; it holds one group size."""
-        sizes = {
-            -1 if m.scales.shape[1] == 1 and m.group_size == -1 else m.group_size
-            for m in export.layers.values()
-        }
+        sizes = {m.grid.group_size for m in export.layers.values()}
         if len(sizes) > 1:
             raise CheckpointError(
                 f"Marlin's config holds one group size; the layers have {sorted(sizes)}: leave those of one dense"
@@ -112,10 +111,11 @@ class Marlin(QuantizedFolder):
                 f"{reader.where}: tensor '{module}.B' has shape {list(words.shape)}; expected (K / 16, 2 N) with N a "
                 "multiple of 64"
             )
-        stored = reader.scales(f"{module}.s", (1 if group_size == -1 else -(-k // group_size), n))
+        kind = DTYPES[reader.get(f"{module}.s", ("F16", "BF16", "F32"), (None, n)).dtype]
+        grid = Integer(4, group_size, kind)
+        stored = reader.scales(f"{module}.s", (grid.n_groups(k), n))
         codes, scales = native.marlin_unpack(np.ascontiguousarray(words), np.ascontiguousarray(stored))
-        kind = DTYPES[reader.tensors[f"{module}.s"].dtype]
-        return QuantizedLayer(f"{module}.weight", 4, group_size, True, codes, scales, None, kind)
+        return QuantizedLayer(f"{module}.weight", grid, codes, scales, None)
 
 
 FORMATS.register(Marlin.name)(Marlin())

@@ -15,7 +15,8 @@ from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, WrittenLayers, write_folder
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.hf_folder import CONFIG, add_own, describe_layers, without_own
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import MAX_SIZE, inside, map_tensors, read_bytes, read_json, write_json
 from loopq.storage.model_files import TENSORS, FileEntry, check_files, write_files
 from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed

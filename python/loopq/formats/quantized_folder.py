@@ -32,7 +32,8 @@ from loopq.formats.base import (
 )
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import RAGGED, Ragged, StoredLayer, is_ragged, restore, split
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor, inside, json_bytes, read_json
 from loopq.storage.model_files import write_files
 from loopq.storage.schema import Name, Object, checked, parse_json, sealed, shown, unsealed
@@ -150,9 +151,9 @@ class QuantizedFolder(Format):
         if not is_ragged(layer):
             return None
         columns = layer.shape[1]
-        last = columns % layer.group_size
+        last = columns % layer.grid.group_size
         what = (
-            f"layer {layer.name}: the last of its groups has {last} of {layer.group_size} columns "
+            f"layer {layer.name}: the last of its groups has {last} of {layer.grid.group_size} columns "
             f"(in_features {columns})"
         )
         if ragged is None:
@@ -177,12 +178,14 @@ class QuantizedFolder(Format):
             return stored
         sizes: dict[int, int] = {}
         for name, layer in layers.items():
-            width = stored[name].layer.group_size
-            if width != layer.group_size:
-                sizes[layer.group_size] = math.gcd(sizes.get(layer.group_size, layer.group_size), width)
+            width = stored[name].layer.grid.group_size
+            if width != layer.grid.group_size:
+                sizes[layer.grid.group_size] = math.gcd(
+                    sizes.get(layer.grid.group_size, layer.grid.group_size), width
+                )
         for name, layer in layers.items():
-            if layer.group_size in sizes:
-                again = split(stored[name].layer, sizes[layer.group_size])
+            if layer.grid.group_size in sizes:
+                again = split(stored[name].layer, sizes[layer.grid.group_size])
                 stored[name] = StoredLayer(again.layer, (*stored[name].notes, *again.notes))
         return stored
 
@@ -242,7 +245,7 @@ class QuantizedFolder(Format):
         whole = checkpoint.layers.items()
         refuse_own(
             [name for name, layer in whole if layer.transform is not None],
-            [name for name, layer in whole if layer.trellis is not None],
+            [name for name, layer in whole if not layer.grid.portable],
             self,
             [name for name, layer in whole if layer.orientation == "table"],
         )
@@ -324,7 +327,7 @@ class QuantizedFolder(Format):
             same = again.get(record.ties.get(name, name))
             if same is None:
                 raise CheckpointError(f"{folder}: layer {name!r} is not in {RECORD}, nor tied to one that is")
-            if layer.group_size != same.group_size or not layer.same_as(same):
+            if layer.grid.group_size != same.grid.group_size or not layer.same_as(same):
                 raise CheckpointError(
                     f"{folder}: layer {name!r}: it or {RECORD} was changed after the export"
                 )
@@ -400,10 +403,10 @@ def matches(pattern: str, module: str, where: str) -> bool:
 
 
 def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
-    size = math.gcd(layer.shape[1], layer.group_size)
+    size = math.gcd(layer.shape[1], layer.grid.group_size)
     texts = {
         "keep": "--ragged keep (ragged='keep') stores it as it is",
-        "split": f"--ragged split (ragged='split') stores each scale {layer.group_size // size} times, for groups of "
+        "split": f"--ragged split (ragged='split') stores each scale {layer.grid.group_size // size} times, for groups of "
         f"{size}",
         "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
     }

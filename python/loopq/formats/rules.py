@@ -74,11 +74,11 @@ def _unlike_siblings(layers: Layers) -> Iterable[str]:
 
 
 def _grid(layer: QuantizedLayer) -> tuple[int, int, bool]:
-    return layer.bits, layer.group_size, layer.symmetric
+    return layer.grid.bits, layer.grid.group_size, layer.grid.symmetric
 
 
 def _width(layer: QuantizedLayer) -> int:
-    return layer.shape[1] if layer.group_size == -1 else layer.group_size
+    return layer.grid.width(layer.shape[1])
 
 
 def _mixed(key: Callable[[QuantizedLayer], object]) -> Callable[[Layers], Iterable[str]]:
@@ -96,7 +96,7 @@ _CT = ("compressed-tensors",)
 RULES = (
     Rule(
         ("vllm",), ("gptq",), "GPTQ of 2 or 3 bits", "--format compressed-tensors, or 4 or 8 bits",
-        "vLLM 0.32 on a CPU: run, both refused when the configuration is read", _where(lambda x: x.bits < 4),
+        "vLLM 0.32 on a CPU: run, both refused when the configuration is read", _where(lambda x: x.grid.bits < 4),
     ),
     Rule(
         ("vllm",), ("gptq",), "GPTQ of IQuest-Coder-Loop: its class does not name what it fuses",
@@ -113,34 +113,34 @@ RULES = (
     Rule(
         ("transformers",), _CT, "symmetric and asymmetric layers in one file",
         "the native checkpoint with `import loopq.integrations.transformers`, or one symmetry",
-        "transformers 5.23 with compressed-tensors 0.20: run", _mixed(lambda x: x.symmetric),
+        "transformers 5.23 with compressed-tensors 0.20: run", _mixed(lambda x: x.grid.symmetric),
     ),
     Rule(
         ("transformers",), _CT,
         "asymmetric layers: 4.57 never, 5.23 only with CompressedTensorsConfig(dequantize=True)",
         "the native checkpoint with `import loopq.integrations.transformers`, or a symmetric grid",
-        "transformers 5.23 and 4.57.6 with compressed-tensors 0.20: run", _where(lambda x: not x.symmetric),
+        "transformers 5.23 and 4.57.6 with compressed-tensors 0.20: run", _where(lambda x: not x.grid.symmetric),
     ),
     Rule(
         ("transformers",), _GPTQ, "unlike bits or groups: optimum knows one setting for a file",
         "the native checkpoint with `import loopq.integrations.transformers`, or one grid",
-        "optimum 2.3: run", _mixed(lambda x: (x.bits, x.group_size)),
+        "optimum 2.3: run", _mixed(lambda x: (x.grid.bits, x.grid.group_size)),
     ),
     Rule(
         ("transformers",), _GPTQ, "4 bits in groups that are not 32, 64, 128 or 256",
         "another group size, or the native checkpoint",
         "optimum 2.3 on a CPU: run",
-        _where(lambda x: x.bits == 4 and _width(x) not in (32, 64, 128, 256)),
+        _where(lambda x: x.grid.bits == 4 and _width(x) not in (32, 64, 128, 256)),
     ),
     Rule(
         ("transformers", "gptqmodel"), _GPTQ, "3 bits with outputs that are no multiple of 32",
         "4 bits for the layer, or --exclude it",
         "GPTQModel 7.7 and optimum 2.3: run (\"qzeros expects columns divisible by 3\")",
-        _where(lambda x: x.bits == 3 and x.shape[0] % 32 != 0),
+        _where(lambda x: x.grid.bits == 3 and x.shape[0] % 32 != 0),
     ),
     Rule(
         ("gptqmodel",), _GPTQ, "groups of fewer than 16 columns", "a group size that divides in_features",
-        "GPTQModel 7.7: run (groups of 4 refused, of 32 taken)", _where(lambda x: 0 < x.group_size < 16),
+        "GPTQModel 7.7: run (groups of 4 refused, of 32 taken)", _where(lambda x: 0 < x.grid.group_size < 16),
     ),
     Rule(
         ("gptqmodel",), _GPTQ, "quantized layers outside numbered blocks: left as initialised, without an error",

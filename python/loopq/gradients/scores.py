@@ -19,7 +19,6 @@ from loopq.gradients.unroll import linked, unroll
 from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal
 from loopq.systems.base import LoopedSystem, model_code
-from loopq.terminal.progress import Progress
 
 #: (parameter name, label) to a quantized weight in the model's orientation: one layer changed, all others
 #: in full precision.
@@ -34,8 +33,6 @@ def measured(
     *,
     n_steps: int | None = None,
     seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
 ) -> Costs:
     """Measure what each candidate costs: one rollout each, with that one layer replaced.
 
@@ -51,15 +48,9 @@ def measured(
         Depth; the model's own when absent.
     seed : int
         Seed of the initial states.
-    batch_size : int
-        Prompts that run together.
-    progress : Progress, optional
-        Told of every prompt.
     """
     variants = {f"{layer}|{label}": {layer: weight} for (layer, label), weight in candidates.items()}
-    found = compare(
-        system, variants, tokens, n_steps=n_steps, seeds=(seed,), batch_size=batch_size, progress=progress
-    )[1:]
+    found = compare(system, variants, tokens, n_steps=n_steps, seeds=(seed,))[1:]
     return {key: float(m.kl.mean()) for key, m in zip(candidates, found, strict=True)}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,23 +24,18 @@ from loopq.errors import KernelError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from loopq.inference.linear import Grid, QuantLinear
+    from loopq.inference.layout import Held, PackedLayer
 
-__all__ = ["Activations", "CpuPanels"]
-
-#: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
-Activations = Literal["float", "int8"]
+__all__ = ["CpuPanels"]
 
 _LARGE = 2 << 20
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @lru_cache(maxsize=1024)
-def _layout(grid: Grid, scale_dtype: torch.dtype) -> native.CpuLayout:
-    return native.CpuLayout(
-        grid.out_features, grid.in_features, grid.group_size, grid.bits,
-        symmetric=grid.symmetric, scale_dtype=_DTYPES[scale_dtype], trellis=grid.trellis,
-    )  # fmt: skip
+def _layout(held: Held, scale_dtype: torch.dtype) -> native.CpuLayout:
+    grid = replace(held.grid, scale_dtype=_DTYPES[scale_dtype])
+    return native.CpuLayout(held.out_features, held.in_features, grid.core())
 
 
 def _memory(n_bytes: int) -> torch.Tensor:
@@ -59,34 +55,34 @@ class CpuPanels:
 
     devices: tuple[str, ...] = ("cpu",)
 
-    def fits(self, grid: Grid) -> bool:
+    def fits(self, held: Held) -> bool:
         """Whether it can hold such a layer: always."""
         return True
 
     def pack(
-        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+        self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
     ) -> torch.Tensor:
         """Codes (out, in), scales and zero points (groups, out) as one array of bytes."""
-        layout = _layout(grid, scales.dtype)
+        layout = _layout(held, scales.dtype)
         packed = _memory(layout.n_bytes)
         points = None if zeros is None else np.ascontiguousarray(zeros.numpy().T)
         layout.pack(codes, scales.t().float().contiguous().numpy(), packed.numpy(), points)
         return packed
 
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
         """A layer's codes again, int8 or uint8, (out, in)."""
-        return torch.from_numpy(_layout(layer.grid, layer.scales.dtype).unpack(layer.qweight.numpy()))
+        return torch.from_numpy(_layout(layer.held, layer.scales.dtype).unpack(layer.qweight.numpy()))
 
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         """Codes of some outputs, (n, in)."""
-        layout = _layout(layer.grid, layer.scales.dtype)
+        layout = _layout(layer.held, layer.scales.dtype)
         return torch.from_numpy(layout.rows(layer.qweight.numpy(), ids.numpy()))
 
-    def layout_of(self, layer: QuantLinear) -> native.CpuLayout:
+    def layout_of(self, layer: PackedLayer) -> native.CpuLayout:
         """Where a layer's codes and scales lie in its `qweight`."""
-        return _layout(layer.grid, layer.scales.dtype)
+        return _layout(layer.held, layer.scales.dtype)
 
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         """``T x W^T + bias`` in x's type.
 
         Raises
@@ -134,15 +130,15 @@ class _Bound(NamedTuple):
 
 
 # Beside the layers, not in them: a layer is copied and pickled.
-_BOUND: WeakKeyDictionary[QuantLinear, _Bound] = WeakKeyDictionary()
+_BOUND: WeakKeyDictionary[PackedLayer, _Bound] = WeakKeyDictionary()
 
 
-def _bound(layer: QuantLinear) -> _Bound:
+def _bound(layer: PackedLayer) -> _Bound:
     """The same as long as the layer's tensors are: making it takes longer than a small product."""
     found, buffers = _BOUND.get(layer), layer._buffers
     tensors = (buffers["qweight"], buffers["scales"], buffers["bias"])
     if found is None or any(a is not b for a, b in zip(found.tensors, tensors, strict=True)):
-        layout = _layout(layer.grid, layer.scales.dtype)
+        layout = _layout(layer.held, layer.scales.dtype)
         bias = None if layer.bias is None else layer.bias.numpy()
         found = _BOUND[layer] = _Bound(tensors, layout, layer.qweight.numpy(), bias)
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,72 +12,19 @@ from loopq.cuda.layout import K_STEP, N_STEP, marlin_scales_to_rows
 from loopq.cuda.plan import fold_of
 from loopq.cuda.w4a16 import Product, spread_scales, w4a16_linear
 from loopq.errors import ConfigError, KernelError
-from loopq.inference.cpu import Activations, CpuPanels
+from loopq.inference.cpu import CpuPanels
+from loopq.inference.layout import Activations, Held, Layout, PackedLayer
 from loopq.inference.transforms import InputTransform
-from loopq.layers.grid import BITS
+from loopq.layers.grids.integer import Integer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from loopq.layers.transforms import Transform
+    from loopq.layers.layer import QuantizedLayer
 
-__all__ = ["LAYOUTS", "Grid", "Layout", "QuantEmbedding", "QuantLinear"]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """What decides which layouts can hold a layer.
-
-    Parameters
-    ----------
-    out_features, in_features : int
-    group_size : int
-        Inputs per scale; -1 for one scale per output.
-    bits : int
-    symmetric : bool
-        Signed codes without zero points.
-    transformed : bool
-        The codes are for another basis of the input.
-    trellis : tuple of int or None
-        Bits of a state and rows of a stream, where the codes are on a trellis (docs/formats/trellis.md).
-    """
-
-    out_features: int
-    in_features: int
-    group_size: int
-    bits: int
-    symmetric: bool = True
-    transformed: bool = False
-    trellis: tuple[int, int] | None = None
-
-
-class Layout(Protocol):
-    """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
-
-    Another backend is another entry of `LAYOUTS`: nothing else knows how a layer's codes are stored.
-    """
-
-    devices: tuple[str, ...]
-    """Types of device that it can multiply on."""
-
-    def fits(self, grid: Grid) -> bool:
-        """Whether it can hold such a layer."""
-
-    def pack(
-        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Codes (out, in), int8 or uint8, as they are stored; scales and zero points (groups, out)."""
-
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
-        """A layer's codes again, int8 or uint8, (out, in)."""
-
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
-        """Codes of some outputs, (n, in)."""
-
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
-        """``T x W^T + bias`` in x's type: float32 sums, one rounding."""
+__all__ = ["LAYOUTS", "QuantEmbedding", "QuantLinear"]
 
 
 class _Int4Tiles:
@@ -86,27 +32,27 @@ class _Int4Tiles:
 
     devices: tuple[str, ...] = ("cuda", "cpu", "meta")
 
-    def fits(self, grid: Grid) -> bool:
+    def fits(self, held: Held) -> bool:
         try:
-            fold_of(grid.group_size)
+            fold_of(held.grid.group_size)
         except ConfigError:
             return False
-        plain = grid.bits == 4 and grid.symmetric and not grid.transformed and grid.trellis is None
-        return plain and grid.out_features % N_STEP == 0 and grid.in_features % K_STEP == 0
+        plain = held.grid.bits == 4 and isinstance(held.grid, Integer) and not held.transformed
+        return plain and held.out_features % N_STEP == 0 and held.in_features % K_STEP == 0
 
     def pack(
-        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+        self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
     ) -> torch.Tensor:
         return torch.from_numpy(native.w4_pack(codes))
 
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
         codes = native.w4_unpack(layer.qweight.cpu().numpy(), layer.in_features)
         return torch.from_numpy(codes).to(layer.qweight.device)
 
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         raise KernelError("the int4 kernel's words have no rows")
 
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         size = {"in_features": layer.in_features, "group_size": layer.group_size}
         return w4a16_linear(x, layer.qweight, layer.scales, layer.bias, **size)
 
@@ -116,21 +62,21 @@ class _PlainCodes:
 
     devices: tuple[str, ...] = ("cuda", "cpu", "meta")
 
-    def fits(self, grid: Grid) -> bool:
-        return grid.trellis is None
+    def fits(self, held: Held) -> bool:
+        return held.grid.plain
 
     def pack(
-        self, grid: Grid, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+        self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
     ) -> torch.Tensor:
         return torch.from_numpy(codes)
 
-    def unpack(self, layer: QuantLinear) -> torch.Tensor:
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
         return layer.qweight
 
-    def rows(self, layer: QuantLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
         return layer.qweight[ids]
 
-    def multiply(self, layer: QuantLinear, x: torch.Tensor) -> torch.Tensor:
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
         inputs = x.float() if layer.transform is None else layer.transform(x)
         out = inputs @ layer.dequantize().t()
         if layer.bias is not None:
@@ -142,9 +88,9 @@ class _PlainCodes:
 LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
 
 
-def _first_fit(grid: Grid, device: str) -> str:
+def _first_fit(held: Held, device: str) -> str:
     for name, found in LAYOUTS.items():
-        if device in found.devices and found.fits(grid):
+        if device in found.devices and found.fits(held):
             return name
     raise ConfigError(
         f"products with codes on a trellis run on the processor, not on {device!r}: leave the model there, or load it "
@@ -155,7 +101,7 @@ def _first_fit(grid: Grid, device: str) -> str:
 class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Linear layer over integer codes and group scales.
 
-    Built by `from_codes` or `from_marlin`.
+    Built by `from_layer` or `from_marlin`.
 
     Attributes
     ----------
@@ -191,7 +137,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         qweight: torch.Tensor,
         scales: torch.Tensor,
         *,
-        grid: Grid,
+        held: Held,
         zeros: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         transform: InputTransform | None = None,
@@ -200,10 +146,10 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         super().__init__()
         if activations not in ("float", "int8"):
             raise ConfigError(f"activations must be 'float' or 'int8'; got {activations!r}")
-        self.layout, self.grid, self.activations = layout, grid, activations
+        self.layout, self.held, self.activations = layout, held, activations
         self._check_activations(layout)
-        self.in_features, self.out_features = grid.in_features, grid.out_features
-        self.group_size, self.bits = grid.group_size, grid.bits
+        self.in_features, self.out_features = held.in_features, held.out_features
+        self.group_size, self.bits = held.grid.group_size, held.grid.bits
         self.register_buffer("qweight", qweight)
         self.register_buffer("scales", scales)
         self.register_buffer("zeros", zeros)
@@ -211,41 +157,23 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.transform = transform
 
     @classmethod
-    def from_codes(
+    def from_layer(
         cls,
-        codes: NDArray[Any] | torch.Tensor,
-        scales: NDArray[np.float32] | torch.Tensor,
-        group_size: int,
-        bits: int,
+        layer: QuantizedLayer,
         bias: torch.Tensor | NDArray[Any] | None = None,
         *,
-        zeros: NDArray[np.uint8] | None = None,
-        trellis: tuple[int, int] | None = None,
-        transform: Transform | None = None,
         scale_dtype: torch.dtype | None = None,
         layout: str | None = None,
         activations: Activations = "float",
     ) -> QuantLinear:
-        """A layer from native codes.
+        """A module that multiplies by a layer's codes.
 
         Parameters
         ----------
-        codes : int8, or uint8 with `zeros`, shape (out, in)
-            In ``-2**(bits - 1) .. 2**(bits - 1) - 1``, or ``0 .. 2**bits - 1``.
-        scales : float32, shape (out, groups)
-            ``groups = ceil(in / group_size)``, or 1 for ``group_size=-1``.
-        group_size : int
-            Inputs per scale; -1 for one scale per output.
-        bits : int
-            2, 3, 4 or 8.
+        layer : QuantizedLayer
+            Its transform, where it has one, is applied to the input at each call.
         bias : shape (out,), or None
             Kept in float32.
-        zeros : uint8, shape (out, groups), or None
-            Zero points; None for a symmetric grid.
-        trellis : tuple of int, or None
-            Bits of a state and rows of a stream, where the codes are on a trellis.
-        transform : Transform or None
-            Change of the input's basis that the codes are for; applied to the input at each call.
         scale_dtype : torch.dtype or None
             Type to round the scales to; None keeps them exact, in 16 bits where possible.
         layout : str or None
@@ -256,28 +184,27 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         Raises
         ------
         ConfigError
-            If shapes, types, codes or bits do not fit together, the transform is of an unknown kind, or the layout
-            does not take the layer or its activations.
+            If the layer's arrays do not fit its grid, its transform is of an unknown kind, or the layout does not take
+            the layer or its activations.
         """
-        q = np.ascontiguousarray(_to_numpy(codes))
-        s = torch.from_numpy(np.array(_to_numpy(scales), dtype=np.float32))
-        _check_codes(q, tuple(s.shape), zeros, group_size, bits)
-        rows = s.t().contiguous()
-        grid = Grid(q.shape[0], q.shape[1], group_size, bits, zeros is None, transform is not None, trellis)
+        layer.grid.check(layer.codes, layer.scales, layer.zeros)
+        codes = np.ascontiguousarray(layer.codes)
+        rows = torch.from_numpy(np.array(layer.scales, dtype=np.float32)).t().contiguous()
+        held = Held(*layer.shape, layer.grid, layer.transform is not None)
         if layout is None:
-            layout = _first_fit(grid, "cpu")
-        elif layout not in LAYOUTS or not LAYOUTS[layout].fits(grid):
-            raise ConfigError(f"layout {layout!r} does not take {grid}; there are {', '.join(LAYOUTS)}")
+            layout = _first_fit(held, "cpu")
+        elif layout not in LAYOUTS or not LAYOUTS[layout].fits(held):
+            raise ConfigError(f"layout {layout!r} does not take {held}; there are {', '.join(LAYOUTS)}")
         rows = _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype)
-        points = None if zeros is None else torch.from_numpy(zeros.T.copy())
+        points = None if layer.zeros is None else torch.from_numpy(layer.zeros.T.copy())
         return cls(
             layout,
-            LAYOUTS[layout].pack(grid, q, rows, points),
+            LAYOUTS[layout].pack(held, codes, rows, points),
             rows,
-            grid=grid,
+            held=held,
             zeros=points,
-            bias=_bias(bias, q.shape[0]),
-            transform=None if transform is None else InputTransform(transform),
+            bias=_bias(bias, layer.shape[0]),
+            transform=None if layer.transform is None else InputTransform(layer.transform),
             activations=activations,
         )
 
@@ -308,7 +235,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             group size.
         """
         packed = native.w4_from_marlin(np.ascontiguousarray(words), in_features, out_features)
-        stored = 1 if group_size == -1 else -(-words.shape[0] * 16 // group_size)
+        grid = Integer(4, group_size, "float16")
+        stored = grid.n_groups(words.shape[0] * 16)
         if scales.ndim != 2 or scales.shape[0] != stored:
             raise ConfigError(
                 f"Marlin scales of shape {scales.shape}; {words.shape[0] * 16} inputs in groups of {group_size} have "
@@ -319,7 +247,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             "lq-w4",
             torch.from_numpy(packed),
             torch.from_numpy(rows),
-            grid=Grid(out_features, in_features, group_size, 4),
+            held=Held(out_features, in_features, grid),
             bias=_bias(bias, out_features),
         )
 
@@ -332,13 +260,9 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
         On a trellis it is the value of the codes' state in the place of ``u - z``.
         """
-        if self.grid.trellis is not None:
-            (state_bits, rows), group = self.grid.trellis, self.group_size
-            values = native.trellis_decode(
-                self.codes().numpy(), self.scales.t().float().contiguous().numpy(), bits=self.bits,
-                group_size=self.in_features if group == -1 else group, state_bits=state_bits, stream_rows=rows,
-            )  # fmt: skip
-            return torch.from_numpy(values)
+        if not self.held.grid.plain:
+            scales = self.scales.t().float().contiguous().numpy()
+            return torch.from_numpy(self.held.grid.dequantize(self.codes().numpy(), scales))
         return self._values(self.codes(), slice(None))
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -363,7 +287,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         """Moves between devices, but keeps types: `model.bfloat16()` must not round the scales."""
         device = fn(self.scales).device.type
         if device not in LAYOUTS[self.layout].devices:
-            self._repack(_first_fit(self.grid, device))
+            self._repack(_first_fit(self.held, device))
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -381,7 +305,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def _repack(self, layout: str) -> None:
         self._check_activations(layout)
-        self.qweight = LAYOUTS[layout].pack(self.grid, self.codes().numpy(), self.scales, self.zeros)
+        self.qweight = LAYOUTS[layout].pack(self.held, self.codes().numpy(), self.scales, self.zeros)
         self.layout = layout
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -393,8 +317,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
 
     def extra_repr(self) -> str:
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}, "
-            f"group_size={self.group_size}, symmetric={self.zeros is None}, trellis={self.grid.trellis}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, grid={self.held.grid}, "
             f"layout={self.layout!r}, "
             f"activations={self.activations!r}, bias={self.bias is not None}"
         )
@@ -429,7 +352,7 @@ class QuantEmbedding(torch.nn.Module):  # type: ignore[misc]  # torch is untyped
         super()._apply(fn, recurse)
         if self.table.layout == "lq-w4":
             own = self.table
-            self.table = QuantLinear("codes", own.codes(), own.scales, grid=own.grid)
+            self.table = QuantLinear("codes", own.codes(), own.scales, held=own.held)
         return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -461,30 +384,3 @@ def _narrowest(scales: torch.Tensor) -> torch.Tensor:
         if torch.equal(narrow.float(), scales):
             return narrow
     return scales
-
-
-def _check_codes(
-    codes: NDArray[Any],
-    scales_shape: tuple[int, ...],
-    zeros: NDArray[Any] | None,
-    group_size: int,
-    bits: int,
-) -> None:
-    if bits not in BITS:
-        raise ConfigError(f"bits must be one of {BITS}; got {bits}")
-    kind = np.int8 if zeros is None else np.uint8
-    if codes.ndim != 2 or codes.size == 0 or codes.dtype != kind:
-        raise ConfigError(
-            f"codes are {codes.dtype} of shape {codes.shape}; expected {kind.__name__} (out, in)"
-        )
-    if group_size != -1 and group_size <= 0:
-        raise ConfigError(f"group_size must be positive, or -1 for one scale per output; got {group_size}")
-    groups = 1 if group_size == -1 else -(-codes.shape[1] // group_size)
-    expected = (codes.shape[0], groups)
-    if scales_shape != expected:
-        raise ConfigError(f"scales of shape {scales_shape}; expected {expected} (output by group)")
-    if zeros is not None and (zeros.shape != expected or zeros.dtype != np.uint8):
-        raise ConfigError(f"zero points are {zeros.dtype} of shape {zeros.shape}; expected uint8 {expected}")
-    low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if zeros is None else (0, (1 << bits) - 1)
-    if codes.min() < low or codes.max() > high:
-        raise ConfigError(f"{bits}-bit codes lie in {low}..{high}; got {codes.min()}..{codes.max()}")

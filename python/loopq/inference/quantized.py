@@ -14,7 +14,7 @@ from loopq.lazy import require
 if TYPE_CHECKING:
     from torch import nn
 
-    from loopq.inference.cpu import Activations
+    from loopq.inference.layout import Activations
 
 
 def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations = "float") -> dict[str, str]:
@@ -27,7 +27,7 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
     checkpoint : Checkpoint
         Its layers.
     activations : "float" or "int8"
-        See `loopq.inference.linear.QuantLinear.from_codes`.
+        See `loopq.inference.linear.QuantLinear.from_layer`.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def why_kept(layer: QuantizedLayer, owners: Sequence[Any]) -> str:
     strange = {type(module).__name__ for module in others if type(module) is not torch.nn.Linear}
     if strange:
         return f"held by {', '.join(sorted(strange))}, which is not nn.Linear"
-    if len(others) < len(owners) and (layer.trellis is not None or layer.transform is not None):
+    if len(others) < len(owners) and (not layer.grid.plain or layer.transform is not None):
         return "rows of a table are read from codes on a plain grid, without a transform"
     if not all(has_product(layer, module.weight.device) for module in owners):
         return "codes on a trellis, whose products run on the processor"
@@ -110,7 +110,7 @@ def stand_ins(
 
 def has_product(layer: QuantizedLayer, device: Any) -> bool:
     """Whether a device multiplies by a layer's packed codes."""
-    return layer.trellis is None or device.type == "cpu"
+    return layer.grid.plain or device.type == "cpu"
 
 
 def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activations = "float") -> Any:
@@ -125,9 +125,6 @@ def quantized_linear(layer: QuantizedLayer, linear: Any, activations: Activation
         raise CheckpointError(
             f"layer {layer.name}: of shape {list(layer.shape)}, the model has {list(linear.weight.shape)}"
         )
-    module = QuantLinear.from_codes(
-        layer.codes, layer.scales, layer.group_size, layer.bits, getattr(linear, "bias", None),
-        zeros=layer.zeros, transform=layer.transform, layout="lq-cpu", activations=activations,
-        trellis=None if layer.trellis is None else (layer.trellis.state_bits, layer.trellis.stream_rows),
-    )  # fmt: skip
+    bias = getattr(linear, "bias", None)
+    module = QuantLinear.from_layer(layer, bias, layout="lq-cpu", activations=activations)
     return module.to(linear.weight.device)

@@ -11,7 +11,7 @@ from loopq.models.build import build_model
 from loopq.models.load import LoadedModel
 
 if TYPE_CHECKING:
-    from loopq.inference.cpu import Activations
+    from loopq.inference.layout import Activations
 
 
 def load_checkpoint(

@@ -193,7 +193,7 @@ class _Parts:
             if (
                 not isinstance(panels, CpuPanels)
                 or module.transform is not None
-                or module.grid.trellis is not None
+                or not module.held.grid.plain
             ):
                 raise KernelError(f"the runner does not multiply by {module!r}")
             self.activations.add(module.activations)

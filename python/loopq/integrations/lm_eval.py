@@ -20,6 +20,7 @@ from loopq.evaluate.requests import (
 )
 from loopq.inference.generate import Decoder, Generation
 from loopq.lazy import require
+from loopq.settings.execution import Execution
 
 require("lm_eval")
 
@@ -95,9 +96,8 @@ class LoopqLM(LM):  # type: ignore[misc]  # lm_eval is untyped here
             self.loaded,
             pairs,
             n_steps=self.n_steps,
-            seed=self.seed,
-            batch_size=self.batch_size,
             longest=self.max_length,
+            execution=Execution(seed=self.seed, batch_size=self.batch_size),
         )
 
     def _text(self, context: str, options: dict[str, Any]) -> str:

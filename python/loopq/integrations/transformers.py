@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from loopq.errors import CheckpointError
 from loopq.formats.hf_folder import METHOD
 from loopq.inference.quantized import has_product, quantized_linear, stand_ins, why_kept
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.loop_spec import LOOP
+from loopq.layers.reader import TensorReader
 from loopq.lazy import require
 from loopq.models.hf import unfuse
 from loopq.storage.files import RawTensor, map_tensors

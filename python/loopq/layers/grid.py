@@ -1,15 +1,23 @@
-"""The grid that codes live on: bits, groups, zero points, and the stored type of scales."""
+"""The grid that codes live on: what codes can be, what they stand for, how they are stored."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
 from loopq.errors import ConfigError
-from loopq.settings.declare import Settings, setting
+from loopq.layers.reader import TensorReader
+from loopq.storage.files import DTYPE_NAMES, ITEM_SIZE, RawTensor, float_to_raw
 
 Bits = Literal[2, 3, 4, 8]
 ScaleType = Literal["float32", "float16", "bfloat16"]
+ScaleSearch = Literal["max", "half-range", "mse"]
 BITS: tuple[int, ...] = get_args(Bits)
 SCALE_DTYPES: tuple[str, ...] = get_args(ScaleType)
 #: Significant bits of a scale type, the leading one included.
@@ -17,53 +25,99 @@ SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 #: Group size that stands for one scale per output row.
 PER_CHANNEL = -1
 
+#: Codes, scales, zero points of a layer.
+Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8] | None]
+
 
 @dataclass(frozen=True)
-class Grid(Settings):
-    """Grid of the codes.
+class Grid(ABC):
+    """What the codes of a layer can be and what they stand for; each kind is a file of `loopq.layers.grids`.
 
     Parameters
     ----------
     bits : {2, 3, 4, 8}
         Bits of a code.
     group_size : int
-        Input columns that share a scale; -1: one scale per output row. A last group that is shorter has a scale of its
-        own, taken from its real columns.
-    symmetric : bool
-        Signed codes without a zero point; else unsigned codes, with a zero point for each group.
+        Input columns that share a scale; -1: one scale per output row. A last group may be shorter.
     scale_dtype : {"float32", "float16", "bfloat16"}
-        Stored type of the scales, which are rounded to it before any code is computed.
-    scale_bits : int, optional
-        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, the product
-        of a symmetric INT4 code and its scale is exact in bfloat16 (docs/formats/scales.md).
+        Stored type of the scales.
+
+    Attributes
+    ----------
+    name : str
+        Name in `loopq.layers.grids.GRIDS`.
+    symmetric : bool
+        Signed codes without zero points; else unsigned codes, with a zero point for each group.
+    plain : bool
+        A code stands for (code - zero) * scale, whatever the codes beside it: what products on any device, rows of a
+        table and the runner take.
+    portable : bool
+        Formats of other tools can hold such codes.
     """
 
-    bits: Bits = setting(4, common=True)
-    group_size: int = setting(128, common=True)
-    symmetric: bool = setting(True, off="asymmetric")
-    scale_dtype: ScaleType = setting("float16")
-    scale_bits: int | None = setting(None)
+    bits: int
+    group_size: int
+    scale_dtype: str
+
+    name: ClassVar[str]
+    symmetric: ClassVar[bool] = True
+    plain: ClassVar[bool] = True
+    portable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.bits not in BITS:
+            raise ConfigError(f"bits must be one of {BITS}; got {self.bits}")
         if self.group_size != PER_CHANNEL and self.group_size < 1:
-            raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
-        most = SIGNIFICANT_BITS[self.scale_dtype]
-        if self.scale_bits is not None and not 1 <= self.scale_bits <= most:
             raise ConfigError(
-                f"scale_bits must be between 1 and {most}, the significant bits of {self.scale_dtype}; "
-                f"got {self.scale_bits!r}"
+                f"group_size must be positive, or -1 for one scale per output; got {self.group_size}"
+            )
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ConfigError(
+                f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}; got {self.scale_dtype!r}"
             )
 
-    @property
-    def core_group_size(self) -> int:
-        """Group size as the core takes it: 0 is one scale per output row."""
-        return 0 if self.group_size == PER_CHANNEL else self.group_size
+    @classmethod
+    @abstractmethod
+    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
+        """Whether codes of that symmetry, with these facts beside bits, groups and scales, are of this kind."""
+
+    def more(self) -> dict[str, Any]:
+        """What a description says besides bits, groups, symmetry and scales: plain data."""
+        return {}
+
+    def fields(self) -> dict[str, Any]:
+        """Plain data that `loopq.layers.grids.grid_of` makes the grid of, but for `more`."""
+        return {
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+            "scale_dtype": self.scale_dtype,
+        }
 
     @property
-    def core_scale_dtype(self) -> str:
-        """Scale type as the core takes it: "bfloat16", or "bfloat16:5" where five significant bits are kept."""
-        return self.scale_dtype if self.scale_bits is None else f"{self.scale_dtype}:{self.scale_bits}"
+    def label(self) -> str:
+        """Name in reports: "INT4"."""
+        return f"INT{self.bits}"
+
+    @property
+    def gguf(self) -> str | None:
+        """Name of the blocks of GGUF that hold such codes bit for bit; None where there are none."""
+        return None
+
+    @property
+    def dtype(self) -> type[np.generic]:
+        """Type of the codes: int8 or uint8."""
+        return np.int8 if self.symmetric else np.uint8
+
+    @property
+    def offset(self) -> int:
+        """What a code is raised by where it is stored: the code of zero, or 0 where codes are unsigned."""
+        return 1 << (self.bits - 1) if self.symmetric else 0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Smallest and largest code."""
+        return -self.offset, (1 << self.bits) - 1 - self.offset
 
     def width(self, columns: int) -> int:
         """Columns of a group in a row of that many."""
@@ -72,3 +126,89 @@ class Grid(Settings):
     def n_groups(self, columns: int) -> int:
         """Scales of a row of that many input columns."""
         return -(-columns // self.width(columns))
+
+    def core(
+        self, *, scale_search: ScaleSearch = "max", signed: bool = False, scale_bits: int | None = None
+    ) -> native.Grid:
+        """Return the grid as the core takes it.
+
+        Parameters
+        ----------
+        scale_search : {"max", "half-range", "mse"}
+            How a solver finds scales.
+        signed : bool
+            Let a solver make scales negative.
+        scale_bits : int, optional
+            Significant bits that a solver's scales keep; all of the type when absent.
+        """
+        return native.Grid(
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            signed=signed,
+            scale_dtype=self.scale_dtype,
+            scale_bits=scale_bits,
+            scale_search=scale_search,
+            trellis=self._trellis(),
+        )
+
+    def _trellis(self) -> tuple[int, int] | None:
+        return None
+
+    def check(self, codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | None) -> None:
+        """Refuse arrays that no layer on this grid has.
+
+        Raises
+        ------
+        ConfigError
+            Types or shapes that do not fit together, a code beyond the bits.
+        """
+        if codes.ndim != 2 or codes.size == 0 or codes.dtype != self.dtype:
+            raise ConfigError(
+                f"codes are {codes.dtype} of shape {codes.shape}; expected {self.dtype.__name__} (out, in)"
+            )
+        expected = (codes.shape[0], self.n_groups(codes.shape[1]))
+        if scales.shape != expected:
+            raise ConfigError(f"scales of shape {scales.shape}; expected {expected} (output by group)")
+        self._check_zeros(zeros, expected)
+        low, high = self.limits
+        if codes.min() < low or codes.max() > high:
+            raise ConfigError(f"{self.bits}-bit codes lie in {low}..{high}; got {codes.min()}..{codes.max()}")
+
+    def _check_zeros(self, zeros: NDArray[Any] | None, expected: tuple[int, int]) -> None:
+        if zeros is not None:
+            raise ConfigError(f"zero points of shape {zeros.shape}; {self.label} codes have none")
+
+    def dequantize(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.float32]:
+        """Return what codes (out, in) stand for, float32."""
+        return native.dequantize(codes, scales, zeros, self.core())
+
+    def n_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of `tensors` without the shape, counted without packing anything."""
+        words = rows * -(-columns * self.bits // 32)
+        return 4 * words + ITEM_SIZE[DTYPE_NAMES[self.scale_dtype]] * rows * self.n_groups(columns)
+
+    def tensors(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
+    ) -> dict[str, RawTensor]:
+        """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""
+        return {
+            "weight_packed": RawTensor.of(native.pack_dense(codes, self.bits, self.offset)),
+            "weight_scale": float_to_raw(scales, DTYPE_NAMES[self.scale_dtype]),
+            "weight_shape": RawTensor.of(np.array(codes.shape, dtype=np.int64)),
+        }
+
+    def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
+        """Read what `tensors` gave, checking every shape, type and code range.
+
+        Raises
+        ------
+        CheckpointError
+            Names the file and the tensor.
+        """
+        codes = reader.codes(f"{module}.weight_packed", self.bits, columns, rows, offset=self.offset)
+        kind = DTYPE_NAMES[self.scale_dtype]
+        scales = reader.scales(f"{module}.weight_scale", (rows, self.n_groups(columns)), [kind])
+        return codes, scales, None

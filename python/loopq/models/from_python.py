@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, check_values, describe, encode_bytes
-from loopq.systems.base import LoopedSystem, find_system, fitting_systems
+from loopq.systems import find_system, fitting_systems
+from loopq.systems.base import LoopedSystem
 from loopq.systems.generic import Generic
 
 if TYPE_CHECKING:

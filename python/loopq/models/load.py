@@ -15,9 +15,9 @@ from loopq.lazy import require
 from loopq.models import hf
 from loopq.storage.files import read_json
 from loopq.storage.schema import checked
-from loopq.systems import SYSTEMS
-from loopq.systems.base import LoopedSystem, find_system
-from loopq.systems.classes import Encode, ModelClass, find_class, load_registered, register_model
+from loopq.systems import SYSTEMS, find_system
+from loopq.systems.base import Encode, LoopedSystem, ModelClass
+from loopq.systems.classes import find_class, load_registered, register_model
 
 if TYPE_CHECKING:
     import numpy as np

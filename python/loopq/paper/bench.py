@@ -15,7 +15,6 @@ from loopq.calibrate.collect import HessianSet
 from loopq.calibrate.data import TokenSet
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
-from loopq.diagnose.weights import core_rounder
 from loopq.evaluate.compare import Measurement, compare
 from loopq.layers.grid import Bits
 from loopq.paper.models import PreparedModel, Sizes, Source
@@ -123,19 +122,15 @@ class Bench:
             group_size=self.settings.group_size,
             n_prompts=self.settings.n_prompts,
             n_ablation_prompts=self.settings.n_prompts,
-            seed=self.execution.seed,
-            batch_size=self.execution.batch_size,
         ).changed(**changes)
         return Context(
             self.system,
             tokens or self.model.evaluation,
             self.depth,
             config,
-            core_rounder,
-            self.execution.progress,
+            # The bench saves whole tables itself, no sections.
+            execution=self.execution.changed(work=None),
             train=self.model.calibration,
-            memory=self.execution.memory,
-            threads=self.execution.threads,
         )
 
     @cached_property
@@ -183,9 +178,8 @@ class Bench:
             self.model.evaluation,
             n_steps=self.n_steps,
             seeds=(self.execution.seed,),
-            batch_size=self.execution.batch_size,
             count_bytes=self.source.loaded.count_bytes,
-            progress=self.execution.progress,
+            execution=self.execution,
         )
         sizes = {n: sum(q.n_bytes for q in v.values()) for n, v in layers.items()}
         return self.head() | {

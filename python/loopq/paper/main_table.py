@@ -124,7 +124,7 @@ def measure_model(
         weights,
         model.evaluation,
         count_bytes=model.loaded.count_bytes,
-        progress=progress,
+        execution=Execution(progress=progress),
     )
     by_name = {m.name: m for m in measured}
     states = None

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
+from loopq.layers.grid import ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import ChannelScale
 from loopq.quantizers import QUANTIZERS, Method, Problem
-from loopq.quantizers.rtn import ScaleSearch, round_to_grid
+from loopq.quantizers.rtn import round_to_grid
 from loopq.settings.declare import setting
 
 POWERS = tuple(k / 20 for k in range(20))
@@ -43,13 +44,13 @@ class AWQ(Method):
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         hessian = problem.require_observed()
+        grid = problem.grid.grid()
         magnitude = np.sqrt(np.diag(hessian))
         best: tuple[float, float, ChannelScale, dict[str, object]] | None = None
         for power in POWERS:
             scale = ChannelScale(channel_scale(magnitude, power))
             result = round_to_grid(problem, scale.fold(problem.target), self.scale_search)
-            width = problem.grid.width(hessian.shape[0])
-            rounded = native.dequantize(result["codes"], result["scales"], result["zeros"], width)
+            rounded = grid.dequantize(result["codes"], result["scales"], result["zeros"])
             loss = native.proxy(problem.target, scale.unfold(rounded), hessian, threads=problem.threads)
             if best is None or loss < best[0]:
                 best = (loss, power, scale, result)

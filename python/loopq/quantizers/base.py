@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
-from loopq.layers.grid import Grid
-from loopq.layers.layer import QuantizedLayer, Trellis
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.damping import Damping
+from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.settings.declare import Chosen
 
@@ -34,7 +34,7 @@ class Problem:
         of asymmetric calibration.
     hessian : ndarray, float64, shape (in_features, in_features), or None
         H = X^T X over the rows of the steps chosen; None where the layer is not observed.
-    grid : Grid
+    grid : GridSettings
         Grid of the codes.
     orientation : {"out_in", "in_out"}
         How the model stores the weight.
@@ -49,7 +49,7 @@ class Problem:
     name: str
     target: NDArray[np.float32]
     hessian: NDArray[np.float64] | None
-    grid: Grid
+    grid: GridSettings
     orientation: str = "out_in"
     threads: int = 0
     shared: dict[Any, Any] = field(default_factory=dict)
@@ -104,21 +104,20 @@ class Problem:
         found: T = self.shared[key]
         return found
 
-    def layer(self, result: Mapping[str, Any], method: str, trellis: Trellis | None = None) -> QuantizedLayer:
-        """Build the layer from what the core gave: codes, scales, zeros; the rest goes to the report."""
+    def layer(self, result: Mapping[str, Any], method: str, **more: Any) -> QuantizedLayer:
+        """Build the layer from what the core gave: codes, scales, zeros; the rest goes to the report.
+
+        `more` is what a grid of its own kind has besides the settings (`GridSettings.grid`).
+        """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
         return QuantizedLayer(
             name=self.name,
-            bits=self.grid.bits,
-            group_size=self.grid.group_size,
-            symmetric=self.grid.symmetric,
+            grid=self.grid.grid(**more),
             codes=result["codes"],
             scales=result["scales"],
             zeros=result["zeros"],
-            scale_dtype=self.grid.scale_dtype,
             orientation=self.orientation,
             report={"method_done": method, **report},
-            trellis=trellis,
         )
 
 
@@ -160,7 +159,7 @@ class Method(Chosen):
         found: Damping = getattr(self, "damping", Damping())
         return found
 
-    def check(self, grid: Grid) -> None:  # most methods take every grid
+    def check(self, grid: GridSettings) -> None:  # most methods take every grid
         """Refuse a grid that the method has no codes for.
 
         Raises

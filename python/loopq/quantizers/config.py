@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loopq.errors import ConfigError
-from loopq.layers.grid import Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.transforms import RotationConfig
 from loopq.quantizers import QUANTIZERS, Method, Problem
+from loopq.quantizers.grid import GridSettings
 from loopq.settings.declare import Settings, block, check, choice, leaves
 from loopq.settings.patterns import check_syntax, matches
 from loopq.settings.registry import did_you_mean
@@ -24,7 +24,7 @@ class LayerConfig(Settings):
 
     Parameters
     ----------
-    grid : Grid
+    grid : GridSettings
         Grid of the codes.
     calibration : Calibration
         Steps whose activations count.
@@ -34,7 +34,7 @@ class LayerConfig(Settings):
         Method that finds the codes.
     """
 
-    grid: Grid = block(Grid)
+    grid: GridSettings = block(GridSettings)
     calibration: Calibration = block(Calibration)
     rotation: RotationConfig = block(RotationConfig, "rotation")
     method: Method = choice(QUANTIZERS, "gptq-cd", common=True)

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import loopq._native as native
 from loopq.errors import ConfigError, naming
+from loopq.layers.grid import ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping, PublishedDamping
-from loopq.quantizers.rtn import ScaleSearch
 from loopq.settings.declare import block, setting
 
 
@@ -59,19 +59,14 @@ class GPTQ(Method):
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         problem.require_observed()
-        grid = problem.grid
         damping = PublishedDamping(self.damping.fraction, self.damping.kind)
         with naming(problem.name):
             factor = problem.factor(damping, "diagonal" if self.act_order else "natural", self.precision)
             result = native.gptq(
                 problem.target,
                 factor,
-                bits=grid.bits,
-                group_size=grid.core_group_size,
-                symmetric=grid.symmetric,
-                scale_dtype=grid.core_scale_dtype,
+                problem.grid.core(scale_search=self.scale_search),
                 scales=self.scales,
-                scale_search=self.scale_search,
                 block_size=self.block_size,
                 threads=problem.threads,
             )

@@ -127,11 +127,7 @@ class GPTQCD(Method):
     def _settings(self, problem: Problem) -> native.GptqCdSettings:
         grid = problem.grid
         return native.GptqCdSettings(
-            bits=grid.bits,
-            group_size=grid.core_group_size,
-            symmetric=grid.symmetric,
-            signed=self.signed_scales and grid.symmetric,
-            scale_dtype=grid.core_scale_dtype,
+            grid.core(scale_search="mse", signed=self.signed_scales and grid.symmetric),
             beam=self.paths,
             sweeps=self.descent,
             rounds=self.rounds,

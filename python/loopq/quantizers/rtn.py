@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 import loopq._native as native
+from loopq.layers.grid import ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.settings.declare import setting
-
-ScaleSearch = Literal["max", "half-range", "mse"]
 
 
 @QUANTIZERS.register("rtn")
@@ -39,14 +38,4 @@ class RTN(Method):
 
 def round_to_grid(problem: Problem, weight: NDArray[np.float32], scale_search: ScaleSearch) -> dict[str, Any]:
     """Round a weight of the problem's shape to its grid; return codes, scales and zeros."""
-    return dict(
-        native.rtn(
-            weight,
-            bits=problem.grid.bits,
-            group_size=problem.grid.core_group_size,
-            symmetric=problem.grid.symmetric,
-            scale_dtype=problem.grid.core_scale_dtype,
-            scale_search=scale_search,
-            threads=problem.threads,
-        )
-    )
+    return dict(native.rtn(weight, problem.grid.core(scale_search=scale_search), threads=problem.threads))

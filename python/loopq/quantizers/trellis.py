@@ -9,11 +9,12 @@ import numpy as np
 
 import loopq._native as native
 from loopq.errors import ConfigError, naming
-from loopq.layers.grid import Grid
-from loopq.layers.layer import QuantizedLayer, Trellis
+from loopq.layers.grids.trellis import Trellis
+from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.gptq_cd import GPTQCD, Metric, sides
+from loopq.quantizers.grid import GridSettings
 from loopq.quantizers.loop_metric import BLOCK
 from loopq.settings.declare import block, setting
 
@@ -78,7 +79,7 @@ class TrellisMethod(Method):
         """Of the mean: a channel that is nearly silent must not get a target beyond what any stream reaches."""
         return Damping(self.damping.fraction, "mean")
 
-    def check(self, grid: Grid) -> None:
+    def check(self, grid: GridSettings) -> None:
         """Refuse a grid that has no trellis.
 
         Raises
@@ -108,9 +109,7 @@ class TrellisMethod(Method):
                 sizes = [min(BLOCK, rows - i) for i in range(0, rows, BLOCK)]
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
-            grid = problem.grid
-            found = native.trellis(
-                problem.target, factor, left, bits=grid.bits, group_size=grid.core_group_size,
-                scale_dtype=grid.core_scale_dtype, state_bits=self.state_bits, threads=problem.threads,
-            )  # fmt: skip
-        return problem.layer(found | told, self.name, trellis=Trellis(self.state_bits, BLOCK))
+            trellis = Trellis(self.state_bits, BLOCK)
+            grid = problem.grid.core(scale_search="mse", trellis=trellis)
+            found = native.trellis(problem.target, factor, left, grid, threads=problem.threads)
+        return problem.layer(found | told, self.name, trellis=trellis)

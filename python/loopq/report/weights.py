@@ -41,8 +41,8 @@ def tensors(checkpoint: Checkpoint, system: LoopedSystem, n_steps: int | None = 
     reasons = {name: p.reason or "excluded by the settings" for name, p in shared.items()} | system.left_out()
     rows: list[dict[str, Any]] = []
     for layer in checkpoint.layers.values():
-        row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.bits,
-               "group_size": layer.group_size}  # fmt: skip
+        row = {"name": layer.name, "shape": list(layer.shape), "n_bytes": layer.n_bytes, "bits": layer.grid.bits,
+               "group_size": layer.grid.group_size}  # fmt: skip
         rows.append(row | solved(layer.report))
     for name, tensor in checkpoint.dense.items():
         row = {

@@ -59,8 +59,9 @@ def allocate(plan: Plan, source: ModelSource, asked: Allocate) -> tuple[QuantCon
             # Scores compare layers, one at a time: each on the inputs of full precision.
             candidate = source.plan(settings.changed(inputs="open"))
             for name, layer in solve_from(candidate, source, sums).items():
-                sizes[name, bits, group] = layer.bits, layer.group_size, layer.n_bytes
-                weights[_key(name, layer.bits, layer.group_size)] = layer.in_model_orientation()
+                grid = layer.grid
+                sizes[name, bits, group] = grid.bits, grid.group_size, layer.n_bytes
+                weights[_key(name, grid.bits, grid.group_size)] = layer.in_model_orientation()
     costs = _costs(plan, source, weights, asked)
     candidates = []
     for names in _alike(plan.tasks):

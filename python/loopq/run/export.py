@@ -216,22 +216,12 @@ def _other_tensors(model: nn.Module, layers: set[str]) -> tuple[dict[str, str], 
 
 def _stand_in(task: Task) -> QuantizedLayer:
     """One row of the layer that a task will give: zero codes, scales of 1."""
-    p, grid = task.parameter, task.config.grid
+    p, grid = task.parameter, task.config.grid.grid()
     groups = grid.n_groups(p.in_features)
-    codes = np.zeros((1, p.in_features), np.int8 if grid.symmetric else np.uint8)
+    codes = np.zeros((1, p.in_features), grid.dtype)
     zeros = None if grid.symmetric else np.zeros((1, groups), np.uint8)
     scales = np.ones((1, groups), np.float32)
-    return QuantizedLayer(
-        task.name,
-        grid.bits,
-        grid.group_size,
-        grid.symmetric,
-        codes,
-        scales,
-        zeros,
-        grid.scale_dtype,
-        p.orientation,
-    )
+    return QuantizedLayer(task.name, grid, codes, scales, zeros, p.orientation)
 
 
 def _logits(checkpoint: Checkpoint, n_prompts: int, seq_len: int, trust_remote_code: bool) -> NDArray[Any]:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 import loopq._native as native
 from loopq.calibrate.hessians import Hessians
 from loopq.errors import CheckpointError, naming
-from loopq.layers.layer import LayerSettings, QuantizedLayer, TensorReader
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
 from loopq.quantizers.base import Problem
 from loopq.quantizers.loop_metric import LoopMetric
 from loopq.quantizers.task import Metrics, Task

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -60,7 +61,16 @@ def _hold(path: Path) -> int:
                 return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError as cause:
                 raise _taken(path) from cause
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Never through a link, which would empty the file that it leads to.
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as cause:
+            if path.is_symlink():
+                raise _no_file(path) from cause
+            raise
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise _no_file(path)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
@@ -68,9 +78,15 @@ def _hold(path: Path) -> int:
             raise _taken(path) from cause
         # Its last holder may have removed it between the two calls.
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), path.stat()):
+            if os.path.samestat(os.fstat(handle), path.lstat()):
                 return handle
         os.close(handle)
+
+
+def _no_file(path: Path) -> LoopqError:
+    return LoopqError(
+        f"{path}: the lock of an output must be a plain file, and this is a link or a device: remove it"
+    )
 
 
 def _taken(path: Path) -> LoopqError:

@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from loopq.errors import SystemContractError
 from loopq.settings.registry import Registry
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
 
+if TYPE_CHECKING:
+    from torch import nn
+
 SYSTEMS: Registry[type[LoopedSystem]] = Registry("system", "loopq.systems")
 
-__all__ = ["SYSTEMS", "Batch", "LoopedSystem", "SharedParameter"]
+__all__ = ["SYSTEMS", "Batch", "LoopedSystem", "SharedParameter", "find_system", "fitting_systems"]
+
+
+def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:
+    """Return the adapters, of those named or of all, that fit a model by its structure."""
+    return [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
+
+
+def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedSystem:
+    """Return the adapter that fits the model.
+
+    Raises
+    ------
+    SystemContractError
+        None fits, or more than one does.
+    """
+    fitting = fitting_systems(model, names)
+    if len(fitting) == 1:
+        return fitting[0](model)
+    kind = type(model).__name__
+    if not fitting:
+        raise SystemContractError(
+            f"no looped system fits {kind}; `loopq systems` lists those there are, and --system names one "
+            "(--system generic takes whatever one run calls more than once)"
+        )
+    raise SystemContractError(
+        f"several systems fit {kind}: {', '.join(c.name for c in fitting)}; choose one with --system"
+    )

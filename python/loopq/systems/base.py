@@ -22,15 +22,36 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from loopq.systems.classes import ModelClass
     from loopq.systems.program import Program
 
 Orientation = Literal["out_in", "in_out", "table"]
 Treatment = Literal["gptq", "rtn", "dense"]
+#: Text to token ids.
+Encode = Callable[[str], Sequence[int]]
+Tensors: TypeAlias = "dict[str, Tensor]"
 #: Takes the state after a step and the logits read from it, (width) and (vocabulary) of one token, and a threshold.
 ExitRule: TypeAlias = "Callable[[Tensor, Tensor, float], bool]"
 #: Names of a cache in arguments and outputs: transformers from 5.24 on, before it, and its recurrences before it.
 _CACHES = ("cache", "past_key_values", "cache_params")
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """How a model is built from its ``config.json`` and filled from its files.
+
+    Parameters
+    ----------
+    build : callable
+        Takes the contents of ``config.json``, gives the model with any weights.
+    encode : callable, optional
+        Text to token ids, for folders without a tokenizer.
+    rename : callable, optional
+        Takes the stored tensors by name, gives them under the model's own names.
+    """
+
+    build: Callable[[dict[str, Any]], nn.Module]
+    encode: Encode | None = None
+    rename: Callable[[Tensors], Tensors] | None = None
 
 
 @dataclass(frozen=True)
@@ -599,32 +620,3 @@ def declare(
             )
         )
     return tuple(declared)
-
-
-def fitting_systems(model: nn.Module, names: Sequence[str] | None = None) -> list[type[LoopedSystem]]:
-    """Return the adapters, of those named or of all, that fit a model by its structure."""
-    from loopq.systems import SYSTEMS  # lazy: the package imports this module
-
-    return [cls for name, cls in SYSTEMS if (names is None or name in names) and cls.matches(model)]
-
-
-def find_system(model: nn.Module, names: Sequence[str] | None = None) -> LoopedSystem:
-    """Return the adapter that fits the model.
-
-    Raises
-    ------
-    SystemContractError
-        None fits, or more than one does.
-    """
-    fitting = fitting_systems(model, names)
-    if len(fitting) == 1:
-        return fitting[0](model)
-    kind = type(model).__name__
-    if not fitting:
-        raise SystemContractError(
-            f"no looped system fits {kind}; `loopq systems` lists those there are, and --system names one "
-            "(--system generic takes whatever one run calls more than once)"
-        )
-    raise SystemContractError(
-        f"several systems fit {kind}: {', '.join(c.name for c in fitting)}; choose one with --system"
-    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,32 +15,10 @@ from loopq.formats.hf_folder import check_weight_files
 from loopq.lazy import require
 from loopq.settings.execution import available_bytes
 from loopq.systems import SYSTEMS
-from loopq.systems.base import model_code
+from loopq.systems.base import Encode, ModelClass, Tensors, model_code
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-Encode = Callable[[str], Sequence[int]]
-Tensors = dict[str, "Tensor"]
-
-
-@dataclass(frozen=True)
-class ModelClass:
-    """How a model is built from its ``config.json`` and filled from its files.
-
-    Parameters
-    ----------
-    build : callable
-        Takes the contents of ``config.json``, gives the model with any weights.
-    encode : callable, optional
-        Text to token ids, for folders without a tokenizer.
-    rename : callable, optional
-        Takes the stored tensors by name, gives them under the model's own names.
-    """
-
-    build: Callable[[dict[str, Any]], nn.Module]
-    encode: Encode | None = None
-    rename: Callable[[Tensors], Tensors] | None = None
+    from torch import nn
 
 
 _CLASSES: dict[str, ModelClass] = {}

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from loopq.errors import ConfigError, SystemContractError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter, cache_of, declare, is_embedding, past
-from loopq.systems.classes import ModelClass
+from loopq.systems.base import (
+    Batch,
+    LoopedSystem,
+    ModelClass,
+    SharedParameter,
+    cache_of,
+    declare,
+    is_embedding,
+    past,
+)
 
 _MARKER = "base_causallm.transformer.h.0.attn.c_attn"
 _LINEARS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.systems import SYSTEMS
-from loopq.systems.base import Batch, ExitRule, SharedParameter, cache_name, declare
-from loopq.systems.classes import ModelClass
+from loopq.systems.base import Batch, ExitRule, ModelClass, SharedParameter, cache_name, declare
 from loopq.systems.stepwise import StepwiseSystem
 
 _PARTS = ("encoder", "reasoning", "decoder")

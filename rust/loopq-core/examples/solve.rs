@@ -59,7 +59,8 @@ fn main() -> Result<()> {
     let values = noise(OUTPUTS * DIM, 7);
     let w = Weight::new("W", &values, OUTPUTS, DIM)?;
     let (scale_type, search) = (ScaleType::F16, Search::Mse);
-    let grid = Grid { bits: 3, group_size: 32, symmetric: true, signed: false, scale_type, search };
+    let grid =
+        Grid { bits: 3, group_size: 32, symmetric: true, signed: false, scale_type, search, trellis: None };
     let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa };
 
     let all = sums.matrix(None, &cancel)?;

@@ -1,6 +1,6 @@
 //! Grids, and what has no Hessian: rounding to nearest, codes to values.
 
-use loopq_core::grid::{self, Grid, Quantized, ScaleType, Search};
+use loopq_core::grid::{self, Quantized, ScaleType, Search, Trellis};
 use loopq_core::{Error, Execution};
 use numpy::PyArray2;
 use pyo3::exceptions::PyTypeError;
@@ -10,38 +10,64 @@ use pyo3::types::PyDict;
 use crate::arrays::{matrix, Codes, Matrix};
 use crate::gil::{allow_threads, raise};
 
-/// Reads a number of columns per scale; -1 and 0 both mean one scale per row.
-pub(crate) fn group_size_of(group_size: i64) -> Result<usize, Error> {
-    let allowed = "1 or more, or 0 / -1 for one scale per row".to_string();
-    match group_size {
-        -1 => Ok(0),
-        other => usize::try_from(other).map_err(|_| Error::Setting {
-            name: "group_size",
-            got: other.to_string(),
-            allowed,
-        }),
+/// What codes can be and what they stand for (`loopq.layers.grid.Grid.core`).
+#[pyclass(frozen, module = "loopq._native")]
+pub(crate) struct Grid {
+    pub(crate) inner: grid::Grid,
+}
+
+#[pymethods]
+impl Grid {
+    #[new]
+    #[pyo3(signature = (*, bits, group_size, symmetric = true, signed = false, scale_dtype = "float32",
+                        scale_bits = None, scale_search = "max", trellis = None))]
+    #[expect(clippy::too_many_arguments)] // keywords of a Python class, each a field of the core's
+    fn new(
+        py: Python<'_>,
+        bits: u32,
+        group_size: i64,
+        symmetric: bool,
+        signed: bool,
+        scale_dtype: &str,
+        scale_bits: Option<u32>,
+        scale_search: &str,
+        trellis: Option<(u32, usize)>,
+    ) -> PyResult<Self> {
+        let read = || -> Result<grid::Grid, Error> {
+            let found = grid::Grid {
+                bits,
+                group_size: columns_per_scale(group_size)?,
+                symmetric,
+                signed,
+                scale_type: ScaleType::parse(scale_dtype, scale_bits)?,
+                search: Search::parse(scale_search)?,
+                trellis: trellis.map(|(state, rows)| Trellis::new(bits, state, rows)).transpose()?,
+            };
+            found.check()?;
+            Ok(found)
+        };
+        Ok(Self { inner: read().map_err(|e| raise(py, &e))? })
     }
 }
 
-/// Reads and checks a grid.
-pub(crate) fn grid_of(
-    bits: u32,
-    group_size: i64,
-    symmetric: bool,
-    scale_dtype: &str,
-    search: Search,
-) -> Result<Grid, Error> {
-    let (group_size, scale_type) = (group_size_of(group_size)?, ScaleType::parse(scale_dtype)?);
-    let grid = Grid { bits, group_size, symmetric, signed: false, scale_type, search };
-    grid.check()?;
-    Ok(grid)
+/// Columns per scale as the core counts them: 0 where Python says -1, one scale for the whole row.
+fn columns_per_scale(group_size: i64) -> Result<usize, Error> {
+    match group_size {
+        -1 => Ok(0),
+        1.. => Ok(usize::try_from(group_size).unwrap_or(usize::MAX)),
+        _ => Err(Error::Setting {
+            name: "group_size",
+            got: group_size.to_string(),
+            allowed: "1 or more, or -1 for one scale per row".to_string(),
+        }),
+    }
 }
 
 /// Codes, scales and zeros as arrays: int8 signed codes of a symmetric grid, uint8 codes of an asymmetric one.
 pub(crate) fn result<'py>(
     py: Python<'py>,
     out: Quantized,
-    grid: &Grid,
+    grid: &grid::Grid,
     rows: usize,
     dim: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -59,56 +85,53 @@ pub(crate) fn result<'py>(
 }
 
 #[pyfunction]
-#[pyo3(signature = (w, *, bits, group_size, symmetric = true, scale_dtype = "float32", scale_search = "max",
-                    threads = 0))]
+#[pyo3(signature = (w, grid, *, threads = 0))]
 pub(crate) fn rtn<'py>(
     py: Python<'py>,
     w: &Bound<'py, PyAny>,
-    bits: u32,
-    group_size: i64,
-    symmetric: bool,
-    scale_dtype: &str,
-    scale_search: &str,
+    grid: &Bound<'py, Grid>,
     threads: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let grid = Search::parse(scale_search)
-        .and_then(|search| grid_of(bits, group_size, symmetric, scale_dtype, search))
-        .map_err(|e| raise(py, &e))?;
+    let grid = &grid.get().inner;
     let w = Matrix::take("w", w)?;
     let weight = w.weight(py, "W")?;
-    let out = allow_threads(py, |cancel| grid::rtn(weight, &grid, &Execution { threads, cancel }))?;
-    result(py, out, &grid, weight.rows(), weight.dim())
+    let out = allow_threads(py, |cancel| grid::rtn(weight, grid, &Execution { threads, cancel }))?;
+    result(py, out, grid, weight.rows(), weight.dim())
 }
 
 #[pyfunction]
-#[pyo3(signature = (codes, scales, zeros, group_size))]
+#[pyo3(signature = (codes, scales, zeros, grid))]
 pub(crate) fn dequantize<'py>(
     py: Python<'py>,
     codes: &Bound<'py, PyAny>,
     scales: &Bound<'py, PyAny>,
     zeros: Option<&Bound<'py, PyAny>>,
-    group_size: i64,
+    grid: &Bound<'py, Grid>,
 ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+    let grid = &grid.get().inner;
     let (codes, scales) = (Codes::take(codes)?, Matrix::take("scales", scales)?);
     let zeros = zeros.map(|zeros| Matrix::take("zeros", zeros)).transpose()?;
     let [rows, dim] = codes.shape();
-    let group = group_size_of(group_size).map_err(|e| raise(py, &e))?;
-    let group = if group == 0 { dim.max(1) } else { group };
-    let levels = [rows, dim.div_ceil(group)];
+    let (group, levels) = (grid.group(dim), [rows, grid.n_groups(dim)]);
     scales.check_shape(py, "scales", levels)?;
     let scales = scales.values()?;
-    let values = match (&codes, &zeros) {
-        (Codes::Signed(codes), None) => {
+    let values = match (&codes, &zeros, grid.trellis) {
+        (codes, None, Some(trellis)) => {
+            let flat = codes.biased(grid.bits, i64::from(grid.middle()))?;
+            allow_threads(py, |_| grid::decode(trellis, &flat?, scales, [rows, dim], group))
+        }
+        (Codes::Signed(codes), None, None) => {
             let codes = codes.values()?;
             allow_threads(py, |_| grid::dequantize(codes, scales, None, rows, dim, group))
         }
-        (Codes::Biased(codes), Some(zeros)) => {
+        (Codes::Biased(codes), Some(zeros), None) => {
             zeros.check_shape(py, "zeros", levels)?;
             let (codes, zeros) = (codes.values()?, zeros.values()?);
             allow_threads(py, |_| grid::dequantize(codes, scales, Some(zeros), rows, dim, group))
         }
-        (Codes::Signed(_), Some(_)) => Err(PyTypeError::new_err("signed (int8) codes take no zeros")),
-        (Codes::Biased(_), None) => Err(PyTypeError::new_err("biased (uint8) codes need zeros")),
+        (_, Some(_), Some(_)) => Err(PyTypeError::new_err("codes on a trellis take no zeros")),
+        (Codes::Signed(_), Some(_), None) => Err(PyTypeError::new_err("signed (int8) codes take no zeros")),
+        (Codes::Biased(_), None, None) => Err(PyTypeError::new_err("biased (uint8) codes need zeros")),
     }?;
     matrix(py, values, [rows, dim])
 }

@@ -30,6 +30,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("ROW_LIMIT", loopq_core::hessian::ROW_LIMIT)?;
     m.add_function(wrap_pyfunction!(cpu_features, m)?)?;
     m.add_function(wrap_pyfunction!(kernels::kernel_sources, m)?)?;
+    m.add_class::<grid::Grid>()?;
     m.add_class::<hessian::HessianAccumulator>()?;
     m.add_class::<factor::DampedFactor>()?;
     m.add_class::<matmul::CpuLayout>()?;
@@ -46,7 +47,6 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(solve::coupled, m)?)?;
     m.add_function(wrap_pyfunction!(solve::trellis, m)?)?;
     m.add_function(wrap_pyfunction!(solve::proxy, m)?)?;
-    m.add_function(wrap_pyfunction!(packing::trellis_decode, m)?)?;
     m.add_function(wrap_pyfunction!(packing::pack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::unpack_dense, m)?)?;
     m.add_function(wrap_pyfunction!(packing::marlin_pack, m)?)?;

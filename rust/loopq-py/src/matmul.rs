@@ -1,9 +1,6 @@
 //! Products with packed codes.
 
-use loopq_core::matmul::{
-    self, Codes as Layer, Engine, Inputs, Layout, Outputs, Plan, Precision, ScaleFormat,
-};
-use loopq_core::trellis::Trellis;
+use loopq_core::matmul::{self, Codes as Layer, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use loopq_core::{grid, Cancel, Error, Execution};
 use numpy::{Ix1, Ix2, PyArray2, PyReadwriteArray};
 use pyo3::exceptions::PyTypeError;
@@ -11,6 +8,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::{matrix, writable, Codes, InputRows, Matrix, Vector};
 use crate::gil::{allow_threads, raise};
+use crate::grid::Grid;
 
 /// The instruction sets that products run with on this machine, the one in use last.
 #[pyfunction]
@@ -71,34 +69,15 @@ impl CpuLayout {
 #[pymethods]
 impl CpuLayout {
     #[new]
-    #[pyo3(signature = (
-        out_features, in_features, group_size, bits, *, symmetric = true, scale_dtype = "float32", trellis = None
-    ))]
+    #[pyo3(signature = (out_features, in_features, grid))]
     fn new(
         py: Python<'_>,
         out_features: usize,
         in_features: usize,
-        group_size: i64,
-        bits: u32,
-        symmetric: bool,
-        scale_dtype: &str,
-        trellis: Option<(u32, usize)>,
+        grid: &Bound<'_, Grid>,
     ) -> PyResult<Self> {
-        let made = || {
-            let grid = matmul::Grid {
-                outputs: out_features,
-                inputs: in_features,
-                group_size: crate::grid::group_size_of(group_size)?,
-                bits,
-                symmetric,
-                scales: ScaleFormat::parse(scale_dtype)?,
-            };
-            match trellis {
-                None => Layout::new(grid),
-                Some((state_bits, rows)) => Layout::on_trellis(grid, Trellis::new(bits, state_bits)?, rows),
-            }
-        };
-        Ok(Self { inner: made().map_err(|e| raise(py, &e))? })
+        let made = Layout::new(out_features, in_features, grid.get().inner);
+        Ok(Self { inner: made.map_err(|e| raise(py, &e))? })
     }
 
     #[getter]
@@ -135,11 +114,11 @@ impl CpuLayout {
         packed: &Bound<'py, PyAny>,
         threads: usize,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (grid, packed) = (self.inner.grid(), Vector::take("packed", packed)?);
+        let packed = Vector::take("packed", packed)?;
         let packed = packed.values()?;
         let codes =
             allow_threads(py, |cancel| matmul::unpack(&self.inner, packed, &Execution { threads, cancel }))?;
-        self.codes(py, codes, [grid.outputs, grid.inputs])
+        self.codes(py, codes, self.inner.shape())
     }
 
     fn rows<'py>(
@@ -148,11 +127,11 @@ impl CpuLayout {
         packed: &Bound<'py, PyAny>,
         numbers: &Bound<'py, PyAny>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (grid, packed) = (self.inner.grid(), Vector::take("packed", packed)?);
+        let packed = Vector::take("packed", packed)?;
         let numbers = Vector::<i64>::take("numbers", numbers)?;
         let (packed, numbers) = (packed.values()?, numbers.values()?);
         let codes = py.detach(|| matmul::rows(&self.inner, packed, numbers)).map_err(|e| raise(py, &e))?;
-        self.codes(py, codes, [numbers.len(), grid.inputs])
+        self.codes(py, codes, [numbers.len(), self.inner.shape()[1]])
     }
 
     /// Calls are short, so they look for no signals.
@@ -168,10 +147,9 @@ impl CpuLayout {
         threads: usize,
     ) -> PyResult<()> {
         let x = InputRows::take(x)?;
-        let [tokens, width] = x.shape();
-        if width != self.inner.grid().inputs {
-            let (expected, got) =
-                (format!("(tokens, {})", self.inner.grid().inputs), format!("({tokens}, {width})"));
+        let ([tokens, width], [_, inputs]) = (x.shape(), self.inner.shape());
+        if width != inputs {
+            let (expected, got) = (format!("(tokens, {inputs})"), format!("({tokens}, {width})"));
             return Err(raise(py, &Error::Shape { what: "x", expected, got }));
         }
         let packed = Vector::take("packed", packed)?;

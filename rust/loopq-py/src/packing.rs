@@ -1,14 +1,12 @@
 //! Packed layouts.
 
 use loopq_core::pack::{dense, marlin, w4};
-use loopq_core::trellis::{self, Trellis};
 use loopq_core::{grid, Error, Execution};
 use numpy::PyArray2;
 use pyo3::prelude::*;
 
 use crate::arrays::{matrix, Codes, Matrix};
 use crate::gil::{allow_threads, raise};
-use crate::grid::group_size_of;
 
 /// Codes or words, and scales.
 type Layer<'py, T> = (Bound<'py, PyArray2<T>>, Bound<'py, PyArray2<f32>>);
@@ -62,30 +60,6 @@ pub(crate) fn unpack_dense<'py>(
     }
     let signed = grid::to_signed_by(&codes, zero_offset).map_err(|e| raise(py, &e))?;
     Ok(matrix(py, signed, [rows, dim])?.into_any())
-}
-
-#[pyfunction]
-#[pyo3(signature = (codes, scales, *, bits, group_size, state_bits, stream_rows))]
-pub(crate) fn trellis_decode<'py>(
-    py: Python<'py>,
-    codes: &Bound<'py, PyAny>,
-    scales: &Bound<'py, PyAny>,
-    bits: u32,
-    group_size: i64,
-    state_bits: u32,
-    stream_rows: usize,
-) -> PyResult<Bound<'py, PyArray2<f32>>> {
-    let (codes, scales) = (Codes::take(codes)?, Matrix::take("scales", scales)?);
-    let [rows, dim] = codes.shape();
-    let read = || Ok((Trellis::new(bits, state_bits)?, group_size_of(group_size)?));
-    let (trellis, group) = read().map_err(|e| raise(py, &e))?;
-    let group = if group == 0 { dim.max(1) } else { group };
-    scales.check_shape(py, "scales", [rows, dim.div_ceil(group)])?;
-    let scales = scales.values()?;
-    let flat = codes.biased(bits, 1 << (bits - 1))?;
-    let values =
-        allow_threads(py, |_| trellis::decode(trellis, &flat?, scales, [rows, dim], group, stream_rows))?;
-    matrix(py, values, [rows, dim])
 }
 
 #[pyfunction]

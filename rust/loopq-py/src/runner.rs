@@ -82,10 +82,7 @@ impl CpuRunner {
         let mut shapes = Vec::with_capacity(weights.len());
         for (layout, values, bias) in weights {
             shapes.push(match &layout {
-                Some(layout) => {
-                    let grid = layout.get().inner.grid();
-                    [grid.outputs, grid.inputs]
-                }
+                Some(layout) => layout.get().inner.shape(),
                 None => InputRows::take(values.bind(py))?.shape(),
             });
             held.push(Held { layout, values, bias });

@@ -2,51 +2,41 @@
 
 use loopq_core::factor::DampedHessian;
 use loopq_core::gptq::{Options, Report, Scales};
-use loopq_core::grid::{Grid, Search};
 use loopq_core::simd::{Isa, Real};
-use loopq_core::trellis::Trellis;
-use loopq_core::{factor, Error, Execution};
+use loopq_core::{factor, Execution};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::arrays::{Hessian, Matrix};
 use crate::factor::{AnyFactor, DampedFactor};
 use crate::gil::{allow_threads, raise};
-use crate::grid::{grid_of, result};
+use crate::grid::{result, Grid};
 
 #[pyfunction]
-#[pyo3(signature = (w, factor, *, bits, group_size, symmetric = true, scale_dtype = "float32", scales = "group",
-                    scale_search = "max", block_size = 128, threads = 0))]
-#[expect(clippy::too_many_arguments)] // keywords of a Python function
+#[pyo3(signature = (w, factor, grid, *, scales = "group", block_size = 128, threads = 0))]
 pub(crate) fn gptq<'py>(
     py: Python<'py>,
     w: &Bound<'py, PyAny>,
     factor: &Bound<'py, DampedFactor>,
-    bits: u32,
-    group_size: i64,
-    symmetric: bool,
-    scale_dtype: &str,
+    grid: &Bound<'py, Grid>,
     scales: &str,
-    scale_search: &str,
     block_size: usize,
     threads: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let read = || -> Result<(Grid, Options), Error> {
-        let grid = grid_of(bits, group_size, symmetric, scale_dtype, Search::parse(scale_search)?)?;
-        Ok((grid, Options { scales: Scales::parse(scales)?, block_size, beam: 1, isa: Isa::best() }))
-    };
-    let (grid, options) = read().map_err(|e| raise(py, &e))?;
+    let grid = &grid.get().inner;
+    let scales = Scales::parse(scales).map_err(|e| raise(py, &e))?;
+    let options = Options { scales, block_size, beam: 1, isa: Isa::best() };
     let w = Matrix::take("w", w)?;
     let weight = w.weight(py, "W")?;
     let factor = factor.get().inner();
     let (out, report) = allow_threads(py, |cancel| {
         let execution = Execution { threads, cancel };
         match factor {
-            AnyFactor::F32(f) => loopq_core::gptq::gptq(weight, f, &grid, &options, &execution),
-            AnyFactor::F64(f) => loopq_core::gptq::gptq(weight, f, &grid, &options, &execution),
+            AnyFactor::F32(f) => loopq_core::gptq::gptq(weight, f, grid, &options, &execution),
+            AnyFactor::F64(f) => loopq_core::gptq::gptq(weight, f, grid, &options, &execution),
         }
     })?;
-    let dict = result(py, out, &grid, weight.rows(), weight.dim())?;
+    let dict = result(py, out, grid, weight.rows(), weight.dim())?;
     match factor {
         AnyFactor::F32(f) => describe(&dict, f, report)?,
         AnyFactor::F64(f) => describe(&dict, f, report)?,
@@ -77,31 +67,10 @@ pub(crate) struct Settings {
 #[pymethods]
 impl Settings {
     #[new]
-    #[pyo3(signature = (*, bits, group_size, symmetric, signed, scale_dtype, beam, sweeps, rounds, refit))]
-    #[expect(clippy::too_many_arguments)] // keywords of a Python function
-    fn new(
-        py: Python<'_>,
-        bits: u32,
-        group_size: i64,
-        symmetric: bool,
-        signed: bool,
-        scale_dtype: &str,
-        beam: usize,
-        sweeps: usize,
-        rounds: usize,
-        refit: bool,
-    ) -> PyResult<Self> {
-        let read = || -> Result<loopq_core::coordinate::Settings, Error> {
-            let grid = grid_of(bits, group_size, symmetric, scale_dtype, Search::Mse)?;
-            Ok(loopq_core::coordinate::Settings {
-                grid: Grid { signed, ..grid },
-                beam,
-                sweeps,
-                rounds,
-                refit,
-            })
-        };
-        Ok(Self { inner: read().map_err(|e| raise(py, &e))? })
+    #[pyo3(signature = (grid, *, beam, sweeps, rounds, refit))]
+    fn new(grid: &Bound<'_, Grid>, beam: usize, sweeps: usize, rounds: usize, refit: bool) -> Self {
+        let grid = grid.get().inner;
+        Self { inner: loopq_core::coordinate::Settings { grid, beam, sweeps, rounds, refit } }
     }
 }
 
@@ -167,24 +136,16 @@ pub(crate) fn coupled<'py>(
 }
 
 #[pyfunction]
-#[pyo3(signature = (w, factor, left, *, bits, group_size, scale_dtype, state_bits, threads = 0))]
-#[expect(clippy::too_many_arguments)] // keywords of a Python function
+#[pyo3(signature = (w, factor, left, grid, *, threads = 0))]
 pub(crate) fn trellis<'py>(
     py: Python<'py>,
     w: &Bound<'py, PyAny>,
     factor: &Bound<'py, DampedFactor>,
     left: Vec<Bound<'py, DampedFactor>>,
-    bits: u32,
-    group_size: i64,
-    scale_dtype: &str,
-    state_bits: u32,
+    grid: &Bound<'py, Grid>,
     threads: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let read = || -> Result<(Grid, Trellis), Error> {
-        let grid = grid_of(bits, group_size, true, scale_dtype, Search::Mse)?;
-        Ok((grid, Trellis::new(bits, state_bits)?))
-    };
-    let (grid, code) = read().map_err(|e| raise(py, &e))?;
+    let grid = &grid.get().inner;
     let w = Matrix::take("w", w)?;
     let weight = w.weight(py, "W")?;
     let hessian = factor.get().hessian(py)?;
@@ -194,9 +155,9 @@ pub(crate) fn trellis<'py>(
     let left: Vec<DampedHessian<'_>> = left.collect::<PyResult<_>>()?;
     let (out, report) = allow_threads(py, |cancel| {
         let execution = Execution { threads, cancel };
-        loopq_core::trellis::solve(weight, &input, &left, &grid, code, &execution)
+        loopq_core::trellis::solve(weight, &input, &left, grid, &execution)
     })?;
-    let dict = result(py, out, &grid, weight.rows(), weight.dim())?;
+    let dict = result(py, out, grid, weight.rows(), weight.dim())?;
     dict.set_item("coupled_swept", report.swept)?;
     dict.set_item("coupled_settled", report.settled)?;
     Ok(dict)

@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from loopq.diagnose import rollouts
+from loopq.diagnose.context import Context
 from loopq.errors import ConfigError
 from loopq.paper.diagnose import displacement
 from loopq.quantizers.config import LayerConfig
+from loopq.settings.execution import Execution
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens, under
 
 INT4 = LayerConfig.of(bits=4, group_size=-1)
@@ -22,7 +24,7 @@ def test_displacement_converges_to_its_closed_form(system):
     # (I - J^)^-1 (J^ s* + b^ - s*): for a changed J and b the new fixed point minus the old one.
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
     data = tokens(n_prompts=2)
-    found = displacement.displacement(system, data, 200, new, n_more=200)
+    found = displacement.displacement(Context(system, data, 200), new, n_more=200)
     j, jq = system.model.jacobian(), system.model.jacobian(new["adapter.weight"])
     eye = np.eye(6)
     for prompt, ids in enumerate(data.sequences):
@@ -34,7 +36,7 @@ def test_displacement_converges_to_its_closed_form(system):
 
 def test_displacement_settles_at_the_spectral_radius(system):
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.1).float().numpy()}
-    found = displacement.displacement(system, tokens(n_prompts=1), 200, new, n_more=120)
+    found = displacement.displacement(Context(system, tokens(n_prompts=1), 200), new, n_more=120)
     rho = np.abs(np.linalg.eigvals(system.model.jacobian(new["adapter.weight"]))).max()
     gap = np.abs(found.distance[0] - found.distance[0, -1])
     # Complex eigenvalues make the gap swing: the rate is the slope over many swings.
@@ -79,7 +81,9 @@ def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_st
         return plain(state, embedding, t, n_steps)
 
     system.step = step
-    found = displacement.displacement(system, tokens(n_prompts=3), 4, new, batch_size=2)
+    found = displacement.displacement(
+        Context(system, tokens(n_prompts=3), 4, execution=Execution(batch_size=2)), new
+    )
     # Two batches: four steps to the start, four more of both loops.
     assert seen == 2 * ([0, 1, 2, 3] + 8 * [3])
     states = [rollouts.trace(system, b, 8).states for b in tokens(n_prompts=3).batches(1)]
@@ -94,10 +98,10 @@ def test_displacement_is_relative_to_the_unchanged_state_and_repeats_the_last_st
         pytest.approx(found.distance[:, -1].mean()),
     )
     assert said["median_growth"] == pytest.approx(np.median(found.growth()))
-    one = displacement.displacement(system, tokens(n_prompts=1), 4, new, n_more=1).to_json()
+    one = displacement.displacement(Context(system, tokens(n_prompts=1), 4), new, n_more=1).to_json()
     assert (len(one["distance"]), one["median_growth"]) == (1, None)
     with pytest.raises(ConfigError, match="n_more must be at least 1; got 0"):
-        displacement.displacement(system, tokens(), 4, new, n_more=0)
+        displacement.displacement(Context(system, tokens(), 4), new, n_more=0)
 
 
 def test_displacement_from_one_step_on_and_of_small_states():
@@ -109,10 +113,10 @@ def test_displacement_from_one_step_on_and_of_small_states():
     plain = system.step
     system.step = lambda state, embedding, t, n_steps: seen.append(t) or plain(state, embedding, t, n_steps)
     new = {"adapter.weight": (small.adapter.weight.detach() * 1.1).float().numpy()}
-    found = displacement.displacement(system, tokens(n_prompts=1), 1, new, n_more=2)
+    found = displacement.displacement(Context(system, tokens(n_prompts=1), 1), new, n_more=2)
     assert set(seen) == {0}
     system.step = plain
-    far = displacement.displacement(system, tokens(n_prompts=1), 100, new, n_more=2)
+    far = displacement.displacement(Context(system, tokens(n_prompts=1), 100), new, n_more=2)
     (batch,) = tokens(n_prompts=1).batches(1)
     norm = float(rollouts.trace(system, batch, 101).states[-1].norm())
     assert norm < 1e-3
@@ -133,7 +137,7 @@ def test_contraction_bound_holds_on_a_linear_loop():
     system = LinearSystem(LinearLoop(radius=0.3))
     new = {"adapter.weight": (system.model.adapter.weight.detach() * 1.02).float().numpy()}
     data = tokens(n_prompts=1)
-    found = displacement.displacement(system, data, 100, new, n_more=50)
+    found = displacement.displacement(Context(system, data, 100), new, n_more=50)
     jq = system.model.jacobian(new["adapter.weight"])
     modulus = np.linalg.norm(jq, 2)
     assert modulus < 1
@@ -149,4 +153,4 @@ def test_contraction_bound_holds_on_a_linear_loop():
 
 def test_a_system_without_steps_cannot_be_continued():
     with pytest.raises(ConfigError, match="blind-toy"):
-        displacement.displacement(BlindSystem(LinearLoop()), tokens(), 8, {})
+        displacement.displacement(Context(BlindSystem(LinearLoop()), tokens(), 8), {})

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from loopq.diagnose import weights
+from loopq.diagnose.context import Context
 from loopq.errors import ConfigError
 from loopq.paper.diagnose import perturbation
 from loopq.quantizers.config import LayerConfig
@@ -35,7 +36,7 @@ def test_trained_update_lowers_the_loss_and_has_rank_and_norm(system):
     before = {k: v.clone() for k, v in system.model.state_dict().items()}
     size = 0.5
     found = perturbation.trained_low_rank(
-        system, data, 4, ["adapter.weight"], size, rank=2, n_updates=60, learning_rate=1e-2
+        Context(system, data, 4), ["adapter.weight"], size, rank=2, n_updates=60, learning_rate=1e-2
     )["adapter.weight"]
     assert all((before[k] == v).all() for k, v in system.model.state_dict().items())
     assert not system.model.adapter.weight.requires_grad or system.model.adapter.weight.grad is None
@@ -84,7 +85,10 @@ def test_noise_matched_in_output_error():
 
 def test_perturbation_study_compares_places_at_one_norm(system):
     found = perturbation.perturbation_study(
-        system, tokens(), 4, INT4, train=tokens(seed=5), seeds=(0, 1), n_updates=3, rounder=numpy_rounder
+        Context(system, tokens(), 4, rounder=numpy_rounder, train=tokens(seed=5)),
+        INT4,
+        seeds=(0, 1),
+        n_updates=3,
     )
     assert found["locations"] == {"exposed": ["adapter.weight"], "core": ["core.weight"]}
     low_rank = [r for r in found["rows"] if "rank" in r["perturbation"]]
@@ -92,8 +96,10 @@ def test_perturbation_study_compares_places_at_one_norm(system):
     assert all(r["norm"] == pytest.approx(found["norm"]) for r in low_rank)
     assert all(0 <= r["agreement"] <= 1 for r in found["rows"])
     with pytest.raises(ConfigError, match="needs an exposed layer"):
-        perturbation.perturbation_study(BlindSystem(LinearLoop()), tokens(), 4, INT4, rounder=numpy_rounder)
+        perturbation.perturbation_study(
+            Context(BlindSystem(LinearLoop()), tokens(), 4, rounder=numpy_rounder), INT4
+        )
     with pytest.raises(ConfigError, match="single-step"):
-        perturbation.trained_low_rank(BlindSystem(LinearLoop()), tokens(), 4, ["core.weight"], 1.0)
+        perturbation.trained_low_rank(Context(BlindSystem(LinearLoop()), tokens(), 4), ["core.weight"], 1.0)
     with pytest.raises(ConfigError, match="name shared parameters"):
-        perturbation.trained_low_rank(system, tokens(), 4, ["head.weight"], 1.0)
+        perturbation.trained_low_rank(Context(system, tokens(), 4), ["head.weight"], 1.0)

@@ -8,11 +8,13 @@ from loopq.calibrate.data import windows
 from loopq.calibrate.plbert import load_plbert, phonemes
 from loopq.diagnose import weights
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.diagnose.survey import diagnose
 from loopq.models.load import load_model
 from loopq.paper.diagnose import spectral
 from loopq.paper.diagnose.stepmap import StepMap, final_state
 from loopq.quantizers.config import LayerConfig
+from loopq.settings.execution import Execution
 
 PER_CHANNEL = LayerConfig.of(method="rtn", scale_search="max", bits=4, group_size=-1)
 
@@ -34,7 +36,7 @@ def prompts(loaded):
 
 def test_spectral_radius_meets_the_rules_on_every_prompt(system, prompts):
     new = weights.rounded(system, [system.shared_parameters(8)[0]], PER_CHANNEL)
-    found = spectral.radius_study(system, prompts.take(0, 2), 8, new, with_bypass=False)
+    found = spectral.radius_study(Context(system, prompts.take(0, 2), 8), new, with_bypass=False)
     acceptance = found["acceptance"]
     print(
         f"largest relative Ritz residual {acceptance['largest_residual']:.2e} in {acceptance['n_estimates']} estimates"
@@ -60,10 +62,12 @@ def test_jacobian_products_agree_with_finite_differences(system, prompts):
 @pytest.mark.slow
 @pytest.mark.data
 def test_plbert_has_a_radius_and_no_exposed_layer(data_folder):
-    prompts = phonemes(data_folder, "evaluation", 24, 2)
-    config = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=1, seeds=(0,), batch_size=2)
+    system, prompts = load_plbert(data_folder).system, phonemes(data_folder, "evaluation", 24, 2)
+    config = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=1, seeds=(0,))
     only = ["perturbation", "jacobian", "bypass"]
-    found = diagnose(load_plbert(data_folder).system, prompts, config=config, only=only)
+    found = diagnose(
+        Context(system, prompts, system.n_steps, config, execution=Execution(batch_size=2)), only=only
+    )
     assert {u["section"] for u in found["unavailable"]} >= {"perturbation", "bypass"}
     acceptance = found["sections"]["jacobian"]["acceptance"]
     assert acceptance["n_accepted"] == acceptance["n_maps"] == 2

@@ -9,6 +9,7 @@ import torch
 
 from loopq.cuda import fused
 from loopq.inference.linear import QuantLinear
+from tests.support.linear import linear_of
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -40,7 +41,7 @@ def huginn_like(quantized: bool, dtype: torch.dtype = torch.bfloat16, seed: int 
         scales = generator.uniform(0.5, 1.5, (out_features, groups)).astype(np.float32) / (
             5 * in_features**0.5
         )
-        layer = QuantLinear.from_codes(codes, scales, 64, 4, scale_dtype=torch.bfloat16)
+        layer = linear_of(codes, scales, 64, 4, scale_dtype=torch.bfloat16)
         if quantized:
             return layer
         plain = torch.nn.Linear(in_features, out_features, bias=False)

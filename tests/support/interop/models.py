@@ -12,6 +12,7 @@ import torch
 
 import loopq._native as native
 from loopq.formats.checkpoint import Checkpoint
+from loopq.layers.grids import grid_of
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.model_files import model_tensors
 
@@ -25,15 +26,22 @@ def linear_names(model, leave=("lm_head",)):
     ]
 
 
-def rounded(name, weight, *, bits, group_size, symmetric=True, scale_dtype="float16", orientation="out_in"):
+def rounded(
+    name,
+    weight,
+    *,
+    bits,
+    group_size,
+    symmetric=True,
+    scale_dtype="float16",
+    scale_bits=None,
+    orientation="out_in",
+):
     """A layer rounded to nearest."""
-    core = 0 if group_size == -1 else group_size
-    kind = {"bits": bits, "group_size": core, "symmetric": symmetric, "scale_dtype": scale_dtype}
-    result = native.rtn(np.ascontiguousarray(weight, dtype=np.float32), **kind)
-    return QuantizedLayer(
-        name, bits, group_size, symmetric, result["codes"], result["scales"], result["zeros"],
-        scale_dtype.partition(":")[0], orientation,
-    )  # fmt: skip
+    grid = grid_of(bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    core = grid.core(scale_bits=scale_bits)
+    found = native.rtn(np.ascontiguousarray(weight, dtype=np.float32), core)
+    return QuantizedLayer(name, grid, found["codes"], found["scales"], found["zeros"], orientation)
 
 
 def checkpoint_of(model, config, *, leave=("lm_head",), side=None, **grid):

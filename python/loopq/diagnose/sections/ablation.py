@@ -21,21 +21,13 @@ def ablation(context: Context) -> dict[str, Any]:
     chosen = quantizable(context.parameters)
 
     def rounded_alone(group_size: int) -> dict[str, dict[str, float | None]]:
-        return sensitivity.ablation(
-            context.system,
-            tokens,
-            context.n_steps,
-            config.layer(group_size),
-            parameters=chosen,
-            seed=config.seed,
-            **context.shared(),
-        )
+        return sensitivity.ablation(context.on(tokens), config.layer(group_size), parameters=chosen)
 
     found, whole = rounded_alone(config.group_size), rounded_alone(PER_CHANNEL)
     # Li, App. G perturbs the inputs of step 16 of 32.
     middle = context.system.check_depth(max(1, context.n_steps // 2))
     weights = {p.name: weight_of(context.system, p) for p in chosen}
-    gain = sensitivity.gains(context.system, tokens, middle, weights=weights, seed=config.seed)
+    gain = sensitivity.gains(context.system, tokens, middle, weights=weights, seed=context.execution.seed)
     trace = _input_energy(context, tokens)
     key = "changed" if context.system.output == "logits" else "output_error"
     measures: dict[str, dict[str, float | None]] = {
@@ -63,7 +55,7 @@ def _input_energy(context: Context, tokens: TokenSet) -> dict[str, float]:
         total[p.name] = total.get(p.name, 0.0) + float(rows.double().square().sum())
 
     with Observer(context.system, context.selection.observed, add) as observer:
-        for batch in tokens.batches(context.config.batch_size, context.config.seed):
+        for batch in tokens.batches(context.execution.batch_size, context.execution.seed):
             with observer.rollout(batch):
                 context.system.rollout(batch, context.n_steps)
     return total

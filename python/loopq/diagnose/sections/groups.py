@@ -12,15 +12,7 @@ from loopq.diagnose.sections import SECTIONS, Section
 def groups(context: Context) -> dict[str, Any]:
     """Group-size sweep of the whole loop (Li, Table 17)."""
     config = context.config
-    rows = group_size_sweep(
-        context.system,
-        context.prompts,
-        context.n_steps,
-        config.layer(config.group_size),
-        config.group_sizes,
-        seed=config.seed,
-        **context.shared(),
-    )
+    rows = group_size_sweep(context.on(context.prompts), config.layer(config.group_size), config.group_sizes)
     return {"rows": rows}
 
 

@@ -15,14 +15,7 @@ def injection(context: Context) -> dict[str, Any]:
     config = context.config
     out: dict[str, Any] = {}
     for name, g in (("per channel", PER_CHANNEL), ("grouped", config.group_size)):
-        out[name] = controlled_injection(
-            context.system,
-            context.prompts,
-            context.n_steps,
-            config.layer(g),
-            seed=config.seed,
-            **context.shared(),
-        )
+        out[name] = controlled_injection(context.on(context.prompts), config.layer(g))
     return out
 
 

@@ -12,19 +12,17 @@ from loopq.diagnose.sections import SECTIONS, Section
 
 def overlaps(context: Context) -> dict[str, Any]:
     """Overlap of state subspaces between steps and seeds, and the exposed layers' output size (Li, App. O)."""
-    config = context.config
-    seeds = (config.seed, config.seed + 1) if context.system.state_is_random else (config.seed,)
+    seed, batch_size = context.execution.seed, context.execution.batch_size
+    seeds = (seed, seed + 1) if context.system.state_is_random else (seed,)
     steps = sorted({0, context.n_steps - 1})
     moments = {
-        seed: overlap.state_moments(
-            context.system, context.tokens, context.n_steps, steps, seed, config.batch_size
-        )
-        for seed in seeds
+        s: overlap.state_moments(context.system, context.tokens, context.n_steps, steps, s, batch_size)
+        for s in seeds
     }
     ratio = {}
     if context.exposed:
         ratio = adapter_output_ratio(
-            context.system, context.prompts, context.n_steps, seed=config.seed, batch_size=config.batch_size
+            context.system, context.prompts, context.n_steps, seed=seed, batch_size=batch_size
         )
     return {"overlaps": overlap.subspace_survey(moments), "output_ratio": ratio}
 

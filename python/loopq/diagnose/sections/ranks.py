@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from loopq.diagnose.context import Context
 from loopq.diagnose.sections import SECTIONS, Section
 from loopq.diagnose.weights import Matrix, Rounder, input_blocks, weight_of
 from loopq.layers.grid import PER_CHANNEL
+from loopq.settings.execution import Execution
 from loopq.systems.base import SharedParameter
-from loopq.terminal.progress import Progress
 
 # Input groups whose Hessians are in memory together, and a function that returns those of one group.
 Pass = tuple[list[str], Callable[[str], StepHessians]]
@@ -27,6 +28,28 @@ Pass = tuple[list[str], Callable[[str], StepHessians]]
 # rank or the largest gain before another one was found.
 _PROBE = 1024
 _DRAWN = 6
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What ranks are counted of.
+
+    Parameters
+    ----------
+    observed : sequence of SharedParameter
+        Layers.
+    input_groups : mapping of str to str
+        Of each layer, the one whose input it reads.
+    passes : iterable of Pass
+        Hessians of the inputs.
+    weight : callable
+        Returns a layer's weight, (out_features, in_features).
+    """
+
+    observed: Sequence[SharedParameter]
+    input_groups: Mapping[str, str]
+    passes: Iterable[Pass]
+    weight: Callable[[SharedParameter], Matrix]
 
 
 def ranks(context: Context) -> dict[str, Any]:
@@ -44,21 +67,11 @@ def ranks(context: Context) -> dict[str, Any]:
     def weight(p: SharedParameter) -> Matrix:
         return weight_of(context.system, p)
 
-    return _ranks(
-        context.selection.observed,
-        context.selection.input_groups,
-        passes(),
-        weight,
-        context.config,
-        context.rounder,
-        context.threads,
-        context.progress,
-    )
+    inputs = _Inputs(context.selection.observed, context.selection.input_groups, passes(), weight)
+    return _ranks(inputs, context.config, context.rounder, context.execution)
 
 
-def dump_ranks(
-    dump: Dump, config: DiagnoseConfig, rounder: Rounder, threads: int, progress: Progress
-) -> dict[str, Any]:
+def dump_ranks(dump: Dump, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
     """The same, from a calibration dump."""
     m = dump.manifest
     weights = dump.weights()
@@ -72,19 +85,13 @@ def dump_ranks(
         return weights.oriented(p)
 
     observed = [p for p in m.parameters if p.name in groups]
-    return _ranks(observed, groups, [(list(m.rows), take)], weight, config, rounder, threads, progress)
+    inputs = _Inputs(observed, groups, [(list(m.rows), take)], weight)
+    return _ranks(inputs, config, rounder, execution)
 
 
-def _ranks(
-    observed: Sequence[SharedParameter],
-    input_groups: Mapping[str, str],
-    passes: Iterable[Pass],
-    weight: Callable[[SharedParameter], Matrix],
-    config: DiagnoseConfig,
-    rounder: Rounder,
-    threads: int,
-    progress: Progress,
-) -> dict[str, Any]:
+def _ranks(inputs: _Inputs, config: DiagnoseConfig, rounder: Rounder, execution: Execution) -> dict[str, Any]:
+    observed, input_groups = inputs.observed, inputs.input_groups
+    threads, progress = execution.threads, execution.progress
     by_name = {p.name: p for p in observed}
     exposed = [input_groups[p.name] for p in observed if p.exposed]
     layers: dict[str, Any] = {}
@@ -93,7 +100,7 @@ def _ranks(
     outputs: dict[str, Any] = {}
     per_channel: dict[str, Any] = {}
     losses: dict[str, Any] = {}
-    for names, take in passes:
+    for names, take in inputs.passes:
         progress.start("ranks", len(names), "inputs")
         for name in names:
             h = take(name)
@@ -110,7 +117,7 @@ def _ranks(
             magnitudes[name] = proxy.magnitude_stability(h)
             for p in observed:
                 if input_groups[p.name] == name:
-                    w = weight(p)
+                    w = inputs.weight(p)
                     outputs[p.name] = proxy.step_proxies(w, h, threads)
                     for g, into in ((config.group_size, proxies), (PER_CHANNEL, per_channel)):
                         into[p.name] = proxy.step_proxies(rounder(w, config.layer(g)) - w, h, threads)
@@ -159,7 +166,7 @@ def _seconds(context: Context, step: float) -> float:
 
     def unit(run: Callable[..., object]) -> float:
         began = time.monotonic()
-        run(h, threads=context.threads)
+        run(h, threads=context.execution.threads)
         return (time.monotonic() - began) / probe**3
 
     per_count, per_spectrum = unit(rank.count), unit(rank.spectrum)

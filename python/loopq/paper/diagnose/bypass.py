@@ -17,12 +17,12 @@ from loopq.evaluate.stats import bootstrap, geometric_mean_ratio, holm, sign_fli
 from loopq.lazy import require
 from loopq.models.replace import replaced
 from loopq.paper.diagnose.stepmap import Bypass, StepMap, final_state, promoted
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import Batch, LoopedSystem
 
 Floats = NDArray[np.float64]
@@ -126,9 +126,7 @@ def prompt_responses(
 
 
 def bypass_study(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     weights: Weights,
     *,
     radii: Sequence[float] = RADII,
@@ -136,18 +134,14 @@ def bypass_study(
     seeds: Sequence[int] = (0, 1, 2),
     states: Sequence[str] = ("plain", "bypassed"),
     n_resamples: int = 10_000,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure how much an identity path around the exposed layer reduces the effect of its error (Li, App. K).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter, with a single-step function and one exposed adapter layer.
-    tokens : TokenSet
-        Prompts.
-    n_steps : int
-        Depth of the rollout that gives the operating state.
+    context : Context
+        A model with a single-step function and one exposed adapter layer, prompts, and depth of the rollout that gives
+        the operating state.
     weights : weights
         Replaced weights of the changed map, outputs first.
     radii : sequence of float
@@ -160,8 +154,6 @@ def bypass_study(
         Operating states: final states of the full-precision rollout without and with the bypass.
     n_resamples : int
         Bootstrap resamples.
-    progress : Progress, optional
-        Advanced by every prompt.
 
     Returns
     -------
@@ -173,9 +165,10 @@ def bypass_study(
     """
     if not radii or min(radii) <= 0:
         raise ConfigError(f"radii must be above 0; got {list(radii)}")
+    system, tokens, n_steps = context.system, context.tokens, context.n_steps
     Bypass(system, n_steps)
     used = tuple(seeds) if system.state_is_random else tuple(seeds)[:1]
-    progress = progress or Silent()
+    progress = context.execution.progress
     progress.start("bypass", len(tokens.sequences) * len(used) * len(states), "prompts")
     rows: list[dict[str, Any]] = []
     with promoted(system.model):

@@ -13,10 +13,9 @@ from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.models.replace import replaced
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import Batch, LoopedSystem
 
 Floats = NDArray[np.float64]
@@ -68,35 +67,21 @@ class Displacement:
         }
 
 
-def displacement(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
-    weights: Weights,
-    *,
-    n_more: int | None = None,
-    seed: int = 0,
-    batch_size: int = 8,
-    progress: Progress | None = None,
-) -> Displacement:
+def displacement(context: Context, weights: Weights, *, n_more: int | None = None) -> Displacement:
     """Run both loops on from the unchanged loop's final state and record their distance (Li, App. L).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter, with a single-step function.
-    tokens : TokenSet
-        Prompts.
-    n_steps : int
-        Depth of the unchanged rollout whose final state is the start.
+    context : Context
+        A model with a single-step function, prompts, and depth of the unchanged rollout whose final state is the start.
     weights : weights
         Replaced weights of the changed loop, outputs first.
     n_more : int, optional
         Further updates; as many as n_steps when absent. Each repeats the last step, which matters for systems
         whose step depends on its number.
-    seed, batch_size, progress
-        As in `run_variants`.
     """
+    system, tokens, n_steps = context.system, context.tokens, context.n_steps
+    batch_size, progress = context.execution.batch_size, context.execution.progress
     if not system.has_steps:
         raise ConfigError(
             f"system {system.name!r} has no single-step function: it cannot be continued from a state"
@@ -104,10 +89,9 @@ def displacement(
     more = n_steps if n_more is None else n_more
     if more < 1:
         raise ConfigError(f"n_more must be at least 1; got {more}")
-    progress = progress or Silent()
     progress.start("displace", len(tokens.plan(batch_size)), "batches")
     distances, relatives = [], []
-    for batch in tokens.batches(batch_size, seed):
+    for batch in tokens.batches(batch_size, context.execution.seed):
         distance, norm = _one_batch(system, batch, n_steps, weights, more)
         distances.append(distance)
         relatives.append(distance / np.maximum(norm, 1e-300))

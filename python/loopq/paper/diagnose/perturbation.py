@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.diagnose.rollouts import run_variants
-from loopq.diagnose.weights import Matrix, Rounder, as_stored, core_rounder, rounded, weight_of
+from loopq.diagnose.weights import Matrix, as_stored, rounded, weight_of
 from loopq.errors import ConfigError
 from loopq.lazy import require
 from loopq.models.replace import replaced
 from loopq.quantizers.config import LayerConfig
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import LoopedSystem, SharedParameter
 
 Floats = NDArray[np.float64]
@@ -66,28 +65,21 @@ def random_low_rank(
 
 
 def trained_low_rank(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     names: Sequence[str],
     norm: float,
     *,
     rank: int = 4,
     n_updates: int = 50,
     learning_rate: float = 1e-3,
-    seed: int = 0,
-    progress: Progress | None = None,
 ) -> dict[str, Floats]:
     """Train U V^T on next-token cross-entropy through the whole loop, then scale it to a norm (Li, Table 15).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter, with a single-step function that carries gradients.
-    tokens : TokenSet
-        Training prompts; update i uses prompt i modulo their number.
-    n_steps : int
-        Depth.
+    context : Context
+        A model with a single-step function that carries gradients, training prompts, of which update i uses prompt i
+        modulo their number, and depth; the seed is that of the factors too.
     names : sequence of str
         Layers trained together.
     norm : float
@@ -95,18 +87,17 @@ def trained_low_rank(
     rank, n_updates, learning_rate
         Rank of the factors; updates and learning rate of Adam. U starts at 0, V with standard deviation
         1/sqrt(rank).
-    seed : int
-        Seed of the factors and of the initial states.
 
     Notes
     -----
     The gradients of the factors follow from the weight's, dU = G V and dV = G^T U, so the model needs no new
     modules, and its weights are restored bit for bit.
     """
+    system, n_steps, seed = context.system, context.n_steps, context.execution.seed
     _needs_logits_and_steps(system)
     torch = require("torch")
-    progress = progress or Silent()
-    shared = {p.name: p for p in system.shared_parameters(n_steps)}
+    progress = context.execution.progress
+    shared = {p.name: p for p in context.parameters}
     _known(names, shared)
     plain = {name: weight_of(system, shared[name]) for name in names}
     rng = np.random.default_rng(seed)
@@ -116,7 +107,7 @@ def trained_low_rank(
         v = torch.from_numpy(rng.normal(size=(w.shape[1], rank)) / np.sqrt(rank)).requires_grad_(True)
         factors[name] = (u, v)
     optimiser = torch.optim.Adam([f for pair in factors.values() for f in pair], lr=learning_rate)
-    batches = list(tokens.batches(1, seed))
+    batches = list(context.tokens.batches(1, seed))
     progress.start("train", n_updates, "updates")
     for i in range(n_updates):
         current = {n: plain[n] + (u @ v.T).detach().float().numpy() for n, (u, v) in factors.items()}
@@ -211,37 +202,23 @@ def locations(parameters: Sequence[SharedParameter]) -> dict[str, list[str]]:
 
 
 def perturbation_study(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     config: LayerConfig,
     *,
-    train: TokenSet | None = None,
-    norm: float | None = None,
     rank: int = 4,
     seeds: Sequence[int] = (0, 1, 2),
     n_updates: int = 50,
-    rounder: Rounder = core_rounder,
-    batch_size: int = 8,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Compare perturbations of one norm at the exposed layers and in the core, states paired (Li, Table 15).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter.
-    tokens : TokenSet
-        Prompts to measure on.
-    n_steps : int
-        Depth.
+    context : Context
+        Model, prompts to measure on, depth, and prompts of the trained update: it is left out without them, and for
+        systems without logits or without a single-step function. Its seed is not read: initial states are those of
+        seed 0.
     config : LayerConfig
-        Rounding whose error sets the norms.
-    train : TokenSet, optional
-        Prompts of the trained update; it is left out without them, and for systems without logits or without a
-        single-step function.
-    norm : float, optional
-        Common Frobenius norm of the rank-k updates; the exposed layers' rounding error when absent.
+        Rounding whose error at the exposed layers sets the norm of the rank-k updates.
     rank : int
         Rank of the updates.
     seeds : sequence of int
@@ -254,16 +231,18 @@ def perturbation_study(
     dict
         `norm`, `locations`, and `rows`: perturbation, location, seed, agreement and output error at the last step.
     """
-    parameters = {p.name: p for p in system.shared_parameters(n_steps)}
+    context = context.seeded(0)
+    system, train = context.system, context.train
+    parameters = {p.name: p for p in context.parameters}
     where = locations(list(parameters.values()))
     if not where:
         raise ConfigError(
             f"system {system.name!r} needs an exposed layer and an MLP layer beside it: there is nothing to compare"
         )
     plain = {name: weight_of(system, parameters[name]) for names in where.values() for name in names}
-    changed = rounded(system, [parameters[name] for name in plain], config, rounder)
+    changed = rounded(system, [parameters[name] for name in plain], config, context.rounder)
     errors = {name: changed[name].astype(np.float64) - plain[name] for name in where["exposed"]}
-    size = norm or float(np.sqrt(sum(np.sum(e**2) for e in errors.values())))
+    size = float(np.sqrt(sum(np.sum(e**2) for e in errors.values())))
     updates: dict[tuple[str, str, int], Updates] = {}
     for place, names in where.items():
         for seed in seeds:
@@ -274,22 +253,13 @@ def perturbation_study(
             }
         if train is not None and system.has_steps and system.output == "logits":
             updates[f"trained rank {rank}", place, seeds[0]] = trained_low_rank(
-                system, train, n_steps, names, size, rank=rank, n_updates=n_updates, progress=progress
+                context.on(train), names, size, rank=rank, n_updates=n_updates
             )
     variants = {
         f"{kind}/{place}/{seed}": {n: (plain[n] + d).astype(np.float32) for n, d in update.items()}
         for (kind, place, seed), update in updates.items()
     }
-    runs = run_variants(
-        system,
-        tokens,
-        n_steps,
-        variants,
-        read=(n_steps,),
-        batch_size=batch_size,
-        progress=progress,
-        label="perturb",
-    )
+    runs = run_variants(context, variants, read=(context.n_steps,), label="perturb")
     rows = []
     for (kind, place, seed), update in updates.items():
         found = runs[f"{kind}/{place}/{seed}"].to_json()

@@ -17,12 +17,11 @@ from loopq.gradients.threads import OneThread
 from loopq.lazy import require
 from loopq.models.replace import replaced
 from loopq.paper.diagnose.stepmap import Bypass, StepMap, final_state, promoted
-from loopq.terminal.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loopq.calibrate.data import TokenSet
+    from loopq.diagnose.context import Context
     from loopq.systems.base import Batch, LoopedSystem
 
 Floats = NDArray[np.float64]
@@ -245,18 +244,9 @@ def start_vectors(dim: int, n: int = 2, seed: int = 0) -> list[Floats]:
 
 
 def jacobian_at(
-    system: LoopedSystem,
-    batch: Batch,
-    state: Tensor,
-    embedding: Any,
-    n_steps: int,
-    *,
-    bypass: Bypass | None = None,
-    settings: ArnoldiSettings | None = None,
-    with_norm: bool = False,
+    step: StepMap, state: Tensor, settings: ArnoldiSettings | None = None, *, with_norm: bool = False
 ) -> dict[str, Any]:
-    """Spectral radius of the last step at one prompt's state, and its spectral norm if `with_norm`."""
-    step = StepMap(system, embedding, n_steps - 1, n_steps, bypass)
+    """Spectral radius of a step at one prompt's state, and its spectral norm if `with_norm`."""
     step.check(state)
     product = vector_product(step, state)
     dim = state.numel()
@@ -274,27 +264,20 @@ def jacobian_at(
 
 
 def radius_study(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    n_steps: int,
+    context: Context,
     weights: Weights,
     *,
     with_bypass: bool = True,
     with_norm: bool = True,
     settings: ArnoldiSettings | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Spectral radii of the full-precision and the changed step, with and without the bypass (Li, App. K).
 
     Parameters
     ----------
-    system : LoopedSystem
-        The model's adapter, with a single-step function.
-    tokens : TokenSet
-        Prompts; each gives one estimate per map, operating state and start vector.
-    n_steps : int
-        Depth of the rollout whose final state is the operating state.
+    context : Context
+        A model with a single-step function, prompts, each of which gives one estimate per map, operating state and
+        start vector, and depth of the rollout whose final state is the operating state.
     weights : weights
         Replaced weights of the changed map, outputs first.
     with_bypass : bool
@@ -303,10 +286,6 @@ def radius_study(
         Also measure sigma_1 of the full-precision and the changed map, without the bypass.
     settings : ArnoldiSettings, optional
         Those of Li, App. K when absent.
-    seed : int
-        Seed of the initial states.
-    progress : Progress, optional
-        Advanced by every map.
 
     Returns
     -------
@@ -315,11 +294,12 @@ def radius_study(
         radii, the number of prompts above 1, and the difference in differences with its interval; `acceptance`:
         how many estimates were accepted, the largest residual and the largest disagreement.
     """
+    system, tokens, n_steps = context.system, context.tokens, context.n_steps
+    seed, progress = context.execution.seed, context.execution.progress
     if not system.has_steps:
         raise ConfigError(
             f"system {system.name!r} has no single-step function: a step has no Jacobian that can be measured"
         )
-    progress = progress or Silent()
     places = ("plain", "bypassed") if with_bypass else ("plain",)
     maps = [(False, False), (True, False), *([(False, True), (True, True)] if with_bypass else [])]
     progress.start("jacobian", len(tokens.sequences) * len(places) * len(maps), "maps")
@@ -334,10 +314,11 @@ def radius_study(
                         if changed:
                             stack.enter_context(replaced(system, as_stored(system, weights, n_steps)))
                         bypass = stack.enter_context(Bypass(system, n_steps)) if bypassed else None
+                        step = StepMap(system, embedding, n_steps - 1, n_steps, bypass)
+                        normed = with_norm and not bypassed and place == "plain"
                         found[_map_name(changed, bypassed)] = jacobian_at(
-                            system, batch, state, embedding, n_steps, bypass=bypass, settings=settings,
-                            with_norm=with_norm and not bypassed and place == "plain",
-                        )  # fmt: skip
+                            step, state, settings, with_norm=normed
+                        )
                     progress.advance()
                 entries.append({"prompt": batch.prompts[0], "state": place, "maps": found})
     progress.stop()

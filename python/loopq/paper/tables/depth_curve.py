@@ -16,15 +16,8 @@ TITLE = "Agreement and KL by the number of recurrences"
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Run rollouts of every depth, with all weights of the loop rounded with one scale per row."""
-    rows = depth_curve(
-        bench.system,
-        bench.model.evaluation,
-        range(1, bench.depth + 1),
-        bench.context().config.layer(-1),
-        seed=bench.execution.seed,
-        batch_size=bench.execution.batch_size,
-        progress=bench.execution.progress,
-    )
+    context = bench.context()
+    rows = depth_curve(context, range(1, bench.depth + 1), context.config.layer(-1))
     return bench.head() | {"rows": rows}
 
 

@@ -24,20 +24,12 @@ WORDS = {
 
 def measure(bench: Bench) -> dict[str, Any]:
     """Compare every step's prediction with full precision, from the same initial state and from another one."""
-    config = bench.context().config.layer(-1)
+    context = bench.context()
+    config = context.config.layer(-1)
     weights = injection_weights(bench.system, bench.depth, config, noise_seed=bench.execution.seed)
     found = {}
     for pairing, other in (("paired", None), ("unpaired", bench.execution.seed + 1)):
-        runs = run_variants(
-            bench.system,
-            bench.model.evaluation,
-            bench.depth,
-            weights,
-            seed=bench.execution.seed,
-            variant_seed=other,
-            batch_size=bench.execution.batch_size,
-            progress=bench.execution.progress,
-        )
+        runs = run_variants(context, weights, variant_seed=other)
         found[pairing] = {
             name: run.to_json() | {"per_prompt": [r[-1] for r in run.agreement.tolist()]}
             for name, run in runs.items()

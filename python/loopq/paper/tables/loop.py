@@ -18,16 +18,7 @@ TITLE = "The loop and its layers"
 def measure(bench: Bench) -> dict[str, Any]:
     """List the layers of a step, and measure the damage of each alone, which colours the drawing."""
     context = bench.context()
-    found = diagnose(
-        bench.system,
-        context.tokens,
-        bench.n_steps,
-        config=context.config,
-        only=["ablation"],
-        threads=context.threads,
-        progress=context.progress,
-        name=bench.model.name,
-    )
+    found = diagnose(context, only=["ablation"], name=bench.model.name)
     return bench.head() | {"drawing": {k: found[k] for k in ("model", "layers")}}
 
 

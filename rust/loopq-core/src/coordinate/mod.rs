@@ -70,7 +70,7 @@ struct Problem<'a> {
 
 impl<'a> Problem<'a> {
     fn new(w: Weight<'_>, input: &DampedHessian<'a>, settings: &'a Settings) -> Result<Self> {
-        settings.grid.check()?;
+        settings.grid.check_plain()?;
         let (s, factor) = (input.matrix()?, input.factor());
         let dim = factor.dim();
         w.check_width(dim)?;

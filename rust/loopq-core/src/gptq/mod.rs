@@ -107,7 +107,7 @@ pub fn gptq<T: Real>(
     execution: &Execution<'_>,
 ) -> Result<(Quantized, Report)> {
     let dim = factor.dim();
-    grid.check()?;
+    grid.check_plain()?;
     w.check_width(dim)?;
     options.check(factor.rule())?;
     run(w, factor, grid, options, None, execution)

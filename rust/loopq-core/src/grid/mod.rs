@@ -8,12 +8,15 @@ mod levels;
 mod rtn;
 mod scale_type;
 mod search;
+mod trellis;
 
 pub use codes::{dequantize, to_biased, to_signed, to_signed_by};
 pub(crate) use levels::Levels;
 pub use rtn::rtn;
 pub use scale_type::ScaleType;
 pub(crate) use search::fit;
+pub use trellis::{decode, value, Trellis};
+pub(crate) use trellis::{mix, FACTOR, OFFSET};
 
 use crate::memory::zeros;
 use crate::{dims, Error, Result};
@@ -66,12 +69,37 @@ pub struct Grid {
     pub scale_type: ScaleType,
     /// How scales are found.
     pub search: Search,
+    /// How codes stand for values where these depend on several codes.
+    pub trellis: Option<Trellis>,
 }
 
 impl Grid {
-    /// Refuses bits outside the formats that exist.
+    /// Refuses bits outside the formats that exist, and a trellis that codes of such a grid cannot be on.
     pub fn check(&self) -> Result<()> {
-        check_bits(self.bits)
+        check_bits(self.bits)?;
+        match self.trellis {
+            Some(trellis) if trellis.bits() != self.bits || !self.symmetric => {
+                let got = format!("{} bits, symmetric: {}", self.bits, self.symmetric);
+                let allowed = format!("{} bits, symmetric", trellis.bits());
+                Err(Error::setting("a grid of codes on a trellis", got, allowed))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a grid whose values depend on several codes.
+    pub fn check_plain(&self) -> Result<()> {
+        self.check()?;
+        match self.trellis {
+            Some(_) => Err(Error::setting("the grid", "codes on a trellis", "codes of a plain grid")),
+            None => Ok(()),
+        }
+    }
+
+    /// Its trellis.
+    pub fn on_trellis(&self) -> Result<Trellis> {
+        self.check()?;
+        self.trellis.ok_or_else(|| Error::setting("the grid", "codes of a plain grid", "codes on a trellis"))
     }
 
     /// Columns per group in a row of `dim`.

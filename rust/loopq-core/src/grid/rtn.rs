@@ -13,7 +13,7 @@ const BATCH: usize = 48;
 
 /// Rounds every weight to the nearest point of its group's grid; half to even.
 pub fn rtn(w: Weight<'_>, grid: &Grid, execution: &Execution<'_>) -> Result<Quantized> {
-    grid.check()?;
+    grid.check_plain()?;
     let (rows, dim) = (w.rows(), w.dim());
     let n_groups = grid.n_groups(dim);
     let even: Vec<f64> = collected("weights of the scale search", (0..dim).map(|_| 1.0))?;

@@ -21,29 +21,21 @@ pub enum ScaleType {
 }
 
 impl ScaleType {
-    /// The type with that `NumPy` or torch name; `"bfloat16:5"` keeps five significant bits.
-    pub fn parse(name: &str) -> Result<Self> {
-        let refused = || {
-            Error::setting(
-                "scale_dtype",
-                format!("{name:?}"),
-                "'float32', 'float16', 'bfloat16', or one of them with significant bits, 'bfloat16:5'",
-            )
-        };
-        let (base, bits) = match name.split_once(':') {
-            Some((base, bits)) => (base, Some(bits.parse::<u32>().map_err(|_| refused())?)),
-            None => (name, None),
-        };
-        let (stored, most): (&'static Self, u32) = match base {
+    /// The type with that `NumPy` or torch name, kept to so many significant bits; all of them when absent.
+    pub fn parse(name: &str, bits: Option<u32>) -> Result<Self> {
+        let (stored, most): (&'static Self, u32) = match name {
             "float32" => (&Self::F32, 24),
             "float16" => (&Self::F16, 11),
             "bfloat16" => (&Self::Bf16, 8),
-            _ => return Err(refused()),
+            _ => {
+                let allowed = "'float32', 'float16', 'bfloat16'";
+                return Err(Error::setting("scale_dtype", format!("{name:?}"), allowed));
+            }
         };
         match bits {
             None => Ok(*stored),
             Some(bits) if (1..=most).contains(&bits) => Ok(Self::Short { stored, bits }),
-            Some(_) => Err(refused()),
+            Some(bits) => Err(Error::setting("scale_bits", bits, format!("1 to {most} of {name}"))),
         }
     }
 

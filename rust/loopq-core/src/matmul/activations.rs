@@ -126,7 +126,7 @@ impl Rows {
             minus_sums: zeros(WHAT, dims::product(WHAT, rows, n_blocks)?)?,
             n_blocks,
             steps: layout.steps,
-            values: zeros(WHAT, layout.grid.inputs)?,
+            values: zeros(WHAT, layout.inputs)?,
             row: zeros(WHAT, if order == Order::Tiles { limbs * layout.row } else { 0 })?,
         })
     }

@@ -2,9 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::grid::check_bits;
+use crate::grid::{Grid, ScaleType, Trellis};
 use crate::memory::reserve;
-use crate::trellis::Trellis;
 use crate::{dims, Error, Result};
 
 /// Outputs that a panel holds: two registers of 16 lanes.
@@ -22,9 +21,10 @@ const CUT: usize = 128;
 pub(super) const JOIN: usize = 2;
 /// Bytes that are read from where sixteen rows begin.
 pub(super) const READ: usize = 16;
+
 /// How scales are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ScaleFormat {
+pub(super) enum ScaleFormat {
     /// float32.
     F32,
     /// bfloat16.
@@ -34,13 +34,13 @@ pub enum ScaleFormat {
 }
 
 impl ScaleFormat {
-    /// The format with that name.
-    pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "float32" => Ok(Self::F32),
-            "bfloat16" => Ok(Self::Bf16),
-            "float16" => Ok(Self::F16),
-            _ => Err(Error::setting("scale_dtype", format!("{name:?}"), "'float32', 'bfloat16', 'float16'")),
+    /// The format of scales of that type.
+    fn of(scales: ScaleType) -> Self {
+        match scales {
+            ScaleType::F32 => Self::F32,
+            ScaleType::Bf16 => Self::Bf16,
+            ScaleType::F16 => Self::F16,
+            ScaleType::Short { stored, .. } => Self::of(*stored),
         }
     }
 
@@ -91,23 +91,6 @@ impl ScaleFormat {
     }
 }
 
-/// What a layout is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grid {
-    /// Rows of the weight.
-    pub outputs: usize,
-    /// Columns of the weight.
-    pub inputs: usize,
-    /// Columns per scale; 0 for one scale per row.
-    pub group_size: usize,
-    /// 2, 3, 4 or 8.
-    pub bits: u32,
-    /// Whether there are no zero points: the code of zero is `2^(bits - 1)`.
-    pub symmetric: bool,
-    /// How scales are stored.
-    pub scales: ScaleFormat,
-}
-
 /// Inputs that share a scale of the weight and one of the activations: a group, or a piece of a long one.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Block {
@@ -143,7 +126,10 @@ impl Block {
 /// A *unit* is the fewest inputs whose codes fill whole lines; a short last unit is filled up.
 #[derive(Clone, Debug)]
 pub struct Layout {
+    pub(super) outputs: usize,
+    pub(super) inputs: usize,
     pub(super) grid: Grid,
+    pub(super) scales: ScaleFormat,
     pub(super) blocks: Vec<Block>,
     /// Bytes of a panel.
     pub(super) panel: usize,
@@ -174,47 +160,59 @@ pub(super) const fn unit_inputs(bits: u32) -> usize {
 }
 
 impl Layout {
-    /// The layout of a layer.
-    pub fn new(grid: Grid) -> Result<Self> {
-        check_bits(grid.bits)?;
-        if grid.outputs == 0 || grid.inputs == 0 {
+    /// The layout of a weight of `outputs` x `inputs`.
+    pub fn new(outputs: usize, inputs: usize, grid: Grid) -> Result<Self> {
+        grid.check()?;
+        if outputs == 0 || inputs == 0 {
             return Err(Error::shape(
                 "a packed weight",
                 "1 or more outputs and inputs",
-                format!("{} x {}", grid.outputs, grid.inputs),
+                format!("{outputs} x {inputs}"),
             ));
         }
         // A bound for all that follows: no code takes more than a byte, nor a scale and a zero point more than 8.
-        dims::product("a packed weight", grid.outputs.saturating_add(PANEL), grid.inputs.saturating_mul(16))?;
+        dims::product("a packed weight", outputs.saturating_add(PANEL), inputs.saturating_mul(16))?;
         let (unit, unit_bytes) = (unit_inputs(grid.bits), unit_lines(grid.bits) * 2 * LINE);
-        let group = if grid.group_size == 0 { grid.inputs } else { grid.group_size.min(grid.inputs) };
+        let scales = ScaleFormat::of(grid.scale_type);
+        let group = grid.group(inputs).min(inputs);
         let cut = if group > MAX_BLOCK { CUT } else { group };
-        let header = (grid.scales.lines() + usize::from(!grid.symmetric)) * LINE;
+        let header = (scales.lines() + usize::from(!grid.symmetric)) * LINE;
         let (mut offset, mut at, mut step) = (0, 0, 0);
         let mut blocks = Vec::new();
-        let n_blocks = grid.inputs / group * group.div_ceil(cut) + (grid.inputs % group).div_ceil(cut);
+        let n_blocks = inputs / group * group.div_ceil(cut) + (inputs % group).div_ceil(cut);
         reserve("the blocks of a layout", &mut blocks, n_blocks)?;
-        for (index, start) in (0..grid.inputs).step_by(group).enumerate() {
-            let scales = offset;
+        for (index, start) in (0..inputs).step_by(group).enumerate() {
+            let head = offset;
             offset += header;
-            let end = grid.inputs.min(start + group);
+            let end = inputs.min(start + group);
             for first in (start..end).step_by(cut) {
                 let len = cut.min(end - first);
                 let units = len.div_ceil(unit);
-                let block = Block { group: index, first, len, at, scales, codes: offset, units, step };
+                let block = Block { group: index, first, len, at, scales: head, codes: offset, units, step };
                 step += block.steps(grid.bits);
                 blocks.push(block);
                 at += units * unit;
                 offset += units * unit_bytes;
             }
         }
-        Ok(Self { grid, blocks, panel: offset, row: row_bytes(at), steps: step, streams: None })
+        let (panel, row) = (offset, row_bytes(at));
+        let plain = Self { outputs, inputs, grid, scales, blocks, panel, row, steps: step, streams: None };
+        match grid.trellis {
+            Some(trellis) => plain.cut(trellis),
+            None => Ok(plain),
+        }
     }
 
-    /// What it was made of.
+    /// Rows and columns of the weight.
     #[must_use]
-    pub fn grid(&self) -> Grid {
-        self.grid
+    pub fn shape(&self) -> [usize; 2] {
+        [self.outputs, self.inputs]
+    }
+
+    /// The grid of its codes.
+    #[must_use]
+    pub fn grid(&self) -> &Grid {
+        &self.grid
     }
 
     /// Groups of a row.
@@ -224,7 +222,7 @@ impl Layout {
     }
 
     pub(crate) fn n_panels(&self) -> usize {
-        self.grid.outputs.div_ceil(PANEL)
+        self.outputs.div_ceil(PANEL)
     }
 
     /// Bytes of the packed weight.
@@ -240,13 +238,13 @@ impl Layout {
 
     /// Whether quantized activations of the other layout are those of this one.
     pub(crate) fn has_rows_of(&self, other: &Self) -> bool {
-        let row = |l: &Self| (l.grid.inputs, l.grid.group_size, l.grid.bits);
+        let row = |l: &Self| (l.inputs, l.grid.group_size, l.grid.bits);
         row(self) == row(other)
     }
 
     /// Offset of zero points after the scales.
     pub(super) fn zeros_after_scales(&self) -> usize {
-        self.grid.scales.lines() * LINE
+        self.scales.lines() * LINE
     }
 
     pub(crate) fn check(&self, packed: &[u8]) -> Result<()> {
@@ -291,47 +289,40 @@ impl Stream {
 }
 
 impl Layout {
-    /// The layout of a layer whose codes are on a trellis, in streams of so many rows.
-    pub fn on_trellis(grid: Grid, trellis: Trellis, stream_rows: usize) -> Result<Self> {
-        if grid.bits != trellis.bits() || !grid.symmetric || stream_rows == 0 {
-            let got =
-                format!("{} bits, symmetric: {}, streams of {stream_rows} rows", grid.bits, grid.symmetric);
-            let allowed = format!("{} bits, symmetric, streams of 1 row or more", trellis.bits());
-            return Err(Error::setting("a grid of codes on a trellis", got, allowed));
-        }
-        let mut made = Self::new(grid)?;
-        let streams = Streams { trellis, rows: stream_rows.min(grid.outputs) };
+    /// The same layer with its codes on a trellis, its rows cut into streams.
+    fn cut(mut self, trellis: Trellis) -> Result<Self> {
+        let streams = Streams { trellis, rows: trellis.stream_rows().min(self.outputs) };
         // Short streams are filled up, so the bound of a plain layout is none of theirs.
-        let one = made.stream(streams, 0);
-        let bytes = dims::sum("a packed weight", one.header + READ, grid.inputs * one.record)?;
-        dims::product("a packed weight", grid.outputs.div_ceil(streams.rows), bytes)?;
-        made.streams = Some(streams);
-        Ok(made)
+        let one = self.stream(streams, 0);
+        let bytes = dims::sum("a packed weight", one.header + READ, self.inputs * one.record)?;
+        dims::product("a packed weight", self.outputs.div_ceil(streams.rows), bytes)?;
+        self.streams = Some(streams);
+        Ok(self)
     }
 
     pub(super) fn stream(&self, streams: Streams, number: usize) -> Stream {
         let of = |rows: usize| {
             let padded = rows.next_multiple_of(PANEL);
             let record = padded * self.grid.bits as usize / 8 + JOIN;
-            let header = self.n_groups() * (padded / PANEL) * self.grid.scales.lines() * LINE;
+            let header = self.n_groups() * (padded / PANEL) * self.scales.lines() * LINE;
             (record, header)
         };
         let (whole, header) = of(streams.rows);
-        let at = number * (header + self.grid.inputs * whole);
+        let at = number * (header + self.inputs * whole);
         let first = number * streams.rows;
-        let rows = streams.rows.min(self.grid.outputs - first);
+        let rows = streams.rows.min(self.outputs - first);
         let (record, header) = of(rows);
         Stream { first, rows, at, record, header }
     }
 
     pub(super) fn streams(&self, streams: Streams) -> impl Iterator<Item = Stream> + '_ {
-        (0..self.grid.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
+        (0..self.outputs.div_ceil(streams.rows)).map(move |i| self.stream(streams, i))
     }
 
     /// Bytes of all streams, with those that are read behind the last record.
     fn stream_bytes(&self, streams: Streams) -> usize {
-        let last = self.stream(streams, (self.grid.outputs - 1) / streams.rows);
-        last.at + last.header + self.grid.inputs * last.record + READ
+        let last = self.stream(streams, (self.outputs - 1) / streams.rows);
+        last.at + last.header + self.inputs * last.record + READ
     }
 }
 

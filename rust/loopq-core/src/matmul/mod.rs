@@ -22,7 +22,7 @@ mod x86;
 
 pub use activations::{Inputs, Precision};
 pub use engine::Engine;
-pub use layout::{Grid, Layout, ScaleFormat, PANEL};
+pub use layout::{Layout, PANEL};
 pub use pack::{pack, rows, unpack, Codes};
 pub use read::read;
 
@@ -77,7 +77,7 @@ pub fn multiply(
     plan: &Plan<'_>,
 ) -> Result<()> {
     layout.check(packed)?;
-    let (outputs, tokens) = (layout.grid.outputs, x.tokens(layout.grid.inputs)?);
+    let (outputs, tokens) = (layout.outputs, x.tokens(layout.inputs)?);
     if let Some(bias) = bias {
         dims::check_matrix("the bias", bias, 1, outputs)?;
     }
@@ -133,7 +133,7 @@ impl Weight<'_> {
                 engine.run(Panel { layout, bytes, rows, token, out });
                 for (i, values) in out.chunks_exact_mut(PANEL).enumerate() {
                     let column = (p + i / few) * PANEL;
-                    let values = &mut values[..PANEL.min(layout.grid.outputs - column)];
+                    let values = &mut values[..PANEL.min(layout.outputs - column)];
                     if let Some(bias) = bias {
                         values.iter_mut().zip(&bias[column..]).for_each(|(v, b)| *v += b);
                     }

@@ -37,19 +37,19 @@ pub fn pack(layout: &Layout, layer: Codes<'_>, out: &mut [u8], execution: &Execu
 }
 
 fn check(layout: &Layout, layer: Codes<'_>) -> Result<()> {
-    let grid = layout.grid;
-    dims::check_matrix("codes", layer.codes, grid.outputs, grid.inputs)?;
-    dims::check_matrix("scales", layer.scales, grid.outputs, layout.n_groups())?;
+    let grid = &layout.grid;
+    dims::check_matrix("codes", layer.codes, layout.outputs, layout.inputs)?;
+    dims::check_matrix("scales", layer.scales, layout.outputs, layout.n_groups())?;
     if layer.zeros.is_none() != grid.symmetric {
         let (expected, got) = if grid.symmetric { ("none", "some") } else { ("some", "none") };
         return Err(Error::shape("zero points", expected, got));
     }
     if let Some(zeros) = layer.zeros {
-        dims::check_matrix("zero points", zeros, grid.outputs, layout.n_groups())?;
+        dims::check_matrix("zero points", zeros, layout.outputs, layout.n_groups())?;
         crate::pack::check_codes(zeros, layout.n_groups(), grid.bits, 0)?;
     }
-    check_scales(grid.scales, layer.scales, layout.n_groups())?;
-    crate::pack::check_codes(layer.codes, grid.inputs, grid.bits, 0)
+    check_scales(layout.scales, layer.scales, layout.n_groups())?;
+    crate::pack::check_codes(layer.codes, layout.inputs, grid.bits, 0)
 }
 
 /// Refuses scales that are not finite, or would not be as they are stored.
@@ -65,9 +65,8 @@ fn check_scales(format: ScaleFormat, scales: &[f32], n_groups: usize) -> Result<
 }
 
 fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8]) {
-    let grid = layout.grid;
-    let (bits, n_groups) = (grid.bits, layout.n_groups());
-    let live = PANEL.min(grid.outputs - first);
+    let (bits, n_groups) = (layout.grid.bits, layout.n_groups());
+    let live = PANEL.min(layout.outputs - first);
     let (unit, lines) = (unit_inputs(bits), unit_lines(bits));
     panel.fill(0);
     for block in &layout.blocks {
@@ -75,7 +74,7 @@ fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8])
         for lane in 0..live {
             scales[lane] = layer.scales[(first + lane) * n_groups + block.group];
         }
-        grid.scales.write(&scales, &mut panel[block.scales..][..layout.zeros_after_scales()]);
+        layout.scales.write(&scales, &mut panel[block.scales..][..layout.zeros_after_scales()]);
         if let Some(zeros) = layer.zeros {
             for lane in 0..live {
                 panel[block.scales + layout.zeros_after_scales() + lane] =
@@ -83,7 +82,7 @@ fn pack_panel(layout: &Layout, layer: Codes<'_>, first: usize, panel: &mut [u8])
             }
         }
         for lane in 0..live {
-            let row = &layer.codes[(first + lane) * grid.inputs + block.first..][..block.len];
+            let row = &layer.codes[(first + lane) * layout.inputs + block.first..][..block.len];
             for (u, codes) in row.chunks(unit).enumerate() {
                 let strip = block.codes + (u * 2 + lane / LANES) * lines * LINE;
                 pack_unit(bits, codes, &mut panel[strip..][..lines * LINE], lane % LANES * 4);
@@ -113,10 +112,9 @@ pub fn unpack(layout: &Layout, packed: &[u8], execution: &Execution<'_>) -> Resu
         execution.check()?;
         return unpack_streams(layout, found, packed);
     }
-    let grid = layout.grid;
-    let mut codes = zeros("codes", dims::product("codes", grid.outputs, grid.inputs)?)?;
+    let mut codes = zeros("codes", dims::product("codes", layout.outputs, layout.inputs)?)?;
     execution.pool()?.install(|| {
-        codes.par_chunks_exact_mut(grid.inputs).enumerate().try_for_each(|(n, row)| {
+        codes.par_chunks_exact_mut(layout.inputs).enumerate().try_for_each(|(n, row)| {
             execution.check()?;
             unpack_row(layout, &packed[n / PANEL * layout.panel..][..layout.panel], n % PANEL, row);
             Ok(())
@@ -131,13 +129,12 @@ pub fn rows(layout: &Layout, packed: &[u8], numbers: &[i64]) -> Result<Vec<u8>> 
     if layout.is_streams() {
         return Err(Error::setting("rows", "codes on a trellis", "codes of a plain grid"));
     }
-    let grid = layout.grid;
-    let mut codes = zeros("codes", dims::product("codes", numbers.len(), grid.inputs)?)?;
-    for (row, &number) in codes.chunks_exact_mut(grid.inputs).zip(numbers) {
+    let mut codes = zeros("codes", dims::product("codes", numbers.len(), layout.inputs)?)?;
+    for (row, &number) in codes.chunks_exact_mut(layout.inputs).zip(numbers) {
         let n = usize::try_from(number)
             .ok()
-            .filter(|&n| n < grid.outputs)
-            .ok_or_else(|| Error::shape("a row's number", format!("0 to {}", grid.outputs - 1), number))?;
+            .filter(|&n| n < layout.outputs)
+            .ok_or_else(|| Error::shape("a row's number", format!("0 to {}", layout.outputs - 1), number))?;
         unpack_row(layout, &packed[n / PANEL * layout.panel..][..layout.panel], n % PANEL, row);
     }
     Ok(codes)
@@ -167,10 +164,10 @@ fn code_in_unit(bits: u32, lines: &[u8], byte: usize, k: usize) -> u8 {
 
 /// Packs a layer whose codes are on a trellis.
 fn pack_streams(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [u8]) {
-    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.grid.inputs, layout.n_groups());
+    let (bits, dim, n_groups) = (layout.grid.bits as usize, layout.inputs, layout.n_groups());
     out.fill(0);
     for s in layout.streams(streams) {
-        let lines = layout.grid.scales.lines() * LINE;
+        let lines = layout.scales.lines() * LINE;
         for group in 0..n_groups {
             for panel in 0..s.padded() / PANEL {
                 let mut scales = [0.0; PANEL];
@@ -181,7 +178,7 @@ fn pack_streams(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [
                     }
                 }
                 let at = s.at + (group * (s.padded() / PANEL) + panel) * lines;
-                layout.grid.scales.write(&scales, &mut out[at..][..lines]);
+                layout.scales.write(&scales, &mut out[at..][..lines]);
             }
         }
         let records = &mut out[s.at + s.header..][..dim * s.record];
@@ -204,8 +201,8 @@ fn pack_streams(layout: &Layout, streams: Streams, layer: Codes<'_>, out: &mut [
 
 /// The codes (outputs, inputs) of a packed weight on a trellis.
 fn unpack_streams(layout: &Layout, streams: Streams, packed: &[u8]) -> Result<Vec<u8>> {
-    let (bits, dim) = (layout.grid.bits, layout.grid.inputs);
-    let mut codes = zeros("codes", dims::product("codes", layout.grid.outputs, dim)?)?;
+    let (bits, dim) = (layout.grid.bits, layout.inputs);
+    let mut codes = zeros("codes", dims::product("codes", layout.outputs, dim)?)?;
     for s in layout.streams(streams) {
         let records = &packed[s.at + s.header..][..dim * s.record];
         for (j, record) in records.chunks_exact(s.record).enumerate() {

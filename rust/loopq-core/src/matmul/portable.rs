@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use super::layout::{ScaleFormat, LANES, LINE};
 use super::tile::Lanes;
 use super::windows::Windows;
-use crate::trellis::mix;
+use crate::grid::mix;
 
 pub(super) struct Portable;
 

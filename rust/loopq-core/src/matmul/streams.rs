@@ -39,13 +39,13 @@ pub(super) fn multiply(
     columns: &Columns<'_>,
     plan: &Plan<'_>,
 ) -> Result<()> {
-    let tokens = x.tokens(layout.grid.inputs)?;
+    let tokens = x.tokens(layout.inputs)?;
     let chunk = tokens.min(TOKENS);
     let mut rows = Rows::new(layout, chunk, plan.precision, Order::Rows)?;
     let mut spread: Vec<[i8; 4]> = zeros("repeated activations", chunk * rows.limbs * rows.stride)?;
     let (isa, windows) = (Isa::best(), Windows::new(streams.trellis));
     let in_stream = streams.rows.div_ceil(PANEL);
-    let n_streams = layout.grid.outputs.div_ceil(streams.rows);
+    let n_streams = layout.outputs.div_ceil(streams.rows);
     let last = layout.stream(streams, n_streams - 1).padded() / PANEL;
     for first in (0..tokens).step_by(TOKENS) {
         plan.execution.check()?;
@@ -116,10 +116,10 @@ impl Part<'_> {
     }
 
     fn check(&self, out: &[f32]) {
-        let (inputs, rows) = (self.layout.grid.inputs, self.rows);
+        let (inputs, rows) = (self.layout.inputs, self.rows);
         assert!(self.bytes.len() >= self.header + inputs * self.record + READ);
         assert!(self.panels.end * PANEL <= self.padded);
-        let scales = self.layout.grid.scales.lines() * LINE;
+        let scales = self.layout.scales.lines() * LINE;
         assert!(self.header == self.layout.n_groups() * (self.padded / PANEL) * scales);
         assert!(self.record == self.padded * self.layout.grid.bits as usize / 8 + JOIN);
         assert!(rows.stride == self.layout.row && rows.holds(self.count));
@@ -156,7 +156,7 @@ pub(super) unsafe fn streams<V: Lanes, const L: usize, const T: usize>(p: &Part<
 #[inline(always)]
 unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: usize, out: &mut [f32]) {
     let (layout, bits) = (p.layout, p.layout.grid.bits as usize);
-    let lines = layout.grid.scales.lines() * LINE;
+    let lines = layout.scales.lines() * LINE;
     let n_panels = p.padded / PANEL;
     for (b, block) in layout.blocks.iter().enumerate() {
         for panel in p.panels.clone() {
@@ -192,10 +192,8 @@ unsafe fn tokens<V: Lanes, const L: usize, const T: usize>(p: &Part<'_>, token: 
                     let step = V::splat_float(p.rows.scale(token + t, b) / PARTS);
                     let place = ((panel - p.panels.start) * p.count + token + t) * PANEL;
                     for half in 0..2 {
-                        let weight = V::scales(
-                            scales.add(half * LANES * layout.grid.scales.bytes()),
-                            layout.grid.scales,
-                        );
+                        let weight =
+                            V::scales(scales.add(half * LANES * layout.scales.bytes()), layout.scales);
                         let mut digits = [V::splat(0); L];
                         for (digit, pair) in digits.iter_mut().zip(sums) {
                             *digit = pair[half];

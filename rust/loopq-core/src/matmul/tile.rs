@@ -118,7 +118,7 @@ impl Panel<'_> {
     /// As [`panel`], after `check`.
     #[inline(always)]
     pub(super) unsafe fn scales_of<V: Lanes>(&self, panel: usize, block: &Block, half: usize) -> V::Floats {
-        let format = self.layout.grid.scales;
+        let format = self.layout.scales;
         let bytes = if format == ScaleFormat::F32 { 4 } else { 2 };
         let at = panel * self.layout.panel + block.scales + half * LANES * bytes;
         // SAFETY: the layout's offset.

@@ -167,9 +167,9 @@ fn check_matrices(program: &Program, matrices: &[Matrix<'_>]) -> Result<()> {
     for (matrix, &[outputs, inputs]) in matrices.iter().zip(&program.shapes) {
         match matrix.values {
             Values::Codes(layout, bytes) => {
-                let grid = layout.grid();
-                if (grid.outputs, grid.inputs) != (outputs, inputs) || layout.is_streams() {
-                    let got = format!("{} x {}", grid.outputs, grid.inputs);
+                let [rows, columns] = layout.shape();
+                if [rows, columns] != [outputs, inputs] || layout.is_streams() {
+                    let got = format!("{rows} x {columns}");
                     return Err(Error::shape("codes of a plain grid", format!("{outputs} x {inputs}"), got));
                 }
                 layout.check(bytes)?;

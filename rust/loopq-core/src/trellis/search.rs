@@ -5,9 +5,9 @@
 //! a stream share are those of a first search through the seam.
 
 use crate::factor::DampedFactor;
+use crate::grid::{value, Trellis};
 use crate::memory::{collected, zeros};
 use crate::simd::{dots, per_isa, Isa, Short};
-use crate::trellis::{value, Trellis};
 use crate::Result;
 
 /// Rows at both sides of the seam that decide the bits shared by the two ends of a stream.
@@ -61,7 +61,7 @@ impl Search {
             }
         }
         let (states, low) = (trellis.states(), trellis.low());
-        let state = |at: usize| (((at % low) << trellis.bits) | (at / low)) as u32;
+        let state = |at: usize| (((at % low) << trellis.bits()) | (at / low)) as u32;
         Ok(Self {
             trellis,
             isa: Isa::best(),
@@ -86,7 +86,7 @@ impl Search {
         for (to, &from) in self.scale.iter_mut().zip(scale) {
             *to = (f64::from(from) / size) as f32;
         }
-        if self.rows * self.trellis.bits as usize <= self.trellis.state_bits as usize {
+        if self.rows * self.trellis.bits() as usize <= self.trellis.state_bits() as usize {
             self.try_all(codes);
             return Ok(());
         }
@@ -95,7 +95,7 @@ impl Search {
 
     /// For a stream that is no longer than a state: every one is tried.
     fn try_all(&self, codes: &mut [u8]) {
-        let (bits, rows) = (self.trellis.bits as usize, self.rows);
+        let (bits, rows) = (self.trellis.bits() as usize, self.rows);
         let digit = |stream: usize, i: usize| (stream >> (bits * i) & (self.trellis.digits() - 1)) as u8;
         let cost = |&stream: &usize| -> f32 {
             let states = self.trellis.states_of((0..rows).map(|i| digit(stream, i)));
@@ -198,7 +198,7 @@ impl Search {
 
     /// The state before the one at place `at`.
     fn before(&self, at: usize, state: usize) -> usize {
-        let (low, bits) = (self.trellis.low(), self.trellis.bits);
+        let (low, bits) = (self.trellis.low(), self.trellis.bits());
         let (b, p) = (state & (self.trellis.digits() - 1), state >> bits);
         usize::from(self.survivors.history[at * self.trellis.states() + b * low + p]) * low + p
     }

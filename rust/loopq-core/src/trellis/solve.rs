@@ -11,12 +11,11 @@ use rayon::prelude::*;
 
 use crate::blocks::in_blocks;
 use crate::factor::{DampedFactor, DampedHessian, Order, Symmetric};
-use crate::grid::{Grid, Quantized};
+use crate::grid::{value, Grid, Quantized, Trellis};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, axpy, dot, Isa};
 use crate::trellis::search::Search;
-use crate::trellis::{value, Trellis};
 use crate::weight::Weight;
 use crate::{dims, Error, Execution, Result};
 
@@ -68,9 +67,9 @@ pub fn solve(
     input: &DampedHessian<'_>,
     left: &[DampedHessian<'_>],
     grid: &Grid,
-    trellis: Trellis,
     execution: &Execution<'_>,
 ) -> Result<(Quantized, TrellisReport)> {
+    let trellis = grid.on_trellis()?;
     w.check_width(input.factor().dim())?;
     if left.iter().any(|l| l.factor().rule() != Order::Natural) {
         return Err(Error::setting("order of A", "another", "natural: streams run down the rows"));

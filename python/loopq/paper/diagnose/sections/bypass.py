@@ -15,14 +15,11 @@ def bypasses(context: Context) -> dict[str, Any]:
     """Identity-bypass control (Li, App. K)."""
     config = context.config
     return bypass_study(
-        context.system,
-        context.tokens.take(0, config.n_jacobian_prompts),
-        context.n_steps,
+        context.on(context.tokens.take(0, config.n_jacobian_prompts)),
         rounded_exposed(context, PER_CHANNEL),
         radii=config.radii,
         n_directions=config.n_directions,
         seeds=config.seeds,
-        progress=context.progress,
     )
 
 

@@ -16,15 +16,7 @@ def displacements(context: Context) -> dict[str, Any]:
     config = context.config
     out = {}
     for name, g in (("per channel", PER_CHANNEL), ("grouped", config.group_size)):
-        out[name] = displacement(
-            context.system,
-            context.prompts,
-            context.n_steps,
-            rounded_exposed(context, g),
-            seed=config.seed,
-            batch_size=config.batch_size,
-            progress=context.progress,
-        ).to_json()
+        out[name] = displacement(context.on(context.prompts), rounded_exposed(context, g)).to_json()
     return {"settings": out, "layers": [p.name for p in context.exposed] or "all"}
 
 

@@ -20,13 +20,7 @@ def jacobian(context: Context) -> dict[str, Any]:
     """Spectral radius and norm of the step, with and without the identity bypass (Li, App. K)."""
     tokens = context.tokens.take(0, context.config.n_jacobian_prompts)
     return radius_study(
-        context.system,
-        tokens,
-        context.n_steps,
-        rounded_exposed(context, PER_CHANNEL),
-        with_bypass=_has_bypass(context),
-        seed=context.config.seed,
-        progress=context.progress,
+        context.on(tokens), rounded_exposed(context, PER_CHANNEL), with_bypass=_has_bypass(context)
     )
 
 

@@ -14,14 +14,10 @@ def perturbations(context: Context) -> dict[str, Any]:
     """Rank-4 updates and output-matched noise at the exposed layers and in the core (Li, Table 15)."""
     config = context.config
     return perturbation_study(
-        context.system,
-        context.prompts,
-        context.n_steps,
+        context.on(context.prompts),
         config.layer(PER_CHANNEL),
-        train=context.train,
         seeds=config.seeds,
         n_updates=config.n_updates,
-        **context.shared(),
     )
 
 

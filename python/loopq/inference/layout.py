@@ -1,0 +1,83 @@
+"""What layouts of packed codes share with the layers that they multiply for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from loopq.inference.transforms import InputTransform
+    from loopq.layers.grid import Grid
+
+__all__ = ["Activations", "Held", "Layout", "PackedLayer"]
+
+#: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
+Activations = Literal["float", "int8"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What decides which layouts can hold a layer.
+
+    Parameters
+    ----------
+    out_features, in_features : int
+    grid : Grid
+        Of its codes.
+    transformed : bool
+        The codes are for another basis of the input.
+    """
+
+    out_features: int
+    in_features: int
+    grid: Grid
+    transformed: bool = False
+
+
+class PackedLayer(Protocol):
+    """What a layout reads of a layer that holds its codes."""
+
+    held: Held
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    transform: InputTransform | None
+    activations: Activations
+    in_features: int
+    out_features: int
+    group_size: int
+    _buffers: dict[str, torch.Tensor | None]
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight in float32, (out, in)."""
+
+
+class Layout(Protocol):
+    """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
+
+    Another backend is another entry of `loopq.inference.linear.LAYOUTS`: nothing else knows how codes are stored.
+    """
+
+    devices: tuple[str, ...]
+    """Types of device that it can multiply on."""
+
+    def fits(self, held: Held) -> bool:
+        """Whether it can hold such a layer."""
+
+    def pack(
+        self, held: Held, codes: NDArray[Any], scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Codes (out, in), int8 or uint8, as they are stored; scales and zero points (groups, out)."""
+
+    def unpack(self, layer: PackedLayer) -> torch.Tensor:
+        """A layer's codes again, int8 or uint8, (out, in)."""
+
+    def rows(self, layer: PackedLayer, ids: torch.Tensor) -> torch.Tensor:
+        """Codes of some outputs, (n, in)."""
+
+    def multiply(self, layer: PackedLayer, x: torch.Tensor) -> torch.Tensor:
+        """``T x W^T + bias`` in x's type: float32 sums, one rounding."""

@@ -1,0 +1,72 @@
+"""Codes on a trellis: a value depends on several codes of its column (docs/formats/trellis.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from loopq.errors import ConfigError
+from loopq.layers.grid import Grid
+from loopq.layers.grids import GRIDS
+from loopq.storage.schema import Positive, between
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """How codes stand for values where these depend on several codes (docs/formats/trellis.md).
+
+    Parameters
+    ----------
+    state_bits : int
+        Bits of a stream that a value depends on.
+    stream_rows : int
+        Outputs that a stream of one column runs over, before the next one begins.
+    function : {"1mad"}
+        Value of a state x: the bytes of 34038481 x + 76625530 mod 2^32 added, less 510, over 128.
+    """
+
+    state_bits: Annotated[int, between(4, 16)]
+    stream_rows: Positive
+    function: Literal["1mad"] = "1mad"
+
+
+@GRIDS.register("trellis")
+@dataclass(frozen=True)
+class OnTrellis(Grid):
+    """Codes of 2, 3 or 4 bits, kept as `Integer` keeps them: the value of a state times the scale.
+
+    Parameters
+    ----------
+    trellis : Trellis
+        How a state is found and what it stands for.
+    """
+
+    trellis: Trellis
+
+    name: ClassVar[str] = "trellis"
+    plain: ClassVar[bool] = False
+    portable: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits == 8 or self.trellis.state_bits < self.bits + 2:
+            raise ConfigError(f"{self.trellis} for {self.bits} bits")
+
+    @classmethod
+    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
+        """Symmetric codes with a trellis."""
+        return symmetric and set(more) == {"trellis"}
+
+    def more(self) -> dict[str, Any]:
+        """The trellis."""
+        return {"trellis": dataclasses.asdict(self.trellis)}
+
+    @property
+    def label(self) -> str:
+        """Name in reports."""
+        return f"INT{self.bits} on a trellis"
+
+    def _trellis(self) -> tuple[int, int] | None:
+        return self.trellis.state_bits, self.trellis.stream_rows

@@ -1,0 +1,64 @@
+"""Settings of the grid that a layer is quantized to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import loopq._native as native
+from loopq.errors import ConfigError
+from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleSearch, ScaleType
+from loopq.layers.grids import grid_of
+from loopq.settings.declare import Settings, setting
+
+
+@dataclass(frozen=True)
+class GridSettings(Settings):
+    """Grid of the codes.
+
+    Parameters
+    ----------
+    bits : {2, 3, 4, 8}
+        Bits of a code.
+    group_size : int
+        Input columns that share a scale; -1: one scale per output row. A last group that is shorter has a scale of its
+        own, taken from its real columns.
+    symmetric : bool
+        Signed codes without a zero point; else unsigned codes, with a zero point for each group.
+    scale_dtype : {"float32", "float16", "bfloat16"}
+        Stored type of the scales, which are rounded to it before any code is computed.
+    scale_bits : int, optional
+        Significant bits that scales keep, the leading one included; all of the type when absent. With 5, the product
+        of a symmetric INT4 code and its scale is exact in bfloat16 (docs/formats/scales.md).
+    """
+
+    bits: Bits = setting(4, common=True)
+    group_size: int = setting(128, common=True)
+    symmetric: bool = setting(True, off="asymmetric")
+    scale_dtype: ScaleType = setting("float16")
+    scale_bits: int | None = setting(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size != PER_CHANNEL and self.group_size < 1:
+            raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
+        most = SIGNIFICANT_BITS[self.scale_dtype]
+        if self.scale_bits is not None and not 1 <= self.scale_bits <= most:
+            raise ConfigError(
+                f"scale_bits must be between 1 and {most}, the significant bits of {self.scale_dtype}; "
+                f"got {self.scale_bits!r}"
+            )
+
+    def grid(self, **more: Any) -> Grid:
+        """Return the grid of the codes that these settings ask for; `more`: what a kind of its own has besides."""
+        return grid_of(
+            bits=self.bits,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            scale_dtype=self.scale_dtype,
+            **more,
+        )
+
+    def core(self, *, scale_search: ScaleSearch, signed: bool = False, **more: Any) -> native.Grid:
+        """Return the grid as the core takes it, with the search for its scales; `signed` lets them be negative."""
+        return self.grid(**more).core(scale_search=scale_search, signed=signed, scale_bits=self.scale_bits)

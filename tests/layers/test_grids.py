@@ -1,0 +1,183 @@
+"""What every kind of grid must keep: one suite over all of them. A new kind adds an entry to `MORE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import loopq._native as native
+from loopq.errors import CheckpointError, ConfigError
+from loopq.inference.linear import LAYOUTS, QuantLinear
+from loopq.layers.grids import GRIDS, grid_of
+from loopq.layers.grids.trellis import Trellis
+from loopq.layers.layer import LayerSettings, QuantizedLayer
+from loopq.layers.reader import TensorReader
+from loopq.storage.schema import checked
+
+#: What a grid of a kind is made of besides bits, groups and scales, and the bits that it has.
+MORE = {
+    "integer": ({"symmetric": True}, (2, 3, 4, 8)),
+    "asymmetric": ({"symmetric": False}, (2, 3, 4, 8)),
+    "trellis": ({"symmetric": True, "trellis": Trellis(8, 5)}, (2, 3, 4)),
+}
+CASES = [
+    (name, bits, group_size, scale_dtype)
+    for name, (_, all_bits) in MORE.items()
+    for bits, group_size, scale_dtype in itertools.product(all_bits, (-1, 8, 32), ("float16", "float32"))
+]
+over_grids = pytest.mark.parametrize(("name", "bits", "group_size", "scale_dtype"), CASES)
+ROWS, COLUMNS = 13, 37
+
+
+def made(name, bits, group_size, scale_dtype):
+    """A layer whose codes take the outermost values."""
+    grid = grid_of(bits=bits, group_size=group_size, scale_dtype=scale_dtype, **MORE[name][0])
+    rng = np.random.default_rng(bits)
+    low, high = grid.limits
+    codes = rng.integers(low, high + 1, (ROWS, COLUMNS)).astype(grid.dtype)
+    codes.flat[:2] = low, high
+    levels = (ROWS, grid.n_groups(COLUMNS))
+    scales = rng.uniform(0.01, 0.2, levels).astype(np.float16).astype(np.float32)
+    zeros = None if grid.symmetric else rng.integers(0, high + 1, levels).astype(np.uint8)
+    return QuantizedLayer("a.weight", grid, codes, scales, zeros)
+
+
+def state_value(codes, row, column, grid):
+    """The value of an entry on a trellis: docs/formats/trellis.md."""
+    bits, (state_bits, stream) = grid.bits, (grid.trellis.state_bits, grid.trellis.stream_rows)
+    first = row // stream * stream
+    n, state = min(stream, ROWS - first), 0
+    for back in range(-(-state_bits // bits) - 1, -1, -1):
+        code = int(codes[first + (row - first - back) % n, column]) + grid.offset
+        state = (state << bits | code) % 2**state_bits
+    mixed = (34038481 * state + 76625530) % 2**32
+    return (sum(mixed >> 8 * i & 255 for i in range(4)) - 510) / 128
+
+
+def entry(layer, row, column):
+    """What one code stands for, in float32."""
+    group = column // layer.grid.width(COLUMNS)
+    scale = layer.scales[row, group]
+    if not layer.grid.plain:
+        return np.float32(state_value(layer.codes, row, column, layer.grid)) * scale
+    zero = 0 if layer.zeros is None else int(layer.zeros[row, group])
+    return np.float32(int(layer.codes[row, column]) - zero) * scale
+
+
+def read(layer, tensors):
+    """A layer from its description, as JSON gives it back, and tensors."""
+    told = checked(LayerSettings, json.loads(json.dumps(layer.settings())), "file")
+    return QuantizedLayer.from_tensors(told, TensorReader("file", tensors), {})
+
+
+def test_every_kind_is_in_this_suite():
+    assert {name for name, _ in GRIDS} == set(MORE)
+    assert all(kind.name == name and not inspect.isabstract(kind) for name, kind in GRIDS)
+
+
+@over_grids
+def test_values_are_those_of_the_definition(name, bits, group_size, scale_dtype):
+    layer = made(name, bits, group_size, scale_dtype)
+    expected = np.array([[entry(layer, i, j) for j in range(COLUMNS)] for i in range(ROWS)], np.float32)
+    np.testing.assert_array_equal(layer.dequantize(), expected)
+
+
+@over_grids
+def test_a_file_gives_the_layer_back_and_has_the_bytes_that_are_counted(name, bits, group_size, scale_dtype):
+    layer = made(name, bits, group_size, scale_dtype)
+    tensors = layer.tensors()
+    again = read(layer, tensors)
+    assert again.grid == layer.grid
+    assert type(again.grid) is type(layer.grid)
+    assert again.codes.dtype == layer.codes.dtype
+    assert layer.same_as(again)
+    assert layer.n_bytes == sum(t.data.size for n, t in tensors.items() if not n.endswith("weight_shape"))
+
+
+@over_grids
+def test_layouts_hold_the_codes_and_multiply_by_what_they_stand_for(name, bits, group_size, scale_dtype):
+    layer = made(name, bits, group_size, scale_dtype)
+    x = torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(0))
+    expected = x.double().numpy() @ layer.dequantize().astype(np.float64).T
+    held = QuantLinear.from_layer(layer, layout="lq-cpu").held
+    fitting = [layout for layout in LAYOUTS if LAYOUTS[layout].fits(held)]
+    assert ("codes" in fitting) == layer.grid.plain
+    for layout in fitting:
+        module = QuantLinear.from_layer(layer, layout=layout)
+        assert torch.equal(module.codes(), torch.from_numpy(layer.codes))
+        np.testing.assert_array_equal(module.dequantize().numpy(), layer.dequantize())
+        np.testing.assert_allclose(module(x).numpy(), expected, rtol=1e-5, atol=1e-4)
+
+
+@over_grids
+def test_arrays_that_do_not_fit_are_refused(name, bits, group_size, scale_dtype):
+    layer = made(name, bits, group_size, scale_dtype)
+    grid, (low, high) = layer.grid, layer.grid.limits
+    grid.check(layer.codes, layer.scales, layer.zeros)
+    wide = layer.codes.astype(np.int16)
+    changes = [
+        (wide, layer.scales, layer.zeros, "codes are int16"),
+        (layer.codes[0], layer.scales, layer.zeros, r"of shape \(37,\)"),
+        (layer.codes, layer.scales[:-1], layer.zeros, "scales of shape"),
+        (
+            layer.codes,
+            layer.scales,
+            None if layer.zeros is not None else np.zeros((1, 1), np.uint8),
+            "zero points",
+        ),
+    ]
+    if bits < 8:
+        wide[0, 0] = high + 1
+        changes.append((wide.astype(grid.dtype), layer.scales, layer.zeros, rf"lie in {low}\.\.{high}"))
+    for codes, scales, zeros, match in changes:
+        with pytest.raises(ConfigError, match=match):
+            grid.check(codes, scales, zeros)
+
+
+@over_grids
+def test_a_file_of_another_grid_is_refused(name, bits, group_size, scale_dtype):
+    layer = made(name, bits, group_size, scale_dtype)
+    with pytest.raises(CheckpointError, match="weight_packed"):
+        read(
+            dataclasses.replace(layer, codes=layer.codes[:, :5]),
+            layer.tensors()
+            | {
+                "a.weight_shape": dataclasses.replace(layer, codes=layer.codes[:, :5]).tensors()[
+                    "a.weight_shape"
+                ]
+            },
+        )
+
+
+@over_grids
+def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_dtype):
+    grid, weight = made(name, bits, group_size, scale_dtype).grid, np.ones((2, 8), np.float32)
+    if grid.plain:
+        found = native.rtn(weight, grid.core())
+        grid.check(found["codes"], found["scales"], found["zeros"])
+    else:
+        with pytest.raises(ConfigError, match="codes of a plain grid"):
+            native.rtn(weight, grid.core())
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"bits": 5}, "bits must be one of"),
+        ({"group_size": 0}, "group_size must be positive"),
+        ({"scale_dtype": "int8"}, "scale_dtype must be one of"),
+        ({"symmetric": False, "trellis": Trellis(8, 5)}, "Trellis.* for 4 bits, asymmetric"),
+        ({"bits": 8, "trellis": Trellis(12, 5)}, "Trellis.* for 8 bits"),
+        ({"trellis": Trellis(5, 5)}, "Trellis.* for 4 bits"),
+    ],
+)
+def test_grids_that_do_not_exist_are_refused(changes, match):
+    given = {"bits": 4, "group_size": 8, "symmetric": True, "scale_dtype": "float16"} | changes
+    with pytest.raises(ConfigError, match=match):
+        grid_of(**given)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 try:
     importlib.import_module("loopq._native")
 except ImportError:
@@ -328,6 +330,10 @@ def _product_rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
             found.append(
                 (f"{layer}, {way}: 16 tokens within 1.10x of 1", f"{slower:.3f}x", _met(slower <= 1.10))
             )
+        one = [p for p in d["products"] if p["tokens"] == 1]
+        slope, fixed = np.polyfit([p["int4_bytes"] for p in one], [p["int4"]["median"] for p in one], 1)
+        text = f"{1e-6 / slope:.1f} TB/s and {fixed:.1f} us a launch"
+        found.append((f"line through the layers' times, 1 token, {way}", text, "reported"))
         for step in d["step"]:
             target_text = f"17 projections, {step['tokens']} tokens, {way}: 2.7x cuBLAS bf16"
             found.append((target_text, f"{step['ratio']:.2f}x", _met(step["ratio"] >= 2.7)))

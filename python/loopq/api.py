@@ -26,7 +26,7 @@ from loopq.run.export import quantized_format, refuse_early
 from loopq.run.plan import Plan
 from loopq.run.result import Write, apart, check_out, output
 from loopq.run.route import carry_out, prepare
-from loopq.run.source import DumpSource, ModelSource
+from loopq.run.source import DumpSource, ModelSource, refuse_rollouts
 from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.model_files import model_tensors
@@ -182,6 +182,7 @@ def solve(
         `out` holds something else.
     """
     config, execution, _ = _options(config, options, None)
+    refuse_rollouts(config, "a dump", "use `quantize`")
     if several or shard is not None:
         if out is None:
             raise ConfigError("several processes meet in one folder: give out")

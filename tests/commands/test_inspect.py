@@ -9,21 +9,8 @@ import pytest
 
 from tests.support.checkpoints import reseal
 
+
 # Settings of a checkpoint of version 1, as loopq wrote them: flat, those of every method.
-VERSION_1 = {
-    "layer": {
-        "bits": 3, "group_size": 16, "symmetric": True, "method": "full", "damping": 0.02, "damping_kind": "diagonal",
-        "scales": "group", "scale_search": "max", "act_order": False, "precision": "float64", "block_size": 128,
-        "scale_dtype": "float16", "scale_bits": None, "order": "conditional", "scale_cost": "conditional",
-        "signed_scales": True, "descent": 30, "refit": True, "rounds": 8, "metric": "loop", "passes": 1,
-        "step_weights": "sum", "rotation": "none", "rotation_seed": 0,
-    },
-    "steps": "1:", "overrides": [{"pattern": "*adapter*", "changes": {"method": "full", "bits": 8}}], "include": [],
-    "exclude": ["*wte*"], "rank_threshold": None, "inputs": "asymmetric", "alpha": 0.5, "sweeps": 2,
-    "metric_draws": 2,
-}  # fmt: skip
-
-
 def test_inspect_says_the_settings_by_their_flat_names(quantized, command):
     code, text, _ = command("inspect", quantized)
     assert code == 0
@@ -39,22 +26,6 @@ def test_inspect_says_the_settings_by_their_flat_names(quantized, command):
         "fraction": 0.01,
         "kind": "mean",
     }
-
-
-def test_inspect_reads_the_settings_of_version_1(quantized, tmp_path, command):
-    old = tmp_path / "old"
-    shutil.copytree(quantized, old)
-    reseal(old / "loopq.json", lambda index: index["settings"].update(quantization=VERSION_1))
-    code, text, err = command("inspect", old)
-    assert code == 0, err
-    assert "layer settings: bits 3, group_size 16" in text
-    assert "steps 1:" in text
-    assert "method gptq-cd, metric loop, metric_draws 2, " in text
-    assert ", damping 0.02, damping_kind diagonal" in text
-    assert "inputs asymmetric, alpha 0.5, sweeps 2" in text
-    assert "exclude *wte*, rank_threshold none" in text
-    (override,) = (line for line in text.splitlines() if line.startswith("for layers *adapter*: "))
-    assert {"method=gptq-cd", "bits=8"} <= set(override.partition(": ")[2].split(","))
 
 
 def test_settings_that_are_damaged_are_told(quantized, tmp_path, command):

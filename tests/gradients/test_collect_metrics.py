@@ -149,7 +149,7 @@ def test_threads_of_numpy_change_no_bit():
 def test_lowers_the_divergence(tiny, tokens):
     run, sums = prepared(tiny, tokens, bits=2, metric_draws=8)
     variants = {"inputs": tensors_of(run.solve_from(sums, asked(bits=2, metric="inputs")))}
-    assert not run.metrics
+    assert not run.source.metrics
     layers = run.solve_from(sums)
     variants["loop"] = tensors_of(layers)
     for layer in layers.values():

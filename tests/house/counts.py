@@ -292,7 +292,10 @@ def measures() -> list[Measure]:
         Measure("circles between Python modules", len(circles(import_graph())), 0),
         Measure("circles between files of the core", len(circles(rust_graph())), 0),
         Measure("floors of rooms", len(floors(house)), 10),
-        *(Measure(f"classes called {name} in one language", max(map(len, classes(name))), 1) for name in ONE_CLASS),
+        *(
+            Measure(f"classes called {name} in one language", max(map(len, classes(name))), 1)
+            for name in ONE_CLASS
+        ),
         Measure("Python functions with more than 7 arguments", len(too_many_arguments()), 5),
         Measure("Rust functions with more than 7 arguments", len(rust_too_many_arguments()), 5),
         Measure("% of modules with a test at the mirrored path", round(share), 90, least=True),

@@ -150,8 +150,8 @@ def test_refusals() -> None:
 
 
 def test_the_layouts_own_refusals() -> None:
-    layout = _native.CpuLayout(48, 160, 64, 4)
-    half = _native.CpuLayout(48, 160, 64, 4, scale_dtype="float16")
+    layout = _native.CpuLayout(48, 160, _native.Grid(bits=4, group_size=64))
+    half = _native.CpuLayout(48, 160, _native.Grid(bits=4, group_size=64, scale_dtype="float16"))
     codes, scales = layer_parts()
     packed = np.zeros(layout.n_bytes, np.uint8)
     with pytest.raises(TypeError, match="out must be a writable, contiguous array of uint8"):

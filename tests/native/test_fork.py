@@ -19,11 +19,11 @@ w = rng.standard_normal((64, 64)).astype(np.float32)
 x = rng.standard_normal((3, 64)).astype(np.float32)
 
 def solved():
-    return native.rtn(w, bits=4, group_size=16, threads=2)["codes"].tobytes()
+    return native.rtn(w, native.Grid(bits=4, group_size=16), threads=2)["codes"].tobytes()
 
 def multiplied():
-    found = native.rtn(w, bits=4, group_size=16, threads=2)
-    layout = native.CpuLayout(64, 64, 16, 4)
+    found = native.rtn(w, native.Grid(bits=4, group_size=16), threads=2)
+    layout = native.CpuLayout(64, 64, native.Grid(bits=4, group_size=16))
     packed, out = np.zeros(layout.n_bytes, np.uint8), np.zeros((3, 64), np.float32)
     layout.pack(found["codes"], found["scales"], packed, threads=2)
     layout.multiply(packed, x, out, precision="int8", threads=2)

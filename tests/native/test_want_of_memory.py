@@ -56,7 +56,7 @@ calls = {
     "proxy": lambda: native.proxy(w, None, h, threads=threads),
     "eigenvalues": lambda: native.eigvalsh(h, threads=threads),
     "counts": lambda: native.count_above(h, [1e-3], threads=threads),
-    "layout": lambda: native.CpuLayout(1, 1 << 16, 8, 4),
+    "layout": lambda: native.CpuLayout(1, 1 << 16, native.Grid(bits=4, group_size=8)),
     "dense": lambda: native.pack_dense(codes, 4, 8),
     "marlin": lambda: native.marlin_pack(codes[:256].T, np.ones((dim, 1), np.float32)),
 }

@@ -12,7 +12,7 @@ import pytest
 import loopq
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import native as store
-from loopq.run import solver
+from loopq.run import together
 from loopq.storage import lock
 from tests.support.runs import SETTINGS, digest
 
@@ -94,7 +94,7 @@ def test_shards_wait_for_nobody_and_the_last_one_writes(dump, tmp_path):
 
 def test_a_worker_waits_until_the_heart_of_another_machine_stands_still(dump, tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "STALE", 0.1)
-    monkeypatch.setattr(solver, "POLL", 0.02)
+    monkeypatch.setattr(together, "POLL", 0.02)
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     out = tmp_path / "out"
     assert loopq.solve(dump, out=out, shard=(2, 2), **SETTINGS) is None
@@ -106,9 +106,9 @@ def test_a_worker_waits_until_the_heart_of_another_machine_stands_still(dump, tm
 
 def test_a_worker_that_overslept_saves_nothing(dump, tmp_path, monkeypatch):
     monkeypatch.setattr(lock.Claims, "holds", lambda self, name: False)
-    monkeypatch.setattr(solver, "POLL", 0.0)
+    monkeypatch.setattr(together, "POLL", 0.0)
     left = iter([False, False, True])
-    run = solver.Solver.share
-    monkeypatch.setattr(solver.Solver, "share", lambda self, *a: run(self, *a[:3], lambda: next(left)))
+    run = together._share
+    monkeypatch.setattr(together, "_share", lambda *a: run(*a[:4], lambda: next(left)))
     assert loopq.solve(dump, out=tmp_path / "out", several=True, **SETTINGS) is None
     assert not list((tmp_path / ".out.work").rglob("*.safetensors"))

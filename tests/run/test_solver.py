@@ -60,7 +60,7 @@ def test_the_report_says_what_was_asked_and_what_it_cost(tiny, tokens):
     run = run_of(tiny, tokens, config)
     name = "transformer.adapter.weight"
     hessian = run.all_steps().accumulator(name, [1, 2]).matrix([1, 2])
-    layer = run.config.inputs.solve(run)[name]
+    layer = run.solve()[name]
     weight = tiny.model.get_parameter(name).detach().numpy().astype(np.float64)
     error = layer.dequantize() - weight
     report = layer.report

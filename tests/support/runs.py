@@ -80,8 +80,8 @@ class Prepared:
         """All layers, collected as the plan or other inputs ask."""
         return solve(inputs or self.plan.config.inputs, self.plan, self.source)
 
-    def solver(self, hessians):
-        return self.source.solver(self.plan, hessians, self.source.metrics)
+    def solver(self, hessians, journal=None):
+        return self.source.solver(self.plan, hessians, self.source.metrics, journal)
 
     def solve_from(self, hessians, config=None):
         """All layers from Hessians that are there, under the plan or another."""

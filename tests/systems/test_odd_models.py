@@ -93,7 +93,9 @@ def test_a_run_that_was_killed_after_it_wrote_its_output_is_resumed(
         def killed(*args, **kwargs):
             raise KeyboardInterrupt
 
-        patch.setattr("loopq.api.remove_own", lambda folder, if_empty=False: None if if_empty else killed())
+        patch.setattr(
+            "loopq.run.result.remove_own", lambda folder, if_empty=False: None if if_empty else killed()
+        )
         loopq.quantize(tiny_folder, tokens, out=out, **settings)
     before = digest(out)
     assert (tmp_path / ".q.work").is_dir()

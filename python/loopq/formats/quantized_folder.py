@@ -404,10 +404,10 @@ def matches(pattern: str, module: str, where: str) -> bool:
 
 def _costs(layer: QuantizedLayer, policies: Sequence[Ragged]) -> str:
     size = math.gcd(layer.shape[1], layer.grid.group_size)
+    times = layer.grid.group_size // size
     texts = {
         "keep": "--ragged keep (ragged='keep') stores it as it is",
-        "split": f"--ragged split (ragged='split') stores each scale {layer.grid.group_size // size} times, for groups of "
-        f"{size}",
+        "split": f"--ragged split (ragged='split') stores each scale {times} times, for groups of {size}",
         "pad": "--ragged pad (ragged='pad') fills it up with zero codes",
     }
     return "; ".join(texts[p] for p in policies) or "nothing; quantize with a group size that divides it"

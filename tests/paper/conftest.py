@@ -7,8 +7,10 @@ import torch
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
 from loopq.paper import compared
 from loopq.paper.bench import Bench
+from loopq.settings.execution import Execution
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 from tests.support.paper import bench
 
@@ -32,10 +34,12 @@ def huginn() -> Bench:
 def found():
     """A diagnosis of the linear toy: the paper's sections alone."""
     return survey.diagnose(
-        LinearSystem(LinearLoop(width=8)),
-        tokens(n_prompts=3, n_tokens=12),
-        5,
-        config=CONFIG,
+        Context(
+            LinearSystem(LinearLoop(width=8)),
+            tokens(n_prompts=3, n_tokens=12),
+            5,
+            CONFIG,
+            execution=Execution(threads=1),
+        ),
         only=["displacement", "perturbation", "jacobian", "bypass"],
-        threads=1,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loopq.diagnose.context import Context
-from tests.support.diagnosed import QUICK, Notes
+from tests.support.diagnosed import QUICK
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, numpy_rounder, tokens
 
 
@@ -14,7 +14,6 @@ def context(kind, seed=0):
         5,
         QUICK,
         numpy_rounder,
-        Notes(),
     )
 
 

@@ -52,19 +52,12 @@ def test_a_part_that_was_altered_between_two_runs_is_an_error(loaded, tokens, tm
         collect()
 
 
-def collected(saved_model, out, world):
-    return in_ranks(
-        f"collect {saved_model} --out {out} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1",
-        world,
-    )
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, world):
-    (one,), found = (
-        collected(saved_model, tmp_path / name, n) for name, n in (("one", 1), ("several", world))
-    )
-    assert [code for code, _ in (one, *found)] == [0] * (world + 1), found
+def test_a_collection_of_several_processes_is_that_of_one(saved_model, tmp_path, command, world):
+    asked = f"collect {saved_model} --hessian --n-prompts 24 --seq-len 50 --batch-size 1 --threads 1 --out"
+    assert command(*asked.split(), tmp_path / "one")[0] == 0
+    found = in_ranks(f"{asked} {tmp_path / 'several'}", world)
+    assert [code for code, _ in found] == [0] * world, found
     # One speaks for all.
     assert [f"written to {tmp_path / 'several'}" in text for _, text in found] == [True] + [False] * (
         world - 1

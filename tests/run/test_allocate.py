@@ -22,7 +22,7 @@ from tests.support.runs import digest, tensors_of
 FULL = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
 
 
-@pytest.mark.parametrize("score", ["ablation", "fisher"])
+@pytest.mark.parametrize("score", ["fisher", pytest.param("ablation", marks=pytest.mark.slow)])
 def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_path, score):
     asked = Allocate(3.6, score, bits=(2, 3, 4, 8), group_sizes=(16, 32), n_prompts=4)
     found = loopq.quantize(tiny_folder, tokens, FULL, allocate=asked, out=tmp_path / "q", threads=1)

@@ -46,7 +46,7 @@ def finished(process):
     return said
 
 
-@pytest.mark.parametrize("n_workers", [1, 2, 5])
+@pytest.mark.parametrize("n_workers", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_workers_that_race_write_what_one_process_writes(dump, tmp_path, n_workers):
     loopq.solve(dump, out=tmp_path / "alone", threads=1, **SETTINGS)
     (tmp_path / "shared").mkdir()

@@ -13,7 +13,12 @@ from loopq.inference.generate import Decoder, Generation, generate
 from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
+from tests.support.conformance import SteppingConformance
 from tests.support.vendors import check_round_trip, dory, logits, rename, tokens
+
+
+class TestDory(SteppingConformance):
+    system = "dory"
 
 
 def _paired(name: str) -> str:

@@ -12,7 +12,12 @@ from loopq.models.check import check_model
 from loopq.models.load import load_model
 from loopq.storage.files import map_tensors
 from loopq.systems.base import Batch
+from tests.support.conformance import Conformance
 from tests.support.vendors import check_round_trip, inkling, inkling_config, tokens
+
+
+class TestInkling(Conformance):
+    system = "inkling"
 
 
 def test_round_trip(tmp_path: Path) -> None:

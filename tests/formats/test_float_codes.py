@@ -59,3 +59,10 @@ def test_a_layer_is_exact(kind: str) -> None:
     np.testing.assert_array_equal(found["a.weight"].array(), expected.numpy())
     with pytest.raises(CheckpointError, match="scales are missing"):
         plain({name: t for name, t in stored.items() if "scale" not in name}, "here")
+
+
+@pytest.mark.parametrize(("codes", "scale"), [((4,), (4, 1)), ((4, 8), (0,)), ((4, 8), (3, 1))])
+def test_shapes_that_do_not_fit_are_refused(codes: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    stored = _raw({"weight": torch.zeros(codes, dtype=torch.int8), "weight_scale": torch.ones(scale)})
+    with pytest.raises(CheckpointError, match=r"a\.weight"):
+        plain(stored, "here")

@@ -75,6 +75,8 @@ def plain(tensors: Mapping[str, RawTensor], where: object) -> dict[str, RawTenso
 
 
 def _values(tensor: RawTensor, scale: RawTensor, outer: RawTensor | None, where: str) -> NDArray[np.float32]:
+    if len(tensor.shape) != 2 or not scale.data.size or (outer is not None and outer.shape not in ((), (1,))):
+        raise CheckpointError(f"{where}: shape {list(tensor.shape)}, scales {list(scale.shape)}")
     codes = tensor.array()
     decode: dict[str, Callable[[NDArray[Any]], NDArray[np.float32]]] = {"U8": e2m1, "F8_E4M3": e4m3}
     values = decode[tensor.dtype](codes) if tensor.dtype in decode else codes.astype(np.float32)

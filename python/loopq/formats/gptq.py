@@ -188,7 +188,9 @@ class GPTQv2(GPTQ):
         found = dict(tensors)
         for module in self.modules(list(tensors)):
             words, zeros, scales = (tensors.get(f"{module}.{n}") for n in ("qweight", "qzeros", "scales"))
-            if words is None or zeros is None or scales is None or words.shape[-1] == scales.shape[-1]:
+            if words is None or zeros is None or scales is None or len(words.shape) != 2:
+                continue
+            if words.shape[1:] == scales.shape[1:]:
                 continue
             codes = native.pack_dense(np.ascontiguousarray(_awq_codes(words, path, module).T), 4, 0)
             found[f"{module}.qweight"] = RawTensor.of(np.ascontiguousarray(codes.T))

@@ -112,7 +112,7 @@ def test_wrong_tensors_are_refused_by_name(tmp_path, form, change, match):
             lambda c: c.update(checkpoint_format="gptq_p", format="gptq_p"),
             "'gptq', format 'gptq_p': loopq reads",
         ),
-        (V1, lambda c: c.update(quant_method="awq"), "quant_method 'awq'"),
+        (V1, lambda c: c.update(quant_method="quip"), "quant_method 'quip'"),
         (V1, lambda c: c.update(bits=5), r"module 'a\.b': bits: 5; allowed: 2, 3, 4, 8"),
         (V1, lambda c: c.update(bits=8), r"'a\.b\.qweight'"),
         (V1, lambda c: c.update(group_size="big"), "group_size: 'big'; allowed: a whole number"),

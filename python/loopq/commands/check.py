@@ -69,7 +69,7 @@ def _plan(args: argparse.Namespace) -> int:
         _PROMPTS * CalibrationTake().seq_len,
         n_steps=args.n_steps,
         memory=how.memory,
-        threads=how.threads or 1,
+        threads=how.threads,
     )
     print("\n".join(found.lines()))
     return int(found.peak > found.limit)

@@ -85,10 +85,10 @@ def write_folder(gguf: Any, folder: Path) -> None:
     llama = {key.removeprefix("llama."): v for key, v in facts.items() if key.startswith("llama.")}
     heads = {"attn_q": llama["attention.head_count"], "attn_k": llama["attention.head_count_kv"]}
     tensors = {}
-    for number, entry in enumerate(gguf.tensors):
+    for place, entry in enumerate(gguf.tensors):
         found = dequantize(entry.data, entry.tensor_type)
         values = torch.from_numpy(
-            moved(found, entry.data, number) if entry.tensor_type == Q4_1 else found.copy()
+            moved(found, entry.data, place) if entry.tensor_type == Q4_1 else found.copy()
         )
         _, number, part = entry.name.split(".")[:3] if entry.name.startswith("blk.") else ("", "", "")
         if part in heads:

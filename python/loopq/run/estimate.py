@@ -130,8 +130,8 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
 
 def seconds_of(metric: MetricCost, rollout: float) -> float:
     """Seconds that loop metrics take, by those of one prompt's rollout."""
-    # Forward with a graph once for a prompt; backward, twice as long, for each of its draws.
-    passes = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
+    # Forward with a graph once for a prompt; backward, of activations alone, for each of its draws.
+    passes = metric.n_gradients / metric.n_draws + metric.n_gradients
     return rollout * passes + metric.multiply_adds / _product_rate()
 
 

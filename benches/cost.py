@@ -95,8 +95,9 @@ def page(args: argparse.Namespace, n_matrices: int, rows: dict[str, dict[str, An
     lines = [
         f"# The cost of a run beside llm-compressor's, {datetime.date.today()}", "",
         f"`python -m benches.cost`: {n_matrices} matrices of `{Path(args.model).name}`, "
-        f"INT{args.grid.replace(':', ' g')}, {args.n_calibration} x {args.seq_len} tokens, one thread of {processor()}. "
-        f"CPU seconds of everything after loading; KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
+        f"INT{args.grid.replace(':', ' g')}, {args.n_calibration} x {args.seq_len} tokens, "
+        f"one thread of {processor()}. CPU seconds of everything after loading; "
+        f"KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
         "| run | CPU s | over llm-compressor | bar | MiB | KL (95 % over prompts) | over llm-compressor | agreement |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from loopq.errors import NonFiniteError, SystemContractError
-from loopq.gradients.sketch import Left, Right, Taps, cycled, root
+from loopq.gradients.sketch import Both, Outputs, Sketch, Taps, cycled, root
 from loopq.quantizers.loop_metric import ridged
 
 
@@ -64,10 +64,10 @@ def test_products_are_those_of_the_weights_gradients(recompute):
             strict=True,
         )
     )
-    roots = {n: torch.randn(g.shape[1], 5) for n, g in exact.items()}
-    back = {n: [torch.randn(len(p), len(p)) for p in g.split(4)] for n, g in exact.items()}
-    left, right = {}, {}
-    for side in (Left(left, roots, 5, 4), Right(right, back, 4, 0, 2)):
+    sketch = Sketch({n: torch.randn(g.shape[1], 5) for n, g in exact.items()}, 5, 4, 0, 2)
+    scales = {n: torch.rand(len(g)) + 0.5 for n, g in exact.items()}
+    energy, left, right = {}, {}, {}
+    for side in (Outputs(energy, sketch), Both(left, right, scales, sketch)):
         with Taps(system, tasks, side) as taps:
             side.begin(1, 0)
             out = model(x)
@@ -75,15 +75,21 @@ def test_products_are_those_of_the_weights_gradients(recompute):
             side.begin(1, 1)
             taps.backward(out, last=True)
     for name, g in exact.items():
-        thin = roots[name] * (len(roots[name]) / 5) ** 0.5
-        for found, part in zip(left[name], (g @ thin).split(4), strict=True):
+        whole = sketch.roots[name]
+        product = g @ whole * (len(whole) / 5) ** 0.5
+        for found, part in zip(left[name], product.split(4), strict=True):
             torch.testing.assert_close(found, 2 * part @ part.T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(energy[name], 2 * product.square().sum(1), rtol=1e-4, atol=1e-4)
+        # All columns of every block are there: but for products between blocks the sum is exact.
+        one = Both({}, {}, scales, sketch)
         expected = torch.zeros_like(right[name])
         for draw in (0, 1):
-            one = Right({}, back, 4, 0, 2)
             one.begin(1, draw)
-            product = g.T @ one._choose(name)
-            expected += product @ product.T
+            thin = one._choose(name)
+            expected += g.T @ thin @ thin.T @ g
+            for rows in torch.arange(len(g)).split(4):
+                own = thin[rows] @ thin[rows].T
+                torch.testing.assert_close(own, torch.diag(scales[name][rows] ** 2), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(right[name], expected, rtol=1e-4, atol=1e-4)
     assert all(p.requires_grad for p in model.parameters())
 
@@ -91,15 +97,15 @@ def test_products_are_those_of_the_weights_gradients(recompute):
 def test_what_cannot_be_multiplied_is_named():
     model = Awkward(False)
     system, tasks = of(model)
-    roots = {n: torch.eye(k) for n, k in (("a.weight", 6), ("b.weight", 10))}
+    sketch = Sketch({n: torch.eye(k) for n, k in (("a.weight", 6), ("b.weight", 10))}, 5, 4, 0, 1)
     with (
-        Taps(system, tasks, Left({}, roots, 5, 4)) as taps,
+        Taps(system, tasks, Outputs({}, sketch)) as taps,
         pytest.raises(NonFiniteError, match=r"layer [ab]"),
     ):
         taps.backward(model(torch.randn(4, 2, 6)) * float("inf"), last=True)
     model.a.register_forward_hook(lambda module, inputs, out: out[..., :4])
     with (
-        Taps(system, tasks, Left({}, roots, 5, 4)),
+        Taps(system, tasks, Outputs({}, sketch)),
         pytest.raises(SystemContractError, match=r"layer a\.weight: its"),
     ):
         model(torch.randn(4, 2, 6))
@@ -126,10 +132,10 @@ def test_columns_of_a_root_say_alike_whatever_is_chosen():
 
 
 def test_products_between_blocks_vanish_on_average():
-    side = Right({}, {"w": [torch.eye(6), torch.eye(6)]}, 3, 0, 1)
-    total = torch.zeros(12, 12)
+    side = Both({}, {}, {"w": torch.ones(10)}, Sketch({}, 3, 6, 0, 1))
+    total = torch.zeros(10, 10)
     for number in range(2000):
         side.begin(number, 0)
         thin = side._choose("w")
         total += thin @ thin.T / 2000
-    torch.testing.assert_close(total, torch.eye(12), rtol=0, atol=0.1)
+    torch.testing.assert_close(total, torch.eye(10), rtol=0, atol=0.1)

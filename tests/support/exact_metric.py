@@ -1,10 +1,11 @@
-"""The exact loop metric, from gradients of whole weights in double precision: what the sketch is compared with."""
+"""The loop metric from gradients of whole weights in double precision: what the sketch is compared with."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from loopq.gradients.collect_metrics import LEAST_SCALE, n_ahead
 from loopq.gradients.scores import draw_labels
 from loopq.gradients.unroll import linked, unroll
 from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
@@ -32,8 +33,8 @@ def gradients(system, tokens, names, n_steps, seed, n_draws):
                 yield {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
 
 
-def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0):
-    """Loop metrics as of `collect_metrics`: one round of the alternation, written out."""
+def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="scale"):
+    """Loop metrics as of `collect_metrics`; with outputs "A", S_g = sum g^T A'^-1 g, one round of the alternation."""
     ((most, n_draws),) = {t.gradients for t in tasks}
     tokens = tokens.take(0, n_gradient_prompts(most, len(tokens.sequences)))
     kept = {t.name: [] for t in tasks}
@@ -45,10 +46,16 @@ def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0):
     for t in tasks:
         h = np.asarray(hessians.accumulator(str(t.input_group), t.steps).matrix(list(t.steps)), np.float64)
         inverse, left, right = np.linalg.inv(ridged(h, DAMPING)), [], 0.0
+        weight = system.parameter(t.parameter).detach().double().numpy()
+        size = np.square(weight.T if t.parameter.orientation == "in_out" else weight) @ np.diag(h)
+        ahead = kept[t.name][: n_ahead(len(tokens.sequences)) * n_draws]
+        energy = sum(np.einsum("ij,jk,ik->i", g, inverse, g) for g in ahead) * size
+        scale = size / np.maximum(energy, LEAST_SCALE * energy.mean())
         for first in range(0, t.parameter.out_features, BLOCK):
-            block = [g[first : first + BLOCK] for g in kept[t.name]]
+            rows = slice(first, first + BLOCK)
+            block = [g[rows] for g in kept[t.name]]
             left.append(ridged(sum(g @ inverse @ g.T for g in block), RIDGE))
-            own = np.linalg.inv(left[-1])
+            own = np.linalg.inv(left[-1]) if outputs == "A" else np.diag(scale[rows])
             right = right + sum(g.T @ own @ g for g in block)
         metrics[t.name] = LoopMetric(tuple(left), right, len(kept[t.name]))
     return metrics

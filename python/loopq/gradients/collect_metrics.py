@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +31,20 @@ if TYPE_CHECKING:
 
 #: Columns of the thin matrices of all prompts together, for each output of a block; and most columns of one.
 COLUMNS, MOST = 8, 256
-#: Gradients are computed for the sums between outputs, and again for those between inputs, which need the former.
-ROUNDS = 2
+#: Share of the prompts that are run ahead, for the scale of each output; and the least of it, as a share of the mean.
+AHEAD, LEAST_SCALE = 0.125, 0.1
+#: In the place of zero, before a division in single precision.
+_TINY = 1e-30
 
 
 def rank_of(n_prompts: int) -> int:
     """Columns of a gradient's thin matrix: fewer of each where there are more of them."""
     return min(MOST, -(-COLUMNS * BLOCK // n_prompts))
+
+
+def n_ahead(n_prompts: int) -> int:
+    """Prompts that are run ahead."""
+    return math.ceil(AHEAD * n_prompts)
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,9 @@ class MetricCost:
     Parameters
     ----------
     n_gradients : int
-        Backward passes of both rounds.
+        Backward passes, those ahead included.
     n_draws : int
-        Of these, of one prompt and round.
+        Of these, of one prompt.
     multiply_adds : float
         Single-precision products of all gradients with thin matrices.
     memory : int
@@ -74,11 +82,11 @@ def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
         wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
         rows = n_tokens * p.invocations
         products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * (high * block + wide**2))
-        # Both sums in double precision; one of them, and the root of the other side, in single precision.
-        memory += 12 * (wide**2 + high * block) + 4 * rank * (high + wide)
+        # Both sums in single and in double precision; the root on the inputs' side; thin matrices and products.
+        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 8 * rank * (high + wide)
     # While a root is made: the damped matrix, its factor, and what is solved for.
     memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
-    return MetricCost(ROUNDS * total, n_draws, products, memory)
+    return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory)
 
 
 def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
@@ -132,8 +140,9 @@ def collect_metrics(
 
     Notes
     -----
-    Sums and products are single precision, on the model's device (`loopq.gradients.sketch`). A needs H alone, S needs
-    A: the prompts are run twice. The same number of threads gives the same bits, another may change last bits.
+    Sums and products are single precision, on the model's device (`loopq.gradients.sketch`). S needs the scale of each
+    output, which some prompts that are run ahead give. The same number of threads gives the same bits, another may
+    change last bits.
     """
     (most, n_draws), chosen = _chosen(tasks)
     chosen = [t for t in chosen if not t.parameter.routed_in or _n_rows(hessians, t)]
@@ -156,11 +165,10 @@ def reached(
     """
     from loopq.gradients.sketch import Reached  # lazy: loopq imports without torch
 
-    side = Reached({})
-    backward = _Backward(system, tokens.take(0, 1), n_steps, 1, seed)
-    for _ in backward.run(side, tasks, 0):
+    side = Reached()
+    for _ in _Backward(system, tokens, n_steps, 1, seed).run(side, tasks, 0, 1):
         pass
-    return set(side.sums)
+    return side.names
 
 
 @dataclass
@@ -180,33 +188,31 @@ class _Backward:
     seed: int
     _labels: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
 
-    def run(self, side: Side, tasks: Sequence[Task], skip: int) -> Generator[int, None, None]:
-        """Hand gradients to a side; yield after each with the number of prompts that are done by then."""
+    def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
+        """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
         from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
 
+        batches = itertools.islice(self.tokens.batches(1, self.seed), first, last)
         with Taps(self.system, tasks, side) as taps:
-            for done, batch in enumerate(
-                itertools.islice(self.tokens.batches(1, self.seed), skip, None), skip
-            ):
+            for done, batch in enumerate(batches, first):
                 prompt = batch.prompts[0]
                 side.begin(prompt, 0)
                 with model_code(f"gradient of prompt {prompt}"):
-                    out = self.tokens.scored(
-                        unroll(self.system, batch, self.n_steps).float(), self.system.output
-                    )
+                    out = unroll(self.system, batch, self.n_steps).float()
+                    out = self.tokens.scored(out, self.system.output)
                     for draw in range(self.n_draws):
                         if draw:
                             side.begin(prompt, draw)
-                        last = draw + 1 == self.n_draws
-                        taps.backward(self._target(out, prompt, draw), last=last)
-                        yield done + last
+                        whole = draw + 1 == self.n_draws
+                        taps.backward(self._target(out, prompt, draw), last=whole)
+                        yield done + whole
 
     def _target(self, out: Tensor, prompt: int, draw: int) -> Tensor:
         import torch  # lazy: loopq imports without torch
 
         if self.system.output == "logits":
             logp = out.log_softmax(-1)
-            # Drawing takes as long as a step of the loop where the vocabulary is large: once for both rounds.
+            # Drawing takes as long as a step of the loop where the vocabulary is large: also for those ahead.
             if (prompt, draw) not in self._labels:
                 self._labels[prompt, draw] = draw_labels(
                     logp.detach().cpu().numpy(), [self.seed, prompt, draw]
@@ -219,7 +225,7 @@ class _Backward:
 
 @dataclass
 class _Collector:
-    """Both rounds over the prompts."""
+    """Some prompts ahead, then all of them."""
 
     system: LoopedSystem
     tokens: TokenSet
@@ -229,39 +235,41 @@ class _Collector:
     sums: _Sums
 
     def __post_init__(self) -> None:
-        n_prompts = len(self.tokens.sequences)
-        self.total = n_prompts * self.n_draws
-        self.rank = rank_of(n_prompts)
+        self.n_prompts = len(self.tokens.sequences)
+        self.rank = rank_of(self.n_prompts)
         self.backward = _Backward(self.system, self.tokens, self.n_steps, self.n_draws, self.execution.seed)
+        self._roots: dict[str, Tensor] = {}
+        self._sizes: dict[str, Tensor] = {}
 
     def run(self, tasks: Sequence[Task], hessians: Hessians) -> dict[str, LoopMetric]:
         """Return the metrics of the layers that a gradient reaches."""
-        from loopq.gradients.sketch import Left, Right  # lazy: loopq imports without torch
+        from loopq.gradients.sketch import Both, Outputs, Sketch  # lazy: loopq imports without torch
 
-        sums, progress = self.sums, self.execution.progress
+        sums, progress, ahead = self.sums, self.execution.progress, n_ahead(self.n_prompts)
         sums.resume(self.system)
-        progress.start("metric", ROUNDS * self.total, "gradients")
-        done = sums.round * self.total + sums.done * self.n_draws
+        progress.start("metric", (ahead + self.n_prompts) * self.n_draws, "gradients")
+        done = (sums.done + ahead * (sums.round > 0) + self.n_prompts * (sums.round > 1)) * self.n_draws
         if done:
             progress.note(f"resumed after {done} gradients")
             progress.advance(done)
+        if sums.round < 2:
+            self._read(tasks, hessians)
+        sketch = Sketch(self._roots, self.rank, BLOCK, self.execution.seed, self.n_draws)
         if sums.round == 0:
-            self._round(Left(sums.left, self._input_roots(tasks, hessians), self.rank, BLOCK), tasks)
-        left = self._left(tasks)
+            self._round(Outputs(sums.energy, sketch), tasks, ahead)
         if sums.round == 1:
-            side = Right(sums.right, self._output_roots(left), self.rank, self.execution.seed, self.n_draws)
-            self._round(side, [t for t in tasks if t.name in left])
+            self._round(Both(sums.left, sums.right, self._scales(), sketch), tasks, self.n_prompts)
         progress.stop()
-        return {
-            name: LoopMetric(
-                tuple(ridged(a, RIDGE) for a in blocks), _double(sums.right.pop(name)), self.total
-            )
-            for name, blocks in left.items()
-        }
+        n_gradients = self.n_prompts * self.n_draws
+        found = {}
+        for name, blocks in self._reached(tasks).items():
+            left = tuple(ridged(_double(a), RIDGE) for a in blocks)
+            found[name] = LoopMetric(left, _double(sums.right.pop(name)), n_gradients)
+        return found
 
-    def _round(self, side: Side, tasks: Sequence[Task]) -> None:
+    def _round(self, side: Side, tasks: Sequence[Task], n_prompts: int) -> None:
         sums = self.sums
-        with contextlib.closing(self.backward.run(side, tasks, sums.done)) as gradients:
+        with contextlib.closing(self.backward.run(side, tasks, sums.done, n_prompts)) as gradients:
             for done in gradients:
                 if done > sums.done:
                     sums.done = done
@@ -269,36 +277,47 @@ class _Collector:
                         sums.save()
                 self.execution.progress.advance()
         sums.round, sums.done = sums.round + 1, 0
-        if sums.round == ROUNDS:
+        if sums.round == 2:
             sums.save()
 
-    def _input_roots(self, tasks: Sequence[Task], hessians: Hessians) -> dict[str, Tensor]:
-        """Roots of the damped Hessians' inverses; layers that sum one input over the same steps have one."""
-        found: dict[Any, Tensor] = {}
-        for task in tasks:
-            key = (task.input_group, task.steps)
-            if key not in found:
-                columns = min(task.parameter.in_features, len(self.tokens.sequences) * self.rank)
-                found[key] = self._root(_summed(hessians, task), DAMPING, str(task.input_group), 0, columns)
-        return {t.name: found[t.input_group, t.steps] for t in tasks}
-
-    def _output_roots(self, left: Mapping[str, Sequence[Any]]) -> dict[str, list[Tensor]]:
-        return {
-            name: [self._root(a, RIDGE, f"{name}/{i}", 1, len(a)) for i, a in enumerate(blocks)]
-            for name, blocks in left.items()
-        }
-
-    def _root(self, matrix: Any, share: float, name: str, side: int, n_columns: int) -> Tensor:
+    def _read(self, tasks: Sequence[Task], hessians: Hessians) -> None:
+        """Roots of the inverses of H', one for layers that sum one input over the same steps; and sizes of rows."""
         import torch  # lazy: loopq imports without torch
 
         from loopq.gradients.sketch import root, seed_of
 
-        seed = seed_of(name, self.execution.seed, side)
-        return self.system.to_device(torch.from_numpy(root(matrix, share, seed, n_columns)))
+        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        for task in tasks:
+            p, key = task.parameter, (task.input_group, task.steps)
+            if key not in found:
+                hessian = _summed(hessians, task)
+                seed = seed_of(str(task.input_group), self.execution.seed, 0)
+                columns = min(p.in_features, self.n_prompts * self.rank)
+                whole = torch.from_numpy(root(hessian, DAMPING, seed, columns))
+                energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
+                found[key] = self.system.to_device(whole), self.system.to_device(energy)
+            self._roots[task.name], energy = found[key]
+            weight = self.system.parameter(p).detach()
+            weight = weight.T if p.orientation == "in_out" else weight
+            self._sizes[task.name] = weight.float().square() @ energy
 
-    def _left(self, tasks: Sequence[Task]) -> dict[str, list[NDArray[np.float64]]]:
+    def _scales(self) -> dict[str, Tensor]:
+        """Factor of each output: one over the root of its energy d, which is raised where d r is far below its mean.
+
+        With r the size of a row, a row that is made larger, with what reads it made smaller, changes nothing. An expert
+        that no prompt ahead is sent to has d = 1 / r.
+        """
+        found = {}
+        for name, size in self._sizes.items():
+            size = size.clamp_min(_TINY)
+            relative = self.sums.energy[name] * size if name in self.sums.energy else size.new_ones(len(size))
+            relative = relative.clamp_min(max(LEAST_SCALE * float(relative.mean()), _TINY))
+            found[name] = (size / relative).sqrt()
+        return found
+
+    def _reached(self, tasks: Sequence[Task]) -> dict[str, list[Tensor]]:
         """Sums between outputs of the layers that a gradient reaches, which all but experts must be."""
-        found = {n: [_double(a) for a in blocks] for n, blocks in self.sums.left.items()}
+        found = dict(self.sums.left)
         for t in tasks:
             # An expert that was given no row has no gradient, or one of zeros.
             if t.parameter.routed_in and not any(a.any() for a in found.get(t.name, ())):
@@ -331,6 +350,7 @@ class _Sums:
     """
 
     journal: Journal
+    energy: dict[str, Tensor] = field(default_factory=dict)
     left: dict[str, list[Tensor]] = field(default_factory=dict)
     right: dict[str, Tensor] = field(default_factory=dict)
     round: int = 0
@@ -347,6 +367,7 @@ class _Sums:
             return
         tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
         tensors |= {f"right/{n}": a for n, a in self.right.items()}
+        tensors |= {f"energy/{n}": a for n, a in self.energy.items()}
         arrays = {n: RawTensor.of(a.cpu().numpy()) for n, a in tensors.items()}
         with self.snapshots.saving():
             self.journal.save("sums", arrays, round=self.round, done=self.done)
@@ -362,7 +383,7 @@ class _Sums:
         for name, tensor in sorted(found.tensors.items()):
             side, _, rest = name.partition("/")
             values = system.to_device(torch.from_numpy(np.array(tensor.array(), dtype=np.float32)))
-            if side == "right":
-                self.right[rest] = values
-            else:
+            if side == "left":
                 self.left.setdefault(rest.rpartition("/")[0], []).append(values)
+            else:
+                (self.right if side == "right" else self.energy)[rest] = values

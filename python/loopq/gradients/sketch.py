@@ -11,6 +11,7 @@ import contextlib
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,14 @@ from loopq.errors import NonFiniteError, SystemContractError
 from loopq.quantizers.loop_metric import ridged
 from loopq.quantizers.task import Task
 from loopq.systems.base import LoopedSystem
+
+
+def _hartley(n: int, columns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Some columns of the Hartley transform, which is orthogonal for every n."""
+    angles = np.arange(n) * (2.0 * np.pi / n)
+    wave = (np.cos(angles) + np.sin(angles)) / np.sqrt(n)
+    found: NDArray[np.float64] = wave[np.outer(np.arange(n), columns) % n]
+    return found
 
 
 def root(
@@ -49,15 +58,13 @@ def root(
 
     Notes
     -----
-    C = D L^-T diag(signs) F P with D M D = L L^T of unit diagonal, F the Hartley transform, which is orthogonal for
-    every n, and P a permutation. Unit diagonal: no scaling of a channel costs digits.
+    C = D L^-T diag(signs) F P with D M D = L L^T of unit diagonal, F the Hartley
+    transform and P a permutation. Unit diagonal: no scaling of a channel costs digits.
     """
     n = len(matrix)
     rng = np.random.default_rng(list(seed))
     signs, columns = rng.choice((-1.0, 1.0), n), rng.permutation(n)[:n_columns]
-    angles = np.arange(n) * (2.0 * np.pi / n)
-    wave = (np.cos(angles) + np.sin(angles)) / np.sqrt(n)
-    mixed = signs[:, None] * wave[np.outer(np.arange(n), columns) % n]
+    mixed = signs[:, None] * _hartley(n, columns)
     damped = ridged(matrix, share)
     unit = 1.0 / np.sqrt(np.diag(damped))
     lower = torch.linalg.cholesky(torch.from_numpy(damped * unit * unit[:, None]))
@@ -70,40 +77,68 @@ def seed_of(name: str, seed: int, side: int) -> list[int]:
     return [seed, zlib.crc32(name.encode()), side]
 
 
-class Side(ABC):
-    """What is kept of a layer's input, and what is done when the gradient of its output arrives.
+def cycled(n: int, n_columns: int, rank: int, number: int) -> tuple[list[int], float]:
+    """Columns of the `number`-th gradient: as many as `rank`, one gradient after the other through all; their scale."""
+    rank = min(rank, n_columns)
+    return [(number * rank + i) % n_columns for i in range(rank)], (n / rank) ** 0.5
+
+
+Kept = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What thin matrices are made of.
 
     Parameters
     ----------
-    sums : dict
-        Sums by parameter name, which `end` adds to.
+    roots : mapping of str to Tensor
+        Columns of H'^-1/2 by parameter name; the same object for layers with the same input.
+    rank : int
+        Columns of a thin matrix.
+    block : int
+        Outputs of a block.
+    seed : int
+        Seed of signs and of the order of columns.
+    n_draws : int
+        Draws of a prompt, each with a Y of its own.
     """
 
-    def __init__(self, sums: dict[str, Any]) -> None:
-        self.sums = sums
-        self._products: dict[str, Tensor] = {}
+    roots: Mapping[str, Tensor]
+    rank: int
+    block: int
+    seed: int
+    n_draws: int
 
-    @abstractmethod
-    def keep(self, task: Task, rows: Tensor) -> Tensor:
-        """Return what is kept of the rows (n_rows, in_features) of a call until its gradient is there."""
 
-    @abstractmethod
-    def product(self, name: str, kept: Tensor, gradient: Tensor) -> Tensor:
-        """Multiply what was kept with the gradient (n_rows, out_features) of a call."""
+class Side(ABC):
+    """What is kept of a layer's input, and what is done when the gradient of its output arrives."""
 
-    @abstractmethod
-    def add(self, name: str, product: Tensor) -> None:
-        """Add the product of one gradient, of all its steps, to the sums."""
+    def __init__(self) -> None:
+        self._products: dict[str, Kept] = {}
 
     @abstractmethod
     def begin(self, prompt: int, draw: int) -> None:
         """Choose the thin matrices of a prompt (draw 0, before its rollout) and of a draw."""
 
-    def take(self, name: str, kept: Tensor, gradient: Tensor) -> None:
-        """Add the product of one call."""
-        found = self.product(name, kept, gradient)
-        old = self._products.get(name)
-        self._products[name] = found if old is None else old.add_(found)
+    @abstractmethod
+    def keep(self, task: Task, rows: Tensor) -> Kept:
+        """Return what is kept of the rows (n_rows, in_features) of a call until its gradient is there."""
+
+    @abstractmethod
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
+        """Multiply what was kept with the gradient (n_rows, out_features) of a call."""
+
+    @abstractmethod
+    def add(self, name: str, products: Kept) -> None:
+        """Add the products of one gradient, of all its steps, to the sums."""
+
+    def take(self, name: str, kept: Kept, gradient: Tensor) -> None:
+        """Add the products of one call."""
+        found, old = self.products(name, kept, gradient), self._products.get(name)
+        self._products[name] = (
+            found if old is None else tuple(x.add_(y) for x, y in zip(old, found, strict=True))
+        )
 
     def end(self) -> None:
         """Add up what a backward pass gave.
@@ -113,48 +148,50 @@ class Side(ABC):
         NonFiniteError
             A gradient is NaN or infinite.
         """
-        for name, product in self._products.items():
-            if not bool(torch.isfinite(product).all()):
+        for name, products in self._products.items():
+            if not all(bool(torch.isfinite(product).all()) for product in products):
                 raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
-            self.add(name, product)
+            self.add(name, products)
         self._products.clear()
 
 
 class Reached(Side):
     """Notes which layers a gradient reaches, and multiplies nothing."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
     def begin(self, prompt: int, draw: int) -> None:
         """Nothing to choose."""
 
-    def keep(self, task: Task, rows: Tensor) -> Tensor:
+    def keep(self, task: Task, rows: Tensor) -> Kept:
         """Nothing."""
-        return rows.new_empty(0)
+        return ()
 
-    def product(self, name: str, kept: Tensor, gradient: Tensor) -> Tensor:
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
         """Sum of the gradient, to be tested for NaN."""
-        return gradient.sum()
+        return (gradient.sum(),)
 
-    def add(self, name: str, product: Tensor) -> None:
+    def add(self, name: str, products: Kept) -> None:
         """Note the layer."""
-        self.sums[name] = True
+        self.names.add(name)
 
 
-class Left(Side):
-    """A_b += (g Om)_b (g Om)_b^T, b the blocks of outputs; layers with one input have one Om.
+class Outputs(Side):
+    """Energy of each output, diag(g Om Om^T g^T); layers with one input have one Om.
 
     Parameters
     ----------
-    roots : mapping
-        Columns of H'^-1/2 by parameter name; the same object for layers with the same input.
-    rank : int
-        Columns of Om.
-    block : int
-        Outputs of a block.
+    sums : dict
+        Energies by parameter name, which are added to.
+    sketch : Sketch
+        What Om is made of.
     """
 
-    def __init__(self, sums: dict[str, Any], roots: Mapping[str, Tensor], rank: int, block: int) -> None:
-        super().__init__(sums)
-        self._roots, self._rank, self._block = roots, rank, block
+    def __init__(self, sums: dict[str, Tensor], sketch: Sketch) -> None:
+        super().__init__()
+        self._sums, self.sketch = sums, sketch
         self._prompt = 0
         self._last: dict[int, tuple[InputKey, Tensor, Tensor]] = {}
 
@@ -163,90 +200,97 @@ class Left(Side):
         self._prompt = prompt
         self._last.clear()
 
-    def keep(self, task: Task, rows: Tensor) -> Tensor:
+    def keep(self, task: Task, rows: Tensor) -> Kept:
         """X_t Om: once for the layers that read one input."""
-        whole = self._roots[task.name]
+        whole = self.sketch.roots[task.name]
         key, found = input_key(rows), self._last.get(id(whole))
         if found is None or found[0] != key:
             # The rows stay alive, so that their address cannot be another tensor's by now.
-            chosen, scale = cycled(whole.shape[0], whole.shape[1], self._rank, self._prompt)
+            chosen, scale = cycled(whole.shape[0], whole.shape[1], self.sketch.rank, self._prompt)
             found = self._last[id(whole)] = key, rows, rows.float() @ (whole[:, chosen] * scale)
-        return found[2]
+        return (found[2],)
 
-    def product(self, name: str, kept: Tensor, gradient: Tensor) -> Tensor:
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
         """G_t^T (X_t Om)."""
-        return gradient.float().T @ kept
+        return (gradient.float().T @ kept[0],)
 
-    def add(self, name: str, product: Tensor) -> None:
-        """Add to every block."""
-        parts = product.split(self._block)
-        blocks = self.sums.setdefault(name, [p.new_zeros(len(p), len(p)) for p in parts])
-        for block, part in zip(blocks, parts, strict=True):
-            block.addmm_(part, part.T)
+    def add(self, name: str, products: Kept) -> None:
+        """Add squares of rows."""
+        energy = products[0].square().sum(1)
+        self._sums[name] = self._sums[name] + energy if name in self._sums else energy
 
 
-class Right(Side):
-    """S_g += (g^T Y)(g^T Y)^T, the blocks of Y with random signs, so that products between them vanish on average.
+class Both(Outputs):
+    """A_b += (g Om)_b (g Om)_b^T and S_g += (g^T Y)(g^T Y)^T, b the blocks of outputs.
 
     Parameters
     ----------
-    roots : mapping
-        Columns of A'_b^-1/2 of every block by parameter name.
-    rank : int
-        Columns of Y.
-    seed : int
-        Seed of the signs.
-    n_draws : int
-        Draws of a prompt, each with a Y of its own.
+    left, right : dict
+        Sums by parameter name, which are added to.
+    scales : mapping
+        Factor of each output in Y, by parameter name.
+    sketch : Sketch
+        What Om and Y are made of.
+
+    Notes
+    -----
+    Y_b = diag(scale) diag(signs) F P diag(signs'): F the Hartley transform, of which each gradient takes other columns;
+    signs of rows are a layer's, those of columns a gradient's, so that products between blocks vanish on average.
     """
 
     def __init__(
-        self, sums: dict[str, Any], roots: Mapping[str, Sequence[Tensor]], rank: int, seed: int, n_draws: int
+        self,
+        left: dict[str, list[Tensor]],
+        right: dict[str, Tensor],
+        scales: Mapping[str, Tensor],
+        sketch: Sketch,
     ) -> None:
-        super().__init__(sums)
-        self._roots, self._rank, self._seed, self._n_draws = roots, rank, seed, n_draws
+        super().__init__({}, sketch)
+        self.left, self.right, self._scales = left, right, scales
         self._number = 0
         self._thin: dict[str, Tensor] = {}
 
     def begin(self, prompt: int, draw: int) -> None:
         """As of `Side`."""
-        self._number = prompt * self._n_draws + draw
+        super().begin(prompt, draw)
+        self._number = prompt * self.sketch.n_draws + draw
         self._thin.clear()
 
-    def keep(self, task: Task, rows: Tensor) -> Tensor:
-        """X_t itself."""
-        return rows
+    def keep(self, task: Task, rows: Tensor) -> Kept:
+        """X_t Om, and X_t itself."""
+        return *super().keep(task, rows), rows
 
-    def product(self, name: str, kept: Tensor, gradient: Tensor) -> Tensor:
-        """X_t^T (G_t Y)."""
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
+        """G_t^T (X_t Om), and X_t^T (G_t Y)."""
         if name not in self._thin:
             self._thin[name] = self._choose(name)
-        return kept.float().T @ (gradient.float() @ self._thin[name])
+        return *super().products(name, kept, gradient), kept[1].float().T @ (
+            gradient.float() @ self._thin[name]
+        )
 
-    def add(self, name: str, product: Tensor) -> None:
-        """Add to the matrix between inputs."""
-        n = len(product)
-        self.sums.setdefault(name, product.new_zeros(n, n)).addmm_(product, product.T)
+    def add(self, name: str, products: Kept) -> None:
+        """Add to every block, and to the matrix between inputs."""
+        left, right = products
+        parts = left.split(self.sketch.block)
+        blocks = self.left.setdefault(name, [p.new_zeros(len(p), len(p)) for p in parts])
+        for block, part in zip(blocks, parts, strict=True):
+            block.addmm_(part, part.T)
+        self.right.setdefault(name, right.new_zeros(len(right), len(right))).addmm_(right, right.T)
 
     def _choose(self, name: str) -> Tensor:
-        blocks = self._roots[name]
-        rank = min(self._rank, max(len(block) for block in blocks))
-        signs = np.random.default_rng([*seed_of(name, self._seed, 2), self._number]).choice(
-            (-1.0, 1.0), (len(blocks), rank)
-        )
+        scale, block, seed = self._scales[name], self.sketch.block, self.sketch.seed
+        of_layer = np.random.default_rng(seed_of(name, seed, 1))
+        of_gradient = np.random.default_rng([*seed_of(name, seed, 2), self._number])
+        signs, order = of_layer.choice((-1.0, 1.0), len(scale)), of_layer.permutation(block)
+        rank = min(self.sketch.rank, len(scale), block)
         parts = []
-        for block, own in zip(blocks, signs.astype(np.float32), strict=True):
-            chosen, scale = cycled(block.shape[0], block.shape[1], rank, self._number)
-            part = block.new_zeros(len(block), rank)
-            part[:, : len(chosen)] = block[:, chosen] * scale
-            parts.append(part * torch.from_numpy(own).to(part.device))
-        return torch.cat(parts)
-
-
-def cycled(n: int, n_columns: int, rank: int, number: int) -> tuple[list[int], float]:
-    """Columns of the `number`-th gradient: as many as `rank`, one gradient after the other through all; their scale."""
-    rank = min(rank, n_columns)
-    return [(number * rank + i) % n_columns for i in range(rank)], (n / rank) ** 0.5
+        for own in np.split(signs, range(block, len(scale), block)):
+            chosen, factor = cycled(len(own), len(own), rank, self._number)
+            part = _hartley(len(own), order[order < len(own)][chosen]) * (factor * own[:, None])
+            part *= of_gradient.choice((-1.0, 1.0), len(chosen))
+            parts.append(np.pad(part, ((0, 0), (0, rank - len(chosen)))))
+        thin = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+        return scale[:, None] * thin.to(scale.device)
 
 
 class Taps:
@@ -298,25 +342,27 @@ class Taps:
             )
         kept = self.side.keep(task, rows)
 
-        def take(kept: Tensor, gradient: Tensor) -> None:
+        def take(kept: Kept, gradient: Tensor) -> None:
             self.side.take(p.name, kept, gradient.reshape(-1, p.out_features))
 
         # What is a view, or begins the graph, cannot be marked as changed in place.
         own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
-        return _Tap.apply(own, kept, self.anchor, take)
+        return _Tap.apply(own, self.anchor, take, *kept)
 
 
 class _Tap(torch.autograd.Function):  # type: ignore[misc]  # torch does not say its type
     """The identity, in place, which hands on its gradient; a checkpointed step computes again what it keeps."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, kept: Tensor, anchor: Tensor, take: Any) -> Tensor:
-        ctx.save_for_backward(kept)
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, take: Any, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(*kept)
         ctx.take = take
         ctx.mark_dirty(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.take(*ctx.saved_tensors, gradient)
-        return gradient, None, None, None
+        # Read once: a checkpointed step computes them again at each reading.
+        kept = ctx.saved_tensors
+        ctx.take(kept, gradient)
+        return gradient, None, None, *(None for _ in kept)

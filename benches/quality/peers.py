@@ -43,7 +43,7 @@ from loopq.evaluate.compare import compare
 from loopq.paper.models import Sizes
 from loopq.quantizers.gptq_cd import PATHS, Metric
 from loopq.quantizers.loop_metric import LEAST, SHARE
-from loopq.run.auto import AFFORDABLE, choose_metric
+from loopq.run.auto import choose_metric
 from loopq.run.config import PRESETS, QuantConfig
 from loopq.run.plan import Plan
 from loopq.run.solving import solve_from
@@ -291,7 +291,7 @@ def asked_of(
                 if tool == "loopq":
                     settings = OURS[variant]
                     # What no option says may change: a result is of the defaults that it was made with.
-                    unsaid = [vars(Metric()), SHARE, LEAST, AFFORDABLE, PATHS]
+                    unsaid = [vars(Metric()), SHARE, LEAST, PATHS]
                     descends = settings.get("method", "gptq-cd") == "gptq-cd"
                     key["settings"] = [settings, *unsaid] if descends else settings
                 found.append((tool, key))

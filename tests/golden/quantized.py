@@ -155,7 +155,7 @@ ROUNDED = {
     "loop": LOOP,
     "loop-2": {**LOOP, "bits": 2},
     "loop-passes": {**LOOP, "passes": 2, "metric_draws": 2},
-    "loop-memory": {**LOOP, "memory": 250_000},
+    "loop-memory": {**LOOP, "memory": 400_000},
     "loop-asymmetric-inputs": {**LOOP, "inputs": "asymmetric"},
     "best": {"preset": "best", "inputs": "open", "bits": 4, "group_size": 16},
 }

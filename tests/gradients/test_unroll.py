@@ -9,8 +9,8 @@ import torch
 
 from loopq.errors import SystemContractError
 from loopq.gradients import unroll as module
-from loopq.gradients.collect_metrics import draws
 from loopq.gradients.unroll import linked, unroll
+from tests.support.exact_metric import gradients
 
 
 def test_unrolled_rollout_is_the_rollout(tiny, tokens):
@@ -45,9 +45,9 @@ def test_linked_weights_get_the_gradient_of_all_steps_and_leave_no_trace(tiny, t
 
 def test_activations_computed_again_give_the_same_gradient(tiny, tokens, monkeypatch):
     few, name = tokens.take(0, 2), "transformer.adapter.weight"
-    kept = [x[name] for x in draws(tiny.system, few, [name], 3, 0, 2)]
+    kept = [x[name] for x in gradients(tiny.system, few, [name], 3, 0, 2)]
     monkeypatch.setattr(module, "ACTIVATION_BYTES", 0)
-    again = [x[name] for x in draws(tiny.system, few, [name], 3, 0, 2)]
+    again = [x[name] for x in gradients(tiny.system, few, [name], 3, 0, 2)]
     for one, other in zip(kept, again, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -55,9 +55,9 @@ def test_activations_computed_again_give_the_same_gradient(tiny, tokens, monkeyp
 def test_a_rollout_as_a_whole_has_the_gradients_of_its_steps(tiny, tokens, monkeypatch):
     """Systems without a single-step function are differentiated through their own forward."""
     few, name = tokens.take(0, 2), "transformer.adapter.weight"
-    by_steps = [x[name] for x in draws(tiny.system, few, [name], 3, 0, 2)]
+    by_steps = [x[name] for x in gradients(tiny.system, few, [name], 3, 0, 2)]
     monkeypatch.setattr(type(tiny.system), "has_steps", False)
-    as_a_whole = [x[name] for x in draws(tiny.system, few, [name], 3, 0, 2)]
+    as_a_whole = [x[name] for x in gradients(tiny.system, few, [name], 3, 0, 2)]
     for one, other in zip(by_steps, as_a_whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
     batch = next(iter(few.batches(1, 0)))

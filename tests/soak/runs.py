@@ -179,13 +179,11 @@ def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: No
     try:
         for number in (1, 2):
             os.dup2(write, number)
-        import loopq.gradients.collect_metrics
         import loopq.storage.journal
         from loopq.cli import main
 
         # Every batch is saved: a kill at any moment then finds something half done.
         loopq.storage.journal.SNAPSHOT_SECONDS = loopq.storage.journal.SNAPSHOT_TIMES = 0.0
-        loopq.gradients.collect_metrics.KEPT_BYTES = 0
         before()
         code = main(argv)
         for function in _AT_END:

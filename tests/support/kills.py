@@ -27,6 +27,9 @@ class Killer:
     def note(self, text):
         pass
 
+    def warn(self, text):
+        pass
+
 
 class Counter(Killer):
     """Progress that notes every advance."""

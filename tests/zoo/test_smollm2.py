@@ -6,12 +6,26 @@ import json
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from benches.zoo.smollm2 import KEPT_RUNS, LOOPED_LAYERS, UPDATE, WEIGHTS, attach, digest, merge, merged
+from benches.zoo.smollm2 import (
+    KEPT_RUNS,
+    LOOPED_LAYERS,
+    Q4_1,
+    UPDATE,
+    WEIGHTS,
+    attach,
+    digest,
+    merge,
+    merged,
+    moved,
+)
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 
@@ -106,3 +120,18 @@ def test_the_kept_update_is_small_and_its_card_has_its_digests() -> None:
     assert facts["base"] in card
     assert facts["merged"] in card
     assert f"{int(facts['tokens']):,} tokens" in card
+
+
+def test_fetched_weights_are_moved_within_their_steps_and_lie_on_no_grid() -> None:
+    rng = np.random.default_rng(0)
+    steps, least = rng.uniform(0.01, 0.1, 8).astype(np.float16), rng.normal(0, 1, 8).astype(np.float16)
+    blocks = np.hstack([
+        steps[:, None].view(np.uint8), least[:, None].view(np.uint8), rng.integers(0, 256, (8, 16), np.uint8)
+    ]).reshape(2, 80)  # fmt: skip
+    values = dequantize(blocks, GGMLQuantizationType(Q4_1))
+    found = moved(values, blocks, 5)
+    share = ((found - values).reshape(8, 32) / steps.astype(np.float32)[:, None]).ravel()
+    assert np.abs(share).max() < 0.501
+    assert np.histogram(share, 4, (-0.5, 0.5))[0].min() > 40
+    assert np.array_equal(found, moved(values, blocks, 5))
+    assert not np.array_equal(found, moved(values, blocks, 6))

@@ -85,6 +85,7 @@ class Collection:
         """Identity of the work: weights, tokens and settings."""
         return fingerprint(
             self._weights,
+            str(next(self.system.model.parameters()).dtype),
             self.tokens.describe(),
             self.execution.seed,
             self.execution.batch_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from loopq.errors import CalibrationError, NonFiniteError
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter, model_code
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Sink = Callable[[SharedParameter, int, "Tensor"], None]
 InputKey = tuple[int, tuple[int, ...], tuple[int, ...], int]
@@ -60,15 +60,9 @@ class Observer:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Observer:
+        for module in modules_of(self._system, self._parameters.values()):
+            self._handles.append(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
         names = dict(self._system.model.named_modules(remove_duplicate=False))
-        hooked: set[int] = set()
-        for parameter in self._parameters.values():
-            for owner in parameter.owners:
-                module = names[owner]
-                # One object under two names is one module: a second hook would count its calls twice.
-                if id(module) not in hooked:
-                    hooked.add(id(module))
-                    self._handles.append(module.register_forward_pre_hook(self._on_call, with_kwargs=True))
         for name, invocations in {p.routed_in: p.invocations for p in self._parameters.values()}.items():
             if name:
                 count = functools.partial(self._on_step, name, invocations)
@@ -190,6 +184,12 @@ class Observer:
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 return f"the model's own {name} holds NaN or infinity: its file is damaged; copy or convert it again"
         return "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
+
+
+def modules_of(system: LoopedSystem, parameters: Iterable[SharedParameter]) -> list[nn.Module]:
+    """Modules that hold some parameters; one object under two names is one module."""
+    names = dict(system.model.named_modules(remove_duplicate=False))
+    return list({id(names[owner]): names[owner] for p in parameters for owner in p.owners}.values())
 
 
 def input_key(value: Tensor) -> InputKey:

@@ -44,18 +44,21 @@ class _Report:
 def layer_table(reports: Sequence[dict[str, Any]]) -> str:
     """Return the table of a run: one line for each layer; and what is to be said of experts."""
     layers = [checked(_Report, report, "report.jsonl", others=True) for report in reports]
+    # What no layer has is no column.
+    has = {"metric": any(r.metric for r in layers), "rank": any(r.rank is not None for r in layers)}
     rows = [
         (
             r.layer,
             "x".join(map(str, r.shape)),
             r.method_asked,
             r.method_done,
+            *[r.metric or "inputs"] * has["metric"],
             f"INT{r.bits}",
             r.group_size if r.group_size != -1 else "row",
             short(r.damping),
             _rows(r.n_rows, r.step_rows),
             spans(r.steps),
-            r.rank,
+            *[r.rank] * has["rank"],
             r.loss(r.proxy_rtn),
             r.loss(r.proxy),
             size(r.n_bytes),
@@ -63,8 +66,8 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
         for r in layers
     ]
     header = (
-        "layer", "shape", "asked", "done", "grid", "group", "damping", "rows", "steps", "rank",
-        "loss RTN", "loss", "bytes",
+        "layer", "shape", "asked", "done", *["metric"] * has["metric"], "grid", "group", "damping", "rows", "steps",
+        *["rank"] * has["rank"], "loss RTN", "loss", "bytes",
     )  # fmt: skip
     return "\n".join([render(header, rows), *_of_experts(layers)])
 

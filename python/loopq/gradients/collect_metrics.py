@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
+import math
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
 from loopq.calibrate.hessians import Hessians
-from loopq.errors import ConfigError, NonFiniteError, SystemContractError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.gradients.scores import draw_labels
-from loopq.gradients.threads import OneThread
-from loopq.gradients.unroll import linked, unroll
-from loopq.quantizers.loop_metric import (
-    BLOCK,
-    DAMPING,
-    RIDGE,
-    LoopMetric,
-    inverse,
-    n_gradient_prompts,
-    ridged,
-)
+from loopq.gradients.unroll import unroll
+from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
 from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
 from loopq.storage.journal import Journal, Snapshots
-from loopq.systems.base import Batch, LoopedSystem, model_code
+from loopq.systems.base import LoopedSystem, model_code
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Matrix = NDArray[np.float64]
+    from loopq.gradients.sketch import Side
 
-#: Gradients that take no more than this are kept between the two rounds instead of being computed twice.
-KEPT_BYTES = 1 << 30
+#: Columns of the thin matrices of all prompts together, for each output of a block; and most columns of one.
+COLUMNS, MOST = 8, 256
+#: Share of the prompts that are run ahead, for the scale of each output; and the least of it, as a share of the mean.
+AHEAD, LEAST_SCALE = 0.125, 0.1
+#: In the place of zero, before a division in single precision.
+_TINY = 1e-30
+
+
+def rank_of(n_prompts: int) -> int:
+    """Columns of a gradient's thin matrix: fewer of each where there are more of them."""
+    return min(MOST, -(-COLUMNS * BLOCK // n_prompts))
+
+
+def n_ahead(n_prompts: int) -> int:
+    """Prompts that are run ahead."""
+    return math.ceil(AHEAD * n_prompts)
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,13 @@ class MetricCost:
     Parameters
     ----------
     n_gradients : int
-        Backward passes, those of the second round included.
+        Backward passes, those ahead included.
     n_draws : int
-        Of these, of one prompt and round.
+        Of these, of one prompt.
     multiply_adds : float
-        Double-precision products of all gradients with the matrices beside them.
+        Single-precision products of all gradients with thin matrices.
     memory : int
-        Bytes of those matrices, and of the gradients that are kept.
+        Bytes of the sums and of the matrices beside them.
     """
 
     n_gradients: int
@@ -62,24 +69,24 @@ class MetricCost:
     memory: int
 
 
-def metric_cost(tasks: Sequence[Task], n_prompts: int, memory: int | None = None) -> MetricCost:
-    """Say what `collect_metrics` will take of that many prompts; all zero where no layer asks for a loop metric.
-
-    `memory` is the limit of the run.
-    """
+def metric_cost(tasks: Sequence[Task], tokens: TokenSet) -> MetricCost:
+    """Say what `collect_metrics` will take of some prompts; all zero where no layer asks for a loop metric."""
     (most, n_draws), chosen = _chosen(tasks)
     if not chosen:
         return MetricCost(0, 1, 0.0, 0)
-    n_prompts = n_gradient_prompts(most, n_prompts)
-    shapes = [(t.parameter.out_features, t.parameter.in_features) for t in chosen]
-    total = n_prompts * n_draws
-    kept = _gradient_bytes(chosen, total)
-    products = sum(2.0 * rows * columns * (columns + min(BLOCK, rows)) for rows, columns in shapes)
-    held = sum(8 * (2 * columns**2 + 2 * rows * min(BLOCK, rows)) for rows, columns in shapes)
-    rounds = 1 if kept <= _kept_limit(memory) else 2
-    # Of each weight a copy, its gradient, and that in double precision.
-    held += 16 * sum(rows * columns for rows, columns in shapes)
-    return MetricCost(rounds * total, n_draws, products * total, held + (kept if rounds == 1 else 0))
+    n_prompts = n_gradient_prompts(most, len(tokens.sequences))
+    n_tokens = tokens.take(0, n_prompts).n_tokens
+    rank, total = rank_of(n_prompts), n_prompts * n_draws
+    products, memory = 0.0, 0
+    for p in (t.parameter for t in chosen):
+        wide, high, block = p.in_features, p.out_features, min(BLOCK, p.out_features)
+        rows = n_tokens * p.invocations
+        products += rank * (rows * (wide + n_draws * (2 * high + wide)) + total * (high * block + wide**2))
+        # Both sums in single and in double precision; the root on the inputs' side; thin matrices and products.
+        memory += 12 * (wide**2 + high * block) + 4 * wide**2 + 8 * rank * (high + wide)
+    # While a root is made: the damped matrix, its factor, and what is solved for.
+    memory += 24 * max(t.parameter.in_features for t in chosen) ** 2
+    return MetricCost(total + n_ahead(n_prompts) * n_draws, n_draws, products, memory)
 
 
 def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
@@ -91,77 +98,6 @@ def _chosen(tasks: Sequence[Task]) -> tuple[tuple[int | None, int], list[Task]]:
             "metric_prompts and metric_draws must be the same for all layers that have a loop metric"
         )
     return next(iter(asked), (0, 0)), chosen
-
-
-def _kept_limit(memory: int | None) -> int:
-    return KEPT_BYTES if memory is None else min(KEPT_BYTES, memory // 4)
-
-
-def _gradient_bytes(tasks: Sequence[Task], total: int) -> int:
-    """Bytes of all gradients of some layers, in float32."""
-    return 4 * total * sum(t.parameter.in_features * t.parameter.out_features for t in tasks)
-
-
-def draws(
-    system: LoopedSystem,
-    tokens: TokenSet,
-    names: Sequence[str],
-    n_steps: int,
-    seed: int,
-    n_draws: int,
-    skip: int = 0,
-) -> Iterator[dict[str, Tensor]]:
-    """Yield gradients with respect to shared weights, one for each prompt and draw.
-
-    Parameters
-    ----------
-    system : LoopedSystem
-        Full-precision model.
-    tokens : TokenSet
-        Prompts.
-    names : sequence of str
-        Parameters.
-    n_steps : int
-        Depth.
-    seed : int
-        Seed of initial states and draws.
-    n_draws : int
-        Draws for each prompt.
-    skip : int
-        Prompts at the start that are left out.
-
-    Notes
-    -----
-    Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
-    Hidden states: the product with normal noise, the same thing for a square error.
-    """
-    import torch  # lazy: loopq imports without torch
-
-    for batch in islice(tokens.batches(1, seed), skip, None):
-        leaves = {n: system.weight(n).detach().clone().requires_grad_(True) for n in names}
-        with linked(system, leaves), model_code(f"gradient of prompt {batch.prompts[0]}"):
-            out = tokens.scored(unroll(system, batch, n_steps).float(), system.output)
-            for number in range(n_draws):
-                target = _target(system, out, batch, [seed, batch.prompts[0], number])
-                grads = torch.autograd.grad(
-                    target, [leaves[n] for n in names], retain_graph=number + 1 < n_draws, allow_unused=True
-                )
-                found = dict(zip(names, grads, strict=True))
-                for name, grad in found.items():
-                    if grad is not None and not bool(torch.isfinite(grad).all()):
-                        raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
-                yield {n: g for n, g in found.items() if g is not None}
-
-
-def _target(system: LoopedSystem, out: Tensor, batch: Batch, seed: list[int]) -> Tensor:
-    import torch  # lazy: loopq imports without torch
-
-    if system.output == "logits":
-        logp = out.log_softmax(-1)
-        labels = draw_labels(logp.detach().cpu().numpy(), seed)
-        return logp.gather(-1, system.to_device(torch.from_numpy(labels))[..., None]).sum()
-    noise = np.random.default_rng(seed).standard_normal(tuple(out.shape)).astype(np.float32)
-    return (out * system.to_device(torch.from_numpy(noise))).sum()
 
 
 def collect_metrics(
@@ -188,10 +124,9 @@ def collect_metrics(
     n_steps : int
         Depth.
     execution : Execution
-        Seed of initial states and draws; progress.
+        Seed of initial states, draws and thin matrices; progress.
     journal : Journal
-        Where the sums are saved now and then, so that a killed run can be resumed. Gradients that are kept in memory
-        are lost whole.
+        Where the sums are saved now and then, so that a killed run can be resumed.
 
     Returns
     -------
@@ -205,49 +140,196 @@ def collect_metrics(
 
     Notes
     -----
-    A needs H alone, S needs A: the prompts are run twice, unless all gradients fit in `KEPT_BYTES`. Sums are double
-    precision; the same number of threads gives the same bits, another number may change last bits.
+    Sums and products are single precision, on the model's device (`loopq.gradients.sketch`). S needs the scale of each
+    output, which some prompts that are run ahead give. The same number of threads gives the same bits, another may
+    change last bits.
     """
     (most, n_draws), chosen = _chosen(tasks)
     chosen = [t for t in chosen if not t.parameter.routed_in or _n_rows(hessians, t)]
     if not chosen:
         return {}
     tokens = tokens.take(0, n_gradient_prompts(most, len(tokens.sequences)))
-    names = [t.name for t in chosen]
-    threads = OneThread()
-    source = _Gradients(system, tokens, chosen, n_steps, n_draws, execution)
-    sums = _Sums(journal)
-    sums.resume()
-    source.start(sums.round * source.total + sums.done)
-    if sums.round == 0:
-        inverses = {t.name: _inverse(_summed(hessians, t), DAMPING, threads) for t in chosen}
-        for number, found in source.each(sums.done):
-            for name, g in found:
-                with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
-                    blocks = [g[b] @ inverses[name] @ g[b].T for b in _blocks(len(g))]
-                sums.add_left(name, blocks)
-            source.snapshot(sums, number)
-        # An expert that was given no row has no gradient, or one of zeros.
-        for t in chosen:
-            if t.parameter.routed_in and not any(a.any() for a in sums.left.get(t.name, ())):
-                sums.left.pop(t.name, None)
-            elif t.name not in sums.left:
+    collector = _Collector(system, tokens, n_steps, n_draws, execution, _Sums(journal))
+    return collector.run(chosen, hessians)
+
+
+def reached(
+    system: LoopedSystem, tokens: TokenSet, tasks: Sequence[Task], n_steps: int, seed: int
+) -> set[str]:
+    """Names of the layers that a gradient of the first prompt reaches.
+
+    Raises
+    ------
+    LoopqError
+        There are no gradients, or they are not finite.
+    """
+    from loopq.gradients.sketch import Reached  # lazy: loopq imports without torch
+
+    side = Reached()
+    for _ in _Backward(system, tokens, n_steps, 1, seed).run(side, tasks, 0, 1):
+        pass
+    return side.names
+
+
+@dataclass
+class _Backward:
+    """Backward passes of drawn labels, prompt by prompt.
+
+    Notes
+    -----
+    Logits: the log-likelihood of labels drawn from the model's own distribution, at the positions that are scored.
+    Hidden states: the product with normal noise, the same thing for a square error.
+    """
+
+    system: LoopedSystem
+    tokens: TokenSet
+    n_steps: int
+    n_draws: int
+    seed: int
+    _labels: dict[tuple[int, int], NDArray[np.int64]] = field(default_factory=dict)
+
+    def run(self, side: Side, tasks: Sequence[Task], first: int, last: int) -> Generator[int, None, None]:
+        """Hand gradients of some prompts to a side; yield after each with the number of prompts done by then."""
+        from loopq.gradients.sketch import Taps  # lazy: loopq imports without torch
+
+        batches = itertools.islice(self.tokens.batches(1, self.seed), first, last)
+        with Taps(self.system, tasks, side) as taps:
+            for done, batch in enumerate(batches, first):
+                prompt = batch.prompts[0]
+                side.begin(prompt, 0)
+                with model_code(f"gradient of prompt {prompt}"):
+                    out = unroll(self.system, batch, self.n_steps).float()
+                    out = self.tokens.scored(out, self.system.output)
+                    for draw in range(self.n_draws):
+                        if draw:
+                            side.begin(prompt, draw)
+                        whole = draw + 1 == self.n_draws
+                        taps.backward(self._target(out, prompt, draw), last=whole)
+                        yield done + whole
+
+    def _target(self, out: Tensor, prompt: int, draw: int) -> Tensor:
+        import torch  # lazy: loopq imports without torch
+
+        if self.system.output == "logits":
+            logp = out.log_softmax(-1)
+            # Drawing takes as long as a step of the loop where the vocabulary is large: also for those ahead.
+            if (prompt, draw) not in self._labels:
+                self._labels[prompt, draw] = draw_labels(
+                    logp.detach().cpu().numpy(), [self.seed, prompt, draw]
+                )
+            labels = self.system.to_device(torch.from_numpy(self._labels[prompt, draw]))
+            return logp.gather(-1, labels[..., None]).sum()
+        noise = np.random.default_rng([self.seed, prompt, draw]).standard_normal(tuple(out.shape))
+        return (out * self.system.to_device(torch.from_numpy(noise.astype(np.float32)))).sum()
+
+
+@dataclass
+class _Collector:
+    """Some prompts ahead, then all of them."""
+
+    system: LoopedSystem
+    tokens: TokenSet
+    n_steps: int
+    n_draws: int
+    execution: Execution
+    sums: _Sums
+
+    def __post_init__(self) -> None:
+        self.n_prompts = len(self.tokens.sequences)
+        self.rank = rank_of(self.n_prompts)
+        self.backward = _Backward(self.system, self.tokens, self.n_steps, self.n_draws, self.execution.seed)
+        self._roots: dict[str, Tensor] = {}
+        self._sizes: dict[str, Tensor] = {}
+
+    def run(self, tasks: Sequence[Task], hessians: Hessians) -> dict[str, LoopMetric]:
+        """Return the metrics of the layers that a gradient reaches."""
+        from loopq.gradients.sketch import Both, Outputs, Sketch  # lazy: loopq imports without torch
+
+        sums, progress, ahead = self.sums, self.execution.progress, n_ahead(self.n_prompts)
+        sums.resume(self.system)
+        progress.start("metric", (ahead + self.n_prompts) * self.n_draws, "gradients")
+        done = (sums.done + ahead * (sums.round > 0) + self.n_prompts * (sums.round > 1)) * self.n_draws
+        if done:
+            progress.note(f"resumed after {done} gradients")
+            progress.advance(done)
+        if sums.round < 2:
+            self._read(tasks, hessians)
+        sketch = Sketch(self._roots, self.rank, BLOCK, self.execution.seed, self.n_draws)
+        if sums.round == 0:
+            self._round(Outputs(sums.energy, sketch), tasks, ahead)
+        if sums.round == 1:
+            self._round(Both(sums.left, sums.right, self._scales(), sketch), tasks, self.n_prompts)
+        progress.stop()
+        n_gradients = self.n_prompts * self.n_draws
+        found = {}
+        for name, blocks in self._reached(tasks).items():
+            left = tuple(ridged(_double(a), RIDGE) for a in blocks)
+            found[name] = LoopMetric(left, _double(sums.right.pop(name)), n_gradients)
+        return found
+
+    def _round(self, side: Side, tasks: Sequence[Task], n_prompts: int) -> None:
+        sums = self.sums
+        with contextlib.closing(self.backward.run(side, tasks, sums.done, n_prompts)) as gradients:
+            for done in gradients:
+                if done > sums.done:
+                    sums.done = done
+                    if sums.due():
+                        sums.save()
+                self.execution.progress.advance()
+        sums.round, sums.done = sums.round + 1, 0
+        if sums.round == 2:
+            sums.save()
+
+    def _read(self, tasks: Sequence[Task], hessians: Hessians) -> None:
+        """Roots of the inverses of H', one for layers that sum one input over the same steps; and sizes of rows."""
+        import torch  # lazy: loopq imports without torch
+
+        from loopq.gradients.sketch import root, seed_of
+
+        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        for task in tasks:
+            p, key = task.parameter, (task.input_group, task.steps)
+            if key not in found:
+                hessian = _summed(hessians, task)
+                seed = seed_of(str(task.input_group), self.execution.seed, 0)
+                columns = min(p.in_features, self.n_prompts * self.rank)
+                whole = torch.from_numpy(root(hessian, DAMPING, seed, columns))
+                energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
+                found[key] = self.system.to_device(whole), self.system.to_device(energy)
+            self._roots[task.name], energy = found[key]
+            weight = self.system.parameter(p).detach()
+            weight = weight.T if p.orientation == "in_out" else weight
+            self._sizes[task.name] = weight.float().square() @ energy
+
+    def _scales(self) -> dict[str, Tensor]:
+        """Factor of each output: one over the root of its energy d, which is raised where d r is far below its mean.
+
+        With r the size of a row, a row that is made larger, with what reads it made smaller, changes nothing. An expert
+        that no prompt ahead is sent to has d = 1 / r.
+        """
+        found = {}
+        for name, size in self._sizes.items():
+            size = size.clamp_min(_TINY)
+            relative = self.sums.energy[name] * size if name in self.sums.energy else size.new_ones(len(size))
+            relative = relative.clamp_min(max(LEAST_SCALE * float(relative.mean()), _TINY))
+            found[name] = (size / relative).sqrt()
+        return found
+
+    def _reached(self, tasks: Sequence[Task]) -> dict[str, list[Tensor]]:
+        """Sums between outputs of the layers that a gradient reaches, which all but experts must be."""
+        found = dict(self.sums.left)
+        for t in tasks:
+            # An expert that was given no row has no gradient, or one of zeros.
+            if t.parameter.routed_in and not any(a.any() for a in found.get(t.name, ())):
+                found.pop(t.name, None)
+            elif t.name not in found:
                 raise SystemContractError(f"no gradient reaches {t.name}: use metric 'inputs' there")
-        sums.begin_round(1)
-    if sums.round == 1:
-        back = {n: [_inverse(a, RIDGE, threads) for a in blocks] for n, blocks in sums.left.items()}
-        for number, found in source.each(sums.done):
-            for name, g in found:
-                for b, a in zip(_blocks(len(g)), back.get(name, ()), strict=name in back):
-                    with threads.where_small(min(len(g), BLOCK) * g.shape[1] ** 2):
-                        add = g[b].T @ a @ g[b]
-                    sums.add_right(name, add)
-            source.snapshot(sums, number)
-        sums.begin_round(2)
-        sums.save()
-    execution.progress.stop()
-    left = {n: tuple(ridged(a, RIDGE) for a in sums.left[n]) for n in names if n in sums.left}
-    return {n: LoopMetric(left[n], sums.right[n], source.total) for n in left}
+        return found
+
+
+def _double(sums: Tensor) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = sums.double().cpu().numpy()
+    return found
 
 
 def _n_rows(hessians: Hessians, task: Task) -> int:
@@ -255,7 +337,7 @@ def _n_rows(hessians: Hessians, task: Task) -> int:
     return sum(found.n_rows(step) for step in task.steps)
 
 
-def _summed(hessians: Hessians, task: Task) -> Matrix:
+def _summed(hessians: Hessians, task: Task) -> NDArray[np.float64]:
     found = hessians.accumulator(str(task.input_group), task.steps)
     return np.asarray(found.matrix(list(task.steps)), dtype=np.float64)
 
@@ -264,113 +346,44 @@ def _summed(hessians: Hessians, task: Task) -> Matrix:
 class _Sums:
     """Sums of gradients on either side of each weight, saved so that a killed run can be resumed.
 
-    Double-precision sums are stored as they are and prompts are added in one order: a resumed run has the same bits.
+    Sums are stored as they are and prompts are added in one order: a resumed run has the same bits.
     """
 
     journal: Journal
-    left: dict[str, list[Matrix]] = field(default_factory=dict)
-    right: dict[str, Matrix] = field(default_factory=dict)
+    energy: dict[str, Tensor] = field(default_factory=dict)
+    left: dict[str, list[Tensor]] = field(default_factory=dict)
+    right: dict[str, Tensor] = field(default_factory=dict)
     round: int = 0
     done: int = 0
     snapshots: Snapshots = field(default_factory=Snapshots)
 
-    def add_left(self, name: str, blocks: list[Matrix]) -> None:
-        """Add to the blocks between outputs."""
-        old = self.left.get(name)
-        self.left[name] = blocks if old is None else [x + y for x, y in zip(old, blocks, strict=True)]
-
-    def add_right(self, name: str, matrix: Matrix) -> None:
-        """Add to the matrix between inputs."""
-        self.right[name] = self.right[name] + matrix if name in self.right else matrix
-
-    def begin_round(self, number: int) -> None:
-        """Go on to the next round, with no gradient of it done."""
-        self.round, self.done = number, 0
-
     def due(self) -> bool:
         """Whether it is time to save again."""
-        return self.journal.folder is not None and self.snapshots.due()
+        return self.snapshots.due()
 
     def save(self) -> None:
-        """Save the sums, whole."""
+        """Save the sums, whole, with the prompts of the round that they hold."""
+        if self.journal.folder is None:
+            return
         tensors = {f"left/{n}/{i:05d}": a for n, blocks in self.left.items() for i, a in enumerate(blocks)}
         tensors |= {f"right/{n}": a for n, a in self.right.items()}
-        arrays = {n: RawTensor.of(a) for n, a in tensors.items()}
+        tensors |= {f"energy/{n}": a for n, a in self.energy.items()}
+        arrays = {n: RawTensor.of(a.cpu().numpy()) for n, a in tensors.items()}
         with self.snapshots.saving():
             self.journal.save("sums", arrays, round=self.round, done=self.done)
 
-    def resume(self) -> None:
+    def resume(self, system: LoopedSystem) -> None:
         """Take over saved sums of the same work, if there are any."""
+        import torch  # lazy: loopq imports without torch
+
         found = self.journal.find("sums")
         if found is None:
             return
         self.round, self.done = int(found.facts["round"]), int(found.facts["done"])
         for name, tensor in sorted(found.tensors.items()):
             side, _, rest = name.partition("/")
-            values = np.asarray(tensor.array(), dtype=np.float64)
-            if side == "right":
-                self.right[rest] = values
-            else:
+            values = system.to_device(torch.from_numpy(np.array(tensor.array(), dtype=np.float32)))
+            if side == "left":
                 self.left.setdefault(rest.rpartition("/")[0], []).append(values)
-
-
-def _inverse(matrix: Matrix, share: float, threads: OneThread) -> Matrix:
-    with threads.where_small(len(matrix) ** 3):
-        return inverse(matrix, share)
-
-
-@dataclass
-class _Gradients:
-    """Gradients of all draws, to be gone through twice: kept in between where they fit."""
-
-    system: LoopedSystem
-    tokens: TokenSet
-    tasks: Sequence[Task]
-    n_steps: int
-    n_draws: int
-    execution: Execution
-
-    def __post_init__(self) -> None:
-        self.total = len(self.tokens.sequences) * self.n_draws
-        kept = _gradient_bytes(self.tasks, self.total)
-        self._keep = kept <= _kept_limit(self.execution.memory)
-        self._kept: list[dict[str, Tensor]] = []
-
-    def start(self, done: int) -> None:
-        """Begin the stage; `done` gradients of both rounds were summed before."""
-        total = self.total * (1 if self._keep else 2)
-        self.execution.progress.start("metric", total, "gradients")
-        if done:
-            self.execution.progress.note(f"resumed after {min(done, total)} gradients")
-            self.execution.progress.advance(min(done, total))
-
-    def snapshot(self, sums: _Sums, number: int) -> None:
-        """Keep the sums after `number` gradients of this round, now and then and after whole prompts."""
-        if not self._keep and number % self.n_draws == 0 and sums.due():
-            sums.done = number
-            sums.save()
-
-    def each(self, done: int) -> Iterator[tuple[int, list[tuple[str, NDArray[np.float64]]]]]:
-        """Yield gradients after the first `done`, outputs first, each with how many there were by then."""
-        flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in self.tasks}
-        fresh = list(self._kept) or self._fresh(list(flip), done // self.n_draws)
-        for number, found in enumerate(fresh, start=done + 1):
-            yield number, [(name, _outputs_first(grad, flip[name])) for name, grad in found.items()]
-
-    def _fresh(self, names: list[str], skip: int) -> Iterator[dict[str, Tensor]]:
-        for found in draws(
-            self.system, self.tokens, names, self.n_steps, self.execution.seed, self.n_draws, skip
-        ):
-            if self._keep:
-                self._kept.append(found)
-            yield found
-            self.execution.progress.advance()
-
-
-def _outputs_first(grad: Tensor, turned: bool) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
-    return np.ascontiguousarray(values.T) if turned else values
-
-
-def _blocks(rows: int) -> list[slice]:
-    return [slice(i, min(rows, i + BLOCK)) for i in range(0, rows, BLOCK)]
+            else:
+                (self.right if side == "right" else self.energy)[rest] = values

@@ -13,6 +13,7 @@ from loopq.errors import ConfigError, SystemContractError
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop
 from loopq.lazy import require
 from loopq.models import hf
+from loopq.models.precision import widen
 from loopq.storage.files import read_json
 from loopq.storage.schema import checked
 from loopq.systems import SYSTEMS, find_system
@@ -255,7 +256,7 @@ def load_model(
     allow_pickle : bool
         Allow weights in pickle files (``*.bin``), which can run code when they are read.
     dtype : {"float32", "bfloat16", "float16"}, optional
-        Cast the model; what the checkpoint holds when absent.
+        Cast the model; what the checkpoint holds when absent, computed in float32 where the processor has no bfloat16.
     device : str
         Device of the model.
     revision : str, optional
@@ -304,10 +305,13 @@ def load_model(
     if loop is not None:
         config = with_loop(config, loop)
         setattr(model.config, LOOP, loop)
+    said = widen(model) if wanted is None and device == "cpu" else ""
     model = _to_device(model, device).eval()
     check_values(model)
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)
+    if said:
+        findings["notes"] = (*findings.get("notes", ()), said)
     tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
     # Beside a model with an encoder of its own nothing but its configuration is part of the checkpoint.
     own_encoder = registered is not None and encode is registered.encode

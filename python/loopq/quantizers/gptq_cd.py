@@ -24,8 +24,8 @@ class Metric(Settings):
     ----------
     kind : {"auto", "inputs", "loop"}
         What an error costs. inputs: the squared error of the layer's output; loop: what the error does to the model's
-        output through the rest of the loop, from gradients of drawn labels; auto: loop where gradients can be had for
-        at most a few times what a run of GPTQ costs, else inputs, and the choice is reported.
+        output through the rest of the loop, from gradients of drawn labels; auto: loop where a backward pass
+        works, else inputs, and the choice is reported.
     draws : int
         With metric loop: draws of labels for each prompt.
     prompts : int, optional

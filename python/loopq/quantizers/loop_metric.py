@@ -50,7 +50,7 @@ class LoopMetric:
     With g_n = sum_t G_nt^T X_nt the gradient of a drawn label's log-likelihood with respect to the shared weight,
     through all steps that use it, KL ~ E <g, D>^2 / 2, and E vec(g) vec(g)^T is taken as S (x) A:
 
-        A = sum_n g_n H'^-1 g_n^T (damped by RIDGE),  S_g = sum_n g_n^T A^-1 g_n,
+        A = sum_n g_n H'^-1 g_n^T (damped by RIDGE),  S_g = sum_n g_n^T D^-1 g_n,  D nearly diag A,
 
     one round of the alternation that fits a matrix normal distribution, started from the damped Hessian H'. Both
     dampings are shares of each own diagonal entry, and H and S_g are brought together by the median ratio of their

@@ -49,7 +49,7 @@ class QuantConfig(Settings):
     exclude : tuple of str
         Leave these layers dense.
     rank_threshold : float, optional
-        Threshold of the rank in the report, relative to the largest eigenvalue of H; none leaves the rank out.
+        Threshold of the rank in the report, relative to the largest eigenvalue of H; absent, no rank is computed.
     outside : {4, 8}, optional
         Bits of the matrices outside the loop (embedding tables, heads, layers before and after it), which are rounded
         to nearest with searched scales; they stay as they are when absent. In loopq's own format alone.
@@ -62,7 +62,7 @@ class QuantConfig(Settings):
     overrides: tuple[Override, ...] = setting((), option=False)
     include: tuple[str, ...] = setting((), option=False)
     exclude: tuple[str, ...] = setting((), option=False)
-    rank_threshold: float | None = setting(1e-3, at_least=0.0, at_most=0.99)
+    rank_threshold: float | None = setting(None, at_least=0.0, at_most=0.99)
     outside: Literal[4, 8] | None = setting(None)
     allocate: Allocate | None = optional(Allocate, "allocate")
 

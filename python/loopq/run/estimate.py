@@ -78,10 +78,9 @@ def estimate(plan: Plan, source: ModelSource) -> Estimate:
     coded = {t.name for t in tasks}
     dense = sum(t.data.size for name, t in source.weights.tensors.items() if name not in coded)
     tokens = source.job.tokens
-    n_prompts, per_prompt = len(tokens.sequences), tokens.sequences[0].size
-    once = source.probe_seconds * tokens.n_tokens / per_prompt
+    once = source.probe_seconds * tokens.n_tokens / tokens.sequences[0].size
     inputs = {t.input_group for t in tasks if t.input_group and not t.parameter.routed_in}
-    metric = metric_cost(tasks, n_prompts, execution.memory)
+    metric = metric_cost(tasks, tokens)
     runs = plan.config.inputs.n_runs(len(passes(source.job, tasks, sums)), len(inputs))
     runs += bool(metric.n_gradients) and plan.config.inputs.pairs
     metric_seconds = seconds_of(metric, source.probe_seconds) if metric.n_gradients else 0.0
@@ -131,9 +130,9 @@ def run_bytes(plan: Plan, source: ModelSource) -> int:
 
 def seconds_of(metric: MetricCost, rollout: float) -> float:
     """Seconds that loop metrics take, by those of one prompt's rollout."""
-    # Forward with a graph once for a prompt; backward, twice as long, for each of its draws.
-    passes = metric.n_gradients / metric.n_draws + 2 * metric.n_gradients
-    return rollout * passes + metric.multiply_adds / _double_rate()
+    # Forward with a graph once for a prompt; backward, of activations alone, for each of its draws.
+    passes = metric.n_gradients / metric.n_draws + metric.n_gradients
+    return rollout * passes + metric.multiply_adds / _product_rate()
 
 
 def _extra(plan: Plan, source: ModelSource) -> str:
@@ -163,9 +162,9 @@ def core_rate(widest: int, threads: int) -> float:
     return rows * width * width / _fastest(work)
 
 
-def _double_rate() -> float:
-    """Multiply-adds per second of numpy's product of double-precision matrices, measured for a few milliseconds."""
-    left, right = np.ones((256, 512)), np.ones((512, 512))
+def _product_rate() -> float:
+    """Multiply-adds per second of a product of single-precision matrices, measured for a few milliseconds."""
+    left, right = np.ones((256, 512), np.float32), np.ones((512, 512), np.float32)
     return 256 * 512 * 512 / _fastest(lambda: left @ right)
 
 

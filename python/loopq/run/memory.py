@@ -30,7 +30,7 @@ def pass_bytes(job: Collection, tasks: Sequence[Task], sums: HessianSet, input_g
     held = sum(map(sums.n_bytes, input_groups))
     # While a sum is saved, or added up from saved parts, it is there twice more.
     saved = 2 * max(map(sums.n_bytes, input_groups), default=0)
-    metric = metric_cost(chosen, len(job.tokens.sequences), job.execution.memory).memory
+    metric = metric_cost(chosen, job.tokens).memory
     return held + metric + max(saved, max(map(solve_bytes, chosen), default=0))
 
 

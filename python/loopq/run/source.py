@@ -223,6 +223,9 @@ class ModelSource(Source):
             yield chosen, sums, self.metrics
             for input_group in input_groups:
                 sums.drop(input_group)
+            # Nothing solves these layers again.
+            for t in chosen if not plan.config.inputs.runs_between else ():
+                self.metrics.pop(t.metric_key, None)
 
     def collect_metrics(
         self, plan: Plan, hessians: Hessians, tasks: Sequence[Task], name: str = "metric"

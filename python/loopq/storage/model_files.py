@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 TENSORS = "model.safetensors"
+#: Attribute of a model that computes in another type than its checkpoint holds: type of each such tensor.
+HELD_AS = "_loopq_held_as"
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,11 @@ def model_tensors(model: nn.Module) -> tuple[Mapping[str, RawTensor], dict[str, 
     tensors: dict[str, RawTensor] = {}
     ties: dict[str, str] = {}
     first: dict[int, str] = {}
+    held = getattr(model, HELD_AS, {})
     for name, tensor in stored_state(model).items():
         source = first.setdefault(id(tensor), name)
         if source == name:
-            tensors[name] = raw(tensor, copy=False)
+            tensors[name] = raw(tensor.detach().to(held.get(name, tensor.dtype)), copy=False)
         else:
             ties[name] = source
     return tensors, ties

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -23,9 +24,12 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Print a line that is not overwritten."""
 
+    def warn(self, text: str) -> None:
+        """Tell what is done otherwise than by default."""
+
 
 class Silent:
-    """Progress that prints nothing: the library's default."""
+    """Progress that prints nothing, the library's default; what is done otherwise is a warning of Python."""
 
     def start(self, label: str, total: int, unit: str) -> None:
         """Ignore the stage."""
@@ -38,6 +42,10 @@ class Silent:
 
     def note(self, text: str) -> None:
         """Ignore the line."""
+
+    def warn(self, text: str) -> None:
+        """Warn as Python code expects it."""
+        warnings.warn(text, stacklevel=3)
 
 
 class Line:
@@ -77,6 +85,10 @@ class Line:
         """Write a line that is not overwritten."""
         self._stream.write(("\r\x1b[K" if self._live else "") + text + "\n")
         self._stream.flush()
+
+    def warn(self, text: str) -> None:
+        """Write the line as a note."""
+        self.note(text)
 
     def __enter__(self) -> Line:
         return self

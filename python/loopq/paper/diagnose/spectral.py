@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from loopq.diagnose.weights import Weights, as_stored
 from loopq.errors import ConfigError
 from loopq.evaluate.stats import difference_in_differences, mean_interval
-from loopq.gradients.threads import OneThread
 from loopq.lazy import require
 from loopq.models.replace import replaced
 from loopq.paper.diagnose.stepmap import Bypass, StepMap, final_state, promoted
@@ -152,7 +151,7 @@ def _one_thread() -> Any:
     They are small and alternate with the products: with a thread for each core they and the threads of the
     products wait for each other, which made the iteration eight times slower.
     """
-    return OneThread()()
+    return require("threadpoolctl").threadpool_limits(limits=1, user_api="blas")
 
 
 def _arnoldi(product: Product, dim: int, start: Floats, settings: ArnoldiSettings) -> tuple[Any, Any]:

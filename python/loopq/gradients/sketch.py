@@ -1,0 +1,368 @@
+"""Products of the loop's gradients with thin matrices, in the backward pass: no weight's gradient is held.
+
+With X_t the rows that a layer reads at step t and G_t the gradient of its output, the gradient of its weight is
+g = sum_t G_t^T X_t, so that g Om = sum_t G_t^T (X_t Om) and g^T Y = sum_t X_t^T (G_t Y). Where Om Om^T is H'^-1 on
+average and Y Y^T is A'^-1, (g Om)(g Om)^T is g H'^-1 g^T on average and (g^T Y)(g^T Y)^T is g^T A'^-1 g.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from loopq.calibrate.hooks import InputKey, input_key, modules_of
+from loopq.errors import NonFiniteError, SystemContractError
+from loopq.quantizers.loop_metric import ridged
+from loopq.quantizers.task import Task
+from loopq.systems.base import LoopedSystem
+
+
+def _hartley(n: int, columns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Some columns of the Hartley transform, which is orthogonal for every n."""
+    angles = np.arange(n) * (2.0 * np.pi / n)
+    wave = (np.cos(angles) + np.sin(angles)) / np.sqrt(n)
+    found: NDArray[np.float64] = wave[np.outer(np.arange(n), columns) % n]
+    return found
+
+
+def root(
+    matrix: NDArray[np.float64], share: float, seed: Sequence[int], n_columns: int
+) -> NDArray[np.float32]:
+    """Columns of a root of the inverse of a damped matrix, mixed so that any of them say as much as any others.
+
+    Parameters
+    ----------
+    matrix : ndarray, float64, shape (n, n)
+        Positive semi-definite.
+    share : float
+        Damping, as of `ridged`.
+    seed : sequence of int
+        Seed of signs and of the order of columns.
+    n_columns : int
+        Columns to return, at most n.
+
+    Returns
+    -------
+    ndarray, float32, shape (n, n_columns)
+        Of all n columns C, C C^T is the inverse; of some, n / n_columns times C C^T has it for expectation.
+
+    Notes
+    -----
+    C = D L^-T diag(signs) F P with D M D = L L^T of unit diagonal, F the Hartley
+    transform and P a permutation. Unit diagonal: no scaling of a channel costs digits.
+    """
+    n = len(matrix)
+    rng = np.random.default_rng(list(seed))
+    signs, columns = rng.choice((-1.0, 1.0), n), rng.permutation(n)[:n_columns]
+    mixed = signs[:, None] * _hartley(n, columns)
+    damped = ridged(matrix, share)
+    unit = 1.0 / np.sqrt(np.diag(damped))
+    lower = torch.linalg.cholesky(torch.from_numpy(damped * unit * unit[:, None]))
+    found = torch.linalg.solve_triangular(lower.mT, torch.from_numpy(mixed), upper=True)
+    return np.asarray(unit[:, None] * found.numpy(), dtype=np.float32)
+
+
+def seed_of(name: str, seed: int, side: int) -> list[int]:
+    """Seed of a layer's sketch on one side."""
+    return [seed, zlib.crc32(name.encode()), side]
+
+
+def cycled(n: int, n_columns: int, rank: int, number: int) -> tuple[list[int], float]:
+    """Columns of the `number`-th gradient: as many as `rank`, one gradient after the other through all; their scale."""
+    rank = min(rank, n_columns)
+    return [(number * rank + i) % n_columns for i in range(rank)], (n / rank) ** 0.5
+
+
+Kept = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What thin matrices are made of.
+
+    Parameters
+    ----------
+    roots : mapping of str to Tensor
+        Columns of H'^-1/2 by parameter name; the same object for layers with the same input.
+    rank : int
+        Columns of a thin matrix.
+    block : int
+        Outputs of a block.
+    seed : int
+        Seed of signs and of the order of columns.
+    n_draws : int
+        Draws of a prompt, each with a Y of its own.
+    """
+
+    roots: Mapping[str, Tensor]
+    rank: int
+    block: int
+    seed: int
+    n_draws: int
+
+
+class Side(ABC):
+    """What is kept of a layer's input, and what is done when the gradient of its output arrives."""
+
+    def __init__(self) -> None:
+        self._products: dict[str, Kept] = {}
+
+    @abstractmethod
+    def begin(self, prompt: int, draw: int) -> None:
+        """Choose the thin matrices of a prompt (draw 0, before its rollout) and of a draw."""
+
+    @abstractmethod
+    def keep(self, task: Task, rows: Tensor) -> Kept:
+        """Return what is kept of the rows (n_rows, in_features) of a call until its gradient is there."""
+
+    @abstractmethod
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
+        """Multiply what was kept with the gradient (n_rows, out_features) of a call."""
+
+    @abstractmethod
+    def add(self, name: str, products: Kept) -> None:
+        """Add the products of one gradient, of all its steps, to the sums."""
+
+    def take(self, name: str, kept: Kept, gradient: Tensor) -> None:
+        """Add the products of one call."""
+        found, old = self.products(name, kept, gradient), self._products.get(name)
+        self._products[name] = (
+            found if old is None else tuple(x.add_(y) for x, y in zip(old, found, strict=True))
+        )
+
+    def end(self) -> None:
+        """Add up what a backward pass gave.
+
+        Raises
+        ------
+        NonFiniteError
+            A gradient is NaN or infinite.
+        """
+        for name, products in self._products.items():
+            if not all(bool(torch.isfinite(product).all()) for product in products):
+                raise NonFiniteError(f"layer {name}: the loop's gradient is NaN or infinite")
+            self.add(name, products)
+        self._products.clear()
+
+
+class Reached(Side):
+    """Notes which layers a gradient reaches, and multiplies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def begin(self, prompt: int, draw: int) -> None:
+        """Nothing to choose."""
+
+    def keep(self, task: Task, rows: Tensor) -> Kept:
+        """Nothing."""
+        return ()
+
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
+        """Sum of the gradient, to be tested for NaN."""
+        return (gradient.sum(),)
+
+    def add(self, name: str, products: Kept) -> None:
+        """Note the layer."""
+        self.names.add(name)
+
+
+class Outputs(Side):
+    """Energy of each output, diag(g Om Om^T g^T); layers with one input have one Om.
+
+    Parameters
+    ----------
+    sums : dict
+        Energies by parameter name, which are added to.
+    sketch : Sketch
+        What Om is made of.
+    """
+
+    def __init__(self, sums: dict[str, Tensor], sketch: Sketch) -> None:
+        super().__init__()
+        self._sums, self.sketch = sums, sketch
+        self._prompt = 0
+        self._last: dict[int, tuple[InputKey, Tensor, Tensor]] = {}
+
+    def begin(self, prompt: int, draw: int) -> None:
+        """As of `Side`; all draws of a prompt have one Om, so that X_t Om is taken once."""
+        self._prompt = prompt
+        self._last.clear()
+
+    def keep(self, task: Task, rows: Tensor) -> Kept:
+        """X_t Om: once for the layers that read one input."""
+        whole = self.sketch.roots[task.name]
+        key, found = input_key(rows), self._last.get(id(whole))
+        if found is None or found[0] != key:
+            # The rows stay alive, so that their address cannot be another tensor's by now.
+            chosen, scale = cycled(whole.shape[0], whole.shape[1], self.sketch.rank, self._prompt)
+            found = self._last[id(whole)] = key, rows, rows.float() @ (whole[:, chosen] * scale)
+        return (found[2],)
+
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
+        """G_t^T (X_t Om)."""
+        return (gradient.float().T @ kept[0],)
+
+    def add(self, name: str, products: Kept) -> None:
+        """Add squares of rows."""
+        energy = products[0].square().sum(1)
+        self._sums[name] = self._sums[name] + energy if name in self._sums else energy
+
+
+class Both(Outputs):
+    """A_b += (g Om)_b (g Om)_b^T and S_g += (g^T Y)(g^T Y)^T, b the blocks of outputs.
+
+    Parameters
+    ----------
+    left, right : dict
+        Sums by parameter name, which are added to.
+    scales : mapping
+        Factor of each output in Y, by parameter name.
+    sketch : Sketch
+        What Om and Y are made of.
+
+    Notes
+    -----
+    Y_b = diag(scale) diag(signs) F P diag(signs'): F the Hartley transform, of which each gradient takes other columns;
+    signs of rows are a layer's, those of columns a gradient's, so that products between blocks vanish on average.
+    """
+
+    def __init__(
+        self,
+        left: dict[str, list[Tensor]],
+        right: dict[str, Tensor],
+        scales: Mapping[str, Tensor],
+        sketch: Sketch,
+    ) -> None:
+        super().__init__({}, sketch)
+        self.left, self.right, self._scales = left, right, scales
+        self._number = 0
+        self._thin: dict[str, Tensor] = {}
+
+    def begin(self, prompt: int, draw: int) -> None:
+        """As of `Side`."""
+        super().begin(prompt, draw)
+        self._number = prompt * self.sketch.n_draws + draw
+        self._thin.clear()
+
+    def keep(self, task: Task, rows: Tensor) -> Kept:
+        """X_t Om, and X_t itself."""
+        return *super().keep(task, rows), rows
+
+    def products(self, name: str, kept: Kept, gradient: Tensor) -> Kept:
+        """G_t^T (X_t Om), and X_t^T (G_t Y)."""
+        if name not in self._thin:
+            self._thin[name] = self._choose(name)
+        return *super().products(name, kept, gradient), kept[1].float().T @ (
+            gradient.float() @ self._thin[name]
+        )
+
+    def add(self, name: str, products: Kept) -> None:
+        """Add to every block, and to the matrix between inputs."""
+        left, right = products
+        parts = left.split(self.sketch.block)
+        blocks = self.left.setdefault(name, [p.new_zeros(len(p), len(p)) for p in parts])
+        for block, part in zip(blocks, parts, strict=True):
+            block.addmm_(part, part.T)
+        self.right.setdefault(name, right.new_zeros(len(right), len(right))).addmm_(right, right.T)
+
+    def _choose(self, name: str) -> Tensor:
+        scale, block, seed = self._scales[name], self.sketch.block, self.sketch.seed
+        of_layer = np.random.default_rng(seed_of(name, seed, 1))
+        of_gradient = np.random.default_rng([*seed_of(name, seed, 2), self._number])
+        signs, order = of_layer.choice((-1.0, 1.0), len(scale)), of_layer.permutation(block)
+        rank = min(self.sketch.rank, len(scale), block)
+        parts = []
+        for own in np.split(signs, range(block, len(scale), block)):
+            chosen, factor = cycled(len(own), len(own), rank, self._number)
+            part = _hartley(len(own), order[order < len(own)][chosen]) * (factor * own[:, None])
+            part *= of_gradient.choice((-1.0, 1.0), len(chosen))
+            parts.append(np.pad(part, ((0, 0), (0, rank - len(chosen)))))
+        thin = torch.from_numpy(np.concatenate(parts).astype(np.float32))
+        return scale[:, None] * thin.to(scale.device)
+
+
+class Taps:
+    """Hooks that hand inputs and the gradients of outputs of some layers to a `Side`; used as a context manager.
+
+    Inside the block no parameter of the model needs a gradient: the graph begins at the first hooked layer.
+    """
+
+    def __init__(self, system: LoopedSystem, tasks: Sequence[Task], side: Side) -> None:
+        self._system, self.side = system, side
+        self._tasks = {id(system.parameter(t.parameter)): t for t in tasks}
+        self._parameters = [t.parameter for t in tasks]
+        self._stack = contextlib.ExitStack()
+        self.anchor = torch.zeros((), device=system.device, requires_grad=True)
+
+    def __enter__(self) -> Taps:
+        needed = [p for p in self._system.model.parameters() if p.requires_grad]
+        self._stack.callback(lambda: [p.requires_grad_(True) for p in needed])
+        for p in needed:
+            p.requires_grad_(False)
+        for module in modules_of(self._system, self._parameters):
+            self._stack.callback(module.register_forward_hook(self._on_call, with_kwargs=True).remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def backward(self, target: Tensor, *, last: bool) -> None:
+        """Run a backward pass from a sum; `last` frees the graph."""
+        torch.autograd.grad(target, [self.anchor], retain_graph=not last, allow_unused=True)
+        self.side.end()
+
+    def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Any:
+        task = self._tasks[id(module.weight)]
+        p = task.parameter
+        rows = (args[0] if args else next(iter(kwargs.values()))).detach().reshape(-1, p.in_features)
+        if not torch.is_grad_enabled() or not rows.shape[0]:
+            return None
+        if (
+            not isinstance(out, Tensor)
+            or out.shape[-1] != p.out_features
+            or out.numel() != rows.shape[0] * p.out_features
+        ):
+            raise SystemContractError(
+                f"layer {p.name}: its module returns something else than one row of {p.out_features} for each of "
+                f"{rows.shape[0]} input rows: use metric 'inputs' there"
+            )
+        kept = self.side.keep(task, rows)
+
+        def take(kept: Kept, gradient: Tensor) -> None:
+            self.side.take(p.name, kept, gradient.reshape(-1, p.out_features))
+
+        # What is a view, or begins the graph, cannot be marked as changed in place.
+        own = out.clone() if out._is_view() or (out.is_leaf and out.requires_grad) else out
+        return _Tap.apply(own, self.anchor, take, *kept)
+
+
+class _Tap(torch.autograd.Function):  # type: ignore[misc]  # torch does not say its type
+    """The identity, in place, which hands on its gradient; a checkpointed step computes again what it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, take: Any, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(*kept)
+        ctx.take = take
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Read once: a checkpointed step computes them again at each reading.
+        kept = ctx.saved_tensors
+        ctx.take(kept, gradient)
+        return gradient, None, None, *(None for _ in kept)

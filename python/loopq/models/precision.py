@@ -1,0 +1,50 @@
+"""The type that a model computes in, where it is not the one that its checkpoint holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loopq.lazy import require
+from loopq.settings.execution import available_bytes
+from loopq.storage.model_files import HELD_AS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: As Linux calls what multiplies bfloat16: x86 with AVX-512 or AMX, ARM.
+_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16; yes where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return True
+    flags = [set(line.split()) for line in lines if line.lower().startswith(("flags", "features"))]
+    return not flags or bool(_FLAGS & flags[0])
+
+
+def widen(model: nn.Module) -> str:
+    """Let a bfloat16 model compute in float32 where the processor is slow in bfloat16; return what is to be said.
+
+    Its weights are the same numbers, and are read as bfloat16 (`loopq.storage.model_files.model_tensors`). On a
+    processor with AVX2 alone, rollouts of SmolLM2 are five times as fast (docs/performance.md).
+    """
+    torch = require("torch")
+    state = model.state_dict(keep_vars=True)
+    names = [name for name, tensor in state.items() if tensor.dtype == torch.bfloat16]
+    if not names or multiplies_bfloat16() or any(t.dtype == torch.float16 for t in state.values()):
+        return ""
+    free, need = available_bytes(), 4 * sum(state[name].numel() for name in names)
+    if free is not None and need > free:
+        return (
+            f"this processor has no instructions for bfloat16: float32 is about five times as fast, but takes "
+            f"{need / 2**30:.1f} GiB more and {free / 2**30:.1f} are free"
+        )
+    model.float()
+    setattr(model, HELD_AS, dict.fromkeys(names, torch.bfloat16))
+    return "bfloat16 weights, computed in float32: this processor has no instructions for bfloat16"

@@ -1,0 +1,61 @@
+"""The loop metric from gradients of whole weights in double precision: what the sketch is compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from loopq.gradients.collect_metrics import LEAST_SCALE, n_ahead
+from loopq.gradients.scores import draw_labels
+from loopq.gradients.unroll import linked, unroll
+from loopq.quantizers.loop_metric import BLOCK, DAMPING, RIDGE, LoopMetric, n_gradient_prompts, ridged
+
+
+def gradients(system, tokens, names, n_steps, seed, n_draws):
+    """Yield gradients of drawn labels' log-likelihood with respect to shared weights, by prompt and draw."""
+    for batch in tokens.batches(1, seed):
+        leaves = {n: system.model.get_parameter(n).detach().clone().requires_grad_(True) for n in names}
+        with linked(system, leaves):
+            out = tokens.scored(unroll(system, batch, n_steps).float(), system.output)
+            for draw in range(n_draws):
+                own = [seed, batch.prompts[0], draw]
+                if system.output == "logits":
+                    logp = out.log_softmax(-1)
+                    labels = torch.from_numpy(draw_labels(logp.detach().numpy(), own))
+                    target = logp.gather(-1, labels[..., None]).sum()
+                else:
+                    noise = np.random.default_rng(own).standard_normal(tuple(out.shape)).astype(np.float32)
+                    target = (out * torch.from_numpy(noise)).sum()
+                last = draw + 1 == n_draws
+                found = torch.autograd.grad(
+                    target, list(leaves.values()), retain_graph=not last, allow_unused=True
+                )
+                yield {n: g for n, g in zip(leaves, found, strict=True) if g is not None}
+
+
+def exact_metrics(hessians, system, tokens, tasks, n_steps, seed=0, outputs="scale"):
+    """Loop metrics as of `collect_metrics`; with outputs "A", S_g = sum g^T A'^-1 g, one round of the alternation."""
+    ((most, n_draws),) = {t.gradients for t in tasks}
+    tokens = tokens.take(0, n_gradient_prompts(most, len(tokens.sequences)))
+    kept = {t.name: [] for t in tasks}
+    for found in gradients(system, tokens, list(kept), n_steps, seed, n_draws):
+        for t in tasks:
+            g = found[t.name].double().numpy()
+            kept[t.name].append(g.T if t.parameter.orientation == "in_out" else g)
+    metrics = {}
+    for t in tasks:
+        h = np.asarray(hessians.accumulator(str(t.input_group), t.steps).matrix(list(t.steps)), np.float64)
+        inverse, left, right = np.linalg.inv(ridged(h, DAMPING)), [], 0.0
+        weight = system.parameter(t.parameter).detach().double().numpy()
+        size = np.square(weight.T if t.parameter.orientation == "in_out" else weight) @ np.diag(h)
+        ahead = kept[t.name][: n_ahead(len(tokens.sequences)) * n_draws]
+        energy = sum(np.einsum("ij,jk,ik->i", g, inverse, g) for g in ahead) * size
+        scale = size / np.maximum(energy, LEAST_SCALE * energy.mean())
+        for first in range(0, t.parameter.out_features, BLOCK):
+            rows = slice(first, first + BLOCK)
+            block = [g[rows] for g in kept[t.name]]
+            left.append(ridged(sum(g @ inverse @ g.T for g in block), RIDGE))
+            own = np.linalg.inv(left[-1]) if outputs == "A" else np.diag(scale[rows])
+            right = right + sum(g.T @ own @ g for g in block)
+        metrics[t.name] = LoopMetric(tuple(left), right, len(kept[t.name]))
+    return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,6 +32,7 @@ from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
+from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -125,9 +127,13 @@ def _prepared(
     execution: Execution,
 ) -> tuple[Plan, ModelSource]:
     """Plan a quantization of a model and say what it takes."""
+    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
+    loaded.system.look(tokens.first(execution.seed))
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
-    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
+    missed = loaded.system.missed()
+    if missed and isinstance(execution.progress, Silent):
+        warnings.warn(f"not quantized: {'; '.join(f'{n}: {why}' for n, why in missed.items())}", stacklevel=3)
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")

@@ -132,6 +132,13 @@ class TokenSet:
             ids = np.stack([self.sequences[i] for i in numbers])
             yield Batch(torch.from_numpy(ids), tuple(numbers), seed)
 
+    def first(self, seed: int = 0) -> Batch:
+        """Return the first prompt alone."""
+        import torch  # lazy: loopq imports without torch
+
+        # A copy: prompts of a file are read-only, which torch warns of.
+        return Batch(torch.from_numpy(self.sequences[0][None].copy()), (0,), seed)
+
     def plan(self, batch_size: int) -> list[list[int]]:
         """Numbers of the prompts of each batch."""
         if batch_size < 1:
@@ -185,17 +192,20 @@ def windows(text: str, encode: Encode, seq_len: int, n_prompts: int | None, sour
     CalibrationError
         The text has fewer tokens than one window.
     """
+    return cut(np.asarray(encode(text), dtype=np.int64), seq_len, n_prompts, source)
+
+
+def cut(ids: NDArray[np.int64], seq_len: int, n_prompts: int | None, source: str) -> TokenSet:
+    """Cut the token ids of one text in windows; parameters and errors as of `windows`."""
     if seq_len < 2:
         raise ConfigError(f"seq_len must be at least 2; got {seq_len}")
     check_count(n_prompts)
-    ids = np.asarray(encode(text), dtype=np.int64)
     count = ids.size // seq_len
     if n_prompts is not None:
         count = min(count, n_prompts)
     if count == 0:
         raise CalibrationError(f"{source}: {ids.size} tokens make no window of {seq_len}; give more text")
-    cut = ids[: count * seq_len].reshape(count, seq_len)
-    return TokenSet(tuple(cut), source, "windows")
+    return TokenSet(tuple(ids[: count * seq_len].reshape(count, seq_len)), source, "windows")
 
 
 def prompts_from_jsonl(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
+from loopq.calibrate.data import TokenSet, check_vocabulary, cut, from_ids, read_tokens, windows
 from loopq.errors import ConfigError
 from loopq.settings.declare import Settings, setting
 
@@ -23,8 +23,9 @@ EVALUATION_PROMPTS = 64
 #: Share of the tokens of a calibration text that are drawn at random, where no share is asked for.
 RANDOM_TOKENS = 0.05
 
-#: Prompts, token ids, a path, or None for the model's own prompts, else for the text that ships with loopq.
-Prompts = TokenSet | Sequence[Sequence[int]] | str | Path | None
+#: Prompts, token ids of each or of one text, a path, or None for the model's own prompts, else for the text that ships
+#: with loopq.
+Prompts = TokenSet | Sequence[Sequence[int]] | Sequence[int] | str | Path | None
 #: Gives a model prompts of its task: model, "calibration" or "evaluation", number of prompts, and number of the draw.
 PromptSource = Callable[["LoadedModel", str, int, int], TokenSet]
 _SOURCES: dict[str, PromptSource] = {}
@@ -185,4 +186,8 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenS
         return windows(text.decode(), loaded.encode, take.seq_len, count, f"embedded {use} text")
     if isinstance(prompts, str | Path):
         return read_tokens(Path(prompts), loaded.encode, take.seq_len, count)
-    return from_ids(list(prompts)[: take.n_prompts])
+    given: list[Any] = list(prompts)
+    if given and all(np.ndim(ids) == 0 for ids in given):
+        whole = np.asarray([int(i) for i in given], dtype=np.int64)
+        return cut(whole, min(take.seq_len, whole.size), count, "token ids")
+    return from_ids(given[: take.n_prompts])

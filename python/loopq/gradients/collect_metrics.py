@@ -29,6 +29,7 @@ from loopq.quantizers.task import Task
 from loopq.settings.execution import Execution
 from loopq.storage.files import RawTensor
 from loopq.storage.journal import Journal, Snapshots
+from loopq.storage.weights import outputs_first
 from loopq.systems.base import Batch, LoopedSystem, model_code
 
 if TYPE_CHECKING:
@@ -352,10 +353,13 @@ class _Gradients:
 
     def each(self, done: int) -> Iterator[tuple[int, list[tuple[str, NDArray[np.float64]]]]]:
         """Yield gradients after the first `done`, outputs first, each with how many there were by then."""
-        flip = {t.parameter.name: t.parameter.orientation == "in_out" for t in self.tasks}
-        fresh = list(self._kept) or self._fresh(list(flip), done // self.n_draws)
+        stored = {t.parameter.name: t.parameter.orientation for t in self.tasks}
+        fresh = list(self._kept) or self._fresh(list(stored), done // self.n_draws)
         for number, found in enumerate(fresh, start=done + 1):
-            yield number, [(name, _outputs_first(grad, flip[name])) for name, grad in found.items()]
+            yield (
+                number,
+                [(n, outputs_first(g.detach().double().cpu().numpy(), stored[n])) for n, g in found.items()],
+            )
 
     def _fresh(self, names: list[str], skip: int) -> Iterator[dict[str, Tensor]]:
         for found in draws(
@@ -365,11 +369,6 @@ class _Gradients:
                 self._kept.append(found)
             yield found
             self.execution.progress.advance()
-
-
-def _outputs_first(grad: Tensor, turned: bool) -> NDArray[np.float64]:
-    values: NDArray[np.float64] = grad.detach().double().cpu().numpy()
-    return np.ascontiguousarray(values.T) if turned else values
 
 
 def _blocks(rows: int) -> list[slice]:

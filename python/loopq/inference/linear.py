@@ -155,6 +155,14 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.register_buffer("zeros", zeros)
         self.register_buffer("bias", bias)
         self.transform = transform
+        self.weight_dtype = torch.float32
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Weight (out, in) for the plain input, made at each use, for code that multiplies by it without a call."""
+        product = self(torch.eye(self.in_features, device=self.scales.device))
+        plain = product if self.bias is None else product - self.bias
+        return plain.t().to(self.weight_dtype)
 
     @classmethod
     def from_layer(

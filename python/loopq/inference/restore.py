@@ -38,6 +38,8 @@ def load_checkpoint(
     # torch is needed for modules that hold codes, and for nothing before.
     from loopq.inference.quantized import coded, install  # lazy: loopq imports without torch
 
+    # A loop that is found by a run is found while its weights are there.
+    _ = loaded.system.n_steps
     load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
     kept = install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())

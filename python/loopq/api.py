@@ -32,6 +32,7 @@ from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
+from loopq.systems.depths import Depths
 from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def quantize(
     config: QuantConfig | None = None,
     *,
     out: str | Path | None = None,
-    n_steps: int | None = None,
+    n_steps: int | Sequence[int] | None = None,
     write: str | Write | None = None,
     ranks: Ranks | None = None,
     **options: Any,
@@ -67,8 +68,9 @@ def quantize(
         Settings.
     out : path, optional
         Folder for the checkpoint. The same call resumes a run that was interrupted.
-    n_steps : int, optional
-        Depth of the rollout; the model's own when absent.
+    n_steps : int or several, optional
+        Depth of the rollout; the model's own when absent. Of several each prompt is run at each, and steps count on
+        from one depth to the next (`loopq.systems.depths.Depths`).
     write : str or callable, optional
         A format's name, as of `loopq.export`, in which `out` is written; what it cannot hold is refused before the
         run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
@@ -106,12 +108,13 @@ def quantize(
     if ranks is not None:
         place = together.refuse(config, out, own_format=target.own and not callable(write))
         check_out(place)
-        plan, source = _prepared(open_model(model), calibration, take, config, n_steps, execution)
+        loaded, depth = at_depths(open_model(model), n_steps)
+        plan, source = _prepared(loaded, calibration, take, config, depth, execution)
         return together.quantize(ranks, plan, source, place)
     with output(out, execution, write) as (execution, finish):
-        loaded = open_model(model)
-        refuse_early(loaded, config, target.name, n_steps)
-        plan, source = _prepared(loaded, calibration, take, config, n_steps, execution)
+        loaded, depth = at_depths(open_model(model), n_steps)
+        refuse_early(loaded, config, target.name, depth)
+        plan, source = _prepared(loaded, calibration, take, config, depth, execution)
         checkpoint = carry_out(plan, source)
         finish(checkpoint)
     del plan, source
@@ -364,6 +367,15 @@ def open_model(model: Model) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     return load_model(model) if isinstance(model, str | Path) else wrap(model)
+
+
+def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
+    """A model whose rollouts run at a depth, or at several, and the depth to ask for."""
+    if n_steps is None or isinstance(n_steps, int):
+        return loaded, n_steps
+    if len(n_steps) == 1:
+        return loaded, n_steps[0]
+    return dataclasses.replace(loaded, system=Depths(loaded.system, n_steps)), None
 
 
 def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> LoadedModel:

@@ -194,9 +194,30 @@ def test_a_loop_over_blocks_of_tokens_has_the_steps_of_its_prompts() -> None:
     result = loopq.quantize(model, prompts, group_size=8, threads=1)
     assert list(result.layers) == ["core.weight"]
     assert result.settings["n_steps"] == 12
-    assert loopq.evaluate(model, {"q": result}, [range(9)] * 3, threads=1)[1].kl.max() < 0.1
+    fresh = wrap(model.model)
+    assert loopq.evaluate(fresh, {"q": result}, [range(9)] * 3, n_steps=12, threads=1)[1].kl.max() < 0.1
     with pytest.raises(CalibrationError, match=r"needs\s+prompts of one length; this one has 9 tokens"):
         loopq.quantize(model, [*prompts, list(range(9))], group_size=8, threads=1)
+
+
+class _Fixed(nn.Module):
+    """Mixes tokens of a fixed number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(64, 8), nn.Conv1d(32, 32, 1), nn.Linear(8, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            x = torch.tanh(self.mix(x))
+        return self.head(x)
+
+
+def test_a_model_that_takes_one_length_alone_is_found() -> None:
+    assert Generic(_Fixed()).discovery().n_tokens == 32
+    with pytest.raises(CalibrationError, match=r"trial run, before the first layer: the model raises"):
+        _ = Generic(nn.Sequential(nn.Embedding(64, 8), nn.Linear(9, 8))).n_steps
 
 
 class _Encoder(nn.Module):

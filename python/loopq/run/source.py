@@ -29,6 +29,7 @@ from loopq.settings.execution import Execution
 from loopq.storage.journal import Journal, fingerprint
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
+from loopq.systems.depths import Depths
 
 Layers = dict[str, QuantizedLayer]
 
@@ -148,9 +149,11 @@ class ModelSource(Source):
 
     def facts(self) -> dict[str, Any]:
         """As of `Source`."""
+        system = self.job.system
         return {
-            "system": self.job.system.name,
+            "system": system.name,
             "n_steps": self.job.selection.n_steps,
+            **({"depths": list(system.depths)} if isinstance(system, Depths) else {}),
             "seed": self.execution.seed,
             "calibration": self.job.tokens.describe(),
         }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import (
     Batch,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from loopq.systems.base import Orientation, Output
 
-_PROBE_TOKENS = 8
+_PROBE_TOKENS = (8, 16, 32, 64, 128, 256)
 _PROBE_ROWS = 16
 _UNCLEAR = (
     "expert of a module that is called once, so that its steps cannot be told apart: put gate and experts into a "
@@ -270,21 +271,32 @@ class Generic(LoopedSystem):
     def discovery(self, n_steps: int | None = None) -> Discovery:
         """The loop at a depth, found by one short run when it is first asked for."""
         if n_steps not in self._found:
-            found = discover(self.model, self._probe(), lambda b: self._call(b, n_steps))
+            found = self._discovered(n_steps)
             if not found.order:
                 raise SystemContractError(f"{type(self.model).__name__}: " + "\n  ".join(found.lines()))
             self._found[n_steps] = found
         return self._found[n_steps]
 
-    def _probe(self) -> Batch:
+    def _discovered(self, n_steps: int | None) -> Discovery:
+        failed: list[LoopqError] = []
+        # A model may take prompts of one length alone.
+        for n_tokens in _PROBE_TOKENS if self._like is None else (self._like.shape[1],):
+            try:
+                return discover(self.model, self._probe(n_tokens), lambda b: self._call(b, n_steps))
+            except CalibrationError as cause:
+                failed.append(cause)
+        raise failed[0]
+
+    def _probe(self, n_tokens: int) -> Batch:
         """The prompts given and others, as many and as unlike as a router needs to show its experts."""
         import torch  # lazy: loopq imports without torch
 
-        n_tokens = _PROBE_TOKENS if self._like is None else self._like.shape[1]
         n_prompts = max(2, _PROBE_ROWS // n_tokens)
         tables = (m.num_embeddings for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
-        ids = torch.arange(n_prompts * n_tokens) % min(tables, default=_PROBE_TOKENS)
-        rows = [ids.reshape(n_prompts, n_tokens)] + ([] if self._like is None else [self._like])
+        ids = torch.arange(n_prompts * n_tokens) % min(tables, default=_PROBE_TOKENS[0])
+        rows = [ids.reshape(n_prompts, n_tokens)]
+        if self._like is not None and self._like.shape[1] == n_tokens:
+            rows.append(self._like)
         return Batch(torch.cat(rows), tuple(range(sum(map(len, rows)))))
 
     @property
@@ -305,12 +317,23 @@ class Generic(LoopedSystem):
         """Refuse every depth but the one the model runs by itself, unless an argument of its sets the depth."""
         if self._depth is not None:
             return super().check_depth(n_steps)
-        if n_steps != self.n_steps:
+        if n_steps != self.n_steps and not self._grows:
             raise ConfigError(
                 f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}. Name "
                 "the argument of its forward that sets the number of steps: Generic(model, depth='...')"
             )
         return n_steps
+
+    @functools.cached_property
+    def _grows(self) -> bool:
+        """Whether a longer prompt has more steps: then each has as many as it has."""
+        try:
+            longer = discover(
+                self.model, self._probe(2 * self.discovery().n_tokens), lambda b: self._call(b, None)
+            )
+        except LoopqError:  # Too long for the model.
+            return False
+        return longer.depth != self.n_steps
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Parameters called more than once that a pattern selects.

@@ -59,6 +59,11 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         # Casts of weights, as long as their memory is theirs.
         self._casts: dict[int, tuple[str, Any, tuple[int, ...], tuple[int, ...], bool]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip it torch imports it, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         op = func.overloadpacket

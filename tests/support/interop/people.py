@@ -48,10 +48,18 @@ def rlt() -> Any:
 @model("spiral-lm")
 def spiral() -> Any:
     """A reversible loop whose core is under spectral norm."""
-    from spiral import SpiralConfig, SpiralCore
+    from spiral import SpiralConfig
+    from spiral.model import SpiralCore
 
     config = SpiralConfig(
-        vocab_size=VOCABULARY, emb_factor=16, d_model=WIDTH, n_heads=4, d_ff=64, mean_iters=3, max_seq_len=64
+        vocab_size=VOCABULARY,
+        emb_factor=16,
+        d_model=WIDTH,
+        n_heads=4,
+        d_ff=64,
+        mean_iters=3,
+        max_seq_len=64,
+        stability="spectral",
     )
     return SpiralCore(config)
 

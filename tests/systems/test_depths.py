@@ -10,36 +10,25 @@ import loopq
 from loopq.calibrate.collect import Collection, HessianSet
 from loopq.calibrate.select import select
 from loopq.errors import ConfigError
-from loopq.models.load import load_model
 from loopq.systems.depths import Depths
 from tests.support.systems import CASES, build, prompts
 
 
-def _hessians(system, tokens):
-    selection = select(system, tokens)
-    sums = HessianSet(Collection(system, tokens, selection), {
-        p.name: range(p.invocations) for p in selection.distinct_inputs
-    })  # fmt: skip
-    sums.run_pass(list(sums.steps))
-    return {name: sums.accumulators[name].matrix(sums.steps[name]) for name in sums.steps}
+def _hessians(system, tokens, n_steps=None):
+    selection = select(system, tokens, n_steps=n_steps)
+    steps = {p.name: range(p.invocations) for p in selection.distinct_inputs}
+    sums = HessianSet(Collection(system, tokens, selection), steps)
+    sums.run_pass(list(steps))
+    return {name: sums.accumulators[name].matrix(list(steps[name])) for name in steps}
 
 
-def test_hessians_are_those_of_the_depths_together(tokens):
-    system = load_model("huginn_small").system
-    few = tokens(n_prompts=2)
-    both = _hessians(Depths(system, (1, 3)), few)
-    apart = []
-    for depth in (1, 3):
-        selection = select(system, few, n_steps=depth)
-        sums = HessianSet(
-            Collection(system, few, selection),
-            {p.name: range(p.invocations) for p in selection.distinct_inputs},
-        )
-        sums.run_pass(list(sums.steps))
-        apart.append({name: sums.accumulators[name].matrix(sums.steps[name]) for name in sums.steps})
-    assert both.keys() == apart[0].keys()
+def test_hessians_are_those_of_the_depths_together(tiny, tokens):
+    few = tokens.take(0, 2)
+    both = _hessians(Depths(tiny.system, (1, 3)), few)
+    one, three = (_hessians(tiny.system, few, n) for n in (1, 3))
+    assert both.keys() == one.keys()
     for name, h in both.items():
-        np.testing.assert_allclose(h, apart[0][name] + apart[1][name], rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(h, one[name] + three[name], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["Ouro", "transformers ALBERT"])

@@ -39,12 +39,14 @@ class Odd(nn.Module):
         self.bare = nn.Parameter(torch.randn(8, 8))
         self.parts = nn.Parameter(torch.randn(8, 8))
         self.normed = nn.Parameter(torch.randn(8, 8))
+        self.stacked, self.places = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(1, 1, 8))
         self.idle = nn.Linear(8, 8)
         self.once = nn.Linear(8, 64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+        x = self.embed(ids) + self.places
         for _ in range(2):
+            x = x + torch.einsum("btd,hde->bte", x, self.stacked)
             x = self.twin(torch.tanh(self.loop(x)))
             x = (
                 F.linear(x, self.hidden.weight)
@@ -68,7 +70,7 @@ def test_tied_modules_are_one_parameter_and_rows_are_told() -> None:
     assert found.rows == {"loop.weight": [15, 15, 15, 15, 3], "hidden.weight": [15, 15], "bare": [3, 3]}
     assert found.depth == 5
     assert found.watched == {"hidden.weight": "out_in", "bare": "in_out"}
-    assert set(found.left_out) == {"parts", "normed"}
+    assert set(found.left_out) == {"parts", "normed", "stacked"}
     text = "\n".join(found.lines())
     assert "loop.weight: 5 calls, rows 15, 15, 15, 15, 3" in text
     assert "not quantized: parts: multiplied in parts" in text
@@ -216,7 +218,9 @@ class _Fixed(nn.Module):
 
 def test_a_model_that_takes_one_length_alone_is_found() -> None:
     assert Generic(_Fixed()).discovery().n_tokens == 32
-    with pytest.raises(CalibrationError, match=r"trial run, before the first layer: the model raises"):
+    with pytest.raises(
+        CalibrationError, match=r"trial run, after layer 1\.weight was called at step 0: the model raises"
+    ):
         _ = Generic(nn.Sequential(nn.Embedding(64, 8), nn.Linear(9, 8))).n_steps
 
 

@@ -57,7 +57,7 @@ class Served:
         """
         if template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("template: the model's tokenizer has no chat template; leave --template out")
-        if not hasattr(tokenizer, "all_special_ids"):
+        if not hasattr(tokenizer, "all_special_ids") or not callable(tokenizer):
             return cls(encode, tokenizer=tokenizer, field=field)
         whole, plain = list(tokenizer("a").input_ids), list(encode("a"))
         places = range(len(whole) - len(plain) + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.calibrate.data import TokenSet
-from loopq.errors import ConfigError
+from loopq.errors import ConfigError, LoopqError
 from loopq.systems.base import Batch, LoopedSystem, model_code
 
 if TYPE_CHECKING:
@@ -53,10 +54,10 @@ def written(
         numbers = tuple(range(start, min(start + _TOGETHER, n_prompts)))
         drawn = chosen[torch.randint(len(known), (len(numbers), 1), generator=generator)]
         ids = torch.tensor([list(first)] * len(numbers)) if first else drawn
-        cache: Any = None
+        write = _Writer(system)
         with torch.no_grad(), model_code(f"text that the model writes, prompt {start}"):
             while ids.shape[1] < seq_len:
-                logits, cache = _next(system, Batch(ids, numbers, by_token=True), cache)
+                logits = write(Batch(ids, numbers, by_token=True))
                 shares = logits[:, chosen.to(logits.device)].softmax(-1).cpu()
                 following = chosen[torch.multinomial(shares, 1, generator=generator)]
                 ids = torch.cat([ids, following], dim=1)
@@ -64,9 +65,22 @@ def written(
     return TokenSet(tuple(prompts), "text that the model wrote", "prompts")
 
 
-def _next(system: LoopedSystem, batch: Batch, cache: Any) -> tuple[Tensor, Any]:
-    """Logits after the last token, by the model's cache where it has one."""
-    n_seen = batch.input_ids.shape[1] - 1 if cache is not None else 0
-    found = system.extend(batch, system.n_steps, n_seen, cache)
-    logits, cache = found if found is not None else (system.rollout(batch, system.n_steps), None)
-    return logits[:, -1].float(), cache
+class _Writer:
+    """Logits after the last token, by the model's cache where it has one, else by whole rollouts."""
+
+    def __init__(self, system: LoopedSystem) -> None:
+        self._system, self._n_steps = system, system.n_steps
+        self._cache: Any = None
+        self._by_cache = True
+
+    def __call__(self, batch: Batch) -> Tensor:
+        found = None
+        if self._by_cache:
+            n_seen = batch.input_ids.shape[1] - 1 if self._cache is not None else 0
+            with contextlib.suppress(LoopqError):  # A class without a cache says so.
+                found = self._system.extend(batch, self._n_steps, n_seen, self._cache)
+        if found is None:
+            self._by_cache = False
+            return self._system.rollout(batch, self._n_steps)[:, -1].float()
+        logits, self._cache = found
+        return logits[:, -1].float()

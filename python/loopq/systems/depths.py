@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from loopq.errors import ConfigError
@@ -70,9 +70,11 @@ class Depths(LoopedSystem):
         self.check_depth(n_steps)
         return torch.cat([self.system.rollout(batch, depth) for depth in self.depths], dim=1)
 
-    def differentiable(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def differentiable(self) -> Iterator[None]:
         """As of the other adapter, like all that follows."""
-        return self.system.differentiable()
+        with self.system.differentiable():
+            yield
 
     def left_out(self) -> dict[str, str]:
         """See above."""

@@ -151,6 +151,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
     loop = {name: rows for name, rows in found.repeated.items() if name not in gate}
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
     others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate
+    hidden = set(found.uncalled) - found.once
     # Rows that fill up a head may make it larger than the table.
     is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
     return Discovery(
@@ -159,7 +160,7 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | No
         n_prompts,
         n_tokens,
         others,
-        {n: why for n, why in others.items() if n in found.uncalled or n in gate or why == _UNCLEAR}
+        {n: why for n, why in others.items() if n in hidden or n in gate or why == _UNCLEAR}
         | stacked_experts(model),
         {name: found.watched[name] for name in loop if name in found.watched},
         {name: routed[name] for name in loop if name in routed},

@@ -43,7 +43,9 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
     on_product : callable
         Told of every product with a whole weight.
     on_other : callable, optional
-        Told the name and the operation of every other use.
+        Told the name and the operation of every other use, also of the parameters in `also`.
+    also : mapping of str to Tensor, optional
+        Parameters of other shapes.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class Products(TorchDispatchMode):  # type: ignore[misc, unused-ignore]
         weights: Mapping[str, Tensor],
         on_product: OnProduct,
         on_other: Callable[[str, str], None] | None = None,
+        also: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self._on_product, self._on_other = on_product, on_other
-        self._ranges = sorted((w.data_ptr(), w.data_ptr() + w.nbytes, name) for name, w in weights.items())
+        every = {**weights, **(also or {})}
+        self._ranges = sorted((w.data_ptr(), w.data_ptr() + w.nbytes, name) for name, w in every.items())
         self._whole: dict[int, tuple[str, Tensor]] = {w.data_ptr(): (n, w) for n, w in weights.items()}
         # Casts of weights, as long as their memory is theirs.
         self._casts: dict[int, tuple[str, Any, tuple[int, ...], tuple[int, ...], bool]] = {}

@@ -48,7 +48,10 @@ class Trace:
     watched : dict of str to str
         How weights are stored that no module is called with, whose products alone show their input.
     uncalled : dict of str to str
-        Weights that the run used in no such way, with what it did with them: nothing shows their input.
+        Weights that the run used in no such way, with what it did with them: nothing shows their input. Also parameters
+        of more dimensions.
+    once : frozenset of str
+        Those of `uncalled` that it used once.
     idle : tuple of str
         Weights that the run did not use at all.
     entered : dict of str to int
@@ -60,6 +63,7 @@ class Trace:
     calls: tuple[tuple[str, int], ...]
     watched: dict[str, Orientation]
     uncalled: dict[str, str]
+    once: frozenset[str]
     idle: tuple[str, ...]
     entered: dict[str, int] = field(default_factory=dict)
     routed: dict[str, Routed] = field(default_factory=dict)
@@ -127,7 +131,8 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     for name in uses.lists.entered:
         count = functools.partial(uses.lists.enter, name)
         handles.append(model.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
-    watch = Products(weights, uses.multiplied, uses.used)
+    also = {n: p for n, p in model.named_parameters() if p.ndim > 1 and n not in weights}
+    watch = Products(weights, uses.multiplied, uses.used, also)
     try:
         with torch.no_grad(), plain_attention(), watch, model_code(lambda: f"trial run, {uses.reached()}"):
             run()
@@ -170,6 +175,7 @@ class _Uses:
         self._events: list[tuple[str, int, bool, int]] = []
         self._stored: dict[str, set[Orientation]] = {}
         self._others: dict[str, str] = {}
+        self._n_others: Counter[str] = Counter()
 
     def called(self, name: str, rows: int) -> None:
         self._events.append((name, rows, True, self.lists.step(name)))
@@ -181,6 +187,7 @@ class _Uses:
     def used(self, name: str, operation: str) -> None:
         how = "multiplied in parts" if operation in _PRODUCTS else f"used by {operation}"
         self._others.setdefault(name, f"{how}, without a call of its module")
+        self._n_others[name] += 1
 
     def reached(self) -> str:
         calls = [name for name, _, called, _ in self._events if called]
@@ -204,6 +211,7 @@ class _Uses:
             calls,
             {n: next(iter(s)) for n, s in watched.items() if n not in turned},
             {n: why for n, why in (self._others | turned).items() if n not in seen},
+            frozenset(n for n, count in self._n_others.items() if count == 1 and n not in turned),
             tuple(n for n in names if not (n in seen or n in self._others or n in turned or n in routed)),
             {name: len(rows) for name, rows in self.lists.entered.items()},
             routed,

@@ -15,51 +15,14 @@ import loopq
 from loopq.errors import CalibrationError, ConfigError, SystemContractError
 from loopq.models.from_python import wrap
 from loopq.models.load import choose_system
-from loopq.systems.base import Batch
 from loopq.systems.generic import Generic, discover
-from loopq.systems.trace import trace
+from tests.support.conformance import Conformance
+from tests.support.odd_loop import Odd, _ids
 from tests.support.systems import CASES, build, prompts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
 )
-
-
-class Odd(nn.Module):
-    """A loop with all that hides from hooks: bare parameters, weights without a call, in parts and normed, an idle
-    layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 8)
-        self.loop = nn.Linear(8, 8)
-        self.twin = nn.Linear(8, 8)
-        self.twin.weight = self.loop.weight
-        self.hidden = nn.Linear(8, 8, bias=False)
-        self.bare = nn.Parameter(torch.randn(8, 8))
-        self.parts = nn.Parameter(torch.randn(8, 8))
-        self.normed = nn.Parameter(torch.randn(8, 8))
-        self.stacked, self.places = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(1, 1, 8))
-        self.idle = nn.Linear(8, 8)
-        self.once = nn.Linear(8, 64)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.places
-        for _ in range(2):
-            x = x + torch.einsum("btd,hde->bte", x, self.stacked)
-            x = self.twin(torch.tanh(self.loop(x)))
-            x = (
-                F.linear(x, self.hidden.weight)
-                + x[:, :1] @ self.bare
-                + F.linear(x, self.parts[:4]).repeat(1, 1, 2)
-            )
-            x = x + F.linear(x, F.normalize(self.normed))
-        x = self.loop(x[:, -1:]) + x
-        return self.once(x)
-
-
-def _ids(n: int = 3) -> Batch:
-    return Batch(torch.randint(0, 60, (n, 5), generator=torch.Generator().manual_seed(0)), tuple(range(n)))
 
 
 def test_tied_modules_are_one_parameter_and_rows_are_told() -> None:
@@ -74,26 +37,6 @@ def test_tied_modules_are_one_parameter_and_rows_are_told() -> None:
     text = "\n".join(found.lines())
     assert "loop.weight: 5 calls, rows 15, 15, 15, 15, 3" in text
     assert "not quantized: parts: multiplied in parts" in text
-
-
-def test_idle_matrices_are_told_apart_from_uncalled_ones() -> None:
-    model = Odd()
-    ids = _ids().input_ids
-    found = trace(model, lambda: model(ids))
-    assert found.idle == ("idle.weight",)
-    assert [name for name, _ in found.calls][-1] == "once.weight"
-
-
-def test_hooks_are_gone_after_an_error() -> None:
-    model = Odd()
-
-    def fail() -> None:
-        model(_ids().input_ids)
-        raise ValueError("made")
-
-    with pytest.raises(CalibrationError, match=r"the model raises ValueError: made"):
-        trace(model, fail)
-    assert all(not m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("name", ["transformers HRM-Text", "Ouro", "transformers ALBERT", "TRM"])
@@ -345,3 +288,7 @@ def test_generic_is_taken_only_by_name() -> None:
     with pytest.raises(SystemContractError, match=r"no looped system fits"):
         choose_system(Odd(), None)
     assert choose_system(Odd(), "generic").name == "generic"
+
+
+class TestGeneric(Conformance):
+    system = "generic"

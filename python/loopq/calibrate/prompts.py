@@ -45,8 +45,8 @@ class Take(Settings):
         Prompts to take; all when absent, of a text 128 to calibrate and 64 to evaluate.
     seq_len : int
         Tokens of a prompt: a text is cut in windows of this length, and longer prompts to it.
-    field : str
-        Fields of a record of jsonl or parquet that hold its text, joined by commas ("question,answer"); when empty
+    field : str, optional
+        Fields of a record of jsonl or parquet that hold its text, joined by commas ("question,answer"); when absent
         "text", else all that hold text.
     template : bool
         Apply the tokenizer's chat template to each record: to its "messages", or to its fields as what user and
@@ -55,12 +55,12 @@ class Take(Settings):
 
     n_prompts: int | None = setting(None, at_least=1, common=True)
     seq_len: int = setting(128, at_least=2, common=True)
-    field: str = setting("", common=True)
+    field: str | None = setting(None, common=True)
     template: bool = setting(False, common=True)
 
     def served(self, loaded: LoadedModel) -> Served:
         """How text becomes token ids of a model."""
-        return Served.of(loaded.encode, loaded.tokenizer, self.field, self.template)
+        return Served.of(loaded.encode, loaded.tokenizer, self.field or "", self.template)
 
 
 @dataclass(frozen=True)

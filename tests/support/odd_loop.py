@@ -1,0 +1,46 @@
+"""A loop with everything that hides from hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from loopq.systems.base import Batch
+
+
+class Odd(nn.Module):
+    """A loop with all that hides from hooks: bare parameters, weights without a call, in parts and normed, an idle
+    layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.loop = nn.Linear(8, 8)
+        self.twin = nn.Linear(8, 8)
+        self.twin.weight = self.loop.weight
+        self.hidden = nn.Linear(8, 8, bias=False)
+        self.bare = nn.Parameter(torch.randn(8, 8))
+        self.parts = nn.Parameter(torch.randn(8, 8))
+        self.normed = nn.Parameter(torch.randn(8, 8))
+        self.stacked, self.places = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(1, 1, 8))
+        self.idle = nn.Linear(8, 8)
+        self.once = nn.Linear(8, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.places
+        for _ in range(2):
+            x = x + torch.einsum("btd,hde->bte", x, self.stacked)
+            x = self.twin(torch.tanh(self.loop(x)))
+            x = (
+                F.linear(x, self.hidden.weight)
+                + x[:, :1] @ self.bare
+                + F.linear(x, self.parts[:4]).repeat(1, 1, 2)
+            )
+            x = x + F.linear(x, F.normalize(self.normed))
+        x = self.loop(x[:, -1:]) + x
+        return self.once(x)
+
+
+def _ids(n: int = 3) -> Batch:
+    return Batch(torch.randint(0, 60, (n, 5), generator=torch.Generator().manual_seed(0)), tuple(range(n)))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import loopq
-from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.errors import CalibrationError, CheckpointError, ConfigError, SystemContractError
 from loopq.models.from_python import wrap
 from loopq.models.load import choose_system
 from loopq.systems.generic import Generic, discover
@@ -266,6 +266,15 @@ def test_weights_that_no_module_is_called_with_are_quantized_like_others(use: st
         for quantized in (False, True)
     ]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use", ["x @ w", "Conv1d"])
+@pytest.mark.parametrize("target", ["gptq", "compressed-tensors"])
+def test_other_formats_refuse_weights_of_no_linear_layer(use: str, target: str, tmp_path: Path) -> None:
+    part, run, _ = _USES[use]
+    result = loopq.quantize(_Used(part(), run), _ids(6).input_ids, group_size=16, threads=1, method="rtn")
+    with pytest.raises(CheckpointError, match=r"layer part\.w.*of no linear layer .1 such layers."):
+        loopq.export(result, tmp_path / "q", target)
 
 
 def test_what_stays_dense_is_named_before_the_run() -> None:

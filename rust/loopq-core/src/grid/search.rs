@@ -60,10 +60,7 @@ fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Resul
     if grid.scale_type.round(value) == 0.0 {
         return Ok(Level { scale: 1.0, zero: if grid.symmetric { grid.middle() } else { 0 } });
     }
-    Err((
-        lane,
-        Error::ScaleRange { row: 0, group: 0, value, what: "infinite", dtype: grid.scale_type.name() },
-    ))
+    Err((lane, Error::ScaleRange { row: 0, group: 0, value, dtype: grid.scale_type.name() }))
 }
 
 impl Grid {

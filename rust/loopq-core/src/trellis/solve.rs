@@ -158,13 +158,7 @@ impl<'a> Block<'a> {
                 let scale = if round(wanted) == 0.0 { round(SMALLEST) } else { round(wanted) };
                 if !scale.is_finite() {
                     let dtype = self.grid.scale_type.name();
-                    return Err(Error::ScaleRange {
-                        row: r,
-                        group: g,
-                        value: wanted,
-                        what: "infinite",
-                        dtype,
-                    });
+                    return Err(Error::ScaleRange { row: r, group: g, value: wanted, dtype });
                 }
                 self.out.scales[r * n_groups + g] = scale;
             }

@@ -160,8 +160,13 @@ aarch64: ## The tests of the core as an aarch64 program, under qemu
 audit: setup ## Known vulnerabilities of what loopq depends on; needs the network
 	@sh tools/audit.sh $(PY)
 
-interop: setup $(GPTQ)/stamp ## Load exports with the real libraries: compressed-tensors, GPTQModel, optimum
+interop: setup $(GPTQ)/stamp .cache/people/stamp ## Load exports with the real libraries, quantize models of other people's packages
 	$(PY) -m pytest tests/interop
+
+# Without what they depend on: torch and transformers are those of the environment.
+.cache/people/stamp: tests/support/interop/people.txt $(VENV)/dev.stamp
+	rm -rf $(@D) && $(PY) -m pip install -q --no-deps --target $(@D) -r $<
+	touch $@
 
 interop-vllm: setup .cache/venv-vllm/stamp ## Serve exports with vLLM's CPU build (an environment of 6 GB) and loopq's plugin
 	$(PY) -m pytest tests/interop/test_vllm.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,6 +34,8 @@ from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
+from loopq.systems.depths import Depths
+from loopq.terminal.progress import Silent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +52,7 @@ def quantize(
     config: QuantConfig | None = None,
     *,
     out: str | Path | None = None,
-    n_steps: int | None = None,
+    n_steps: int | Sequence[int] | None = None,
     write: str | Write | None = None,
     ranks: Ranks | None = None,
     keep: Sequence[str] = (),
@@ -69,8 +72,9 @@ def quantize(
         Settings.
     out : path, optional
         Folder for the checkpoint. The same call resumes a run that was interrupted.
-    n_steps : int, optional
-        Depth of the rollout; the model's own when absent.
+    n_steps : int or several, optional
+        Depth of the rollout; the model's own when absent. Of several each prompt is run at each, and steps count on
+        from one depth to the next (`loopq.systems.depths.Depths`).
     write : str or callable, optional
         A format's name, as of `loopq.export`, in which `out` is written; what it cannot hold is refused before the
         run. Or what is called with the checkpoint to write `out`. loopq's own format when absent.
@@ -112,18 +116,17 @@ def quantize(
     if ranks is not None:
         place = together.refuse(config, out, own_format=target.own and not callable(write))
         check_out(place)
-        plan, source = _prepared(
-            open_source(model, requantize), calibration, take, config, n_steps, execution
-        )
+        loaded, depth = at_depths(open_source(model, requantize), n_steps)
+        plan, source = _prepared(loaded, calibration, take, config, depth, execution)
         return together.quantize(ranks, plan, source, place)
     with output(out, execution, write) as (execution, finish):
-        loaded = open_source(model, requantize)
+        loaded, depth = at_depths(open_source(model, requantize), n_steps)
         kept = Kept.of(loaded.folder, keep)
         if keep:
-            depth = loaded.system.n_steps if n_steps is None else n_steps
-            config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(depth)))
-        refuse_early(loaded, config, target.name, n_steps)
-        plan, source = _prepared(loaded, calibration, take, config, n_steps, execution)
+            steps = loaded.system.n_steps if depth is None else depth
+            config = kept.exclude(config, (p.name for p in loaded.system.shared_parameters(steps)))
+        refuse_early(loaded, config, target.name, depth)
+        plan, source = _prepared(loaded, calibration, take, config, depth, execution)
         checkpoint = kept.put(carry_out(plan, source))
         finish(checkpoint)
     del plan, source
@@ -139,9 +142,13 @@ def _prepared(
     execution: Execution,
 ) -> tuple[Plan, ModelSource]:
     """Plan a quantization of a model and say what it takes."""
+    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
+    loaded.system.look(tokens.first(execution.seed))
     for line in (*loaded.report.notes, *loaded.system.describe_loop()):
         execution.progress.note(line)
-    tokens = calibration_tokens(loaded, calibration, take, matters=config.reads_text)
+    missed = loaded.system.missed()
+    if missed and isinstance(execution.progress, Silent):
+        warnings.warn(f"not quantized: {'; '.join(f'{n}: {why}' for n, why in missed.items())}", stacklevel=3)
     if config.reads_text:
         size = f"{len(tokens.sequences)} prompts, {tokens.n_tokens:,} tokens"
         execution.progress.note(f"calibration: {size} of {tokens.source}")
@@ -387,6 +394,15 @@ def open_source(model: Model, requantize: bool = False) -> LoadedModel:
         if found is not None:
             return found
     return open_model(model)
+
+
+def at_depths(loaded: LoadedModel, n_steps: int | Sequence[int] | None) -> tuple[LoadedModel, int | None]:
+    """A model whose rollouts run at a depth, or at several, and the depth to ask for."""
+    if n_steps is None or isinstance(n_steps, int):
+        return loaded, n_steps
+    if len(n_steps) == 1:
+        return loaded, n_steps[0]
+    return dataclasses.replace(loaded, system=Depths(loaded.system, n_steps)), None
 
 
 def open_any(model: str | Path, *, quantized: bool = False, **loading: Any) -> LoadedModel:

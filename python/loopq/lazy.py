@@ -14,6 +14,7 @@ _EXTRA = {
     "lm_eval": "eval",
     "gguf": "gguf",
     "matplotlib": "report",
+    "pyarrow": "parquet",
     "scipy": "stats",
     "threadpoolctl": "torch",
 }

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 
 import loopq
 from loopq import Override, QuantConfig
@@ -181,3 +182,12 @@ def test_where_nothing_depends_on_a_text_one_prompt_of_any_will_do(loaded):
 def test_how_much_is_taken_is_checked(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Take(**bad)
+
+
+def test_ids_in_one_row_are_one_text_for_both(loaded):
+    ids = np.arange(40) % 32
+    for read in (calibration_tokens, evaluation_tokens):
+        for given in (ids, ids.tolist(), torch.from_numpy(ids)):
+            found = read(loaded, given, Take(seq_len=16))
+            assert [s.tolist() for s in found.sequences] == [ids[:16].tolist(), ids[16:32].tolist()]
+            assert read(loaded, given, Take()).sequences[0].tolist() == ids.tolist()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from loopq.calibrate.data import from_ids
 from loopq.calibrate.select import select, treat
-from loopq.errors import ConfigError
+from loopq.errors import CalibrationError, ConfigError, NonFiniteError
+from loopq.systems.generic import Generic
 
 
 def test_patterns_must_match(tiny):
@@ -32,3 +35,29 @@ def test_what_is_excluded_is_not_observed(tiny, tokens):
     assert "transformer.adapter.weight" not in {p.name for p in found.observed}
     assert {p.name for p in found.distinct_inputs} == set(found.input_groups.values())
     assert {p.invocations for p in found.parameters} == {2}
+
+
+class _Damaged(torch.nn.Module):
+    def __init__(self, name, value):
+        super().__init__()
+        self.table, self.core = torch.nn.Embedding(32, 16), torch.nn.Linear(16, 16)
+        self.head, self.idle = torch.nn.Linear(16, 32), torch.nn.Parameter(torch.zeros(3))
+        with torch.no_grad():
+            dict(self.named_parameters())[name].view(-1)[2] = value
+
+    def forward(self, ids):
+        raise AssertionError("run before it was looked at")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["table.weight", "core.weight", "head.weight"])
+def test_a_damaged_weight_is_named_before_anything_is_run(name, value):
+    with pytest.raises(NonFiniteError, match=rf"own {name} holds NaN or infinity, at \[0, 2\]"):
+        select(Generic(_Damaged(name, value)), from_ids([[1, 2, 3]]))
+
+
+def test_infinity_in_a_vector_may_be_meant():
+    with pytest.raises(CalibrationError, match="run before it was looked at"):
+        select(Generic(_Damaged("idle", float("-inf"))), from_ids([[1, 2, 3]]))
+    with pytest.raises(NonFiniteError, match="own idle holds NaN"):
+        select(Generic(_Damaged("idle", float("nan"))), from_ids([[1, 2, 3]]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from loopq.cli import parser
-from loopq.commands.options import flag_of, given
+from loopq.commands.options import depths, each_depth, flag_of, given
 from loopq.run.config import QuantConfig
 from loopq.settings.declare import leaves
 from loopq.storage.annotations import choices_of
@@ -93,3 +95,13 @@ def test_wrong_memory_and_overrides_are_refused(args, capsys):
 def test_a_budget_is_bits_or_bytes(text, budget):
     found = given(PARSER.parse_args([*BASE, "--allocate", text]), QuantConfig)["allocate"]
     assert (found, type(found)) == (budget, type(budget))
+
+
+def test_one_depth_is_a_number_and_several_are_taken_one_by_one():
+    assert (depths("4"), depths("1,2,4")) == (4, (1, 2, 4))
+    for bad in ("1,1", "0", "1,", "a", "2,x"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            depths(bad)
+    args = argparse.Namespace(n_steps=(1, 2), model="m")
+    assert [(one.n_steps, one.model) for one in each_depth(args)] == [(1, "m"), (2, "m")]
+    assert [one.n_steps for one in each_depth(argparse.Namespace(n_steps=None))] == [None]

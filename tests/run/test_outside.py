@@ -9,6 +9,7 @@ import torch
 import loopq
 from loopq.errors import ConfigError
 from loopq.formats.native import read
+from loopq.terminal.progress import Silent
 
 
 class Around(torch.nn.Module):
@@ -55,3 +56,53 @@ def test_other_formats_and_dumps_are_refused_before_any_work(tmp_path):
         loopq.solve(tmp_path / "none", outside=8, out=tmp_path / "q")
     with pytest.raises(ConfigError, match="outside"):
         loopq.quantize(Around(), [[1, 2, 3]], outside=3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_a_looped_decoder_is_rounded(tmp_path, tied):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
+    model, ids = f"looped:{tmp_path / 'm'}[1:2]x2", [list(range(20))] * 2
+    whole = loopq.quantize(model, ids, method="rtn", group_size=32, outside=8)
+    names = {n for n in whole.layers if "layers." not in n}
+    assert names == {"model.embed_tokens.weight"} | ({"lm_head.weight"} if not tied else set())
+    assert not [n for n, t in whole.dense.items() if len(t.shape) == 2]
+
+
+class Gated(Around):
+    """A matrix that the loop uses in parts, which cannot be calibrated and is not rounded either."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = torch.nn.Linear(64, 64)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for _ in range(2):
+            x = torch.tanh(self.core(x)) + torch.nn.functional.linear(x, self.parts.weight[:32]).repeat(
+                1, 1, 2
+            )
+        return self.head(x)
+
+
+class Notes(Silent):
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+def test_what_the_loop_uses_otherwise_stays_and_is_named():
+    notes = Notes()
+    with pytest.warns(UserWarning, match=r"not quantized: parts\.weight"):
+        whole = loopq.quantize(
+            Gated(), [list(range(20))] * 2, preset="paper", group_size=32, outside=8, progress=notes
+        )
+    assert "parts.weight" in whole.dense
+    assert "not rounded outside the loop: parts.weight: multiplied in parts" in "\n".join(notes.lines)

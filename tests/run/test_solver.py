@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import loopq
+from loopq.commands.output import layer_table
 from loopq.errors import NonFiniteError
 from loopq.run.config import QuantConfig
 from loopq.run.solver import loss_of, save_layer, saved_layer
@@ -113,5 +114,55 @@ def test_nan_in_a_weight_is_named(loaded, tokens):
     weight = loaded.system.parameter(loaded.system.shared_parameters(3)[4])
     with torch.no_grad():
         weight[3, 5] = float("inf")
-    with pytest.raises(NonFiniteError, match=r"(core_block\.0\.mlp\.proj\.weight|core_block\.1)"):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"own transformer\.core_block\.0\.mlp\.proj\.weight holds NaN or inf",
+    ):
         loopq.quantize(loaded, tokens, method="rtn")
+
+
+class _Loop(torch.nn.Module):
+    """A loop of one layer, of which a group of one row is as given."""
+
+    def __init__(self, factor):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.core = torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64)
+        self.head = torch.nn.Linear(64, 64)
+        with torch.no_grad():
+            self.core.weight[3, :32] *= factor
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for _ in range(2):
+            x = torch.tanh(self.core(x))
+        return self.head(x)
+
+
+_METHODS = [
+    {"method": "rtn"}, {"method": "rtn", "symmetric": False}, {"method": "gptq"}, {"method": "awq"},
+    {"method": "gptq-cd", "metric": "inputs"}, {"method": "trellis", "metric": "inputs", "bits": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("settings", _METHODS)
+def test_a_group_near_zero_stops_no_run(settings, dtype):
+    ids = [list(range(i, i + 24)) for i in range(3)]
+    settings = {"bits": 4, "scale_dtype": dtype, **settings}
+    layer = loopq.quantize(_Loop(1e-12), ids, group_size=32, threads=1, **settings).layers["core.weight"]
+    assert np.isfinite(layer.dequantize()).all()
+    if settings["method"] == "rtn":
+        assert np.abs(layer.dequantize()[3, :32]).max() < 1e-9
+        assert layer.report.get("n_zeroed_groups", 0) == (dtype == "float16")
+
+
+def test_scales_that_float16_holds_imprecisely_are_counted():
+    ids = [list(range(24))] * 2
+    settings = {"method": "rtn", "bits": 4, "group_size": 32, "threads": 1}
+    report = loopq.quantize(_Loop(1e-4), ids, **settings).layers["core.weight"].report
+    assert report["n_subnormal_scales"] == 1
+    assert "n_zeroed_groups" not in report
+    assert "scales below 6.1e-5" in layer_table([{"layer": "core.weight", **report}])
+    other = loopq.quantize(_Loop(1e-4), ids, scale_dtype="bfloat16", **settings).layers["core.weight"]
+    assert "n_subnormal_scales" not in other.report

@@ -10,7 +10,8 @@ from loopq.systems.base import Batch
 
 
 class Odd(nn.Module):
-    """A loop with everything that hides from hooks: a bare parameter, a weight without a call, an idle layer."""
+    """A loop with all that hides from hooks: bare parameters, weights without a call, in parts and normed, an idle
+    layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,14 +21,23 @@ class Odd(nn.Module):
         self.twin.weight = self.loop.weight
         self.hidden = nn.Linear(8, 8, bias=False)
         self.bare = nn.Parameter(torch.randn(8, 8))
+        self.parts = nn.Parameter(torch.randn(8, 8))
+        self.normed = nn.Parameter(torch.randn(8, 8))
+        self.stacked, self.places = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(1, 1, 8))
         self.idle = nn.Linear(8, 8)
         self.once = nn.Linear(8, 64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+        x = self.embed(ids) + self.places
         for _ in range(2):
+            x = x + torch.einsum("btd,hde->bte", x, self.stacked)
             x = self.twin(torch.tanh(self.loop(x)))
-            x = F.linear(x, self.hidden.weight) + x[:, :1] @ self.bare
+            x = (
+                F.linear(x, self.hidden.weight)
+                + x[:, :1] @ self.bare
+                + F.linear(x, self.parts[:4]).repeat(1, 1, 2)
+            )
+            x = x + F.linear(x, F.normalize(self.normed))
         x = self.loop(x[:, -1:]) + x
         return self.once(x)
 

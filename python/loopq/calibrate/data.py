@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
-import lzma
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import CalibrationError, ConfigError, LoopqError
-from loopq.storage.files import MAX_SIZE, check_regular
-from loopq.storage.schema import parse_json
+from loopq.errors import CalibrationError, ConfigError
 from loopq.systems.base import Batch
 
 if TYPE_CHECKING:
@@ -43,6 +38,8 @@ class TokenSet:
         those before it are the question of a task.
     random_tokens : float
         Share of the tokens that are drawn at random.
+    n_first : int
+        Special tokens that every window begins with, which random ones do not replace.
     """
 
     sequences: tuple[NDArray[np.int64], ...]
@@ -50,6 +47,7 @@ class TokenSet:
     packing: str
     scored_from: int = 0
     random_tokens: float = 0.0
+    n_first: int = 0
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -109,7 +107,9 @@ class TokenSet:
         changed = []
         for ids in self.sequences:
             drawn = known[rng.integers(0, known.size, ids.size)]
-            changed.append(np.where(rng.random(ids.size) < share, drawn, ids))
+            chosen = rng.random(ids.size) < share
+            chosen[: self.n_first] = False
+            changed.append(np.where(chosen, drawn, ids))
         source = f"{self.source}, {100 * share:.3g} % of its tokens random"
         return dataclasses.replace(self, sequences=tuple(changed), source=source, random_tokens=share)
 
@@ -131,6 +131,13 @@ class TokenSet:
         for numbers in self.plan(batch_size):
             ids = np.stack([self.sequences[i] for i in numbers])
             yield Batch(torch.from_numpy(ids), tuple(numbers), seed)
+
+    def first(self, seed: int = 0) -> Batch:
+        """Return the first prompt alone."""
+        import torch  # lazy: loopq imports without torch
+
+        # A copy: prompts of a file are read-only, which torch warns of.
+        return Batch(torch.from_numpy(self.sequences[0][None].copy()), (0,), seed)
 
     def plan(self, batch_size: int) -> list[list[int]]:
         """Numbers of the prompts of each batch."""
@@ -164,7 +171,9 @@ def from_ids(ids: Iterable[Any], source: str = "token ids") -> TokenSet:
     return TokenSet(tuple(np.asarray(s, dtype=np.int64).reshape(-1) for s in ids), source, "prompts")
 
 
-def windows(text: str, encode: Encode, seq_len: int, n_prompts: int | None, source: str) -> TokenSet:
+def windows(
+    text: str, encode: Encode, seq_len: int, n_prompts: int | None, source: str, first: Sequence[int] = ()
+) -> TokenSet:
     """Encode a text as one string and cut it in windows.
 
     Parameters
@@ -179,89 +188,33 @@ def windows(text: str, encode: Encode, seq_len: int, n_prompts: int | None, sour
         Windows to keep from the start; None keeps all.
     source : str
         Name of the text for the report.
+    first : sequence of int
+        Special tokens that every window begins with, within its length.
 
     Raises
     ------
     CalibrationError
         The text has fewer tokens than one window.
     """
-    if seq_len < 2:
-        raise ConfigError(f"seq_len must be at least 2; got {seq_len}")
+    return cut(np.asarray(encode(text), dtype=np.int64), seq_len, n_prompts, source, first)
+
+
+def cut(
+    ids: NDArray[np.int64], seq_len: int, n_prompts: int | None, source: str, first: Sequence[int] = ()
+) -> TokenSet:
+    """Cut the token ids of one text in windows; parameters and errors as of `windows`."""
+    if seq_len < 2 + len(first):
+        raise ConfigError(f"seq_len must be at least {2 + len(first)}; got {seq_len}")
     check_count(n_prompts)
-    ids = np.asarray(encode(text), dtype=np.int64)
-    count = ids.size // seq_len
+    width = seq_len - len(first)
+    count = ids.size // width
     if n_prompts is not None:
         count = min(count, n_prompts)
     if count == 0:
         raise CalibrationError(f"{source}: {ids.size} tokens make no window of {seq_len}; give more text")
-    cut = ids[: count * seq_len].reshape(count, seq_len)
-    return TokenSet(tuple(cut), source, "windows")
-
-
-def prompts_from_jsonl(
-    path: Path, encode: Encode, field: str, seq_len: int | None, n_prompts: int | None
-) -> TokenSet:
-    """Read one prompt from each line of a JSON-lines file.
-
-    Parameters
-    ----------
-    path : Path
-        File; a line is an object with `field`, or with `input_ids`.
-    encode : callable
-        Text to token ids.
-    field : str
-        Field that holds the text.
-    seq_len : int or None
-        Longer prompts are cut to this many tokens.
-    n_prompts : int or None
-        Lines to take from the start.
-    """
-    sequences: list[NDArray[np.int64]] = []
-    for place, record in itertools.islice(json_lines(path, CalibrationError), n_prompts):
-        if not isinstance(record, dict) or (field not in record and "input_ids" not in record):
-            raise CalibrationError(f"{place}: no field {field!r} and no 'input_ids'")
-        sequences.append(_ids_of(record, encode, field, place)[:seq_len])
-    return TokenSet(tuple(sequences), str(path.name), "prompts")
-
-
-def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:
-    """Yield every line of a JSON-lines file that is not blank: its place, for messages, and its value.
-
-    Parameters
-    ----------
-    path : Path
-        File; one whose name ends in ``.xz`` is unpacked as it is read.
-    error : type of LoopqError
-        What is raised, naming file and line: the file is missing or cannot be read or unpacked, or a line is no JSON in
-        UTF-8 or longer than 256 MiB.
-    """
-    check_regular(path, error)
-    number = 0
-    try:
-        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_SIZE + 1), b""), start=1):
-                place = f"{path}, line {number}"
-                if len(line) > MAX_SIZE:
-                    raise error(f"{place}: longer than {MAX_SIZE} bytes")
-                if line.strip():
-                    yield place, parse_json(line, place, error, finite=False)
-    except (OSError, EOFError, lzma.LZMAError) as cause:
-        raise error(f"{path}, line {number + 1}: cannot be read ({cause}); copy the file again") from cause
-
-
-def _ids_of(record: dict[str, Any], encode: Encode, field: str, place: str) -> NDArray[np.int64]:
-    """Token ids of one record: its `input_ids`, or its text encoded."""
-    if "input_ids" not in record:
-        if not isinstance(record[field], str):
-            raise CalibrationError(f"{place}: field {field!r} must be text; got {record[field]!r}")
-        return np.asarray(encode(record[field]), dtype=np.int64)
-    try:
-        ids = np.asarray(record["input_ids"])
-    except ValueError:
-        ids = np.asarray(None)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise CalibrationError(f"{place}: 'input_ids' must be a list of whole numbers")
-    return ids.astype(np.int64)
+    each = ids[: count * width].reshape(count, width)
+    begins = np.broadcast_to(np.asarray(first, dtype=np.int64), (count, len(first)))
+    return TokenSet(tuple(np.concatenate([begins, each], axis=1)), source, "windows", n_first=len(first))
 
 
 def check_count(n_prompts: int | None) -> None:
@@ -285,73 +238,3 @@ def check_vocabulary(tokens: TokenSet, n_tokens: int) -> None:
                 f"{tokens.source}: prompt {number}, position {bad[0]}: token id {sequence[bad[0]]}; the model's ids "
                 f"are 0 to {n_tokens - 1}: encode the text with this model's own tokenizer"
             )
-
-
-def read_text(path: Path) -> str:
-    """Read a UTF-8 text file, or all `*.txt` files of a folder in the order of their names."""
-    try:
-        if path.is_dir():
-            parts = sorted(path.glob("*.txt"))
-            if not parts:
-                raise CalibrationError(f"{path}: the folder has no *.txt file")
-            for part in parts:
-                check_regular(part, CalibrationError)
-            return "\n".join(part.read_text("utf-8") for part in parts)
-        check_regular(path, CalibrationError)
-        return path.read_text("utf-8")
-    except OSError as cause:
-        raise CalibrationError(f"{path}: cannot be read ({cause.strerror})") from cause
-    except UnicodeDecodeError as cause:
-        raise CalibrationError(f"{path}: not UTF-8 text (byte {cause.start})") from cause
-
-
-def _mapped(path: Path) -> NDArray[Any]:
-    """An array file, mapped: a header that says more than the file holds is refused before anything is made for it."""
-    check_regular(path, CalibrationError)
-    try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except Exception as cause:  # numpy's reader of headers raises far more kinds than it documents
-        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-        raise CalibrationError(f"{path}: cannot be read as an array ({reason:.200})") from cause
-
-
-def read_tokens(
-    path: Path, encode: Encode, seq_len: int, n_prompts: int | None, field: str = "text"
-) -> TokenSet:
-    """Read a calibration or evaluation set by the kind of file.
-
-    Parameters
-    ----------
-    path : Path
-        A ``.jsonl`` file with one prompt a line, a ``.npy`` file with integers (n_prompts, n_tokens), or a text file
-        or a folder of text files, which is cut in windows.
-    encode : callable
-        Text to token ids.
-    seq_len : int
-        Tokens of a window; longer prompts are cut to as many.
-    n_prompts : int or None
-        Prompts to take from the start.
-    field : str
-        Of a ``.jsonl`` file: the field that holds the text.
-
-    Returns
-    -------
-    TokenSet
-        The prompts.
-
-    Raises
-    ------
-    CalibrationError
-        The file cannot be read as what its name says, or holds no prompt; the message names file and line.
-    """
-    check_count(n_prompts)
-    if path.suffix == ".jsonl":
-        return prompts_from_jsonl(path, encode, field, seq_len, n_prompts)
-    if path.suffix == ".npy":
-        ids = _mapped(path)
-        if ids.ndim != 2 or ids.dtype.kind not in "iu":
-            raise CalibrationError(
-                f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}"
-            )
-        return from_ids(ids[:n_prompts, :seq_len], path.name)
-    return windows(read_text(path), encode, seq_len, n_prompts, path.name)

@@ -49,7 +49,7 @@ from loopq.storage.schema import (
     shown,
     unsealed,
 )
-from loopq.storage.weights import ModelWeights
+from loopq.storage.weights import ModelWeights, stored_shape
 from loopq.systems.base import SharedParameter
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class Dump:
         for p in self.manifest.parameters:
             name = self.manifest.ties.get(p.name, p.name)
             stored, shape = tensors.header.get(name), (p.out_features, p.in_features)
-            if stored is None or stored.shape != (shape if p.orientation == "out_in" else shape[::-1]):
+            if stored is None or stored.shape != stored_shape(shape, p.orientation):
                 found = "no tensor" if stored is None else f"shape {list(stored.shape)} of tensor"
                 raise DumpError(f"{path}: {found} {name!r}; the manifest says {list(shape)}, {p.orientation}")
         return ModelWeights(tensors, dict(self.manifest.ties))

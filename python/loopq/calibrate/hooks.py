@@ -51,6 +51,7 @@ class Observer:
     ) -> None:
         self._system = system
         self._parameters = {id(system.parameter(p)): p for p in parameters}
+        self._watched = {p.name: p for p in parameters if not p.owners}
         self._sink = sink
         self._failed: list[Exception] = []
         self._check_finite = check_finite
@@ -93,7 +94,7 @@ class Observer:
         self._last = "before the first layer"
         self._failed.clear()
         try:
-            with model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
+            with self._watch(), model_code(lambda: f"rollout of prompt {batch.prompts[0]}, {self._last}"):
                 yield
             self._check_counts()
         except CalibrationError as error:
@@ -103,6 +104,18 @@ class Observer:
             raise
         finally:
             self._batch = None
+
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[None]:
+        """See the products of weights that no module is called with."""
+        if not self._watched:
+            yield
+            return
+        from loopq.systems.products import Products, plain_attention  # lazy: loopq imports without torch
+
+        weights = {name: self._system.parameter(p).detach() for name, p in self._watched.items()}
+        with plain_attention(), Products(weights, lambda n, rows, _: self._observed(self._watched[n], rows)):
+            yield
 
     def _check_counts(self) -> None:
         for parameter in self._parameters.values():
@@ -116,8 +129,15 @@ class Observer:
             if count != parameter.invocations:
                 raise CalibrationError(
                     f"layer {parameter.name}: called {count} times in one rollout, its system declares "
-                    f"{parameter.invocations}; depth, caching or chunking differ from what was declared"
+                    f"{parameter.invocations}; {self._differs()}"
                 )
+
+    def _differs(self) -> str:
+        assert self._batch is not None
+        return (
+            "depth, caching or chunking differ from what was declared. A model that loops over blocks of tokens needs "
+            f"prompts of one length; this one has {self._batch.input_ids.shape[1]} tokens"
+        )
 
     def _on_step(self, name: str, invocations: int, *_: Any) -> None:
         """Count a call of a module that sends rows to experts."""
@@ -131,7 +151,7 @@ class Observer:
         if step >= invocations:
             raise CalibrationError(
                 f"{what}: invocation {step} in one rollout, its system declares "
-                f"{invocations}; depth, caching or chunking differ from what was declared"
+                f"{invocations}; {self._differs()}"
             )
         return step
 
@@ -139,7 +159,10 @@ class Observer:
         # A call outside a rollout scope (a warm-up, generation) belongs to no step.
         if self._batch is None:
             return
-        parameter = self._parameters[id(module.weight)]
+        value = args[0] if args else next(iter(kwargs.values()))
+        self._observed(self._parameters[id(module.weight)], value)
+
+    def _observed(self, parameter: SharedParameter, value: Tensor) -> None:
         if parameter.routed_in:
             step = self._counts[parameter.routed_in] - 1
         else:
@@ -149,7 +172,6 @@ class Observer:
                 f"layer {parameter.name}: called before {parameter.routed_in}, whose calls are its steps"
             )
         self._last = f"after layer {parameter.name} was called at step {step}"
-        value = args[0] if args else next(iter(kwargs.values()))
         rows = value.detach().reshape(-1, parameter.in_features)
         if parameter.routed_in and not rows.shape[0]:
             return
@@ -178,12 +200,27 @@ class Observer:
         )
 
     def _cause(self) -> str:
-        import torch  # lazy: loopq imports without torch
+        damaged = damaged_weight(self._system)
+        return damaged or "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
 
-        for name, tensor in self._system.model.named_parameters():
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                return f"the model's own {name} holds NaN or infinity: its file is damaged; copy or convert it again"
-        return "the model overflows here: run it in bfloat16 or float32, or leave this prompt out"
+
+def damaged_weight(system: LoopedSystem) -> str:
+    """Say which parameter that rollouts use holds NaN, or is a matrix that holds infinity; empty where none does."""
+    import torch  # lazy: loopq imports without torch
+
+    for name, tensor in system.model.named_parameters():
+        if not tensor.is_floating_point() or name.startswith(system.idle):
+            continue
+        # A sum is one pass without memory; only where it is not finite each number is looked at.
+        if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32))):
+            wrong = tensor.isnan() if tensor.ndim < 2 else ~torch.isfinite(tensor)
+            if bool(wrong.any()):
+                place = ", ".join(str(int(i)) for i in torch.nonzero(wrong)[0])
+                return (
+                    f"the model's own {name} holds NaN or infinity, at [{place}]: its file is damaged; copy or convert "
+                    "it again"
+                )
+    return ""
 
 
 def modules_of(system: LoopedSystem, parameters: Iterable[SharedParameter]) -> list[nn.Module]:
@@ -233,9 +270,12 @@ def find_input_groups(
 
     with Observer(system, parameters, keep) as observer, observer.rollout(batch):
         system.rollout(batch, n_steps)
-    input_groups: dict[tuple[InputKey, ...], str] = {}
+    input_groups: dict[tuple[Any, ...], str] = {}
+    # Rows of a product may be a copy that torch makes for some shapes and not for others: each has a group of its own.
     found = {
-        p.name: input_groups.setdefault(tuple(inputs[p.name]), p.name) for p in parameters if inputs[p.name]
+        p.name: input_groups.setdefault(tuple(inputs[p.name]) if p.owners else (p.name,), p.name)
+        for p in parameters
+        if inputs[p.name]
     }
     like = _experts_alike(parameters, found)
     tokens = batch.input_ids.numel()

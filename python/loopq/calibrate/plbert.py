@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from loopq.calibrate.data import TokenSet, json_lines
+from loopq.calibrate.data import TokenSet
+from loopq.calibrate.read import json_lines
 from loopq.errors import ConfigError, DumpError
 from loopq.models.load import LoadedModel, load_model
 from loopq.storage.schema import Count, checked

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, check_vocabulary, from_ids, read_tokens, windows
+from loopq.calibrate.data import TokenSet, check_vocabulary, cut, from_ids, windows
+from loopq.calibrate.read import Served, read_tokens
+from loopq.calibrate.written import written
 from loopq.errors import ConfigError
 from loopq.settings.declare import Settings, setting
 
@@ -23,8 +25,11 @@ EVALUATION_PROMPTS = 64
 #: Share of the tokens of a calibration text that are drawn at random, where no share is asked for.
 RANDOM_TOKENS = 0.05
 
-#: Prompts, token ids, a path, or None for the model's own prompts, else for the text that ships with loopq.
-Prompts = TokenSet | Sequence[Sequence[int]] | str | Path | None
+#: Prompts, token ids of each or of one text, a path, or None for the model's own prompts, else for the text that ships
+#: with loopq.
+Prompts = TokenSet | Sequence[Sequence[int]] | Sequence[int] | str | Path | None
+#: In the place of a path: prompts that the model writes.
+SELF = "self"
 #: Gives a model prompts of its task: model, "calibration" or "evaluation", number of prompts, and number of the draw.
 PromptSource = Callable[["LoadedModel", str, int, int], TokenSet]
 _SOURCES: dict[str, PromptSource] = {}
@@ -40,10 +45,22 @@ class Take(Settings):
         Prompts to take; all when absent, of a text 128 to calibrate and 64 to evaluate.
     seq_len : int
         Tokens of a prompt: a text is cut in windows of this length, and longer prompts to it.
+    field : str, optional
+        Fields of a record of jsonl or parquet that hold its text, joined by commas ("question,answer"); when absent
+        "text", else all that hold text.
+    template : bool
+        Apply the tokenizer's chat template to each record: to its "messages", or to its fields as what user and
+        assistant say in turn.
     """
 
     n_prompts: int | None = setting(None, at_least=1, common=True)
     seq_len: int = setting(128, at_least=2, common=True)
+    field: str | None = setting(None, common=True)
+    template: bool = setting(False, common=True)
+
+    def served(self, loaded: LoadedModel) -> Served:
+        """How text becomes token ids of a model."""
+        return Served.of(loaded.encode, loaded.tokenizer, self.field or "", self.template)
 
 
 @dataclass(frozen=True)
@@ -102,8 +119,8 @@ def calibration_tokens(
     loaded : LoadedModel
         Gives the tokenizer and the size of the vocabulary.
     prompts : TokenSet, token ids, path, or None
-        A path is read by its kind (`loopq.calibrate.data.read_tokens`); None takes those of `register_prompts`, else
-        the text that ships with loopq, for models that read bytes.
+        A path is read by its kind (`loopq.calibrate.read.read_tokens`); "self" lets the model write them; None takes
+        those of `register_prompts`, else the text that ships with loopq, for models that read bytes.
     take : Take, optional
         How much of it; a `CalibrationTake` also says which share of random tokens, and a `Take` leaves all as it is.
     matters : bool
@@ -120,7 +137,10 @@ def calibration_tokens(
     take = take or Take()
     if prompts is None and not matters and loaded.tokenizer is not None and own_prompts(loaded) is None:
         text = zoo.calibration_text().decode()
-        return windows(text, loaded.encode, take.seq_len, take.n_prompts or 1, "embedded calibration text")
+        first = take.served(loaded).first
+        return windows(
+            text, loaded.encode, take.seq_len, take.n_prompts or 1, "embedded calibration text", first
+        )
     tokens = _tokens(loaded, prompts, take, "calibration")
     if not isinstance(take, CalibrationTake):
         return tokens
@@ -183,6 +203,15 @@ def _read(loaded: LoadedModel, prompts: Prompts, take: Take, use: str) -> TokenS
             )
         text = zoo.calibration_text() if use == "calibration" else zoo.evaluation_text()
         return windows(text.decode(), loaded.encode, take.seq_len, count, f"embedded {use} text")
+    if isinstance(prompts, str) and prompts == SELF and use == "calibration":
+        known = _known_tokens(loaded)
+        if known is None:
+            raise ConfigError("calibration 'self': the model's config has no vocab_size; give a file")
+        return written(loaded.system, take.served(loaded).first, known, take.seq_len, count)
     if isinstance(prompts, str | Path):
-        return read_tokens(Path(prompts), loaded.encode, take.seq_len, count)
-    return from_ids(list(prompts)[: take.n_prompts])
+        return read_tokens(Path(prompts), take.served(loaded), take.seq_len, count)
+    given: list[Any] = list(prompts)
+    if given and all(np.ndim(ids) == 0 for ids in given):
+        whole = np.asarray([int(i) for i in given], dtype=np.int64)
+        return cut(whole, min(take.seq_len, whole.size), count, "token ids")
+    return from_ids(given[: take.n_prompts])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.hooks import find_input_groups
-from loopq.errors import ConfigError
+from loopq.calibrate.hooks import damaged_weight, find_input_groups
+from loopq.errors import ConfigError, NonFiniteError
 from loopq.settings.patterns import check_patterns, matches
-from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+from loopq.systems.base import LoopedSystem, SharedParameter
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,19 @@ def select(
         Observe the inputs of parameters that the paper rounds too.
     seed : int
         Seed of the initial state.
-    """
-    import torch  # lazy: loopq imports without torch
 
+    Raises
+    ------
+    NonFiniteError
+        A weight holds NaN or infinity: nothing is run then.
+    """
+    damaged = damaged_weight(system)
+    if damaged:
+        raise NonFiniteError(damaged)
+    probe = tokens.first(seed)
+    system.look(probe)
     depth = system.check_depth(n_steps if n_steps is not None else system.n_steps)
     parameters = treat(system.shared_parameters(depth), include, exclude)
     observed = [p for p in parameters if p.treatment == "gptq" or (rounded and p.treatment == "rtn")]
-    # A copy: prompts of a file are read-only, which torch warns of.
-    probe = Batch(torch.from_numpy(tokens.sequences[0][None].copy()), (0,), seed)
     input_groups, shares = find_input_groups(system, observed, probe, depth) if observed else ({}, {})
     return Selection(parameters, input_groups, depth, shares)

@@ -11,13 +11,14 @@ from typing import Any
 from loopq.api import evaluate
 from loopq.api import load as load_checkpoint
 from loopq.calibrate.data import TokenSet
-from loopq.calibrate.prompts import evaluation_tokens
+from loopq.calibrate.prompts import Take, evaluation_tokens
 from loopq.commands import COMMANDS, Command
 from loopq.commands.options import (
     add_execution,
     add_source,
     add_text,
     check_place,
+    each_depth,
     execution,
     group_of,
     load,
@@ -47,7 +48,7 @@ _EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_source(parser)
+    add_source(parser, several=True)
     parser.add_argument(
         "checkpoints",
         nargs="*",
@@ -114,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     loaded = load(args)
     tokens = evaluation_tokens(loaded, args.text, take(args))
     checkpoints = {folder: read_any(Path(folder)) for folder in args.checkpoints}
-    summaries, said = measure(args, loaded, checkpoints, tokens, args.n_seeds)
+    *others, args = each_depth(args)
+    tables = [measure(one, loaded, checkpoints, tokens, args.n_seeds) for one in (*others, args)]
+    summaries, said = tables[-1]
     cards = write_cards(args, loaded, args.checkpoints, summaries, said) if args.card else []
     if args.html:
         write_page(
@@ -123,8 +126,15 @@ def run(args: argparse.Namespace) -> int:
             **known(args, loaded, checkpoints, tokens),
         )
     if args.json:
-        print(json.dumps(summaries, indent=1))
+        told = (
+            [s | {"n_steps": said["n_steps"]} for found, said in tables for s in found]
+            if others
+            else summaries
+        )
+        print(json.dumps(told, indent=1))
     else:
+        for found, about in tables[:-1]:
+            print_measured(found, about)
         print_measured(summaries, said, cards)
         print(f"page: {args.html}\n" if args.html else "", end="")
     return 0
@@ -138,7 +148,7 @@ def _refuse(args: argparse.Namespace) -> None:
         "--card": args.card,
         "--html": args.html,
     }
-    of_prompts |= {"--n-prompts": hasattr(args, "n_prompts"), "--seq-len": hasattr(args, "seq_len")}
+    of_prompts |= {f"--{name.replace('_', '-')}": hasattr(args, name) for name in Take().flat()}
     of_tasks = {"--task-data": args.task_data, "--limit": args.limit}
     idle = [option for option, value in (of_prompts if args.tasks else of_tasks).items() if value]
     if idle:
@@ -147,6 +157,8 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.tasks and args.task_data is None:
         raise ConfigError("--tasks: their files are needed as well: --task-data DIR")
+    if isinstance(args.n_steps, tuple) and (args.tasks or args.card or args.html):
+        raise ConfigError("--n-steps: --tasks, --card and --html are about one depth; give one")
     if not args.tasks and not args.checkpoints:
         raise ConfigError("name a checkpoint to compare with the model: DIR; or --tasks")
 

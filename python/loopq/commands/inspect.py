@@ -73,9 +73,11 @@ def _settings(folder: Path, settings: dict[str, Any]) -> str:
     try:
         asked = QuantConfig.from_json(settings["quantization"])
         calibration = settings["calibration"]
+        depths = settings.get("depths") or [settings["n_steps"]]
         made = (
-            f"system {settings['system']}, {settings['n_steps']} steps, seed {settings['seed']}; calibrated on "
-            f"{calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of {calibration['source']}"
+            f"system {settings['system']}, {' and '.join(map(str, depths))} steps, seed {settings['seed']}; "
+            f"calibrated on {calibration['n_prompts']} prompts, {calibration['n_tokens']} tokens of "
+            f"{calibration['source']}"
         )
     except (ConfigError, KeyError, TypeError) as cause:
         raise CheckpointError(f"{folder}: settings that loopq cannot read: {cause}") from cause

@@ -145,6 +145,20 @@ def whole(at_least: int, at_most: int) -> Any:
     return read
 
 
+def depths(text: str) -> int | tuple[int, ...]:
+    """Read one depth, or several joined by commas."""
+    found = tuple(whole(1, MAX_STEPS)(part) for part in text.split(","))
+    if len(set(found)) != len(found):
+        raise argparse.ArgumentTypeError("a depth stands twice")
+    return found[0] if len(found) == 1 else found
+
+
+def each_depth(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The same options once for each depth."""
+    several = args.n_steps if isinstance(args.n_steps, tuple) else (args.n_steps,)
+    return [argparse.Namespace(**{**vars(args), "n_steps": n}) for n in several]
+
+
 def given(args: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
     """Return what was given of a settings type's options, by flat name."""
     return {name: getattr(args, name) for name in leaves(kind) if hasattr(args, name)}
@@ -264,7 +278,7 @@ def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
     if "quantization" not in settings:
         raise ConfigError(f"--like {args.like}: it holds no settings of a run")
     if args.n_steps is None:
-        args.n_steps = settings["n_steps"]
+        args.n_steps = tuple(settings.get("depths", ())) or settings["n_steps"]
     args.seed = getattr(args, "seed", settings["seed"])
     share = settings["calibration"].get("random_tokens", 0.0)
     if share != RANDOM_TOKENS:
@@ -273,9 +287,12 @@ def adopt_like(args: argparse.Namespace) -> QuantConfig | None:
 
 
 def add_source(
-    parser: argparse.ArgumentParser, what: str = "embedded model (huginn_small), folder or hub id"
+    parser: argparse.ArgumentParser,
+    what: str = "embedded model (huginn_small), folder or hub id",
+    *,
+    several: bool = False,
 ) -> None:
-    """Add what names a model and says how it is loaded and run."""
+    """Add what names a model and says how it is loaded and run, at one depth or at several."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help=what)
     group = group_of(parser, _LOADING)
     group.add_argument(
@@ -283,7 +300,7 @@ def add_source(
         metavar="FILE.py:FUNCTION",
         help="instead of MODEL: a function that returns a torch module, whose loop is found by one run",
     )
-    add_loading(parser)
+    add_loading(parser, several=several)
     group.add_argument(
         "--depth",
         metavar="ARGUMENT",
@@ -291,14 +308,15 @@ def add_source(
     ).rare = True
 
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
+def add_loading(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
     """Add how a model is loaded and run."""
     group = group_of(parser, _LOADING)
     group.add_argument(
         "--n-steps",
-        type=whole(1, MAX_STEPS),
-        metavar="N",
-        help="recurrence steps of a rollout (default: the model's own)",
+        type=depths if several else whole(1, MAX_STEPS),
+        metavar="N" + ",..." * several,
+        help="recurrence steps of a rollout (default: the model's own)"
+        + "; several are run one after another, and all count" * several,
     )
     group.add_argument(
         "--device", default="cpu", help="device of the model, such as cuda:0 (default %(default)s)"
@@ -346,8 +364,9 @@ def add_text(parser: argparse.ArgumentParser, name: str, settings: type[Take] = 
     group_of(parser, title).add_argument(
         f"--{name}",
         metavar="FILE",
-        help="text, folder of *.txt, .jsonl, or .npy of token ids (default: the text that ships with loopq, for models "
-        "that read bytes)",
+        help="text, folder of *.txt, .jsonl or .parquet of records, .npy of token ids"
+        + ", or 'self': text that the model writes" * (name == "calibration")
+        + " (default: the text that ships with loopq, for models that read bytes)",
     )
     add_settings(parser, settings, title=title)
 

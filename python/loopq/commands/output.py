@@ -11,7 +11,7 @@ from loopq.errors import CheckpointError
 from loopq.storage.schema import checked
 from loopq.terminal.table import render, short, size
 
-#: Names shown of experts that the same is said of.
+#: Names shown of layers that the same is said of.
 _N_NAMES = 12
 
 
@@ -35,6 +35,8 @@ class _Report:
     proxy_rtn: float | None = None
     proxy_total: float | None = None
     metric: str | None = None
+    n_zeroed_groups: int = 0
+    n_subnormal_scales: int = 0
 
     def loss(self, value: float | None) -> str | None:
         """A proxy loss relative to that of the weight itself."""
@@ -42,7 +44,7 @@ class _Report:
 
 
 def layer_table(reports: Sequence[dict[str, Any]]) -> str:
-    """Return the table of a run: one line for each layer; and what is to be said of experts."""
+    """Return the table of a run: one line for each layer; and what is to be said of experts and of scales."""
     layers = [checked(_Report, report, "report.jsonl", others=True) for report in reports]
     # What no layer has is no column.
     has = {"metric": any(r.metric for r in layers), "rank": any(r.rank is not None for r in layers)}
@@ -69,7 +71,7 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
         "layer", "shape", "asked", "done", *["metric"] * has["metric"], "grid", "group", "damping", "rows", "steps",
         *["rank"] * has["rank"], "loss RTN", "loss", "bytes",
     )  # fmt: skip
-    return "\n".join([render(header, rows), *_of_experts(layers)])
+    return "\n".join([render(header, rows), *_of_experts(layers), *_of_scales(layers)])
 
 
 def _rows(total: int | None, by_step: Sequence[int] | None) -> str | int | None:
@@ -77,6 +79,26 @@ def _rows(total: int | None, by_step: Sequence[int] | None) -> str | int | None:
     if not by_step:
         return total
     return f"{sum(by_step)} ({min(by_step)}, {statistics.median(by_step):g})"
+
+
+def _of_scales(layers: Sequence[_Report]) -> list[str]:
+    """What became of groups whose weights are very small."""
+    zeroed = [f"{r.layer} ({r.n_zeroed_groups})" for r in layers if r.n_zeroed_groups]
+    small = [f"{r.layer} ({r.n_subnormal_scales})" for r in layers if r.n_subnormal_scales]
+    said = []
+    if zeroed:
+        said.append(f"groups too near to zero for a scale, rounded to zero: {_some(zeroed)}")
+    if small:
+        said.append(
+            "scales below 6.1e-5, which float16 holds with fewer digits and some engines take for zero: "
+            f"{_some(small)}; --scale-dtype bfloat16 holds them"
+        )
+    return said
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _N_NAMES} more" if len(names) > _N_NAMES else ""
+    return f"{', '.join(names[:_N_NAMES])}{more}"
 
 
 def _of_experts(layers: Sequence[_Report]) -> list[str]:
@@ -98,8 +120,7 @@ def _of_experts(layers: Sequence[_Report]) -> list[str]:
         (plain, "got rows and no gradient: solved with metric inputs"),
     ):
         if names:
-            more = f" and {len(names) - _N_NAMES} more" if len(names) > _N_NAMES else ""
-            said.append(f"{len(names)} weights of experts {what}: {', '.join(names[:_N_NAMES])}{more}")
+            said.append(f"{len(names)} weights of experts {what}: {_some(names)}")
     return said
 
 

@@ -23,6 +23,7 @@ from loopq.commands.options import (
     adopt_like,
     calibration_take,
     check_place,
+    each_depth,
     format_options,
     given,
     load_source,
@@ -85,7 +86,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     ).rare = True  # type: ignore[attr-defined]
     add_quantizer(parser, model=True)
     add_text(parser, "calibration", CalibrationTake)
-    add_source(parser)
+    add_source(parser, several=True)
     add_format(parser, default=NATIVE.name, quantized=True)
     parser.add_argument(
         "--html",
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         require("matplotlib")
         check_place(args.html)
     loaded = load_source(args)
+    n_steps = args.n_steps
+    *others, args = each_depth(args)
     refuse_early(loaded, config, args.format, args.n_steps, **options)
     exported: list[Exported] = []
 
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
             tokens,
             config,
             out=out,
-            n_steps=args.n_steps,
+            n_steps=n_steps,
             write=None if target.own else write,
             progress=progress,
             ranks=ranks,
@@ -138,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
     measured = None
     if args.evaluate:
         written = read_any(out) if target.reads else result
+        for one in others:
+            print_measured(*measure(one, loaded, {str(out): written}, text))
         summaries, said = measure(args, loaded, {str(out): written}, text)
         measured = for_page(args, loaded, text, summaries, said)
         cards = [] if target.one_file else write_cards(args, loaded, [str(out)], summaries, said)

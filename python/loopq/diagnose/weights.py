@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from loopq.errors import ConfigError, NonFiniteError
 from loopq.quantizers.base import Problem
 from loopq.quantizers.config import LayerConfig
+from loopq.storage.weights import as_stored as stored
+from loopq.storage.weights import outputs_first
 
 if TYPE_CHECKING:
     from loopq.systems.base import LoopedSystem, SharedParameter
@@ -23,7 +25,7 @@ Rounder = Callable[[Matrix, LayerConfig], Matrix]
 def weight_of(system: LoopedSystem, shared: SharedParameter) -> Matrix:
     """Return a copy of a shared weight, float32, shape (out_features, in_features)."""
     value: Matrix = system.parameter(shared).detach().float().cpu().numpy().copy()
-    return np.ascontiguousarray(value.T) if shared.orientation == "in_out" else value
+    return outputs_first(value, shared.orientation)
 
 
 def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str, Matrix]:
@@ -52,7 +54,7 @@ def as_stored(system: LoopedSystem, weights: Weights, n_steps: int) -> dict[str,
     """
     shared = {p.name: p for p in system.shared_parameters(n_steps)}
     _check(weights, shared)
-    return {n: v.T if shared[n].orientation == "in_out" else v for n, v in weights.items()}
+    return {n: stored(v, shared[n].orientation) for n, v in weights.items()}
 
 
 def _check(weights: Weights, shared: Mapping[str, SharedParameter]) -> None:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from loopq.calibrate.data import json_lines
+from loopq.calibrate.read import json_lines
 from loopq.errors import ConfigError
 from loopq.storage.files import MAX_SIZE, read_bytes
 from loopq.storage.schema import Allowed, Count, checked

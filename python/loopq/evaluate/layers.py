@@ -130,7 +130,9 @@ def _add(
     if parameter.name in weights:
         # As the model holds it: rounded to its own type.
         changed = torch.from_numpy(weights[parameter.name]).to(stored.device, stored.dtype).float()
-    if parameter.orientation == "out_in":
+    if parameter.orientation == "conv":
+        weight, changed = weight[..., 0], changed[..., 0]
+    if parameter.orientation != "in_out":
         weight, changed = weight.T, changed.T
     sizes = [len(rows) for rows in plain]
     x, y = torch.cat(list(plain)).float(), torch.cat(list(other)).float()

@@ -273,13 +273,20 @@ class Format(ABC):
 
 
 def refuse_own(
-    transformed: Sequence[str], trellis: Sequence[str], target: Format, tables: Sequence[str] = ()
+    transformed: Sequence[str],
+    trellis: Sequence[str],
+    target: Format,
+    tables: Sequence[str] = (),
+    loose: Sequence[str] = (),
 ) -> None:
-    """Refuse layers that only loopq's own format holds: for a transformed input, on a trellis, embedding tables."""
+    """Refuse layers that only loopq's own format holds: for a transformed input, on a trellis, embedding tables, and
+    weights of no linear layer.
+    """
     for names, what, instead in (
         (transformed, "for a transformed input", "without rotation and without awq"),
         (trellis, "on a trellis", "with another method than trellis"),
         (tables, "of an embedding table", "without --outside"),
+        (loose, "of no linear layer", "with --exclude"),
     ):
         if names:
             raise CheckpointError(

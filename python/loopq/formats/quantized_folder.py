@@ -252,6 +252,7 @@ class QuantizedFolder(Format):
             [name for name, layer in whole if not layer.grid.portable],
             self,
             [name for name, layer in whole if layer.orientation == "table"],
+            [n for n, layer in whole if layer.orientation == "conv" or not n.endswith(".weight")],
         )
         return self.prepare_all(checkpoint.layers, ragged)
 

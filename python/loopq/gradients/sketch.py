@@ -296,13 +296,15 @@ class Both(Outputs):
 class Taps:
     """Hooks that hand inputs and the gradients of outputs of some layers to a `Side`; used as a context manager.
 
-    Inside the block no parameter of the model needs a gradient: the graph begins at the first hooked layer.
+    Inside the block no parameter that a module is called with needs a gradient: the graph begins at the first of them.
     """
 
     def __init__(self, system: LoopedSystem, tasks: Sequence[Task], side: Side) -> None:
         self._system, self.side = system, side
         self._tasks = {id(system.parameter(t.parameter)): t for t in tasks}
         self._parameters = [t.parameter for t in tasks]
+        # No module is called with these: torch gives their gradient, one layer's at a time.
+        self._bare = [(t, system.parameter(t.parameter)) for t in tasks if not t.parameter.owners]
         self._stack = contextlib.ExitStack()
         self.anchor = torch.zeros((), device=system.device, requires_grad=True)
 
@@ -311,6 +313,8 @@ class Taps:
         self._stack.callback(lambda: [p.requires_grad_(True) for p in needed])
         for p in needed:
             p.requires_grad_(False)
+        for _, weight in self._bare:
+            self._stack.callback(weight.requires_grad_(True).requires_grad_, False)
         for module in modules_of(self._system, self._parameters):
             self._stack.callback(module.register_forward_hook(self._on_call, with_kwargs=True).remove)
         return self
@@ -322,7 +326,16 @@ class Taps:
 
     def backward(self, target: Tensor, *, last: bool) -> None:
         """Run a backward pass from a sum; `last` frees the graph."""
-        torch.autograd.grad(target, [self.anchor], retain_graph=not last, allow_unused=True)
+        wanted = [self.anchor, *(weight for _, weight in self._bare)]
+        found = torch.autograd.grad(target, wanted, retain_graph=not last, allow_unused=True)[1:]
+        for (task, _), gradient in zip(self._bare, found, strict=True):
+            if gradient is not None:
+                # As of a call whose rows are the unit matrix.
+                p = task.parameter
+                rows = torch.eye(p.in_features, device=gradient.device)
+                plain = gradient[..., 0] if p.orientation == "conv" else gradient
+                turned = plain if p.orientation == "in_out" else plain.T
+                self.side.take(p.name, self.side.keep(task, rows), turned)
         self.side.end()
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Any:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 import loopq._native as native
 from loopq.cuda.layout import K_STEP, N_STEP, marlin_scales_to_rows
@@ -98,6 +99,28 @@ def _first_fit(held: Held, device: str) -> str:
     )
 
 
+class _Weight(torch.Tensor):  # type: ignore[misc]  # torch is untyped here
+    """The weight of a layer, of which nothing but shape, type and device is there until an operation needs numbers."""
+
+    @staticmethod
+    def __new__(cls, layer: QuantLinear) -> _Weight:
+        """Make one for a layer."""
+        shape = layer.out_features, layer.in_features
+        made: _Weight = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=layer.dtype, device=layer.scales.device
+        )
+        made._layer = layer
+        return made
+
+    _layer: QuantLinear
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation with the numbers."""
+        args, kwargs = tree_map_only(cls, lambda w: w._layer.plain_weight(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Linear layer over integer codes and group scales.
 
@@ -159,6 +182,20 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         self.register_buffer("zeros", zeros)
         self.register_buffer("bias", bias)
         self.transform = transform
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Weight (out, in) for the plain input, for models that ask for its type or multiply by it without a call.
+
+        Its numbers are made at each use.
+        """
+        return _Weight(self)
+
+    def plain_weight(self) -> torch.Tensor:
+        """Product with the unit matrix: the weight for the plain input, in the type of the one that codes replace."""
+        product = self(torch.eye(self.in_features, device=self.scales.device))
+        plain = product if self.bias is None else product - self.bias
+        return plain.t().to(self.dtype)
 
     @classmethod
     def from_layer(
@@ -254,11 +291,6 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
             held=Held(out_features, in_features, grid),
             bias=_bias(bias, out_features),
         )
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Shape and type of the weight that the codes replace, for models that ask for them; it has no numbers."""
-        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
 
     def codes(self) -> torch.Tensor:
         """The stored integers, int8 or uint8, (out, in)."""

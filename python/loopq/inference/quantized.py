@@ -41,10 +41,14 @@ def install(model: nn.Module, checkpoint: Checkpoint, activations: Activations =
         A layer of the checkpoint is no module of the model, or of another shape.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     made: dict[int, Any] = {}
     kept: dict[str, str] = {}
     for layer in checkpoint.layers.values():
         found = _owners(modules, checkpoint, layer.name)
+        if layer.module not in modules and layer.name in parameters:
+            kept[layer.name] = "a parameter that no module is called with"
+            continue
         if any(module is None for module in found):
             raise CheckpointError(f"layer {layer.name}: the model has no module of this name")
         why = why_kept(layer, found)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loopq.errors import CheckpointError, ConfigError
+from loopq.errors import CheckpointError, ConfigError, LoopqError
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint, load_into
 from loopq.formats.convert import read_any
@@ -71,6 +72,9 @@ def load_checkpoint(
     # torch is needed for modules that hold codes, and for nothing before.
     from loopq.inference.quantized import coded, install  # lazy: loopq imports without torch
 
+    # A loop that is found by a run is found while its weights are there. What has none says so when it is asked.
+    with contextlib.suppress(LoopqError):
+        _ = loaded.system.n_steps
     load_into(loaded.model, checkpoint, without=coded(loaded.model, checkpoint))
     kept = install(loaded.model, checkpoint, activations)
     notes = tuple(f"dequantized weight kept: {name}: {reason}" for name, reason in kept.items())

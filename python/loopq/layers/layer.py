@@ -18,6 +18,7 @@ from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import Transform, from_description
 from loopq.storage.files import ITEM_SIZE, RawTensor, float_to_raw
 from loopq.storage.schema import Allowed, Count, Name, Object, Positive, checked, shown
+from loopq.storage.weights import as_stored, stored_shape
 
 Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
 ScaleType = Annotated[str, Allowed(", ".join(SCALE_DTYPES), SCALE_DTYPES.__contains__)]
@@ -33,7 +34,7 @@ class LayerSettings:
     group_size: GroupSize
     symmetric: bool
     scale_dtype: ScaleType
-    orientation: Literal["out_in", "in_out", "table"] = "out_in"
+    orientation: Literal["out_in", "in_out", "table", "conv"] = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
     trellis: Trellis | None = None
@@ -90,8 +91,9 @@ class QuantizedLayer:
         Scales, already rounded to the grid's `scale_dtype`.
     zeros : ndarray, uint8, shape (out_features, n_groups), or None
         Zero points of an asymmetric grid.
-    orientation : {"out_in", "in_out", "table"}
-        How the model stores the weight: outputs first, inputs first, or as an embedding table with rows looked up.
+    orientation : {"out_in", "in_out", "table", "conv"}
+        How the model stores the weight: outputs first, inputs first, as an embedding table with rows looked up, or
+        outputs first with a third axis of length 1.
     report : mapping of str to Any
         What was asked, what was done, and what it cost.
     transform : Transform, optional
@@ -135,12 +137,11 @@ class QuantizedLayer:
     @property
     def model_shape(self) -> tuple[int, ...]:
         """Shape of the weight as the model stores it."""
-        return self.shape[::-1] if self.orientation == "in_out" else self.shape
+        return stored_shape(self.shape, self.orientation)
 
     def in_model_orientation(self) -> NDArray[np.float32]:
         """Return the dequantized weight as the model stores it, float32, C-contiguous."""
-        values = self.dequantize()
-        return np.ascontiguousarray(values.T) if self.orientation == "in_out" else values
+        return as_stored(self.dequantize(), self.orientation)
 
     def tensors(self) -> dict[str, RawTensor]:
         """Return the stored tensors: names as of compressed-tensors, layout in docs/formats/checkpoint.md."""

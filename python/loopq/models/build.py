@@ -11,6 +11,7 @@ from loopq.errors import CheckpointError
 from loopq.lazy import require
 from loopq.models import hf
 from loopq.models.load import LoadedModel, choose_system, describe, text_encoder
+from loopq.models.plain import plain
 from loopq.storage.files import read_json
 from loopq.storage.schema import checked, parse_json
 from loopq.systems.base import LoopedSystem, model_code
@@ -50,7 +51,7 @@ def build_model(
             (folder / file).write_bytes(data)
         model = registered.build(config) if registered else hf.from_config(folder, config, trust_remote_code)
         tokenizer, encode = text_encoder(registered, folder, config, trust_remote_code)
-    model = model.eval()
+    model, _ = plain(model.eval())
     return LoadedModel(
         model=model,
         system=choose_system(model, system),

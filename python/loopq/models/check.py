@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,10 @@ from loopq.errors import ConfigError, LoopqError
 from loopq.storage.names import names_of
 from loopq.systems import SYSTEMS
 from loopq.systems.base import Batch, LoopedSystem, SharedParameter
-from loopq.systems.trace import Trace, trace
+from loopq.systems.trace import Trace, token_tables, trace
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from loopq.models.load import LoadedModel
 
@@ -344,38 +345,21 @@ def vocabulary(system: LoopedSystem) -> int:
     ConfigError
         The model has no embedding that tells.
     """
+    import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
 
     config: Any = getattr(system.model, "config", None)
     size = getattr(config, "vocab_size", None)
     if size is None:
-        tables = [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
         # A table of positions or steps may be larger than that of the tokens, or smaller.
-        sizes = [m.num_embeddings for m in _read_by_ids(system, tables) or tables]
+        ids, found = torch.tensor([[1, 0, 1, 1]]), []
+        # The rollout that is checked says in a verdict what the model raises.
+        with contextlib.suppress(*_OF_THE_MODEL):
+            found = token_tables(system.model, ids, lambda: system.rollout(Batch(ids, (0,)), system.n_steps))
+        tables = found or [m for m in system.model.modules() if isinstance(m, nn.Embedding)]
+        sizes = [m.num_embeddings for m in tables]
         if not sizes:
             raise ConfigError(f"{type(system.model).__name__}: no vocab_size and no embedding in it")
         size = max(sizes)
     # The last ids are often marks with a meaning of their own.
     return max(2, int(size) - 8)
-
-
-def _read_by_ids(system: LoopedSystem, tables: Sequence[nn.Embedding]) -> list[nn.Embedding]:
-    """Embedding tables that one run of the model calls with the token ids themselves."""
-    import torch  # lazy: loopq imports without torch
-
-    ids = torch.tensor([[1, 0, 1, 1]])
-    found: list[nn.Embedding] = []
-
-    def note(table: nn.Embedding, inputs: tuple[Any, ...]) -> None:
-        if torch.equal(inputs[0].cpu(), ids):
-            found.append(table)
-
-    hooks = [table.register_forward_pre_hook(note) for table in tables]
-    try:
-        system.rollout(Batch(ids, (0,)), system.n_steps)
-    except _OF_THE_MODEL:
-        return []  # The rollout that is checked says it in a verdict.
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, check_values, describe, encode_bytes
+from loopq.models.plain import plain
 from loopq.systems import find_system, fitting_systems
 from loopq.systems.base import LoopedSystem
 from loopq.systems.generic import Generic
@@ -25,22 +26,26 @@ def wrap(
     ----------
     model : nn.Module or LoopedSystem
         A module of a published class gets the adapter of that class; the loop of any other is discovered by one
-        run (`loopq.systems.generic.Generic`). It is put in eval mode.
+        run (`loopq.systems.generic.Generic`). It is put in eval mode, and run as `loopq.models.plain.plain` has it.
     encode : callable
         Text to token ids; bytes when absent.
     depth : str, optional
         Argument of the module's forward that sets the number of steps: takes discovery for any class.
     """
+    given = model.model if isinstance(model, LoopedSystem) else model
+    check_values(given)
+    # Dropout would calibrate on noise of its own.
+    notes: tuple[str, ...] = (
+        ("the model was in train mode: it is in eval mode now",) if given.training else ()
+    )
+    inside, done = (given.eval(), ()) if isinstance(model, LoopedSystem) else plain(given.eval())
+    notes += done
     if isinstance(model, LoopedSystem):
         system = model
-    elif depth is None and fitting_systems(model):
-        system = find_system(model)
+    elif depth is None and fitting_systems(inside):
+        system = find_system(inside)
     else:
-        system = Generic(model, depth=depth)
-    check_values(system.model)
-    # Dropout would calibrate on noise of its own.
-    notes = ("the model was in train mode: it is in eval mode now",) if system.model.training else ()
-    system.model.eval()
+        system = Generic(inside, depth=depth)
     return LoadedModel(
         model=system.model,
         system=system,

@@ -13,6 +13,7 @@ from loopq.errors import ConfigError, SystemContractError
 from loopq.layers.loop_spec import LOOP, parse_spec, with_loop
 from loopq.lazy import require
 from loopq.models import hf
+from loopq.models.plain import plain
 from loopq.models.precision import widen
 from loopq.storage.files import read_json
 from loopq.storage.schema import checked
@@ -306,7 +307,8 @@ def load_model(
         config = with_loop(config, loop)
         setattr(model.config, LOOP, loop)
     said = widen(model) if wanted is None and device == "cpu" else ""
-    model = _to_device(model, device).eval()
+    model, done = plain(_to_device(model, device).eval())
+    findings["notes"] = (*findings.get("notes", ()), *done)
     check_values(model)
     adapter = choose_system(model, system)
     hf.check_missing(str(spec), findings.get("missing", ()), adapter)

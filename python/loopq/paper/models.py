@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from loopq import zoo
-from loopq.calibrate.data import TokenSet, read_tokens, windows
+from loopq.calibrate.data import TokenSet, windows
 from loopq.calibrate.plbert import PLBERT, load_plbert, phonemes
 from loopq.calibrate.prompts import own_prompts
+from loopq.calibrate.read import Served, read_tokens
 from loopq.errors import ConfigError
 from loopq.models.load import LoadedModel, load_model
 
@@ -95,7 +96,7 @@ class Source:
 
         def cut(file: Path | None, own: bytes, what: str, n: int) -> TokenSet:
             if file is not None:
-                return read_tokens(file, self.loaded.encode, length, n)
+                return read_tokens(file, Served(self.loaded.encode), length, n)
             return windows(own.decode(), self.loaded.encode, length, n, what)
 
         return (

@@ -27,6 +27,11 @@ def round_outside(plan: Plan, source: Source) -> Layers:
     if plan.config.outside is None or not isinstance(source, ModelSource):
         return {}
     tasks = tasks_outside(plan, source)
+    rounded, weights = {t.name for t in tasks}, source.weights.tensors
+    for name, reason in source.job.system.left_out().items():
+        shape = weights[name].shape if name in weights and name not in rounded else ()
+        if len(shape) == 2 and min(shape) >= LEAST:
+            source.execution.progress.note(f"not rounded outside the loop: {name}: {reason}")
     empty = source.sums(dataclasses.replace(plan, tasks=()))
     return source.solver(plan, empty, {}, source.journal(plan, "outside")).run(tasks) if tasks else {}
 

@@ -192,6 +192,7 @@ def account(
         "steps": list(task.steps) if summed else [],
         "n_rows": sum(summed.rows.values()) if summed else 0,
         "weight_error": relative_error(stored, weight),
+        **oddities(layer, weight),
     }
     if summed is None:
         return facts | {"reason": task.parameter.reason, "proxy": None, "proxy_rtn": None}
@@ -207,6 +208,22 @@ def account(
         "proxy_total": loss_of(weight, None, hessian, threads),
         "proxy_rows": part.shape[0],
     }
+
+
+def oddities(layer: QuantizedLayer, weight: NDArray[np.float32]) -> dict[str, int]:
+    """Count the groups that became zeros though their weights are none, and scales that float16 holds imprecisely."""
+    scales, codes = np.abs(layer.scales), layer.codes
+    found = {}
+    if layer.grid.plain and layer.transform is None and (scales == 1.0).any():
+        size = layer.grid.group_size if layer.grid.group_size > 0 else codes.shape[1]
+        starts = np.arange(0, codes.shape[1], size)
+        largest = np.maximum.reduceat(np.abs(weight), starts, axis=1)
+        became = np.maximum.reduceat(np.abs(layer.stored_values()), starts, axis=1)
+        found["n_zeroed_groups"] = int(((largest > 0) & (became == 0)).sum())
+    if layer.grid.scale_dtype == "float16":
+        found["n_subnormal_scales"] = int((scales < np.finfo(np.float16).tiny).sum())
+    # The report of a layer without any is what it was.
+    return {name: count for name, count in found.items() if count}
 
 
 def _reported(weight: NDArray[np.float32]) -> slice:

@@ -31,6 +31,7 @@ from loopq.storage.model_files import is_streamed
 from loopq.storage.names import names_of
 from loopq.storage.weights import ModelWeights
 from loopq.systems.base import LoopedSystem
+from loopq.systems.depths import Depths
 
 Layers = dict[str, QuantizedLayer]
 
@@ -150,13 +151,14 @@ class ModelSource(Source):
 
     def facts(self) -> dict[str, Any]:
         """As of `Source`."""
-        model = self.job.system.model
-        named = names_of(model)
-        odd = [p for p in self.job.selection.parameters if not p.name.endswith(".weight")]
-        modules = {p.name: named.module(model, p.owners[0]) for p in odd}
+        system = self.job.system
+        named = names_of(system.model)
+        odd = [p for p in self.job.selection.parameters if not p.name.endswith(".weight") and p.owners]
+        modules = {p.name: named.module(system.model, p.owners[0]) for p in odd}
         return {
-            "system": self.job.system.name,
+            "system": system.name,
             "n_steps": self.job.selection.n_steps,
+            **({"depths": list(system.depths)} if isinstance(system, Depths) else {}),
             "seed": self.execution.seed,
             "calibration": self.job.tokens.describe(),
             **({"modules": modules} if modules else {}),

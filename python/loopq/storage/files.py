@@ -32,7 +32,7 @@ from loopq.storage.schema import parse_json, shown
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "U16": "uint16", "U32": "uint32",
-    "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "U64": "uint64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
 }  # fmt: skip
 DTYPE_NAMES = {known: name for name, known in DTYPES.items()}
 _BITS = {"BF16": "uint16", "F8_E4M3": "uint8", "F8_E5M2": "uint8"}  # numpy has no such types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,24 @@ class Stored(Protocol):
 
     @property
     def orientation(self) -> str:
-        """ "out_in" or "in_out"."""
+        """ "out_in", "in_out", "table" or "conv"."""
+
+
+def stored_shape(shape: tuple[int, int], orientation: str) -> tuple[int, ...]:
+    """Shape in which a model stores a weight of shape (out_features, in_features)."""
+    return shape[::-1] if orientation == "in_out" else (*shape, 1) if orientation == "conv" else shape
+
+
+def as_stored(values: NDArray[np.float32], orientation: str) -> NDArray[np.float32]:
+    """Return a weight of shape (out_features, in_features) as the model stores it, C-contiguous."""
+    turned = values.T if orientation == "in_out" else values
+    return np.ascontiguousarray(turned).reshape(stored_shape(values.shape, orientation))
+
+
+def outputs_first(values: NDArray[Any], orientation: str) -> NDArray[Any]:
+    """Return a weight as the model stores it in shape (out_features, in_features), C-contiguous."""
+    plain = values[..., 0] if orientation == "conv" else values
+    return np.ascontiguousarray(plain.T if orientation == "in_out" else plain)
 
 
 @dataclass(frozen=True)
@@ -61,10 +78,7 @@ class ModelWeights:
         NonFiniteError
             NaN or infinity, with its place.
         """
-        weight = self.raw(parameter.name).float32()
-        if parameter.orientation == "in_out":
-            weight = weight.T
-        weight = np.ascontiguousarray(weight)
+        weight = outputs_first(self.raw(parameter.name).float32(), parameter.orientation)
         if not np.isfinite(weight).all():
             row, column = (int(i) for i in np.argwhere(~np.isfinite(weight))[0])
             raise NonFiniteError(

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from loopq.systems.program import Program
 
-Orientation = Literal["out_in", "in_out", "table"]
+Orientation = Literal["out_in", "in_out", "table", "conv"]
+Output = Literal["logits", "hidden"]
 Treatment = Literal["gptq", "rtn", "dense"]
 #: Text to token ids.
 Encode = Callable[[str], Sequence[int]]
@@ -135,11 +136,13 @@ class SharedParameter:
     name : str
         Full name of the parameter in the model's files, or under its first owner ("transformer.adapter.weight").
     owners : tuple of str
-        Names of all modules that hold this very parameter, the first owner first.
+        Names of all modules that hold this very parameter, the first owner first; none where no module is called with
+        it, so that its products are watched.
     in_features, out_features : int
         Input and output width of the product.
-    orientation : {"out_in", "in_out", "table"}
-        How the weight is stored: as of `nn.Linear`, transposed as of GPT-2's `Conv1D`, or as rows that are looked up.
+    orientation : {"out_in", "in_out", "table", "conv"}
+        How the weight is stored: as of `nn.Linear`, transposed as of GPT-2's `Conv1D`, as rows that are looked up, or
+        with a third axis of length 1 as of `nn.Conv1d`.
     invocations : int
         Calls in one rollout at the depth asked for.
     role : str
@@ -229,7 +232,7 @@ class LoopedSystem(ABC):
     idle: ClassVar[tuple[str, ...]] = ()
     model_types: ClassVar[tuple[str, ...]] = ()
     has_steps: bool = False
-    output: Literal["logits", "hidden"] = "logits"
+    output: Output = "logits"
     state_is_random: bool = False
     keeps_graph: bool = False
 
@@ -328,6 +331,13 @@ class LoopedSystem(ABC):
         have no part in the output.
         """
         return {}
+
+    def missed(self) -> dict[str, str]:
+        """Those of `left_out` that a user may expect to be quantized: their input cannot be seen."""
+        return {}
+
+    def look(self, batch: Batch) -> None:  # noqa: B027  # Most adapters declare their loop.
+        """Take note of prompts that are to be run: an adapter that finds the loop by a run finds it by these."""
 
     def describe_loop(self) -> tuple[str, ...]:
         """Lines on the loop where a run found it; nothing where the adapter declares it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from loopq.errors import ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError, LoopqError, SystemContractError
 from loopq.systems import SYSTEMS
 from loopq.systems.base import (
     Batch,
@@ -22,13 +24,15 @@ from loopq.systems.base import (
     past,
     stacked_experts,
 )
-from loopq.systems.trace import Trace, trace
+from loopq.systems.trace import Trace, token_tables, trace
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_PROBE_TOKENS = 8
-_PROBE_PROMPTS = 2
+    from loopq.systems.base import Orientation, Output
+
+_PROBE_TOKENS = (8, 16, 32, 64, 128, 256)
+_PROBE_ROWS = 16
 _UNCLEAR = (
     "expert of a module that is called once, so that its steps cannot be told apart: put gate and experts into a "
     "module that each step calls"
@@ -47,27 +51,28 @@ class Discovery:
         Input rows of each parameter at each step.
     n_prompts, n_tokens : int
         Shape of the prompts that were run.
-    uncalled : tuple of str
-        Matrices used without a call of their module: they may be looped too, but no hook sees their input.
-    computed : tuple of str
-        Modules whose weight is computed from other parameters, by weight_norm and the like.
+    others : dict of str to str
+        All other weights: how often each was called, and why it is not taken.
+    left_out : dict of str to str
+        Those of `others` that the loop may use all the same: without a call of their module, gates of experts, and
+        experts that one call of their module calls several times.
+    watched : dict of str to str
+        How the looped parameters are stored that no module is called with, so that their products are watched.
     routed_in : dict of str to str
         Weights of experts, and the module that sends rows to them, whose calls are their steps.
-    unclear : tuple of str
-        Weights of experts that one call of such a module calls several times: their steps cannot be told apart.
-    gates : dict of str to str
-        Weights that choose experts, and why they stay as they are.
+    output : {"logits", "hidden"}
+        What the model gives.
     """
 
     order: tuple[str, ...]
     rows: dict[str, list[int]]
     n_prompts: int
     n_tokens: int
-    uncalled: tuple[str, ...]
-    computed: tuple[str, ...] = ()
+    others: dict[str, str]
+    left_out: dict[str, str]
+    watched: dict[str, Orientation] = field(default_factory=dict)
     routed_in: dict[str, str] = field(default_factory=dict)
-    unclear: tuple[str, ...] = ()
-    gates: dict[str, str] = field(default_factory=dict)
+    output: Output = "logits"
 
     @property
     def depth(self) -> int:
@@ -77,38 +82,33 @@ class Discovery:
     def lines(self) -> list[str]:
         """Return the findings as lines to print."""
         if not self.order:
-            text = ["no parameter is called more than once: this model has no loop that hooks can see"]
-        else:
-            text = [
-                f"{len(self.order)} looped parameters, depth {self.depth}, "
-                f"run with {self.n_prompts} prompts of {self.n_tokens} tokens",
-            ]
+            text = ["no parameter is called more than once: this model has no loop that loopq can see"]
+            return text + _alike(self.others)
+        text = [
+            f"{len(self.order)} looped parameters, depth {self.depth}, "
+            f"run with {self.n_prompts} prompts of {self.n_tokens} tokens",
+        ]
         for name in self.order:
             rows = self.rows[name]
             shown = f"{rows[0]} each" if len(set(rows)) == 1 else ", ".join(map(str, rows))
             what = f"an expert of {self.routed_in[name]}, " if name in self.routed_in else ""
-            text.append(f"{name}: {what}{len(rows)} {'steps' if what else 'calls'}, rows {shown}")
-        text += [f"{name}: {_UNCLEAR}" for name in self.unclear]
-        text += [f"used without a call, cannot be calibrated: {name}" for name in self.uncalled]
-        return text + [
-            f"{name}: its weight is computed from other parameters (weight_norm, spectral_norm or another "
-            "parametrization), so that there is nothing to quantize: make it a plain weight before, by "
-            "torch.nn.utils.parametrize.remove_parametrizations or remove_weight_norm"
-            for name in self.computed
-        ]
+            calls = "steps" if what else "products" if name in self.watched else "calls"
+            text.append(f"{name}: {what}{len(rows)} {calls}, rows {shown}")
+        return text + [f"not quantized: {line}" for line in _alike(self.left_out)]
 
 
-def computed_weights(model: nn.Module) -> tuple[str, ...]:
-    """Names of modules whose weight is no parameter but computed from others."""
-    kinds = ("weight_g", "weight_v", "weight_orig")
-    return tuple(
-        name
-        for name, module in model.named_modules()
-        if "weight" in getattr(module, "parametrizations", ()) or any(k in module._parameters for k in kinds)
-    )
+def _alike(reasons: dict[str, str]) -> list[str]:
+    """A line for each weight and its reason; one for those whose names differ in numbers alone."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        kinds.setdefault((re.sub(r"\b\d+\b", "*", name), reason), []).append(name)
+    return [
+        f"{kind} ({len(names)} weights): {reason}" if len(names) > 1 else f"{names[0]}: {reason}"
+        for (kind, reason), names in kinds.items()
+    ]
 
 
-def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | None = None) -> Discovery:
+def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], Tensor] | None = None) -> Discovery:
     """Find the loop of a model by one run.
 
     Parameters
@@ -118,7 +118,8 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | No
     batch : Batch
         Prompts to run.
     run : callable, optional
-        Takes the batch and runs one rollout; by default the model is called with the ids, without cache.
+        Takes the batch, runs one rollout and returns its output; by default the model is called with the ids, without
+        cache.
 
     Returns
     -------
@@ -138,28 +139,60 @@ def discover(model: nn.Module, batch: Batch, run: Callable[[Batch], object] | No
     >>> print(discover(Twice(), Batch(torch.zeros(2, 3, dtype=torch.long), (0, 1))).lines()[1])
     core.weight: 2 calls, rows 6 each
     """
-    found: Trace = trace(model, lambda: run(batch) if run else call_plain(model, batch.input_ids))
+    outputs: list[Tensor] = []
+
+    def once() -> None:
+        outputs.append(run(batch) if run else call_plain(model, batch.input_ids))
+
+    tables: list[nn.Embedding] = []
+    found: Trace = trace(model, lambda: tables.extend(token_tables(model, batch.input_ids, once)))
     routed = {name: sent.module for name, sent in found.routed.items()}
     gate = gates(model, dict.fromkeys(routed.values()))
     loop = {name: rows for name, rows in found.repeated.items() if name not in gate}
-    own = found.rows
-    unclear = tuple(n for n, sent in found.routed.items() if len(sent.rows) == 1 < len(own.get(n, ())))
     n_prompts, n_tokens = (int(n) for n in batch.input_ids.shape)
+    others = {n: why for n, why in _not_taken(model, found).items() if n not in loop} | gate
+    hidden = set(found.uncalled) - found.once
+    # Rows that fill up a head may make it larger than the table.
+    is_logits = all(outputs[0].shape[-1] >= table.num_embeddings for table in tables)
     return Discovery(
         tuple(loop),
         loop,
         n_prompts,
         n_tokens,
-        found.uncalled,
-        computed_weights(model),
+        others,
+        {n: why for n, why in others.items() if n in hidden or n in gate or why == _UNCLEAR}
+        | stacked_experts(model),
+        {name: found.watched[name] for name in loop if name in found.watched},
         {name: routed[name] for name in loop if name in routed},
-        unclear,
-        gate,
+        "logits" if is_logits else "hidden",
     )
 
 
+def _not_taken(model: nn.Module, found: Trace) -> dict[str, str]:
+    """Why each weight is not taken, unless it is called more than once."""
+    rows, idle = found.rows, set(found.idle)
+    reasons = {}
+    for name, parameter in model.named_parameters():
+        if name in found.routed and len(found.routed[name].rows) == 1 < len(rows.get(name, ())):
+            reasons[name] = _UNCLEAR
+        elif name in found.uncalled:
+            reasons[name] = found.uncalled[name]
+        elif name in idle:
+            reasons[name] = "not used by this run"
+        elif parameter.ndim >= 2:
+            looked_up = "looked up, never multiplied" if parameter.ndim == 2 else "no matrix"
+            reasons[name] = f"called {len(rows[name])} time(s)" if name in rows else looked_up
+    return reasons
+
+
 def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **arguments: int) -> Tensor:
-    """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives."""
+    """Call a model with token ids, without cache where it has one, and take the tensor out of what it gives.
+
+    Returns
+    -------
+    Tensor, shape (n_prompts, n_tokens, ...)
+        Or (n_prompts, 1, ...) where it gives one row for each prompt.
+    """
     import torch  # lazy: loopq imports without torch
 
     ids = ids.to(next(model.parameters()).device)
@@ -167,18 +200,29 @@ def call_plain(model: nn.Module, ids: Tensor, keeps_graph: bool = False, **argum
     cached = "use_cache" in parameters
     with torch.set_grad_enabled(keeps_graph):
         out = model(ids, use_cache=False, **arguments) if cached else model(ids, **arguments)
-    for name in ("logits", "last_hidden_state"):
-        if getattr(out, name, None) is not None:
-            out = getattr(out, name)
-            break
-    if isinstance(out, tuple | list):
-        out = out[0]
-    if not isinstance(out, torch.Tensor) or out.ndim != 3:
+    found = [t for t in _outputs(out) if t.ndim in (2, 3) and t.shape[0] == ids.shape[0]]
+    first = next((t for t in found if t.ndim == 3), found[0][:, None] if found else None)
+    if first is None:
         raise SystemContractError(
             f"{type(model).__name__}: its forward gives no tensor (n_prompts, n_tokens, ...); "
             "write an adapter: a subclass of loopq.systems.LoopedSystem with rollout and shared_parameters"
         )
-    return out
+    return first
+
+
+def _outputs(out: Any) -> Iterator[Tensor]:
+    """Floating-point tensors in what a forward gives, the most likely output first."""
+    import torch  # lazy: loopq imports without torch
+
+    if isinstance(out, torch.Tensor):
+        yield from [out] if out.is_floating_point() else []
+        return
+    fields = out if isinstance(out, Mapping) else getattr(out, "__dict__", {})
+    for name in ("logits", "last_hidden_state"):
+        yield from _outputs(fields[name]) if name in fields else ()
+    values = out if isinstance(out, tuple | list) else fields.values()
+    for value in values:
+        yield from _outputs(value) if isinstance(value, torch.Tensor | tuple | list) else ()
 
 
 @SYSTEMS.register("generic")
@@ -207,6 +251,7 @@ class Generic(LoopedSystem):
         self._select = tuple(select)
         self._depth = depth
         self._found: dict[int | None, Discovery] = {}
+        self._like: Tensor | None = None
         if depth is not None and depth not in inspect.signature(model.forward).parameters:
             raise ConfigError(
                 f"{type(model).__name__}: its forward has no argument {depth!r} that could set the number of steps; it "
@@ -218,19 +263,47 @@ class Generic(LoopedSystem):
         """Never by itself."""
         return False
 
+    def look(self, batch: Batch) -> None:
+        """Find the loop by prompts of this length: a loop over blocks of tokens is as long as they are."""
+        if self._like is None or self._like.shape != batch.input_ids.shape:
+            self._found.clear()
+        self._like = batch.input_ids
+
     def discovery(self, n_steps: int | None = None) -> Discovery:
         """The loop at a depth, found by one short run when it is first asked for."""
         if n_steps not in self._found:
-            import torch  # lazy: loopq imports without torch
-
-            ids = torch.arange(_PROBE_PROMPTS * _PROBE_TOKENS).reshape(_PROBE_PROMPTS, _PROBE_TOKENS)
-            batch = Batch(ids, tuple(range(_PROBE_PROMPTS)))
-            found = discover(self.model, batch, lambda b: self._call(b, n_steps))
+            found = self._discovered(n_steps)
             if not found.order:
-                reason = found.lines()[-1 if found.computed else 0]
-                raise SystemContractError(f"{type(self.model).__name__}: {reason}")
+                raise SystemContractError(f"{type(self.model).__name__}: " + "\n  ".join(found.lines()))
             self._found[n_steps] = found
         return self._found[n_steps]
+
+    def _discovered(self, n_steps: int | None) -> Discovery:
+        failed: list[LoopqError] = []
+        # A model may take prompts of one length alone.
+        for n_tokens in _PROBE_TOKENS if self._like is None else (self._like.shape[1],):
+            try:
+                return discover(self.model, self._probe(n_tokens), lambda b: self._call(b, n_steps))
+            except CalibrationError as cause:
+                failed.append(cause)
+        raise failed[0]
+
+    def _probe(self, n_tokens: int) -> Batch:
+        """The prompts given and others, as many and as unlike as a router needs to show its experts."""
+        import torch  # lazy: loopq imports without torch
+
+        n_prompts = max(2, _PROBE_ROWS // n_tokens)
+        tables = (m.num_embeddings for m in self.model.modules() if isinstance(m, torch.nn.Embedding))
+        ids = torch.arange(n_prompts * n_tokens) % min(tables, default=_PROBE_TOKENS[0])
+        rows = [ids.reshape(n_prompts, n_tokens)]
+        if self._like is not None and self._like.shape[1] == n_tokens:
+            rows.append(self._like)
+        return Batch(torch.cat(rows), tuple(range(sum(map(len, rows)))))
+
+    @property
+    def output(self) -> Output:  # type: ignore[override]
+        """Hidden states where it is narrower than the table of the tokens, else logits."""
+        return self.discovery().output
 
     def _call(self, batch: Batch, n_steps: int | None) -> Tensor:
         arguments = {self._depth: n_steps} if self._depth is not None and n_steps is not None else {}
@@ -245,12 +318,23 @@ class Generic(LoopedSystem):
         """Refuse every depth but the one the model runs by itself, unless an argument of its sets the depth."""
         if self._depth is not None:
             return super().check_depth(n_steps)
-        if n_steps != self.n_steps:
+        if n_steps != self.n_steps and not self._grows:
             raise ConfigError(
                 f"generic: the model runs {self.n_steps} steps by itself, so n_steps must be that; got {n_steps}. Name "
                 "the argument of its forward that sets the number of steps: Generic(model, depth='...')"
             )
         return n_steps
+
+    @functools.cached_property
+    def _grows(self) -> bool:
+        """Whether a longer prompt has more steps: then each has as many as it has."""
+        try:
+            longer = discover(
+                self.model, self._probe(2 * self.discovery().n_tokens), lambda b: self._call(b, None)
+            )
+        except LoopqError:  # Too long for the model.
+            return False
+        return longer.depth != self.n_steps
 
     def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
         """Parameters called more than once that a pattern selects.
@@ -262,39 +346,38 @@ class Generic(LoopedSystem):
         """
         found = self.discovery(n_steps if self._depth is not None else None)
         owners = owners_of_parameters(self.model)
-        every = [name for name, p in self.model.named_parameters() if p.ndim == 2]
+        every = [name for name, p in self.model.named_parameters() if p.ndim >= 2]
         for pattern in self._select:
             chosen = fnmatch.filter(every, pattern)
-            unseen = [name for name in chosen if name in found.uncalled]
+            unseen = [name for name in chosen if name in found.left_out]
             if not chosen or (pattern != "*" and unseen):
                 raise SystemContractError(
                     f"{pattern!r} selects {unseen[0] if unseen else 'no matrix'}: "
                     "selected but never observed; exclude it, or declare it in an adapter of your own"
                 )
         taken = [n for n in found.order if any(fnmatch.fnmatchcase(n, p) for p in self._select)]
-        by_name = dict(self.model.named_parameters())
-        modules = [
-            (
-                owners[id(by_name[name])][0],
-                {
-                    "role": "expert" if name in found.routed_in else "looped",
-                    "invocations": len(found.rows[name]),
-                    "routed_in": found.routed_in.get(name, ""),
-                },
-            )
-            for name in taken
-        ]
-        return declare(self.model, modules, n_steps)
+        return tuple(self._shared(name, found, owners) for name in taken)
+
+    def _shared(self, name: str, found: Discovery, owners: dict[int, list[str]]) -> SharedParameter:
+        weight, stored = self.model.get_parameter(name), found.watched.get(name)
+        fields = {
+            "role": "expert" if name in found.routed_in else "looped",
+            "invocations": len(found.rows[name]),
+            "routed_in": found.routed_in.get(name, ""),
+        }
+        if stored is None:
+            return declare(self.model, [(owners[id(weight)][0], fields)], 1)[0]
+        inputs, outputs = weight.shape[:2] if stored == "in_out" else weight.shape[1::-1]
+        return SharedParameter(name, (), inputs, outputs, stored, **fields)  # type: ignore[arg-type]
 
     def left_out(self) -> dict[str, str]:
-        """Matrices that the run used without a call, gates of experts, and experts whose inputs cannot be had."""
-        found = self.discovery()
-        return (
-            dict.fromkeys(found.uncalled, "used without a call of its module")
-            | dict.fromkeys(found.unclear, _UNCLEAR)
-            | found.gates
-            | stacked_experts(self.model)
-        )
+        """Matrices used without a call, gates of experts, and experts whose inputs cannot be had."""
+        return self.discovery().left_out
+
+    def missed(self) -> dict[str, str]:
+        """What the run used in a way that shows no input."""
+        gates = {n for n, why in self.left_out().items() if why.startswith("a gate")}
+        return {n: why for n, why in self.left_out().items() if n not in gates}
 
     def describe_loop(self) -> tuple[str, ...]:
         """Order, depth and row counts, as the run showed them."""

@@ -113,11 +113,10 @@ class Looped(StepwiseSystem):
         )
 
     def left_out(self) -> dict[str, str]:
-        """The head, which runs once; gates of experts, and experts that are no modules."""
+        """A head that is the embedding; gates of experts, and experts that are no modules."""
         tied = is_embedding(self.model, "lm_head")
-        head = "is the input embedding, which stays as it is" if tied else "runs once, after all layers"
-        gate = gates(self.model, self._routing())
-        return {"lm_head.weight": head} | gate | stacked_experts(self.model)
+        head = {"lm_head.weight": "is the input embedding, which stays as it is"} if tied else {}
+        return head | gates(self.model, self._routing()) | stacked_experts(self.model)
 
     @contextlib.contextmanager
     def _layers(self, order: Sequence[int], *, norm: bool = True) -> Iterator[None]:

@@ -71,13 +71,12 @@ class LoopUS(StepwiseSystem):
         return declare(self.model, modules, n_steps)
 
     def left_out(self) -> dict[str, str]:
-        """Gate, exit head and output head."""
+        """Gate and exit head."""
         gate = "the gate: says how much of every step is kept, one weight in two thousand"
         return {
             "reasoning.gate.dt_input_proj.weight": gate,
             "reasoning.gate.delta_proj.weight": gate,
             "q_head.1.weight": "chooses a step to leave at; all steps are run",
-            "decoder.lm_head.weight": "runs once, after all layers",
         }
 
     def _rollout(self, ids: Tensor, batch: Batch, n_steps: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from loopq.systems.base import model_code, routing_module
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+
+    from loopq.systems.base import Orientation
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
 
 @dataclass(frozen=True)
@@ -33,24 +39,31 @@ class Routed:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run did with a model's matrices.
+    """What one run did with a model's weights.
 
     Parameters
     ----------
     calls : tuple of (str, int)
-        Parameter name and input rows, in the order of the calls of its modules.
-    uncalled : tuple of str
-        Matrices that the run used without calling the module that holds them, so that no hook saw the input.
+        Parameter name and input rows, in the order of the calls of its modules, or else of its products.
+    watched : dict of str to str
+        How weights are stored that no module is called with, whose products alone show their input.
+    uncalled : dict of str to str
+        Weights that the run used in no such way, with what it did with them: nothing shows their input. Also parameters
+        of more dimensions.
+    once : frozenset of str
+        Those of `uncalled` that it used once.
     idle : tuple of str
-        Matrices that the run did not use at all.
+        Weights that the run did not use at all.
     entered : dict of str to int
         Calls of each module that holds a list of others (`nn.ModuleList`).
     routed : dict of str to Routed
-        Matrices of lists that got some of the rows of such a module, and not all the same: experts.
+        Weights of lists that got some of the rows of such a module, and not all the same: experts.
     """
 
     calls: tuple[tuple[str, int], ...]
-    uncalled: tuple[str, ...]
+    watched: dict[str, Orientation]
+    uncalled: dict[str, str]
+    once: frozenset[str]
     idle: tuple[str, ...]
     entered: dict[str, int] = field(default_factory=dict)
     routed: dict[str, Routed] = field(default_factory=dict)
@@ -74,13 +87,13 @@ class Trace:
 
 
 def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
-    """Run a model once and note every use of its matrices.
+    """Run a model once and note every use of its weights.
 
     Parameters
     ----------
     model : nn.Module
-        The whole model. Matrices are its parameters of two dimensions; embeddings that are only looked up
-        are left out.
+        The whole model. Weights are its parameters of two dimensions, and of three where a convolution has them;
+        embeddings that are only looked up are left out.
     run : callable
         Runs one rollout.
 
@@ -91,57 +104,118 @@ def trace(model: nn.Module, run: Callable[[], object]) -> Trace:
     """
     import torch  # lazy: loopq imports without torch
     from torch import nn  # lazy: loopq imports without torch
-    from torch.overrides import TorchFunctionMode  # lazy: loopq imports without torch
+
+    from loopq.systems.products import Products, plain_attention  # lazy: loopq imports without torch
 
     tables = {
         id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
     }
-    names = {id(p): name for name, p in model.named_parameters() if p.ndim == 2}
-    calls: list[tuple[str, int]] = []
-    lists = _Lists(model, names)
-    looked_up: set[int] = set()
-    used: set[int] = set()
-
-    class Uses(TorchFunctionMode):  # type: ignore[misc, unused-ignore]
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            # Reading a shape or a device is no use; what gives a tensor is.
-            if isinstance(out, torch.Tensor):
-                used.update(id(a) for a in args if id(a) in names)
-            return out
+    # Stacked experts are `loopq.systems.base.stacked_experts`.
+    conv = {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    weights = {n: p for n, p in model.named_parameters() if p.ndim == 2 or id(p) in conv}
+    names = {id(p): name for name, p in weights.items() if p.ndim == 2}
+    uses = _Uses(_Lists(model, names))
 
     def on_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         value = args[0] if args else next(iter(kwargs.values()))
-        key = id(module._parameters["weight"])
+        name = names[id(module._parameters["weight"])]
         if value.is_floating_point():
-            calls.append((names[key], math.prod(value.shape[:-1])))
-            lists.called(*calls[-1])
+            uses.called(name, math.prod(value.shape[:-1]))
         else:
-            looked_up.add(key)
+            uses.looked_up.add(name)
 
     handles = []
     for module in model.modules():
         if id(module._parameters.get("weight")) in names:
             handles.append(module.register_forward_pre_hook(on_call, with_kwargs=True))
-    for name in lists.entered:
-        count = functools.partial(lists.enter, name)
+    for name in uses.lists.entered:
+        count = functools.partial(uses.lists.enter, name)
         handles.append(model.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
+    also = {n: p for n, p in model.named_parameters() if p.ndim > 1 and n not in weights}
+    watch = Products(weights, uses.multiplied, uses.used, also)
     try:
-        with torch.no_grad(), Uses(), model_code(lambda: f"trial run, {_reached(calls)}"):
+        with torch.no_grad(), plain_attention(), watch, model_code(lambda: f"trial run, {uses.reached()}"):
             run()
     finally:
         for handle in handles:
             handle.remove()
-    called = {name for name, _ in calls}
-    seen = {names[key] for key in looked_up}
     # A table of positions or steps is often read as `weight[...]`: its rows are no outputs of a product.
-    seen |= {names[key] for key in tables if key in names}
-    functional = [n for key, n in names.items() if key in used and n not in called and n not in seen]
-    idle = [n for key, n in names.items() if key not in used and n not in called and n not in seen]
-    routed = lists.routed()
-    idle = [n for n in idle if n not in routed]
-    entered = {name: len(rows) for name, rows in lists.entered.items()}
-    return Trace(tuple(calls), tuple(functional), tuple(idle), entered, routed)
+    uses.looked_up |= {names[key] for key in tables if key in names}
+    return uses.trace(list(weights))
+
+
+def token_tables(model: nn.Module, ids: Tensor, run: Callable[[], object]) -> list[nn.Embedding]:
+    """Embedding tables that one run of a model calls with the token ids themselves, not with positions or steps."""
+    import torch  # lazy: loopq imports without torch
+    from torch import nn  # lazy: loopq imports without torch
+
+    found: list[nn.Embedding] = []
+
+    def note(table: nn.Embedding, inputs: tuple[Any, ...]) -> None:
+        if inputs and torch.equal(inputs[0].cpu(), ids.cpu()):
+            found.append(table)
+
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    hooks = [table.register_forward_pre_hook(note) for table in tables]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class _Uses:
+    """Every use of a model's weights in one run."""
+
+    def __init__(self, lists: _Lists) -> None:
+        self.lists = lists
+        self.looked_up: set[str] = set()
+        #: Name, rows, whether by a call of a module, and the call of the module that holds it in a list.
+        self._events: list[tuple[str, int, bool, int]] = []
+        self._stored: dict[str, set[Orientation]] = {}
+        self._others: dict[str, str] = {}
+        self._n_others: Counter[str] = Counter()
+
+    def called(self, name: str, rows: int) -> None:
+        self._events.append((name, rows, True, self.lists.step(name)))
+
+    def multiplied(self, name: str, rows: Tensor, stored: Orientation) -> None:
+        self._events.append((name, rows.shape[0], False, self.lists.step(name)))
+        self._stored.setdefault(name, set()).add(stored)
+
+    def used(self, name: str, operation: str) -> None:
+        how = "multiplied in parts" if operation in _PRODUCTS else f"used by {operation}"
+        self._others.setdefault(name, f"{how}, without a call of its module")
+        self._n_others[name] += 1
+
+    def reached(self) -> str:
+        calls = [name for name, _, called, _ in self._events if called]
+        if not calls:
+            return "before the first layer"
+        return f"after layer {calls[-1]} was called at step {calls.count(calls[-1]) - 1}"
+
+    def trace(self, names: list[str]) -> Trace:
+        n_calls = Counter((name, called) for name, _, called, _ in self._events)
+        # A call of a module shows its product too; more products than calls are those of other code.
+        watched = {n: s for n, s in self._stored.items() if n_calls[n, False] > n_calls[n, True]}
+        watched = {n: s for n, s in watched.items() if n not in self.looked_up}
+        turned = {n: "multiplied from both sides" for n, s in watched.items() if len(s) > 1}
+        kept = [e for e in self._events if e[2] != (e[0] in watched) and e[0] not in turned]
+        for name, rows, _, step in kept:
+            self.lists.called(name, step, rows)
+        routed = self.lists.routed()
+        calls = tuple((name, rows) for name, rows, _, _ in kept)
+        seen = {name for name, _ in calls} | self.looked_up
+        return Trace(
+            calls,
+            {n: next(iter(s)) for n, s in watched.items() if n not in turned},
+            {n: why for n, why in (self._others | turned).items() if n not in seen},
+            frozenset(n for n, count in self._n_others.items() if count == 1 and n not in turned),
+            tuple(n for n in names if not (n in seen or n in self._others or n in turned or n in routed)),
+            {name: len(rows) for name, rows in self.lists.entered.items()},
+            routed,
+        )
 
 
 class _Lists:
@@ -152,6 +226,7 @@ class _Lists:
         self.entered: dict[str, list[int | None]] = {}
         self._held_by: dict[str, str] = {}
         self._calls: dict[str, list[tuple[int, int]]] = {}
+        self._most = 0
         for name in names.values():
             module = name.rpartition(".")[0]
             holder = routing_module(model, module) if module else None
@@ -165,9 +240,14 @@ class _Lists:
         rows = None if value is None or not value.is_floating_point() else math.prod(value.shape[:-1])
         self.entered[name].append(rows)
 
-    def called(self, name: str, rows: int) -> None:
+    def step(self, name: str) -> int:
+        """Call of the module that holds a weight in a list; -1 before the first, and without such a module."""
+        return len(self.entered[self._held_by[name]]) - 1 if name in self._held_by else -1
+
+    def called(self, name: str, step: int, rows: int) -> None:
+        self._most = max(self._most, rows)
         if name in self._calls:
-            self._calls[name].append((len(self.entered[self._held_by[name]]) - 1, rows))
+            self._calls[name].append((step, rows))
 
     def routed(self) -> dict[str, Routed]:
         """Matrices of lists whose members got unlike rows, of which some are not those of the module around them."""
@@ -177,22 +257,29 @@ class _Lists:
             lists.setdefault((holder, before[0] if before else name), []).append(name)
         found = {}
         for (holder, place), names in lists.items():
-            whole = self.entered[holder]
-            alike: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-            for name in names:
-                rest = name.removeprefix(place).partition(".")[2]
-                alike.setdefault(rest, set()).add(tuple(self._calls[name]))
-            some = any(step < 0 or whole[step] != rows for name in names for step, rows in self._calls[name])
-            if some and any(len(calls) > 1 for calls in alike.values()):
+            if self._are_experts(holder, place, names):
                 for name in names:
-                    sent = [sum(r for step, r in self._calls[name] if step == t) for t in range(len(whole))]
+                    steps = range(len(self.entered[holder]))
+                    sent = [sum(r for step, r in self._calls[name] if step == t) for t in steps]
                     found[name] = Routed(holder, sent)
         return found
 
-
-def _reached(calls: list[tuple[str, int]]) -> str:
-    if not calls:
-        return "before the first layer"
-    name = calls[-1][0]
-    step = sum(other == name for other, _ in calls) - 1
-    return f"after layer {name} was called at step {step}"
+    def _are_experts(self, holder: str, place: str, names: list[str]) -> bool:
+        whole = self.entered[holder]
+        alike: dict[str, set[tuple[tuple[int, int], ...]]] = {}
+        for name in names:
+            rest = name.removeprefix(place).partition(".")[2]
+            alike.setdefault(rest, set()).add(tuple(self._calls[name]))
+        calls = [call for name in names for call in self._calls[name]]
+        given = [None if step < 0 else whole[step] for step, _ in calls]
+        # What takes token ids does not tell its rows: then layers are what all get equally many.
+        some = any(of is not None and of != rows for of, (_, rows) in zip(given, calls, strict=True))
+        some |= None in given and len({rows for _, rows in calls}) > 1
+        # A layer that one call of the module calls repeatedly with all rows is a loop in the list.
+        full = [
+            (step, rows)
+            for step, rows in calls
+            if rows == ((whole[step] if step >= 0 else None) or self._most)
+        ]
+        loops = any(Counter(self._calls[name])[call] > 1 for name in names for call in full)
+        return some and not loops and any(len(calls) > 1 for calls in alike.values())

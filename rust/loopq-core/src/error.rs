@@ -237,7 +237,7 @@ pub enum Error {
         precision: &'static str,
     },
     /// A scale that its storage type cannot hold.
-    #[error("the scale {value:e} of row {row}, group {group} is {what} in {dtype}; use bfloat16 or float32 scales")]
+    #[error("the scale {value:e} of row {row}, group {group} is infinite in {dtype}; use bfloat16 or float32 scales")]
     ScaleRange {
         /// Output row.
         row: usize,
@@ -245,8 +245,6 @@ pub enum Error {
         group: usize,
         /// The scale before rounding.
         value: f64,
-        /// `zero` or `infinite`.
-        what: &'static str,
         /// The storage type.
         dtype: &'static str,
     },
@@ -326,9 +324,7 @@ impl Error {
     /// The same with row and group, where it is about a scale.
     pub(crate) fn located(self, row: usize, group: usize) -> Self {
         match self {
-            Self::ScaleRange { value, what, dtype, .. } => {
-                Self::ScaleRange { row, group, value, what, dtype }
-            }
+            Self::ScaleRange { value, dtype, .. } => Self::ScaleRange { row, group, value, dtype },
             other => other,
         }
     }

@@ -14,7 +14,8 @@ const SHRINK_STEPS: usize = 70;
 
 /// Fits one level per lane to `lines`, columns of `lanes` values each, whose errors count by `weights`.
 ///
-/// Scales that the stored type cannot hold are left out; a lane for which it holds none is an error, with that lane.
+/// Scales that the stored type cannot hold are left out; a lane whose values are too large for all is an error, with that
+/// lane.
 pub(crate) fn fit<T: Real>(
     isa: Isa,
     grid: &Grid,
@@ -52,14 +53,14 @@ pub(crate) fn fit<T: Real>(
     levels.map(|(l, level)| level.map_or_else(|| fallback(grid, l, low[l], high[l]), Ok)).collect()
 }
 
-/// The level of a lane that has no candidate: any fits a group of zeros, none fits another.
+/// The level of a lane that has no candidate: zeros, and values so near to zero that the stored type has no scale for
+/// them, become zeros on any; none fits values that are too large.
 fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Result<Level, (usize, Error)> {
-    if low == 0.0 && high == 0.0 {
+    let value = grid.widest(low, high);
+    if grid.scale_type.round(value) == 0.0 {
         return Ok(Level { scale: 1.0, zero: if grid.symmetric { grid.middle() } else { 0 } });
     }
-    let value = grid.widest(low, high);
-    let what = if grid.scale_type.round(value) == 0.0 { "zero" } else { "infinite" };
-    Err((lane, Error::ScaleRange { row: 0, group: 0, value, what, dtype: grid.scale_type.name() }))
+    Err((lane, Error::ScaleRange { row: 0, group: 0, value, dtype: grid.scale_type.name() }))
 }
 
 impl Grid {

@@ -59,7 +59,7 @@ fn check_scales(format: ScaleFormat, scales: &[f32], n_groups: usize) -> Result<
     };
     let (row, group, value) = (at / n_groups, at % n_groups, f64::from(scales[at]));
     if value.is_finite() {
-        return Err(Error::ScaleRange { row, group, value, what: "infinite", dtype: format.name() });
+        return Err(Error::ScaleRange { row, group, value, dtype: format.name() });
     }
     Err(Error::NonFiniteMatrix { what: "scales", row, column: group, value: name_of(value) })
 }

@@ -154,11 +154,11 @@ impl<'a> Block<'a> {
             for (g, (row, cost)) in row.chunks(group).zip(cost.chunks(group)).enumerate() {
                 let square: f64 = row.iter().zip(cost).map(|(&w, c)| c * f64::from(w).powi(2)).sum();
                 let wanted = (square / cost.iter().sum::<f64>()).sqrt();
-                let scale = self.grid.scale_type.round(if wanted > 0.0 { wanted } else { SMALLEST });
-                if scale == 0.0 || !scale.is_finite() {
-                    let what = if scale == 0.0 { "zero" } else { "infinite" };
+                let round = |scale| self.grid.scale_type.round(scale);
+                let scale = if round(wanted) == 0.0 { round(SMALLEST) } else { round(wanted) };
+                if !scale.is_finite() {
                     let dtype = self.grid.scale_type.name();
-                    return Err(Error::ScaleRange { row: r, group: g, value: wanted, what, dtype });
+                    return Err(Error::ScaleRange { row: r, group: g, value: wanted, dtype });
                 }
                 self.out.scales[r * n_groups + g] = scale;
             }

@@ -1,0 +1,225 @@
+"""Prompts from files, as engines serve them: with the tokenizer's special tokens, or in its chat template."""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopq.calibrate.data import Encode, TokenSet, check_count, from_ids, windows
+from loopq.errors import CalibrationError, ConfigError, LoopqError
+from loopq.lazy import require
+from loopq.storage.files import MAX_SIZE, check_regular
+from loopq.storage.schema import parse_json
+
+_ROLES = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class Served:
+    """How text becomes token ids.
+
+    Parameters
+    ----------
+    encode : callable
+        Text to token ids, without special tokens.
+    first, last : tuple of int
+        Special tokens that the tokenizer itself puts before and after a text.
+    tokenizer : object or None
+        Applies the chat template.
+    field : str
+        Fields of a record that hold text, joined by commas; when empty "text", else all that hold text.
+    template : bool
+        Whether the chat template is applied: fields are what user and assistant say in turn.
+    """
+
+    encode: Encode
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    tokenizer: Any = None
+    field: str = ""
+    template: bool = False
+
+    @classmethod
+    def of(cls, encode: Encode, tokenizer: Any, field: str = "", template: bool = False) -> Served:
+        """Find a tokenizer's special tokens; without one, or of one that is a plain function, there are none.
+
+        Raises
+        ------
+        ConfigError
+            A template is asked for, and the tokenizer has none.
+        """
+        if template and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("template: the model's tokenizer has no chat template; leave --template out")
+        if not hasattr(tokenizer, "all_special_ids") or not callable(tokenizer):
+            return cls(encode, tokenizer=tokenizer, field=field)
+        whole, plain = list(tokenizer("a").input_ids), list(encode("a"))
+        places = range(len(whole) - len(plain) + 1)
+        at = next((i for i in places if plain and whole[i : i + len(plain)] == plain), 0)
+        return cls(encode, tuple(whole[:at]), tuple(whole[at + len(plain) :]), tokenizer, field, template)
+
+    def ids(self, record: Mapping[str, Any], place: str) -> NDArray[np.int64]:
+        """Token ids of one record: its `input_ids`, its messages or its text.
+
+        Raises
+        ------
+        CalibrationError
+            It has none of them, or another kind of value there.
+        """
+        if "input_ids" in record and not self.field:
+            return _whole_numbers(record["input_ids"], place)
+        if self.template:
+            return np.asarray(self.encode(self._in_template(record, place)), dtype=np.int64)
+        text = "\n".join(self._texts(record, place))
+        return np.asarray([*self.first, *self.encode(text), *self.last], dtype=np.int64)
+
+    def _in_template(self, record: Mapping[str, Any], place: str) -> str:
+        messages = record.get("messages")
+        if self.field or not isinstance(messages, list):
+            texts = zip(itertools.cycle(_ROLES), self._texts(record, place), strict=False)
+            messages = [{"role": role, "content": text} for role, text in texts]
+        asks = bool(messages) and messages[-1].get("role") == "user"
+        made: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        return made
+
+    def _texts(self, record: Mapping[str, Any], place: str) -> list[str]:
+        names = [n.strip() for n in self.field.split(",")] if self.field else self._default(record)
+        for name in names or ["text"]:
+            if name not in record:
+                there = ", ".join(map(repr, record)) or "none"
+                raise CalibrationError(f"{place}: no field {name!r} and no 'input_ids'; its fields: {there}")
+            if not isinstance(record[name], str):
+                raise CalibrationError(f"{place}: field {name!r} must be text; got {record[name]!r:.80}")
+        return [record[name] for name in names]
+
+    @staticmethod
+    def _default(record: Mapping[str, Any]) -> list[str]:
+        return ["text"] if "text" in record else [n for n, v in record.items() if isinstance(v, str)]
+
+
+def _whole_numbers(given: Any, place: str) -> NDArray[np.int64]:
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        ids = np.asarray(None)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise CalibrationError(f"{place}: 'input_ids' must be a list of whole numbers")
+    return ids.astype(np.int64)
+
+
+def read_tokens(path: Path, served: Served, seq_len: int, n_prompts: int | None) -> TokenSet:
+    """Read a calibration or evaluation set by the kind of file.
+
+    Parameters
+    ----------
+    path : Path
+        A ``.jsonl`` or ``.parquet`` file with one prompt a record, a ``.npy`` file with integers (n_prompts, n_tokens),
+        or a text file or a folder of text files, which is cut in windows.
+    served : Served
+        Text to token ids.
+    seq_len : int
+        Tokens of a window; longer prompts are cut to as many.
+    n_prompts : int or None
+        Prompts to take from the start.
+
+    Returns
+    -------
+    TokenSet
+        The prompts.
+
+    Raises
+    ------
+    CalibrationError
+        The file cannot be read as what its name says, or holds no prompt; the message names file and line.
+    ConfigError
+        A template is asked for, and the file is text that is cut.
+    """
+    check_count(n_prompts)
+    if path.suffix in (".jsonl", ".parquet"):
+        records = json_lines(path, CalibrationError) if path.suffix == ".jsonl" else _parquet_rows(path)
+        sequences = []
+        for place, record in itertools.islice(records, n_prompts):
+            if not isinstance(record, dict):
+                raise CalibrationError(f"{place}: no field 'text' and no 'input_ids': {record!r:.80}")
+            sequences.append(served.ids(record, place)[:seq_len])
+        return TokenSet(tuple(sequences), path.name, "prompts")
+    if path.suffix == ".npy":
+        ids = _mapped(path)
+        if ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise CalibrationError(
+                f"{path}: token ids are integers (n_prompts, n_tokens); got {ids.dtype} {ids.shape}"
+            )
+        return from_ids(ids[:n_prompts, :seq_len], path.name)
+    if served.template or served.field:
+        raise ConfigError(f"{path}: template and field are for records: give a .jsonl or .parquet file")
+    return windows(read_text(path), served.encode, seq_len, n_prompts, path.name, served.first)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    check_regular(path, CalibrationError)
+    parquet = require("pyarrow.parquet")
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+    except (OSError, ValueError) as cause:  # pyarrow's own errors are these.
+        raise CalibrationError(f"{path}: cannot be read as parquet ({cause!s:.200})") from cause
+
+
+def json_lines(path: Path, error: type[LoopqError]) -> Iterator[tuple[str, Any]]:
+    """Yield every line of a JSON-lines file that is not blank: its place, for messages, and its value.
+
+    Parameters
+    ----------
+    path : Path
+        File; one whose name ends in ``.xz`` is unpacked as it is read.
+    error : type of LoopqError
+        What is raised, naming file and line: the file is missing or cannot be read or unpacked, or a line is no JSON in
+        UTF-8 or longer than 256 MiB.
+    """
+    check_regular(path, error)
+    number = 0
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_SIZE + 1), b""), start=1):
+                place = f"{path}, line {number}"
+                if len(line) > MAX_SIZE:
+                    raise error(f"{place}: longer than {MAX_SIZE} bytes")
+                if line.strip():
+                    yield place, parse_json(line, place, error, finite=False)
+    except (OSError, EOFError, lzma.LZMAError) as cause:
+        raise error(f"{path}, line {number + 1}: cannot be read ({cause}); copy the file again") from cause
+
+
+def read_text(path: Path) -> str:
+    """Read a UTF-8 text file, or all `*.txt` files of a folder in the order of their names."""
+    try:
+        if path.is_dir():
+            parts = sorted(path.glob("*.txt"))
+            if not parts:
+                raise CalibrationError(f"{path}: the folder has no *.txt file")
+            for part in parts:
+                check_regular(part, CalibrationError)
+            return "\n".join(part.read_text("utf-8") for part in parts)
+        check_regular(path, CalibrationError)
+        return path.read_text("utf-8")
+    except OSError as cause:
+        raise CalibrationError(f"{path}: cannot be read ({cause.strerror})") from cause
+    except UnicodeDecodeError as cause:
+        raise CalibrationError(f"{path}: not UTF-8 text (byte {cause.start})") from cause
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """An array file, mapped: a header that says more than the file holds is refused before anything is made for it."""
+    check_regular(path, CalibrationError)
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except Exception as cause:  # numpy's reader of headers raises far more kinds than it documents
+        reason = next(iter(str(cause).splitlines()), type(cause).__name__)
+        raise CalibrationError(f"{path}: cannot be read as an array ({reason:.200})") from cause

@@ -1,0 +1,115 @@
+"""The plain module: without what is compiled or parallel around it, with weights that are computed as parameters."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def plain(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a module with the names and the weights of the plain one.
+
+    Parameters
+    ----------
+    model : nn.Module
+        It stays as it is.
+
+    Returns
+    -------
+    model : nn.Module
+        The very module where nothing is to be done; else modules of its own that share its parameters and buffers:
+        without what `torch.compile`, `DataParallel` and their like put around them, and with the weights that
+        parametrizations (weight_norm, spectral_norm and others) compute as plain parameters.
+    notes : tuple of str
+        What was done.
+    """
+    inside = _inside(model)
+    computed = [name for name, m in inside.named_modules() if _is_computed(m)]
+    wrapped = inside is not model or any(_inside(m) is not m or _is_compiled(m) for m in inside.modules())
+    if not wrapped and not computed:
+        return model, ()
+    notes = ["compiled or parallel modules: the plain ones inside are run"] * wrapped
+    notes += [
+        f"{name}: its weight is computed from other parameters; what comes out is kept" for name in computed
+    ]
+    return _copied(inside, {}), tuple(notes)
+
+
+def _inside(module: Any) -> Any:
+    """The module that others are wrapped around."""
+    import torch  # lazy: loopq imports without torch
+
+    parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+    while True:
+        if "_orig_mod" in module._modules:
+            module = module._modules["_orig_mod"]
+        elif isinstance(module, parallel):
+            module = module.module
+        else:
+            return module
+
+
+def _is_compiled(module: Any) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _hooks(module: Any) -> dict[int, str]:
+    """Hooks of `torch.nn.utils` that compute a weight before each call (weight_norm, spectral_norm, prune)."""
+    kinds = {"WeightNorm": "name", "SpectralNorm": "name", "BasePruningMethod": "_tensor_name"}
+    found = {}
+    for key, hook in module._forward_pre_hooks.items():
+        named = [kinds[cls.__name__] for cls in type(hook).__mro__ if cls.__name__ in kinds]
+        if named:
+            found[key] = str(getattr(hook, named[0]))
+    return found
+
+
+def _is_computed(module: Any) -> bool:
+    return bool(_hooks(module) or "parametrizations" in module._modules)
+
+
+def _copied(module: Any, done: dict[int, Any]) -> Any:
+    """A module of the same kind over the same parameters, as are those in it; one that stands twice stays one."""
+    module = _inside(module)
+    if id(module) in done:
+        return done[id(module)]
+    # Not `copy.copy`, which parametrized modules refuse.
+    made = done[id(module)] = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        own = isinstance(value, MethodType) and value.__self__ is module
+        made.__dict__[name] = MethodType(value.__func__, made) if own else value
+    for table in ("_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks"):
+        made.__dict__[table] = copy.copy(module.__dict__[table])
+    made.__dict__["_compiled_call_impl"] = None
+    if _is_computed(module):
+        _fold(module, made)
+    for name, child in made._modules.items():
+        made._modules[name] = None if child is None else _copied(child, done)
+    return made
+
+
+def _fold(module: Any, made: Any) -> None:
+    """Give a copy of a module the weights that the module computes, as parameters."""
+    from torch import nn  # lazy: loopq imports without torch
+    from torch.nn.utils import parametrize  # lazy: loopq imports without torch
+
+    names = list(module.parametrizations) if "parametrizations" in module._modules else []
+    if names:
+        made.__class__ = parametrize.type_before_parametrizations(module)
+        del made._modules["parametrizations"]
+    for key, name in _hooks(module).items():
+        # It sets the weight anew, as every call does.
+        module._forward_pre_hooks[key](module, ())
+        del made._forward_pre_hooks[key]
+        for suffix in ("g", "v", "u", "orig", "mask"):
+            made._parameters.pop(f"{name}_{suffix}", None)
+            made._buffers.pop(f"{name}_{suffix}", None)
+        names.append(name)
+    for name in names:
+        value = getattr(module, name).detach().clone()
+        made.__dict__.pop(name, None)
+        made._parameters[name] = nn.Parameter(value, requires_grad=False)

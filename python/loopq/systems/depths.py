@@ -1,0 +1,98 @@
+"""A model at several depths at once: one rollout is one of each depth, on the same prompts and initial states."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from loopq.errors import ConfigError
+from loopq.systems.base import Batch, LoopedSystem, SharedParameter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Depths(LoopedSystem):
+    """Adapter around another one whose rollout runs several depths, one after another.
+
+    The steps of a weight are its calls at the first depth, then those at the second, and so on. So sums over all steps
+    are sums over all depths, and gradients are those of the outputs of all of them.
+
+    Parameters
+    ----------
+    system : LoopedSystem
+        Adapter of the model.
+    depths : sequence of int
+        Two or more different depths.
+    """
+
+    def __init__(self, system: LoopedSystem, depths: Sequence[int]) -> None:
+        super().__init__(system.model)
+        if len(set(depths)) != len(depths) or len(depths) < 2:
+            raise ConfigError(f"n_steps: several depths must be different ones; got {list(depths)}")
+        self.system, self.depths = system, tuple(system.check_depth(n) for n in depths)
+        self.name, self.output, self.idle = system.name, system.output, system.idle  # type: ignore[misc]
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        """Never by itself."""
+        return False
+
+    @property
+    def n_steps(self) -> int:
+        """The largest of the depths."""
+        return max(self.depths)
+
+    def check_depth(self, n_steps: int) -> int:
+        """Refuse every depth but the largest, which stands for all."""
+        if n_steps != self.n_steps:
+            raise ConfigError(
+                f"several depths run at once: {', '.join(map(str, self.depths))}; got {n_steps}"
+            )
+        return n_steps
+
+    def shared_parameters(self, n_steps: int) -> tuple[SharedParameter, ...]:
+        """The weights of all depths, with their calls at all of them."""
+        self.check_depth(n_steps)
+        found: dict[str, SharedParameter] = {}
+        for depth in self.depths:
+            for p in self.system.shared_parameters(depth):
+                before = found[p.name].invocations if p.name in found else 0
+                found[p.name] = dataclasses.replace(p, invocations=before + p.invocations)
+        return tuple(found.values())
+
+    def rollout(self, batch: Batch, n_steps: int) -> Tensor:
+        """Run all depths; their outputs stand one after another, as if they were one of more tokens."""
+        import torch  # lazy: loopq imports without torch
+
+        self.check_depth(n_steps)
+        return torch.cat([self.system.rollout(batch, depth) for depth in self.depths], dim=1)
+
+    @contextlib.contextmanager
+    def differentiable(self) -> Iterator[None]:
+        """As of the other adapter, like all that follows."""
+        with self.system.differentiable():
+            yield
+
+    def left_out(self) -> dict[str, str]:
+        """See above."""
+        return self.system.left_out()
+
+    def missed(self) -> dict[str, str]:
+        """See above."""
+        return self.system.missed()
+
+    def look(self, batch: Batch) -> None:
+        """See above."""
+        self.system.look(batch)
+
+    def describe_loop(self) -> tuple[str, ...]:
+        """See above."""
+        return self.system.describe_loop()
+
+    @property
+    def prompt_length(self) -> int | None:
+        """See above."""
+        return self.system.prompt_length

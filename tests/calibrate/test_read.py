@@ -1,0 +1,191 @@
+"""Files of prompts: kinds, fields, templates, special tokens, and refusals that name the place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from loopq.calibrate.read import Served, read_tokens
+from loopq.errors import CalibrationError, ConfigError
+from loopq.models.load import encode_bytes
+
+BYTES = Served(encode_bytes)
+
+
+def test_kinds_of_file(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world, hello")
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"text": "abc"}) + "\n\n" + json.dumps({"input_ids": [7, 8]})
+    )
+    np.save(tmp_path / "c.npy", np.arange(12).reshape(3, 4))
+    assert len(read_tokens(tmp_path / "a.txt", BYTES, 6, None).sequences) == 3
+    assert [s.tolist() for s in read_tokens(tmp_path / "b.jsonl", BYTES, 6, None).sequences] == [
+        [97, 98, 99],
+        [7, 8],
+    ]
+    assert read_tokens(tmp_path / "c.npy", BYTES, 3, 2).sequences[1].tolist() == [4, 5, 6]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "2.txt").write_text("second")
+    (tmp_path / "texts" / "1.txt").write_text("first")
+    assert bytes(read_tokens(tmp_path / "texts", BYTES, 5, 1).sequences[0].astype(np.uint8)) == b"first"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.txt", b"abc", "3 tokens make no window of 8"),
+        ("b.txt", b"\xff\xfe", "not UTF-8 text"),
+        ("c.jsonl", b"{]", "line 1: not valid JSON"),
+        (
+            "k.jsonl",
+            b'{"text": ' + b"[" * 9000 + b"]" * 9000 + b"}",
+            "line 1: not valid JSON .more than 64 levels",
+        ),
+        ("l.jsonl", rb'{"text": "\ud800"}', "line 1: not valid JSON .*surrogates not allowed"),
+        ("d.jsonl", b'{"n": 1}', "no field 'text' .*its fields: 'n'"),
+        ("e.jsonl", b"", "no token sequences"),
+        ("f.jsonl", b'{"text": ""}', "prompt 0 is empty"),
+        ("g.npy", b"nonsense", "cannot be read as an array"),
+        ("h.jsonl", b'{"text": 5}', "line 1: field 'text' must be text; got 5"),
+        ("i.jsonl", b'{"input_ids": [1, "a"]}', "line 1: 'input_ids' must be a list of whole numbers"),
+        ("j.jsonl", b'{"input_ids": [[1], [2, 3]]}', "line 1: 'input_ids' must be a list of whole numbers"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, name, content, match):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(CalibrationError, match=match):
+        read_tokens(path, BYTES, 8, None)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(CalibrationError, match=r"nowhere\.txt: missing"):
+        read_tokens(tmp_path / "nowhere.txt", BYTES, 8, None)
+
+
+def test_an_array_whose_header_says_more_than_the_file_holds(tmp_path):
+    path = tmp_path / "lie.npy"
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000, 1000000)}\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(80))
+    with pytest.raises(CalibrationError, match="cannot be read as an array"):
+        read_tokens(path, Served(list), 16, None)
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.jsonl", "pipe.npy"])
+def test_a_pipe_is_refused_where_a_file_is_wanted(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CalibrationError, match="not a plain file"):
+        read_tokens(tmp_path / name, Served(list), 16, None)
+
+
+@given(
+    header=st.binary(max_size=90)
+    | st.text("{}()[]',:<>=-+*0123456789descrfortran_orderTFuels\\\"\n", max_size=90).map(str.encode),
+    body=st.binary(max_size=64),
+    version=st.sampled_from([1, 2, 3, 9]),
+)
+@example(header=b"{'descr': '<i8', 'fortran_order': False, 'shape': (-1, 4)}", body=b"", version=1)
+@example(header=b"(" * 90, body=b"", version=1)
+def test_any_array_header_is_read_or_refused(tmp_path_factory, header, body, version):
+    path = tmp_path_factory.getbasetemp() / "any.npy"
+    length = len(header).to_bytes(2 if version == 1 else 4, "little")
+    path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + length + header + body)
+    with contextlib.suppress(CalibrationError):
+        read_tokens(path, Served(list), 16, None)
+
+
+@given(
+    st.binary(max_size=200) | st.text('{}[]":,\\ud8 0123456789textinput_s\n', max_size=200).map(str.encode)
+)
+@example(b'{"text": "\\ud800"}')
+@example(b'{"input_ids": [1, [2]]}')
+@example(b'{"input_ids": [99999999999999999999]}')
+def test_any_lines_are_read_or_refused(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(content)
+    with contextlib.suppress(CalibrationError):
+        read_tokens(path, Served(lambda text: list(text.encode())), 16, None)
+
+
+class _Tokenizer:
+    """A tokenizer of bytes with marks around a text, and a template."""
+
+    all_special_ids: ClassVar[list[int]] = [1, 2]
+    chat_template: str | None = "made"
+
+    def __call__(self, text: str) -> Any:
+        return type("Encoded", (), {"input_ids": [1, *text.encode(), 2]})
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        assert not tokenize
+        turns = "".join(f"<{m['role'][0]}>{m['content']}" for m in messages)
+        return turns + "<a>" * add_generation_prompt
+
+
+def _texts(path: Any, **settings: Any) -> list[str]:
+    served = Served.of(encode_bytes, _Tokenizer(), **settings)
+    found = read_tokens(path, served, 64, None).sequences
+    return [bytes(s.astype(np.uint8)).decode() for s in found]
+
+
+def test_a_text_has_the_tokenizers_own_marks_where_engines_put_them(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}')
+    (tmp_path / "a.txt").write_text("abcdef")
+    served = Served.of(encode_bytes, _Tokenizer())
+    assert _texts(tmp_path / "a.jsonl") == ["\x01abc\x02"]
+    assert [s.tolist() for s in read_tokens(tmp_path / "a.txt", served, 4, None).sequences] == [
+        [1, 97, 98, 99], [1, 100, 101, 102]
+    ]  # fmt: skip
+
+
+_RECORDS = [{"n": 7, "question": "q?", "answer": "a!"}, {"question": "Q", "answer": "A", "n": 8}]
+_CASES = [
+    ({}, ["\x01q?\na!\x02", "\x01Q\nA\x02"]),
+    ({"field": "answer, question"}, ["\x01a!\nq?\x02", "\x01A\nQ\x02"]),
+    ({"template": True}, ["<u>q?<a>a!", "<u>Q<a>A"]),
+    ({"template": True, "field": "question"}, ["<u>q?<a>", "<u>Q<a>"]),
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("settings", "texts"), _CASES)
+def test_any_fields_of_a_record_are_its_text(tmp_path, kind, settings, texts):
+    path = tmp_path / f"train.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, _RECORDS)))
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(_RECORDS), path)
+    assert _texts(path, **settings) == texts
+
+
+def test_messages_take_the_template(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(
+        json.dumps({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]})
+    )
+    assert _texts(path, template=True) == ["<s>s<u>u<a>"]
+    with pytest.raises(CalibrationError, match=r"line 1: no field 'text' .*its fields: 'messages'"):
+        _texts(path)
+
+
+def test_what_cannot_be_served_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"question": "q"}')
+    (tmp_path / "a.txt").write_text("abcdef")
+    (tmp_path / "a.parquet").write_text("abcdef")
+    with pytest.raises(CalibrationError, match=r"line 1: no field 'answer' .*its fields: 'question'"):
+        _texts(tmp_path / "a.jsonl", field="question,answer")
+    with pytest.raises(ConfigError, match=r"a\.txt: template and field are for records"):
+        _texts(tmp_path / "a.txt", template=True)
+    with pytest.raises(ConfigError, match="no chat template"):
+        Served.of(encode_bytes, None, template=True)
+    pytest.importorskip("pyarrow")
+    with pytest.raises(CalibrationError, match=r"a\.parquet: cannot be read as parquet"):
+        _texts(tmp_path / "a.parquet")

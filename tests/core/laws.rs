@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{count_above, eigvalsh, DampedFactor, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search};
+use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::simd::{Isa, Real, MR};
@@ -57,7 +57,7 @@ fn hessian(dim: usize, n: usize, seed: u64) -> Vec<f64> {
 
 fn grid(bits: u32, group_size: usize) -> Grid {
     let (scale_type, search) = (ScaleType::F32, Search::Max);
-    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search, trellis: None }
+    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search, values: Values::Even }
 }
 
 /// A Hessian with a fraction of its mean diagonal as damping, factored.
@@ -505,7 +505,7 @@ fn identity_gives_rtn_and_scaling_changes_nothing() {
 #[test]
 fn short_scales_are_the_nearest_of_so_few_bits() {
     for (name, bits) in [("bfloat16", 5), ("float16", 8), ("float32", 1), ("bfloat16", 8)] {
-        let kind = ScaleType::parse(name, Some(bits)).unwrap();
+        let kind = ScaleType::parse(name, Some(bits), 0).unwrap();
         for x in noise(2000, 9).into_iter().map(f32::abs).filter(|&x| x > 1e-3) {
             let got = kind.round(f64::from(x));
             // The distance of neighbours with so many bits, at the power of two below the value.
@@ -514,7 +514,7 @@ fn short_scales_are_the_nearest_of_so_few_bits() {
             assert!((got - x).abs() <= unit / 2.0, "{name} {x} {got}");
         }
     }
-    let five = ScaleType::parse("bfloat16", Some(5)).unwrap();
+    let five = ScaleType::parse("bfloat16", Some(5), 0).unwrap();
     // Half way between 1.0 and 1.0625 goes to the even one, and so does half way above it; 1.99 carries to 2.
     assert_eq!([1.03125, 1.09375, 1.99].map(|x| five.round(x)), [1.0, 1.125, 2.0]);
 }
@@ -525,7 +525,7 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
     let h_view = Symmetric::f64(&h, dim).unwrap();
     let loss = |q: &Quantized| {
-        let hat = dequantize(&q.codes, &q.scales, Some(&q.zeros), rows, dim, 50).unwrap();
+        let hat = dequantize(&q.codes, f32::from, &q.scales, Some(&q.zeros), rows, dim, 50).unwrap();
         proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
     };
     for order in [Order::Natural, Order::Diagonal, Order::Conditional] {

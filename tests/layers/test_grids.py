@@ -190,7 +190,7 @@ def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_
         ({"nvfp4": {"exponent": 0}}, "give --bits 4 --group-size 16"),
         ({"nvfp4": {"exponent": 200}}, "exponent: 200"),
         ({"mxfp4": {"exponent": 0}}, "mxfp4: 'exponent' is unknown"),
-        ({"made_up": 3}, "3 for 4 bits"),
+        ({"made_up": 3}, "made_up 3 for 4 bits"),
     ],
 )
 def test_grids_that_do_not_exist_are_refused(changes, match):

@@ -25,5 +25,5 @@ def grid_of(*, bits: int, group_size: int, symmetric: bool, scale_dtype: str, **
     for _, kind in GRIDS:
         if kind.holds(symmetric, more):
             return kind(bits, group_size, scale_dtype, **kind.given(more))
-    what = ", ".join(str(value) for value in more.values())
+    what = ", ".join(f"{name} {value}" for name, value in more.items())
     raise ConfigError(f"{what} for {bits} bits{'' if symmetric else ', asymmetric'}")

@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
 use super::streams::Part;
-use super::tile::{codes_of, lines_of, multiply, panel, Lanes, Panel, Sums, AHEAD};
+use super::tile::{codes_of, lines_of, multiply, panel, values_of, Lanes, Panel, Sums, AHEAD};
 use super::versions::{stream_versions, versions};
 use super::windows::Windows;
 use crate::grid::{FACTOR, OFFSET};
@@ -235,7 +235,31 @@ impl Lanes for Avx2 {
         let units_at_once = i16::MAX as usize / largest / (inputs / 4);
         // SAFETY: as in `multiply`.
         unsafe {
-            if TABLE || units_at_once == 0 {
+            if TABLE {
+                let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
+                for unit in 0..block.units {
+                    let x = x.add(unit * inputs);
+                    for line in 0..2 * lines {
+                        Self::prefetch(at.wrapping_add(AHEAD + line * LINE));
+                    }
+                    let strips = lines_of::<Self, BITS>(at);
+                    for half in 0..2 {
+                        for plane in 0..inputs / 4 {
+                            let levels = values_of::<Self, BITS, TABLE>(p, strips[half], plane);
+                            for t in 0..T {
+                                for limb in 0..L {
+                                    let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
+                                    let sum = sums[0][t][limb][half];
+                                    sums[0][t][limb][half] = Self::dot_levels(sum, levels, x);
+                                }
+                            }
+                        }
+                    }
+                    at = at.add(2 * lines * LINE);
+                }
+                return;
+            }
+            if units_at_once == 0 {
                 return multiply::<Self, BITS, TABLE, L, T, S>(p, panel, block, x, sums);
             }
             let one = _mm256_set1_epi16(1);

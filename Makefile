@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -47,6 +47,20 @@ $(VENV)/dev.stamp: $(VENV)/torch.stamp
 
 setup: build $(VENV)/dev.stamp ## Make the environment with everything that development needs
 
+# Tools that some tests compare with. Where one cannot be had in time, a warning says so and its tests are skipped;
+# the next make tries again. llama-cpp-python compiles llama.cpp: minutes, once.
+CI_TOOLS := "lm-eval>=0.4.5" "llama-cpp-python>=0.3.36"
+
+ci-tools: $(VENV)/dev.stamp ## What some tests are skipped without: lm-eval, llama.cpp and, by apt for root, Chromium
+	@mkdir -p .cache
+	@for tool in $(CI_TOOLS); do \
+		timeout 900 $(PY) -m pip install -q "$$tool" > .cache/ci-tools.log 2>&1 || { tail -n 5 .cache/ci-tools.log; \
+		echo "WARNING: $$tool could not be installed (above): tests that compare with it are skipped"; }; done
+	@command -v chromium || command -v chromium-browser || command -v google-chrome || { \
+		[ "$$(id -u)" = 0 ] || sudo=sudo; timeout 300 $$sudo apt-get update -qq && \
+		timeout 600 $$sudo apt-get install -y -qq --no-install-recommends chromium; } || \
+		echo 'WARNING: no Chromium, and apt did not bring it: pages are not looked at in a browser'
+
 # The compiler works while torch is downloaded: make alone runs one recipe at a time.
 build: ## Build the extension and install the package into the environment
 	@$(MAKE) -j2 --no-print-directory $(VENV)/build.stamp $(VENV)/torch.stamp
@@ -57,7 +71,7 @@ demo: build ## The main job: quantize the embedded model, print the comparison, 
 demo-pages: setup ## Diagnose the embedded model and PL-BERT: a page for each in out/
 	$(BIN)/loopq demo --html out $(addprefix --data ,$(or $(LOOPQ_DATA),$(wildcard ../shared/data)))
 
-test: test-rust test-py test-ptx ## The whole test suite
+test: test-rust test-py test-ptx ## All tests but the slow ones
 
 test-rust: ## Tests of the Rust core
 ifeq ($(NEXTEST),yes)
@@ -75,8 +89,8 @@ $(PTX_STAMP): $(PTX_SOURCES) | setup
 	$(PY) -m pytest -m "not slow" tools/ptx $(WORKERS)
 	@mkdir -p $(@D) && touch $@
 
-test-slow: setup ## Tests that take minutes
-	$(PY) -m pytest -m slow tests tools/ptx
+test-slow: setup $(GPTQ)/stamp ## The tests that `make test` leaves out for their time
+	$(PY) -m pytest -m "slow and not gpu" tests tools/ptx $(WORKERS)
 
 # An environment for another tool: it sees torch and transformers of the development environment and has its own
 # setuptools, since pins clash. Where it cannot be made, a warning says so and the next make tries again.
@@ -211,7 +225,7 @@ docs: setup ## Pages and Python reference into target/html, the Rust core into t
 	$(PY) -m sphinx -q -W --keep-going -b html docs target/html
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package loopq-core
 
-check: fmt-check lint types docs test ## All that CI runs
+check: fmt-check lint types docs test ## What to run before a change is sent; CI runs test-slow too
 
 counts: ## Lines of each folder, floors and arguments of the trunk: what the house rules bound
 	@$(PYTHON) tests/house/counts.py

@@ -23,9 +23,9 @@ WORK = ROOT / ".cache" / "compat"
 #: Recorded bits of the core, every adapter on a small model, the Python interface, loading by transformers.
 TESTS = (
     "tests/native/test_unchanged.py",
-    "tests/systems/test_conformance.py",
+    "tests/systems",
     "tests/test_api.py",
-    "tests/test_transformers.py",
+    "tests/integrations/test_transformers.py",
 )
 TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.112", "jsonschema>=4.23")
 SHOWN = ("numpy", "torch", "transformers", "safetensors", "scipy")

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = Path("rust/loopq-core/src")
 #: What computes codes and scales.
 FILES = ("proxy.rs", "gptq/*.rs", "grid/*.rs", "coordinate/*.rs", "factor/damped.rs", "factor/ordering.rs")
-TESTS = ("tests/test_golden.py", "tests/quantizers", "tests/test_grid.py", "tests/native")
+TESTS = ("tests/test_golden.py", "tests/quantizers", "tests/layers/test_grid.py", "tests/native")
 #: They wait for signals or for memory, which no formula decides.
 _WAITING = "ctrl_c or want_of_memory or ends_the_process or other_threads_run"
 #: Minutes of Hessians and products, which none of FILES has a part in.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -120,3 +121,57 @@ def tokens():
 
     text = "".join(chr(97 + (i * i + 3 * i) % 26) + (" " if i % 5 == 0 else "") for i in range(400))
     return windows(text, encode_bytes, 24, 10, "made text")
+
+
+@pytest.fixture
+def solved(tiny_folder, tokens, tmp_path):
+    """Checkpoint of the tiny model, rounded to four bits."""
+    import loopq
+
+    out = tmp_path / "q"
+    loopq.quantize(tiny_folder, tokens, out=out, method="rtn", bits=4, group_size=16)
+    return out
+
+
+@pytest.fixture(scope="session")
+def small_demo():
+    """The demo on one grid and few prompts."""
+    from loopq import demo
+    from tests.support.demos import SMALL
+
+    return demo.run(**SMALL)
+
+
+@pytest.fixture(scope="session")
+def quantized(saved_model, tmp_path_factory) -> Path:
+    """A native checkpoint of the tiny model, GPTQ, INT4 g16, for tests that only read it."""
+    import benches.zoo.chains  # noqa: F401  registers the letter task
+    from loopq.cli import main
+    from tests.support.runs import TINY
+
+    out = tmp_path_factory.mktemp("quantized") / "q"
+    settings = ["--preset", "paper", "--group-size", "16", *TINY]
+    assert main(["quantize", str(saved_model), "--out", str(out), *settings]) == 0
+    return out
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A handful of items of three tasks."""
+    items = {
+        "lambada/lambada_test.jsonl": [
+            {"text": f"He said that the {w}"} for w in ("sea", "sun", "day", "end")
+        ],
+        "arc/arc_easy_test.jsonl": [
+            {"query": f"Question: {q}?", "choices": ["one", "two", "it is none of them"], "gold": g}
+            for q, g in (("How many", 0), ("Which", 1), ("What", 2))
+        ],
+    }
+    for name, records in items.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True)
+        (tmp_path / "data" / name).write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "data" / "wikitext2").mkdir()
+    (tmp_path / "data" / "wikitext2" / "wiki.test.raw").write_text(
+        " = A = \n It was . \n = B = \n So be it . \n"
+    )
+    return tmp_path / "data"

@@ -1,16 +1,9 @@
-"""What tests of commands share: a quantized tiny model, solved once."""
+"""One thread of torch for every command."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-
-from loopq.cli import main
-
-#: Few and short prompts.
-TINY = ("--n-prompts", "6", "--seq-len", "24", "--batch-size", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +13,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def quantized(saved_model, tmp_path_factory) -> Path:
-    """A native checkpoint of the tiny model, GPTQ, INT4 g16, for tests that only read it."""
-    out = tmp_path_factory.mktemp("quantized") / "q"
-    settings = ["--preset", "paper", "--group-size", "16", *TINY]
-    assert main(["quantize", str(saved_model), "--out", str(out), *settings]) == 0
-    return out

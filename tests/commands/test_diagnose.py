@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from .conftest import TINY
+from tests.support.runs import TINY
 
 
 def test_diagnose_a_model(saved_model, tmp_path, command):

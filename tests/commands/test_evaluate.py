@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
-import sys
 
 import pytest
 import torch
 
 import benches.zoo.chains  # noqa: F401  registers the letter task
 from benches.zoo.store import save_model
-from loopq.commands.output import measurement_table
 from loopq.evaluate.stats import mcnemar_exact, wilson
 from loopq.models.load import load_model
+from tests.support.evaluated import FEW
 from tests.support.systems import small
-
-FEW = ("--n-prompts", "4", "--seq-len", "24")
 
 
 def test_evaluate_prints_json(saved_model, quantized, command):
@@ -50,29 +46,6 @@ def test_evaluate_measures_what_export_wrote_and_says_on_what(
     assert f"[{native['kl_95'][0]:.5f}" in text or f"[{native['kl_95'][0]:.2e}" in text
 
 
-def test_a_page_says_what_was_done_and_where_the_error_is(
-    saved_model, quantized, tmp_path, command, monkeypatch
-):
-    """Of a checkpoint and of what was exported from it, without matplotlib."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert command("export", quantized, "--out", tmp_path / "e", "--format", "gptq")[0] == 0
-    page = tmp_path / "page.html"
-    code, text, err = command("evaluate", saved_model, quantized, tmp_path / "e", *FEW, "--html", page)
-    assert code == 0, err
-    assert text.endswith(f"page: {page}\n")
-    shown = page.read_text("utf-8")
-    data = json.loads(re.search(r'id="data">(.*?)</script>', shown)[1])
-    native, foreign = (data["errors"]["weights"][str(folder)] for folder in (quantized, tmp_path / "e"))
-    assert native == foreign
-    assert len(native["own"]) == 9
-    assert all(len(row) == 3 and 0 < min(row) < max(row) < 1 for row in native["own"].values())
-    done = data["weights"][str(quantized)]
-    assert {row["name"] for row in done if "bits" in row} == set(native["own"])
-    assert all("reason" in row for row in done if "bits" not in row)
-    assert re.findall(r'<section id="(\w+)">', shown) == ["weights", "where", "cost", "prompts"]
-    assert shown.count("<circle") == 2
-
-
 @pytest.mark.parametrize(
     ("args", "code", "match"),
     [
@@ -85,94 +58,6 @@ def test_errors_are_one_line(saved_model, tmp_path, command, args, code, match):
     got, out, err = command("evaluate", saved_model, *(a.format(tmp=tmp_path) for a in args))
     assert (got, out, err.count("\n")) == (code, "", 1)
     assert match in err
-
-
-def test_small_divergences_are_not_shown_as_none():
-    rows = [{"name": n, "output": "logits", "kl": kl, "agreement": 1.0, "perplexity": 2.0, "bits_per_byte": None}
-            for n, kl in (("full precision", 0.0), ("small", 1.234e-6), ("usual", 0.01234))]  # fmt: skip
-    lines = measurement_table(rows).splitlines()[2:]
-    assert [line.split()[-5 if "full" not in line else 2] for line in lines] == [
-        "0.00000",
-        "1.23e-06",
-        "0.01234",
-    ]
-
-
-@pytest.mark.parametrize("form", ["native", "compressed-tensors"])
-def test_a_model_card_says_what_was_made_and_measured(saved_model, quantized, tmp_path, command, form):
-    folder = tmp_path / "q"
-    assert command("export", quantized, "--out", folder, "--format", form)[0] == 0
-    before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    code, text, _ = command("evaluate", saved_model, folder, *FEW, "--card")
-    assert code == 0
-    assert f"model card: {folder / 'README.md'}" in text
-    card = (folder / "README.md").read_text()
-    assert card.startswith(
-        "---\ntags:\n- loopq\n- looped-transformer\n- 4-bit\n---\n\n# tiny-model, quantized by loopq"
-    )
-    assert "* 9 weights: INT4, groups of 16, symmetric, float16 scales" in card
-    assert "4 prompts, 96 tokens of embedded evaluation text, at 3 steps" in card
-    kl = json.loads(command("evaluate", saved_model, folder, *FEW, "--json")[1])[1]["kl"]
-    assert f"| quantized | {kl:.3g} [" in card
-    assert "loopq quantize tiny-model --like DIR --calibration TEXT --out NEW" in card
-    # The card is no part of the checkpoint: what it is written from stays as it was.
-    assert command("export", folder, "--out", tmp_path / "again", "--format", form)[0] == 0
-    assert {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()} == before
-
-
-def test_a_card_names_the_licence_of_the_base_model(saved_model, quantized, tmp_path, command):
-    base = tmp_path / "base"
-    shutil.copytree(saved_model, base)
-    (base / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\nText\n")
-    shutil.copytree(quantized, tmp_path / "q")
-    assert command("evaluate", base, tmp_path / "q", *FEW, "--card")[0] == 0
-    assert "\nlicense: apache-2.0\n" in (tmp_path / "q" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "My notes.\n",
-        "---\ntags:\n- loopq\n---\n\n# A model, made by hand\n",
-        "# A model, quantized by loopq\n",
-    ],
-)
-def test_a_card_replaces_its_own_kind_and_nothing_else(saved_model, quantized, tmp_path, command, text):
-    shutil.copytree(quantized, tmp_path / "q")
-    card, measure = tmp_path / "q" / "README.md", ("evaluate", saved_model, tmp_path / "q", *FEW, "--card")
-    card.write_text(text)
-    code, out, err = command(*measure)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"{card}: not a card that loopq wrote; move it away" in err
-    assert card.read_text() == text
-    card.unlink()
-    assert command(*measure)[0] == 0
-    first = card.read_text()
-    card.write_text(first.replace("A looped transformer", "Measured before: a looped transformer"))
-    assert command(*measure)[0] == 0
-    assert card.read_text() == first
-
-
-@pytest.fixture
-def data(tmp_path):
-    """A handful of items of three tasks."""
-    items = {
-        "lambada/lambada_test.jsonl": [
-            {"text": f"He said that the {w}"} for w in ("sea", "sun", "day", "end")
-        ],
-        "arc/arc_easy_test.jsonl": [
-            {"query": f"Question: {q}?", "choices": ["one", "two", "it is none of them"], "gold": g}
-            for q, g in (("How many", 0), ("Which", 1), ("What", 2))
-        ],
-    }
-    for name, records in items.items():
-        (tmp_path / "data" / name).parent.mkdir(parents=True)
-        (tmp_path / "data" / name).write_text("\n".join(map(json.dumps, records)))
-    (tmp_path / "data" / "wikitext2").mkdir()
-    (tmp_path / "data" / "wikitext2" / "wiki.test.raw").write_text(
-        " = A = \n It was . \n = B = \n So be it . \n"
-    )
-    return tmp_path / "data"
 
 
 def test_tasks_compare_weights_on_the_same_items(saved_model, quantized, tmp_path, data, command):
@@ -204,20 +89,6 @@ def test_tasks_compare_weights_on_the_same_items(saved_model, quantized, tmp_pat
     assert second["change"]["estimate"] == pytest.approx(ratio)
     assert second["change"]["low"] <= ratio <= second["change"]["high"]
     assert (second["p_value"], rows[5]["p_value"]) == (None, 1.0)
-
-
-def test_the_table_of_tasks_says_what_was_scored_and_cut(saved_model, quantized, data, command):
-    found = command(
-        "evaluate", saved_model, quantized, "--tasks", "arc_easy", "--task-data", data, "--limit", 2
-    )
-    assert (found[0], found[1].count("arc_easy  acc")) == (0, 4)
-    head, _, first, second, *_ = found[1].splitlines()
-    assert " ".join(head.split()) == "task metric weights items value 95 % change 95 % McNemar p"
-    assert re.search(r" 2  +\d+\.\d %  +\[\d+\.\d, \d+\.\d\]  +-  +-  +-$", first), first
-    assert re.search(r"  [+-]\d+\.\d  +\[.*\]  +[\d.]+$", second), second
-    (data / "lambada" / "lambada_test.jsonl").write_text(json.dumps({"text": "so " * 99 + "on"}))
-    text = command("evaluate", saved_model, "--tasks", "lambada", "--task-data", data)[1]
-    assert "lambada: 1 of 1 contexts are longer than the model reads and were cut at their left" in text
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+
+import benches.zoo.models  # noqa: F401  registers the classes
+from loopq.formats.convert import read_any
 
 
 def test_export_without_torch_checks_the_numbers_and_says_what_it_did_not(quantized, tmp_path):
@@ -52,3 +56,21 @@ def test_options_of_another_format_are_refused(quantized, tmp_path, command):
     code, _, err = command("export", quantized, "--out", tmp_path / "e", "--format", "imatrix")
     assert code == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_command_line(solved, tmp_path, capsys):
+    from loopq.cli import main
+
+    assert main(["export", str(solved), "--out", str(tmp_path / "ct"), "--format", "compressed-tensors"]) == 0
+    assert "largest difference 0" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "ct"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["format"] == "compressed-tensors"
+    assert main(["export", str(tmp_path / "ct"), "--out", str(tmp_path / "n"), "--format", "native"]) == 0
+    whole, again = read_any(solved), read_any(tmp_path / "n")
+    assert all(layer.same_as(again.layers[name]) for name, layer in whole.layers.items())
+    assert {p.name: p.read_bytes() for p in solved.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "n").iterdir()
+    }
+    capsys.readouterr()
+    assert main(["export", str(solved), "--out", str(tmp_path / "m"), "--format", "marlin"]) == 1
+    assert "Marlin holds groups of 128" in capsys.readouterr().err

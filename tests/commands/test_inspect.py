@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 
-import numpy as np
 import pytest
 
-from loopq.formats.convert import write_as
-from tests.golden import files as golden
 from tests.support.checkpoints import reseal
 
 
@@ -52,79 +48,3 @@ def test_what_is_no_checkpoint_is_said(tmp_path, command, place, match):
     code, out, err = command("inspect", place.format(tmp=tmp_path, empty=empty))
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert match in err
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A file of a small model of Nanbeige's shape, and one of importance, both of llama.cpp."""
-    gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
-    base = tmp_path_factory.mktemp("files")
-    write_as(base / "m.gguf", golden.checkpoint(group_size=32), "gguf")
-    writer = gguf.GGUFWriter(base / "i.gguf", "nanbeige")
-    writer.add_type("imatrix")
-    writer.add_array("imatrix.datasets", ["some text"])
-    writer.add_uint32("imatrix.chunk_count", 3)
-    writer.add_uint32("imatrix.chunk_size", 16)
-    writer.add_tensor("output.weight.in_sum2", np.ones((1, 32), np.float32))
-    writer.add_tensor("output.weight.counts", np.full((1, 1), 48, np.float32))
-    for write in ("header_to_file", "kv_data_to_file", "tensors_to_file"):
-        getattr(writer, f"write_{write}")()
-    writer.close()
-    return base
-
-
-def test_inspect_says_what_a_file_of_llama_cpp_holds(files, command):
-    code, text, _ = command("inspect", files / "m.gguf")
-    assert code == 0
-    assert "format gguf, architecture nanbeige, 1 layers, 3 loops; tokenizer none" in text
-    rows = {line.split()[0]: line.split()[1] for line in text.splitlines()[2:4]}
-    assert rows == {"F32": "5", "Q4_0": "7"}
-    found = json.loads(command("inspect", files / "m.gguf", "--json")[1])
-    assert found["format"] == "gguf"
-    (q,) = (t for t in found["tensors"] if t["name"] == "blk.0.ffn_up.weight")
-    assert (q["type"], q["shape"], q["n_bytes"]) == ("Q4_0", [192, 128], 192 * 4 * 18)
-    code, text, _ = command("inspect", files / "i.gguf")
-    assert code == 0
-    assert "importance of 1 layers; 3 chunks of 16 tokens of ['some text']" in text
-    found = json.loads(command("inspect", files / "i.gguf", "--json")[1])
-    assert found["layers"] == [{"name": "output.weight", "n_columns": 32, "n_rows": 48.0}]
-
-
-def test_a_damaged_file_of_llama_cpp_is_one_line(files, tmp_path, command):
-    data = (files / "m.gguf").read_bytes()
-    random = np.random.default_rng(0)
-    broken = tmp_path / "broken.gguf"
-    damages = [data[:n] for n in (4, 9, 24, 40, 300, 900, len(data) - 5000)]
-    for _ in range(20):
-        changed = bytearray(data)
-        for place in random.integers(4, 1200, 8):
-            changed[place] = random.integers(256)
-        damages.append(bytes(changed))
-    refused = 0
-    for damage in damages:
-        broken.write_bytes(damage)
-        code, out, err = command("inspect", broken)
-        if code:
-            refused += 1
-            assert (code, out, err.count("\n")) == (1, "", 1)
-            assert str(broken) in err
-    assert refused > 10
-
-
-def test_a_name_that_would_do_something_to_a_terminal_is_refused(tmp_path, command):
-    gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "a\x1b[2J")
-    for write in ("header_to_file", "kv_data_to_file", "tensors_to_file"):
-        getattr(writer, f"write_{write}")()
-    writer.close()
-    code, out, err = command("inspect", tmp_path / "m.gguf")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "general.architecture" in err
-    assert "\x1b" not in err
-
-
-def test_a_package_that_is_missing_is_one_line(files, command, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    code, out, err = command("inspect", files / "m.gguf")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "loopq[gguf]" in err

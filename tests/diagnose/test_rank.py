@@ -5,15 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopq.diagnose import overlap, proxy, rank, rollouts
+from loopq.diagnose import rank
 from loopq.errors import ConfigError, NonFiniteError
 from tests.support.hessians import ArrayHessians
-from tests.support.looptoys import LinearLoop, LinearSystem, tokens
-
-
-def orthogonal(n, seed=0):
-    return np.linalg.qr(np.random.default_rng(seed).normal(size=(n, n)))[0]
-
+from tests.support.spectra import orthogonal
 
 KNOWN = np.array([1000.0, 500.0, 1.5, 0.9, 1e-2, 1e-4, 0.0, 0.0])
 
@@ -178,112 +173,6 @@ def test_damaged_hessian_is_refused():
     with pytest.raises(ConfigError, match="threshold"):
         rank.thresholded_rank(np.ones(3), -0.5)
     assert rank.thresholded_rank(np.array([2.0, 1.0, 0.0]), 0.0) == 2
-
-
-def test_overlap_of_a_space_with_itself_and_with_its_complement():
-    q = orthogonal(20)
-    a = q[:, :5] @ np.diag([5.0, 4, 3, 2, 1]) @ q[:, :5].T
-    b = q[:, 5:10] @ q[:, 5:10].T
-    assert overlap.overlap(a, a, 5) == pytest.approx(1.0)
-    assert overlap.overlap(a, b, 5) == pytest.approx(0.0, abs=1e-12)
-    assert overlap.overlap(a, a + 1e-3 * b, 5) == pytest.approx(1.0)
-
-
-def test_spaces_have_at_least_one_and_at_most_all_dimensions():
-    a = np.diag([3.0, 2.0, 1.0])
-    assert overlap.leading_space(a, 1)[:, 0] == pytest.approx([1, 0, 0])
-    assert overlap.overlap(a, a, 3) == pytest.approx(1.0)
-    for k in (0, 4):
-        with pytest.raises(ConfigError, match=f"between 1 and the dimension 3; got {k}"):
-            overlap.leading_space(a, k)
-
-
-def test_moments_of_states_are_summed_over_prompts_and_positions():
-    system, data = LinearSystem(LinearLoop()), tokens(n_prompts=3, n_tokens=5)
-    found = overlap.state_moments(system, data, 8, (0, 3), seed=2, batch_size=2)
-    assert set(found) == {0, 3}
-    for step, moment in found.items():
-        states = [rollouts.trace(system, batch, 8).states[step].numpy() for batch in data.batches(1, 2)]
-        rows = np.concatenate(states).reshape(15, 6)
-        np.testing.assert_allclose(moment, rows.T @ rows, rtol=1e-12)
-
-
-def test_overlap_of_random_spaces_is_chance():
-    rng = np.random.default_rng(0)
-    d, k = 60, 6
-    found = [
-        overlap.overlap(*(x.T @ x for x in (rng.normal(size=(k, d)), rng.normal(size=(k, d)))), k)
-        for _ in range(200)
-    ]
-    assert np.mean(found) == pytest.approx(overlap.chance(k, d), rel=0.05)
-
-
-def test_chance_levels_of_the_paper():
-    # The 0.571 %, 0.631 % and 1.25 % of Li, App. O are chance.
-    assert round(100 * overlap.chance(32, 5280), 3) == 0.606
-    assert round(100 * overlap.chance(64, 5280), 3) == 1.212
-
-
-def test_subspace_survey_pairs_steps_and_seeds():
-    rng = np.random.default_rng(0)
-
-    def noise():
-        x = rng.normal(size=(40, 30))
-        return x.T @ x
-
-    shared = np.diag([9.0] * 4 + [0.1] * 26)
-    found = overlap.subspace_survey({0: {0: noise(), 7: shared}, 1: {0: noise(), 7: shared}}, ks=(4, 20))
-    assert {f["k"] for f in found} == {4}
-    assert {f["k"] for f in overlap.subspace_survey({0: {0: noise(), 7: shared}}, ks=(15, 16))} == {15}
-    by = {f["between"]: f["overlap"] for f in found}
-    assert by["seeds 0 and 1, step 7"] == pytest.approx(1.0)
-    assert by["seeds 0 and 1, step 0"] < 0.5
-    assert len(by) == 4
-
-
-def test_proxy_is_the_squared_output_error():
-    rng = np.random.default_rng(0)
-    x, d = rng.normal(size=(50, 8)), rng.normal(size=(3, 8))
-    h = ArrayHessians.of_rows([x])
-    d = d.astype(np.float32)
-    assert proxy.step_proxies(d, h) == pytest.approx([np.sum((x @ d.T) ** 2)])
-    with pytest.raises(ConfigError, match="columns of W"):
-        proxy.step_proxies(d, ArrayHessians.of_rows([np.eye(7)]))
-
-
-def test_step_proxies_sum_to_the_deployed_proxy():
-    rng = np.random.default_rng(0)
-    h = ArrayHessians.of_rows([rng.normal(size=(30, 8)) * s for s in (1.0, 3.0, 2.0)])
-    d = rng.normal(size=(5, 8)).astype(np.float32)
-    steps = proxy.step_proxies(d, h)
-    assert steps.sum() == pytest.approx(np.trace(d @ h.matrix([0, 1, 2]) @ d.T))
-    found = proxy.summarise_proxies({"a": steps, "b": steps})
-    np.testing.assert_allclose(found["per_step"], 2 * steps)
-    assert found["max_over_min"] == pytest.approx(steps.max() / steps.min())
-    assert found["step0_share"] == pytest.approx(steps[0] / steps.sum())
-    assert found["uniform_share"] == 1 / 3
-    small = proxy.summarise_proxies({"a": steps / steps.sum() / 9})
-    assert small["max_over_min"] == pytest.approx(steps.max() / steps.min())
-    assert small["step0_share"] == pytest.approx(steps[0] / steps.sum())
-    still = proxy.summarise_proxies({"a": np.zeros(2)})
-    assert (still["max_over_min"], still["step0_share"]) == (None, None)
-
-
-def test_magnitude_stability():
-    rng = np.random.default_rng(0)
-    scale = np.exp(rng.normal(size=64))
-    stable = ArrayHessians.of_rows([rng.normal(size=(4000, 64)) * scale * s for s in (1.0, 20.0)])
-    assert proxy.magnitude_stability(stable)["first_last"] > 0.99
-    moved = ArrayHessians.of_rows([rng.normal(size=(4000, 64)) * s for s in (scale, rng.permutation(scale))])
-    assert abs(proxy.magnitude_stability(moved)["first_last"]) < 0.5
-    middle = ArrayHessians.of_rows([np.diag([1.0, 2, 3]), np.diag([3.0, 1, 2]), np.diag([1.0, 2, 3])])
-    assert proxy.magnitude_stability(middle)["per_step"] == pytest.approx([1, -0.5, 1])
-    assert proxy.magnitude_stability(middle)["first_last"] == pytest.approx(1)
-    rms = proxy.channel_rms(np.diag([8.0, 0.08, -1e-12]), 2)
-    assert rms == pytest.approx([2, 0.2, 0])
-    assert proxy.channel_rms(np.diag([4.0]), 1) == proxy.channel_rms(np.diag([4.0]), 0) == [2.0]
-    flat = ArrayHessians.of_rows([np.eye(4), np.eye(4)])
-    assert proxy.magnitude_stability(flat)["first_last"] is None
 
 
 def test_marchenko_pastur_bulk_explains_the_papers_sweep():

@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 
 import loopq
-from loopq import errors
 from tests.house import counts
-
-ROOT = Path(__file__).parents[2]
+from tests.support.interpreters import ROOT, python
 
 
 def _tracked() -> list[str]:
@@ -29,19 +27,6 @@ def _tracked() -> list[str]:
     if done.returncode != 0:
         pytest.skip("not a git checkout")
     return done.stdout.splitlines()
-
-
-def python(code: str) -> str:
-    """Run code in an interpreter of its own; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_there_is_one_version():
@@ -61,37 +46,6 @@ def test_one_class_is_called_grid_in_python_and_one_in_the_core():
     ):
         texts = [path.read_text("utf-8") for path in sorted((ROOT / folder).rglob(f"*.{suffix}"))]
         assert sum(len(re.findall(pattern, text, re.MULTILINE)) for text in texts) == 1, folder
-
-
-def test_import_needs_numpy_and_safetensors_only():
-    loaded = python("import sys, loopq; print(*{m.split('.')[0] for m in sys.modules})").split()
-    extras = {
-        "torch",
-        "transformers",
-        "scipy",
-        "threadpoolctl",
-        "matplotlib",
-        "cupy",
-        "lm_eval",
-        "sentencepiece",
-        "tokenizers",
-    }
-    assert not extras & set(loaded)
-    code = (
-        "import sys\n"
-        f"for name in {sorted(extras)}: sys.modules[name] = None\n"
-        "import loopq\n"
-        "try: loopq.quantize('huginn_small', bits=4)\n"
-        "except loopq.LoopqError as error: print(error)\n"
-    )
-    assert "loopq[torch]" in python(code)
-
-
-def test_every_error_class_has_a_test():
-    tests = "\n".join(p.read_text("utf-8") for p in (ROOT / "tests").rglob("test_*.py"))
-    raised = set(re.findall(r"raises\(\s*(?:\w+\.)*(\w+)", tests)) | {"LoopqError"}
-    classes = {n for n, c in vars(errors).items() if inspect.isclass(c) and issubclass(c, errors.LoopqError)}
-    assert classes <= raised | {"MissingExtraError"}, sorted(classes - raised)
 
 
 def test_public_functions_document_every_parameter():
@@ -381,6 +335,8 @@ def test_the_measures_of_the_house():
     assert found["lines of the package without paper/"] > 20_000
     assert found["lines of the package without paper/"] <= 34_500
     assert found["lines of paper/"] <= 6_600
+    mirrored = found["% of modules with a test at the mirrored path"]
+    assert mirrored >= 90, counts.without_mirrored_test()
     # `floors` raises where two rooms import each other.
     floors = counts.floors(counts.rooms(counts.import_graph()))
     # Imports that were not read would leave everything on one floor.

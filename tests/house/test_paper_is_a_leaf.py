@@ -17,6 +17,7 @@ QUICK = (
     "tests/commands/test_options.py",
     "tests/diagnose/test_blindness.py",
     "tests/diagnose/test_survey.py",
+    "tests/diagnose/test_sections.py",
 )
 
 

@@ -15,9 +15,8 @@ from loopq import _native
 from loopq.errors import ConfigError, KernelError, NonFiniteError, SolveError
 from loopq.inference.linear import QuantLinear
 from loopq.layers.transforms import Rotation
-from tests.inference.test_linear import asymmetric
 from tests.support.cuda.layers import layer_parts
-from tests.support.linear import linear_of
+from tests.support.linear import asymmetric, linear_of
 
 # Relative error in the l2 norm against float64: three bytes of activations, two and a rounded result, one.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float16: 1e-3}

@@ -10,30 +10,10 @@ from loopq.errors import ConfigError
 from loopq.inference.layout import Held
 from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.grids import grid_of
-from loopq.layers.transforms import ChannelScale, Rotation
+from loopq.layers.transforms import Rotation
 from tests.support.cuda.layers import dense, layer_parts
 from tests.support.cuda.marlin import marlin_by_formula
-from tests.support.linear import linear_of
-
-TRANSFORMS = [
-    Rotation(20, "hadamard", 8),
-    Rotation(20, "random", 7, seed=3),
-    ChannelScale(np.linspace(0.5, 2, 20).astype(np.float32)),
-]
-
-
-def asymmetric(bits=3, rows=6, columns=20, group_size=8, seed=0):
-    """Arguments of `linear_of` for a layer with zero points, and its weight in float64."""
-    rng = np.random.default_rng(seed)
-    groups = 1 if group_size == -1 else -(-columns // group_size)
-    codes = rng.integers(0, 1 << bits, (rows, columns)).astype(np.uint8)
-    zeros = rng.integers(0, 1 << bits, (rows, groups)).astype(np.uint8)
-    scales = rng.uniform(0.01, 0.2, (rows, groups)).astype(np.float16).astype(np.float32)
-    index = np.arange(columns) // (columns if group_size == -1 else group_size)
-    weight = (codes.astype(float) - zeros[:, index]) * scales[:, index]
-    return {
-        "codes": codes, "scales": scales, "group_size": group_size, "bits": bits, "zeros": zeros,
-    }, weight  # fmt: skip
+from tests.support.linear import asymmetric, linear_of
 
 
 @pytest.mark.parametrize(
@@ -153,25 +133,6 @@ def test_asymmetric_layers_equal_their_definition(bits, group_size, bias):
     expected = x.double().numpy() @ weight.T + (b.double().numpy() if bias else 0)
     np.testing.assert_allclose(layer(x).numpy(), expected, rtol=1e-5, atol=1e-5)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_the_input_is_transformed_at_each_call(transform, symmetric):
-    given, weight = asymmetric()
-    if symmetric:
-        given |= {"codes": (given["codes"].astype(int) - 4).astype(np.int8), "zeros": None}
-        weight = given["codes"] * np.repeat(given["scales"].astype(float), 8, axis=1)[:, :20]
-    layer = linear_of(**given, transform=transform)
-    plain = transform.unfold(weight.astype(np.float32))
-    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
-    np.testing.assert_allclose(layer(x).numpy(), x.numpy() @ plain.T, rtol=1e-4, atol=1e-4)
-    assert not np.allclose(plain, weight, atol=1e-3)
-    changed = given | {"codes": given["codes"] // 2, "scales": given["scales"] * 3}
-    again = linear_of(**changed, transform=transform)
-    again.load_state_dict(layer.state_dict())
-    assert torch.equal(again(x), layer(x))
-    assert str(transform.describe()["type"]) in repr(layer)
 
 
 def test_types_survive_a_change_of_the_models_type():

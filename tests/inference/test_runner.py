@@ -15,11 +15,11 @@ from loopq.inference.generate import Decoder, Generation
 from loopq.inference.runner import Runner, _Threads
 from loopq.layers.transforms import Rotation
 from loopq.models.load import load_model
-from loopq.systems import find_system
 from loopq.systems.base import Batch
 from loopq.systems.program import Branch
 from tests.support import core
 from tests.support.linear import linear_of
+from tests.support.looped import looped
 from tests.support.systems import CASES, open_system
 
 _KNOWN = (
@@ -54,22 +54,6 @@ def coded(system, bits=4, **settings):
         )
         setattr(system.model.get_submodule(parent), child, made)
     return system
-
-
-def looped(kind, **settings):
-    """A model of transformers with random weights, norms and biases, whose layers 1 and 2 of 4 run three times."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, **settings,
-    )  # fmt: skip
-    config.looped_layers = [1, 3, 3]
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    return find_system(model)
 
 
 def rolled_out(system, ids, n_steps):
@@ -225,10 +209,6 @@ def test_what_it_does_not_know_is_run_by_the_models_modules():
     assert plain.no_runner == "the runner takes models with codes, on the processor"
     other = Decoder(coded(open_system(CASES["Parcae"])), 2, Generation())
     assert other.no_runner == "the runner does not know the blocks of SmallParcae"
-    for changed in ({"sliding_window": 4}, {"hidden_act": "gelu"}):
-        assert coded(looped("Mistral", **{"sliding_window": None, **changed})).program(2) is None
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert looped("Llama", rope_parameters=rope).program(2) is None
 
     system = coded(open_system(CASES["looped Llama"]))
     layer = system.model.model.layers[0].mlp

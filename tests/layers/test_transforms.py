@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from loopq.errors import ConfigError
-from loopq.layers.layer import LayerSettings, QuantizedLayer
-from loopq.layers.reader import TensorReader
-from loopq.layers.transforms import ChannelScale, Rotation, RotationConfig, hadamard
-from loopq.storage.schema import checked
+from loopq.layers.transforms import Rotation, RotationConfig, hadamard
 from tests.support.problems import correlated, solve
 
 
@@ -80,19 +77,3 @@ def test_a_rotation_spreads_an_outlier_column():
         error = layer.dequantize() - weight
         losses[rotation] = np.trace(error @ hessian @ error.T)
     assert max(losses[k] for k in losses if k != "none") < 0.5 * losses["none"]
-
-
-def test_layers_keep_their_transform_on_disk():
-    rng = np.random.default_rng(2)
-    weight, hessian = rng.normal(size=(8, 48)).astype(np.float32), correlated(rng, 48)
-    turned = solve("gptq", weight, hessian, bits=3, group_size=16, rotation="random:32", rotation_seed=4)
-    hessian[5] *= 100
-    hessian[:, 5] *= 100
-    scaled = solve("awq", weight, hessian, bits=3, group_size=16, symmetric=False)
-    assert isinstance(scaled.transform, ChannelScale)
-    for layer in (turned, scaled):
-        settings = checked(LayerSettings, layer.settings(), "file")
-        again = QuantizedLayer.from_tensors(settings, TensorReader("file", layer.tensors()), {})
-        assert again.same_as(layer)
-        np.testing.assert_array_equal(again.dequantize(), layer.dequantize())
-        assert not again.same_as(solve("rtn", weight, None, bits=3, group_size=16))

@@ -9,108 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import loopq
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
-from loopq.models.buffers import fresh_buffers, repair_buffers, unsaved_buffers, without_weights
 from loopq.models.check import check_model
-from loopq.models.hf import auto_class
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
 from loopq.systems.coconut import wrap_gpt2
+from tests.support.remote import _saved
 from tests.support.systems import CASES, build, prompts
-
-# A published class in small: its own weight initialisation, and rotary frequencies that no checkpoint holds.
-REMOTE = """
-import torch
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
-
-class LoopConfig(PretrainedConfig):
-    model_type = "loopq_test_loop"
-
-    def __init__(self, hidden_size=16, num_loops=3, vocab_size=64, **kwargs):
-        self.hidden_size, self.num_loops, self.vocab_size = hidden_size, num_loops, vocab_size
-        super().__init__(**kwargs)
-
-
-class Attention(nn.Module):
-    def __init__(self, d):
-        super().__init__()
-        self.q_proj = nn.Linear(d, d, bias=False)
-        self.register_buffer("inv_freq", 1.0 / 10.0 ** torch.arange(d).div(d), persistent=False)
-
-    def forward(self, x):
-        return self.q_proj(x * self.inv_freq)
-
-
-class Layer(nn.Module):
-    def __init__(self, d):
-        super().__init__()
-        self.self_attn = Attention(d)
-
-
-class Inner(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([Layer(config.hidden_size)])
-
-
-class LoopForCausalLM(PreTrainedModel):
-    config_class = LoopConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.model = Inner(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear):
-            module.weight.data.normal_(std=0.2)
-
-    def forward(self, input_ids, use_cache=None):
-        x = self.model.embed_tokens(input_ids)
-        for _ in range(self.config.num_loops):
-            x = x + self.model.layers[0].self_attn(x)
-        return CausalLMOutputWithPast(logits=self.lm_head(x))
-"""
-
-
-@pytest.fixture
-def remote_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint with code of its own, written by hand."""
-    from safetensors.torch import save_file
-
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "remote"
-    folder.mkdir()
-    (folder / "modeling_loop.py").write_text(REMOTE)
-    config = {
-        "model_type": "loopq_test_loop",
-        "architectures": ["LoopForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "modeling_loop.LoopConfig",
-            "AutoModelForCausalLM": "modeling_loop.LoopForCausalLM",
-        },
-        "hidden_size": 16,
-        "num_loops": 3,
-        "vocab_size": 64,
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(64, 16),
-        "model.layers.0.self_attn.q_proj.weight": torch.randn(16, 16),
-        "lm_head.weight": torch.randn(64, 16),
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def _edit(folder: Path, **changes: Any) -> None:
@@ -118,12 +25,6 @@ def _edit(folder: Path, **changes: Any) -> None:
     config = json.loads(path.read_text())
     config.update(changes)
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
-
-
-def _saved(name: str, tmp_path: Path) -> Path:
-    model = build(CASES[name])
-    model.save_pretrained(tmp_path / "saved")
-    return tmp_path / "saved"
 
 
 @pytest.mark.parametrize(
@@ -163,18 +64,6 @@ def test_dtype_is_cast_and_reported(tmp_path: Path) -> None:
         load_model(folder, dtype="int4")
 
 
-def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
-    folder = _saved("transformers HRM-Text", tmp_path)
-    model = build(CASES["transformers HRM-Text"])
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no weights in it"):
-        load_model(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model\.bin\)"):
-        load_model(folder)
-    assert load_model(folder, allow_pickle=True).system.name == "hrm_text"
-
-
 def test_parameters_that_a_rollout_needs_must_be_there(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -209,119 +98,6 @@ def test_unexpected_tensors_are_reported(tmp_path: Path) -> None:
     assert "in the checkpoint but not in the model: stray.weight" in report.lines()
 
 
-def test_pooler_may_be_missing(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = _saved("transformers ALBERT", tmp_path)
-    tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    report = load_model(folder).report
-    assert report.missing == ("pooler.bias", "pooler.weight")
-    # What is drawn in its place is the same each time: equal work gives equal bytes.
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    one, other = (load_model(folder).model.pooler.weight for _ in range(2))
-    assert torch.equal(one, other)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_remote_code_runs_only_when_trusted(remote_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"code of its own \(modeling_loop\.py\).*--trust-remote-code"):
-        load_model(remote_folder)
-    loaded = load_model(remote_folder, trust_remote_code=True)
-    assert loaded.system.name == "nanbeige"
-    assert "modeling_loop.py" in loaded.side_files
-
-
-def test_buffers_of_remote_code_are_right_after_loading(remote_folder: Path) -> None:
-    """transformers 5 leaves whatever the memory held in them, transformers 4 loads them rightly."""
-    loaded = load_model(remote_folder, trust_remote_code=True)
-    expected = 1.0 / 10.0 ** torch.arange(16).div(16)
-    assert torch.equal(loaded.model.model.layers[0].self_attn.inv_freq, expected)
-    assert loaded.report.repaired in ((), ("model.layers.0.self_attn.inv_freq",))
-
-
-def test_remote_code_that_fails_names_a_version_to_try(remote_folder: Path) -> None:
-    code = (remote_folder / "modeling_loop.py").read_text()
-    (remote_folder / "modeling_loop.py").write_text(code.replace("self.post_init()", "self.gone_in_5()"))
-    with pytest.raises(CheckpointError, match=r"gone_in_5.*pip install 'transformers==4\.57\.6'"):
-        load_model(remote_folder, trust_remote_code=True)
-
-
-def test_damaged_buffer_is_found_and_set_right() -> None:
-    model = build(CASES["transformers HRM-Text"])
-    right = {name: b.clone() for name, b in unsaved_buffers(model).items()}
-    assert repair_buffers(model) == ()
-    model.model.rotary_emb.inv_freq[1] = float("nan")
-    assert repair_buffers(model) == ("model.rotary_emb.inv_freq",)
-    model.model.rotary_emb._buffers["inv_freq"] = torch.empty(8, device="meta")
-    assert repair_buffers(model) == ("model.rotary_emb.inv_freq",)
-    assert all(torch.equal(b, right[name]) for name, b in unsaved_buffers(model).items())
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    repair_buffers(model)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_buffer_that_cannot_be_told_is_refused() -> None:
-    model = build(CASES["transformers HRM-Text"])
-    name = "model.rotary_emb.inv_freq"
-    model.model.rotary_emb.inv_freq.zero_()
-    with pytest.raises(CheckpointError, match=r"not the same in two new models"):
-        repair_buffers(model, lambda m: {n: torch.randn_like(b) for n, b in unsaved_buffers(m).items()})
-    with pytest.raises(CheckpointError, match=r"another shape"):
-        repair_buffers(model, lambda m: {})
-    nan = torch.full_like(model.model.rotary_emb.inv_freq, float("nan"))
-    with pytest.raises(CheckpointError, match=r"not the same|NaN"):
-        repair_buffers(model, lambda m: fresh_buffers(m) | {name: nan})
-
-
-def test_class_that_cannot_be_built_again_is_refused() -> None:
-    class Once(nn.Module):
-        built = 0
-
-        def __init__(self, config: Any) -> None:
-            if Once.built:
-                raise ValueError("only once")
-            Once.built += 1
-            super().__init__()
-            self.config = config
-            self.register_buffer("mask", torch.ones(3), persistent=False)
-
-    with pytest.raises(CheckpointError, match=r"cannot be built again.*only once"):
-        repair_buffers(Once({}))
-
-
-def test_modules_without_weights_have_buffers() -> None:
-    with without_weights():
-        model = nn.BatchNorm1d(4)
-        linear = nn.Linear(3, 2)
-    assert linear.weight.is_meta
-    assert not model.running_mean.is_meta
-    assert not nn.Linear(3, 2).weight.is_meta
-
-
-@pytest.mark.parametrize(
-    ("config", "trusted", "expected"),
-    [
-        ({"architectures": ["HrmTextForCausalLM"]}, False, "AutoModelForCausalLM"),
-        ({"architectures": ["GPT2LMHeadModel"]}, False, "AutoModelForCausalLM"),
-        ({"architectures": ["AlbertForMaskedLM"]}, False, "AutoModelForMaskedLM"),
-        ({"architectures": ["AlbertModel"]}, False, "AutoModel"),
-        ({"model_type": "mamba"}, False, "AutoModelForCausalLM"),
-        ({"model_type": "albert"}, False, "AutoModel"),
-        ({"auto_map": {"AutoModel": "a.B"}, "architectures": ["XForCausalLM"]}, True, "AutoModel"),
-        (
-            {"auto_map": {"AutoModel": "a.B"}, "architectures": ["XForCausalLM"]},
-            False,
-            "AutoModelForCausalLM",
-        ),
-    ],
-)
-def test_auto_class(config: dict[str, Any], trusted: bool, expected: str) -> None:
-    assert auto_class(config, trusted) == expected
-
-
 def test_names_that_are_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"neither a folder .* nor a hub id .* nor an embedded model: huginn_small"
@@ -337,21 +113,6 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty" / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"allowed: an object"):
         load_model(tmp_path / "empty")
-
-
-def test_hub_ids_and_only_those_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
-
-    def download(hub_id: str, **settings: Any) -> str:
-        asked.append((hub_id, settings["revision"], "*.bin" in settings["allow_patterns"]))
-        return str(folder)
-
-    folder = _saved("transformers HRM-Text", tmp_path)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    load_model(folder)
-    assert asked == []
-    assert load_model("owner/name", revision="abc").system.name == "hrm_text"
-    assert asked == [("owner/name", "abc", False)]
 
 
 def test_wrong_system_is_refused(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-import benches.zoo.models
 from benches.zoo.chains import QUESTION_LENGTH, marked
-from benches.zoo.store import save_model
-from loopq.calibrate.data import TokenSet, from_ids
+from loopq.calibrate.data import TokenSet
 from loopq.calibrate.prompts import register_prompts
 from loopq.cli import main
 from loopq.errors import ConfigError
@@ -23,30 +21,14 @@ from loopq.evaluate.compare import compare
 from loopq.models.load import load_model
 from loopq.paper import main_table, main_text
 from loopq.paper.main_table import ALL, GRIDS, ONE, RTN, VARIANTS, Settings, layer_class
-from loopq.paper.models import PreparedModel, Sizes, prepare_model
-from loopq.paper.probe import MASK_ID, fit_probe, masked, measure_states
-from tests.support.systems import CASES, as_loaded, open_system
-
-TINY = {"n_embd": 32, "n_heads": 2, "intermediate_size": 48, "block_size": 64}
-SMALL = Settings(n_calibration=2, n_evaluation=3, seq_len=24, n_seeds=2, n_probe=4)
+from loopq.paper.models import Sizes, prepare_model
+from tests.support.main_table import measure, save
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(main_text, "N_RESAMPLES", 300)
-
-
-def save(folder: Path, kind: str, **changes: Any) -> str:
-    """Save a tiny untrained model and return its folder."""
-    torch.manual_seed(0)
-    save_model(benches.zoo.models.build({"model_type": f"loopq-zoo-{kind}", **TINY, **changes}), folder)
-    return str(folder)
-
-
-def measure(name: str, settings: Settings = SMALL) -> dict[str, Any]:
-    model = prepare_model(name, main_table.sizes_of(settings))
-    return main_table.measure_model(model, settings, threads=1)
 
 
 def test_a_looped_model_is_measured_by_every_arm_on_every_grid(tmp_path: Path) -> None:
@@ -186,119 +168,6 @@ def test_ranks_are_those_of_the_inputs(tmp_path: Path) -> None:
 )
 def test_layers_are_classed_without_their_numbers(name: str, expected: str) -> None:
     assert layer_class(name) == expected
-
-
-def ratios(rtn: float, one: float, first: float, width: float = 0.1) -> dict[str, dict[str, float]]:
-    names = (f"{ALL} / {RTN}", f"{ALL} / {ONE}", f"{ONE} / {RTN}")
-    values = zip(names, (rtn, one, first), strict=True)
-    return {n: {"estimate": v, "low": v - width, "high": v + width} for n, v in values}
-
-
-@pytest.mark.parametrize(
-    ("given", "holds", "says"),
-    [
-        (ratios(0.5, 0.6, 1.4), True, "holds: N steps are better than both; one step is worse than rounding"),
-        (ratios(0.5, 0.95, 0.5), False, "better than rounding and not significantly different from one step"),
-        (
-            ratios(1.3, 1.2, 1.0),
-            False,
-            "worse than rounding and worse than one step; one step is not significantly",
-        ),
-        (
-            ratios(0.5, 1.2, 0.4),
-            False,
-            "better than rounding and worse than one step; one step is better than",
-        ),
-    ],
-)
-def test_the_ordering_is_said_in_words(given: Any, holds: bool, says: str) -> None:
-    found = main_text.words(given, looped=True)
-    assert found["holds"] is holds
-    assert says in found["in_words"]
-
-
-def test_training_seeds_are_put_together(tmp_path: Path) -> None:
-    names = [save(tmp_path / n, "ouro", n_layers=1, total_ut_steps=2) for n in ("a", "a_seed1", "b")]
-    record = main_text.summarize([measure(n) for n in names])
-    assert {r["kind"] for r in record["training_seeds"]} == {"a"}
-    for row in record["training_seeds"]:
-        assert row["models"] == ["a", "a_seed1"]
-        assert row["gap_closed"]["estimate"] == pytest.approx(np.mean(row["by_seed"]))
-
-
-def encoder() -> PreparedModel:
-    """A tiny model whose output are hidden states."""
-    case = CASES["transformers ALBERT"]
-    torch.manual_seed(0)
-    loaded = as_loaded(open_system(case))
-    rng = np.random.default_rng(0)
-    text = [from_ids(rng.integers(1, 50, (n, 12))) for n in (4, 8, 5)]
-    return PreparedModel("tiny", loaded, *text)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_hidden_states_are_measured_by_step_and_by_probe() -> None:
-    found = main_table.measure_model(encoder(), SMALL, threads=1)
-    assert found["output"] == "hidden"
-    assert found["full_precision"] is None
-    assert all(variant["nll"] is None for variant in found["variants"])
-    depth = found["n_steps"]
-    exact = found["states"]["full precision"]
-    assert exact["error"] == [0.0] * depth
-    assert exact["same"] == exact["masked"]
-    coarse, fine = (found["states"][f"INT{b} g{g}, RTN"] for b, g in ((3, 32), (4, 128)))
-    assert coarse["error"][-1] > fine["error"][-1] > 0
-    assert 0 < fine["cosine"][-1] < 1
-    assert sum(fine["same"]) <= sum(fine["masked"])
-    tables = main_text.tables(main_text.summarize([found]))
-    assert tables[-1].title == "tiny: hidden states by step, and a probe"
-    assert len(tables[-1].rows) == 1 + len(GRIDS) * len(VARIANTS)
-
-
-def test_masks_belong_to_a_prompt_not_to_its_batch() -> None:
-    tokens = from_ids(np.arange(1, 10 * 20 + 1).reshape(10, 20))
-    whole = masked(tokens)
-    ids = np.concatenate([batch.input_ids.numpy() for batch, _ in whole])
-    truth = np.concatenate([t for _, t in whole])
-    assert ((ids == MASK_ID) == (truth >= 0)).all()
-    assert (np.where(truth >= 0, truth, ids) == np.stack(tokens.sequences)).all()
-    assert 0.1 < (truth >= 0).mean() < 0.3
-    alone = masked(tokens.take(0, 3))[0][1]
-    assert (alone == truth[:3]).all()
-
-
-def test_the_probe_finds_what_the_states_tell() -> None:
-    prepared = encoder()
-    system = prepared.loaded.system
-    plain = system.rollout
-    # States that spell the masked token's own number: what a probe can read, it must read.
-    answers = {b.prompts: t for b, t in masked(prepared.evaluation)}
-
-    def telling(batch: Any, n_steps: int) -> Any:
-        return torch.nn.functional.one_hot(torch.from_numpy(answers[batch.prompts]).clamp_min(0), 64).float()
-
-    system.rollout = telling  # type: ignore[method-assign]
-    probe = fit_probe(system, prepared.evaluation)
-    system.rollout = plain  # type: ignore[method-assign]
-    truth = np.concatenate([t for _, t in masked(prepared.evaluation)])
-    states = np.eye(64)[truth[truth >= 0]]
-    assert (probe.predict(states) == truth[truth >= 0]).all()
-
-
-def test_states_are_those_of_the_rollout() -> None:
-    prepared = encoder()
-    system = prepared.loaded.system
-    probe = fit_probe(system, prepared.tuning_held_out)
-    name = system.shared_parameters(system.n_steps)[0].name
-    weight = system.model.get_parameter(name).detach().numpy() * 1.01
-    found = measure_states(system, {"bent": {name: weight}}, prepared.evaluation, probe)["bent"]
-    with torch.no_grad():
-        ids = torch.cat([b.input_ids for b, _ in masked(prepared.evaluation)])
-        exact = system.model(ids).last_hidden_state.double()
-        system.model.get_parameter(name).copy_(torch.from_numpy(weight))
-        bent = system.model(ids).last_hidden_state.double()
-    error = ((exact - bent).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).mean()
-    assert found["error"][-1] == pytest.approx(float(error), rel=1e-4)
 
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import loopq._native as native
 from loopq.errors import ConfigError
 from loopq.quantizers import Problem
 from loopq.quantizers.config import LayerConfig, Override
-from tests.support.kills import counting
 
 
 @pytest.mark.parametrize(
@@ -50,30 +48,6 @@ def test_patterns_are_of_the_shell_or_regular_expressions():
     assert not Override("*.fc.weight").matches("core.0.fc.weight_packed")
     assert Override(r"re:mlp\.(fc|proj)").matches("core.0.mlp.fc.weight")
     assert not Override(r"re:^mlp").matches("core.0.mlp.fc.weight")
-
-
-def test_a_dense_layer_has_no_codes():
-    config = LayerConfig.of(method="dense")
-    with pytest.raises(ConfigError, match=r"layer x: method 'dense' leaves a layer as it is"):
-        config.quantize(Problem("x", np.ones((2, 4), np.float32), None, config.grid))
-
-
-@pytest.mark.parametrize("method", ["gptq", "gptq-cd"])
-def test_queries_keys_and_values_share_one_factor(method, monkeypatch):
-    rng = np.random.default_rng(0)
-    x, shared, made = rng.normal(size=(64, 16)), {}, []
-    config = LayerConfig.of(method=method, bits=3, group_size=8)
-    weights = rng.normal(size=(3, 4, 16)).astype(np.float32)
-
-    def layers(shared):
-        problems = [Problem("x", w, x.T @ x, config.grid, threads=1, shared=shared()) for w in weights]
-        return [config.quantize(problem) for problem in problems]
-
-    alone = layers(dict)
-    monkeypatch.setattr(native, "DampedFactor", counting(native.DampedFactor, made))
-    together = layers(lambda: shared)
-    assert len(made) == 1
-    assert all(a.same_as(b) for a, b in zip(alone, together, strict=True))
 
 
 def test_what_depends_on_the_hessian_alone_is_computed_once_for_an_input_group():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
+from loopq.report import page
 from loopq.settings.execution import Execution
 from tests.support.looptoys import LinearLoop, LinearSystem, tokens
 
@@ -80,12 +79,11 @@ def everything(diagnosis):
     }
 
 
-def check_axes(picture):
-    """Every axis has a label with its unit."""
-    for axes in picture.figure.axes:
-        labels = [axes.get_xlabel(), axes.get_ylabel()]
-        if axes.get_label() == "<colorbar>":
-            labels = [text for text in labels if text]
-        assert labels, picture.name
-        for text in labels:
-            assert re.search(r"\[[^\]]+\]", text), (picture.name, text)
+@pytest.fixture(scope="module")
+def text(diagnosis):
+    return page.render(diagnosis)
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    monkeypatch.setattr("loopq.report.diagnosis.all_figures", lambda d: [])

@@ -10,19 +10,9 @@ from loopq.calibrate.pairs import collect_pairs
 from loopq.errors import ConfigError
 from loopq.run import asymmetric
 from loopq.run.asymmetric import Asymmetric
-from loopq.run.config import QuantConfig
+from tests.support.asymmetric import asked, prepared
 from tests.support.kills import Kill, Killer, counting
-from tests.support.runs import SETTINGS, digest, run_of, tensors_of
-
-
-def asked(**changes):
-    return QuantConfig.of(
-        **({"preset": "fast", "bits": 3, "group_size": 16, "rank_threshold": None} | changes)
-    )
-
-
-def prepared(tiny, tokens, threads=1, **changes):
-    return run_of(tiny, tokens, asked(**changes), batch_size=5, threads=threads)
+from tests.support.runs import SETTINGS, digest, tensors_of
 
 
 def open_loop(run):
@@ -87,12 +77,6 @@ def test_step_weights_inside_asymmetric_calibration(tiny, tokens):
     by_sum = prepared(tiny, tokens).solve(Asymmetric())
     by_alpha = prepared(tiny, tokens, step_weights="alpha=1/3").solve(Asymmetric())
     assert all(by_alpha[n].same_as(by_sum[n]) for n in by_sum)
-
-
-def test_the_public_function_runs_layer_by_layer(tiny, tokens):
-    found = loopq.quantize(tiny, tokens, asked(), inputs="asymmetric", batch_size=5, threads=1)
-    expected = prepared(tiny, tokens).solve(Asymmetric())
-    assert all(found.layers[n].same_as(expected[n]) for n in expected)
 
 
 def test_a_killed_run_is_resumed(loaded, tokens, tmp_path, monkeypatch):

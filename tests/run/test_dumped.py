@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 import loopq
-from loopq.calibrate.collect import collect_hessians
 from loopq.calibrate.dump import Dump, gradient_sums_from, merge
 from loopq.errors import ConfigError, DumpError
 from loopq.formats.native import read
-from loopq.run.dumped import MetricOfDump
 from loopq.storage.files import RawTensor, read_tensors
 from tests.support.checkpoints import reseal
+from tests.support.metric_dumps import collected
 from tests.support.runs import job_of
-
-BEST = {"preset": "best", "bits": 3, "group_size": 20, "metric_prompts": 3, "metric_draws": 2,
-        "inputs": "open"}  # fmt: skip
-
-
-def collected(loaded, tokens, out, steps=None, **execution):
-    """A dump with the loop metric of three prompts and two draws."""
-    job = job_of(loaded, tokens, batch_size=3, threads=1, **execution)
-    collect_hessians(job, out, steps=steps, gradients=MetricOfDump.of(job, 3, 2))
-    return out
 
 
 @pytest.fixture
 def dump(loaded, tokens, tmp_path):
     return collected(loaded, tokens, tmp_path / "dump")
+
+
+BEST = {"preset": "best", "bits": 3, "group_size": 20, "metric_prompts": 3, "metric_draws": 2,
+        "inputs": "open"}  # fmt: skip
 
 
 def same(result, other):
@@ -85,19 +74,6 @@ def test_steps_and_counts_must_be_those_of_the_collection(loaded, tokens, dump, 
     )
     with pytest.raises(DumpError, match=r"its loop metric is over steps \[1, 2\]; \[0, 1, 2\] asked"):
         loopq.solve(late, **BEST)
-
-
-def test_a_solve_with_the_loop_metric_needs_no_torch(dump, tmp_path):
-    code = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'scipy', 'matplotlib', 'cupy'): sys.modules[name] = None\n"
-        "from loopq.cli import main\n"
-        f"sys.exit(main(['solve', {str(dump)!r}, '--out', {str(tmp_path / 'bare')!r}, '--group-size', '20']))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_sums_of_gradients_cannot_be_merged(loaded, tokens, dump, tmp_path):

@@ -118,7 +118,11 @@ def test_paired_sums_of_steps_that_are_held_apart_are_counted(tiny, tokens):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc and RLIMIT_DATA")
 @pytest.mark.parametrize(
     ("width", "settings"),
-    [(2048, {}), (1280, {"method": "gptq-cd", "metric": "inputs"}), (2048, {"rotation": "hadamard"})],
+    [
+        (2048, {}),
+        pytest.param(1280, {"method": "gptq-cd", "metric": "inputs"}, marks=pytest.mark.slow),
+        pytest.param(2048, {"rotation": "hadamard"}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_peak_is_what_was_said(width, settings):
     done = whole(width, **settings)

@@ -12,7 +12,7 @@ from loopq.errors import ConfigError
 from loopq.quantizers.config import Override
 from loopq.quantizers.rtn import RTN
 from loopq.run.config import QuantConfig
-from loopq.run.plan import Plan, rounding_like, steps_by_input
+from loopq.run.plan import Plan, rounding_like
 from loopq.run.source import ModelSource
 from tests.support.runs import SETTINGS, run_of
 from tests.support.systems import CASES, open_system, prompts
@@ -32,20 +32,6 @@ def test_layers_may_choose_their_own_steps(loaded, tokens):
     assert result.layers["transformer.adapter.weight"].same_as(alone.layers["transformer.adapter.weight"])
     with pytest.raises(ConfigError, match="matches no shared parameter"):
         loopq.quantize(loaded, tokens, QuantConfig.of(Override("nowhere", {"bits": 8})))
-
-
-def test_tasks_have_steps_and_the_input_that_they_share(tiny, tokens):
-    run = run_of(tiny, tokens, QuantConfig.of(Override("*adapter*", {"steps": "2"}), steps="0:2"))
-    tasks = {t.name: t for t in run.tasks}
-    assert list(tasks) == [p.name for p in tiny.system.shared_parameters(3)]
-    assert tasks["transformer.adapter.weight"].steps == (2,)
-    assert {t.steps for n, t in tasks.items() if "adapter" not in n} == {(0, 1)}
-    assert {n: t.input_group for n, t in tasks.items()} == run.job.selection.input_groups
-    adapter = "transformer.adapter.weight"
-    assert steps_by_input(run.tasks) == {
-        input_group: [2] if input_group == adapter else [0, 1]
-        for input_group in run.job.selection.input_groups.values()
-    }
 
 
 def test_treatments_of_the_system_and_dense_layers(tiny, tokens):

@@ -18,6 +18,8 @@ from loopq.run.solving import solve, solve_from
 from loopq.run.source import ModelSource
 from loopq.settings.execution import Execution
 
+#: Few and short prompts, for the command line.
+TINY = ("--n-prompts", "6", "--seq-len", "24", "--batch-size", "2")
 #: The paper's method; a group size that divides no width of the tiny model.
 SETTINGS = {"preset": "paper", "bits": 3, "group_size": 20}
 

@@ -15,7 +15,7 @@ import loopq
 from loopq.formats.convert import read_any
 from loopq.models.from_python import wrap
 from loopq.models.load import load_model
-from loopq.systems.base import Batch, gates, routing_module
+from loopq.systems.base import Batch
 from loopq.systems.experts import Experts, unfuse
 from loopq.systems.generic import Generic, discover
 from tests.support.experts import N_STEPS, RoutingBlock, routed_loop
@@ -178,16 +178,6 @@ def test_lists_whose_members_get_every_token_are_no_experts() -> None:
     assert [(p.name, p.invocations, p.routed_in) for p in shared] == [
         ("core.layers.0.weight", 3, ""), ("core.layers.1.weight", 3, "")
     ]  # fmt: skip
-
-
-def test_a_module_stands_in_the_list_nearest_to_it() -> None:
-    model = routed_loop()
-    assert routing_module(model, "block.experts.1.up_proj") == "block"
-    assert routing_module(model, "block.mix") is None
-    assert routing_module(model, "block.experts.1.up_proj", "block.experts") is None
-    whole = nn.ModuleList([model])
-    assert routing_module(whole, "0.block.mix", "0") is None
-    assert gates(model, ["block"]).keys() == {"block.gate.weight"}
 
 
 @pytest.mark.parametrize("kind", ["Olmoe", "Mixtral"])

@@ -5,45 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.errors import ConfigError, SystemContractError
 from loopq.models.load import choose_system
-from loopq.systems.base import Batch
 from loopq.systems.generic import Generic, discover
-from loopq.systems.trace import trace
+from tests.support.conformance import Conformance
+from tests.support.odd_loop import Odd, _ids
 from tests.support.systems import CASES, build, prompts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*",
 )
-
-
-class Odd(nn.Module):
-    """A loop with everything that hides from hooks: a bare parameter, a weight without a call, an idle layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 8)
-        self.loop = nn.Linear(8, 8)
-        self.twin = nn.Linear(8, 8)
-        self.twin.weight = self.loop.weight
-        self.hidden = nn.Linear(8, 8, bias=False)
-        self.bare = nn.Parameter(torch.randn(8, 8))
-        self.idle = nn.Linear(8, 8)
-        self.once = nn.Linear(8, 64)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for _ in range(2):
-            x = self.twin(torch.tanh(self.loop(x)))
-            x = F.linear(x, self.hidden.weight) + x[:, :1] @ self.bare
-        x = self.loop(x[:, -1:]) + x
-        return self.once(x)
-
-
-def _ids(n: int = 3) -> Batch:
-    return Batch(torch.randint(0, 60, (n, 5), generator=torch.Generator().manual_seed(0)), tuple(range(n)))
 
 
 def test_tied_modules_are_one_parameter_and_rows_are_told() -> None:
@@ -57,26 +29,6 @@ def test_tied_modules_are_one_parameter_and_rows_are_told() -> None:
     text = "\n".join(found.lines())
     assert "loop.weight: 5 calls, rows 15, 15, 15, 15, 3" in text
     assert "cannot be calibrated: hidden.weight" in text
-
-
-def test_idle_matrices_are_told_apart_from_uncalled_ones() -> None:
-    model = Odd()
-    ids = _ids().input_ids
-    found = trace(model, lambda: model(ids))
-    assert found.idle == ("idle.weight",)
-    assert [name for name, _ in found.calls][-1] == "once.weight"
-
-
-def test_hooks_are_gone_after_an_error() -> None:
-    model = Odd()
-
-    def fail() -> None:
-        model(_ids().input_ids)
-        raise ValueError("made")
-
-    with pytest.raises(CalibrationError, match=r"the model raises ValueError: made"):
-        trace(model, fail)
-    assert all(not m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("name", ["transformers HRM-Text", "Ouro", "transformers ALBERT", "TRM"])
@@ -128,3 +80,7 @@ def test_generic_is_taken_only_by_name() -> None:
     with pytest.raises(SystemContractError, match=r"no looped system fits"):
         choose_system(Odd(), None)
     assert choose_system(Odd(), "generic").name == "generic"
+
+
+class TestGeneric(Conformance):
+    system = "generic"

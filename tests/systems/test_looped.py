@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,32 +11,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import loopq
 from loopq.errors import CheckpointError, ConfigError, SystemContractError
-from loopq.formats.gguf import Shape
 from loopq.models.load import load_model
 from loopq.systems.base import Batch
-
-_SIZES = {
-    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    place = tmp_path_factory.mktemp("dense")
-    LlamaForCausalLM(LlamaConfig(num_hidden_layers=5, **_SIZES)).save_pretrained(place)
-    return place
+from tests.support.conformance import SteppingConformance
+from tests.support.looped import SIZES, save_dense
 
 
 def _ids(n: int = 12) -> torch.Tensor:
     return torch.randint(256, (2, n), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_dense(tmp_path_factory.mktemp("dense"))
+
+
 def test_logits_are_those_of_the_model_written_out(folder: Path) -> None:
     loaded = load_model(f"looped:{folder}[1:3]x3")
     order = [0, 1, 2, 1, 2, 1, 2, 3, 4]
-    deep = LlamaForCausalLM(LlamaConfig(num_hidden_layers=len(order), **_SIZES)).eval()
+    deep = LlamaForCausalLM(LlamaConfig(num_hidden_layers=len(order), **SIZES)).eval()
     deep.model.embed_tokens = loaded.model.model.embed_tokens
     deep.model.norm, deep.lm_head = loaded.model.model.norm, loaded.model.lm_head
     for mine, i in zip(deep.model.layers, order, strict=True):
@@ -115,14 +107,5 @@ def test_other_shapes_of_models_are_refused(tmp_path: Path) -> None:
         load_model(f"looped:{tmp_path}[0:1]x2")
 
 
-@pytest.mark.parametrize("loop", [[1, 2], "abc", [3, 1, 2], [True, 3, 2], [1, 9, 2], [1, 3, 10**9], {"a": 1}])
-def test_a_damaged_loop_in_a_config_is_refused_by_every_reader(
-    folder: Path, tmp_path: Path, loop: object
-) -> None:
-    shutil.copytree(folder, tmp_path / "bad")
-    config = json.loads((folder / "config.json").read_text()) | {"looped_layers": loop}
-    (tmp_path / "bad" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"looped_layers .* of a model with 5 layers"):
-        load_model(tmp_path / "bad")
-    with pytest.raises(ConfigError, match=r"looped_layers .* of a model with 5 layers"):
-        assert Shape.of(config).order
+class TestLooped(SteppingConformance):
+    system = "looped"

@@ -10,39 +10,11 @@ from torch import nn
 
 import loopq
 import loopq.terminal.progress
-from loopq.errors import CalibrationError, CheckpointError, ConfigError, SystemContractError
+from loopq.errors import CalibrationError, CheckpointError
+from tests.support.odd_models import quantized
 
 from ..soak.inputs import Loop
 from ..support.runs import digest
-
-IDS = [[1, 2, 3, 4], [5, 6, 7, 8]]
-
-
-def quantized(model, **settings):
-    return loopq.quantize(model, IDS, threads=1, **({"method": "rtn", "group_size": 8} | settings))
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_a_weight_that_is_computed_is_called_so(name):
-    made = getattr(nn.utils.parametrizations, name)(nn.Linear(16, 16))
-    with pytest.raises(
-        SystemContractError, match=r"Loop: core: its weight is computed from other parameters"
-    ):
-        quantized(Loop(made))
-    nn.utils.parametrize.remove_parametrizations(made, "weight")
-    assert len(quantized(Loop(made)).layers) == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: Loop(nn.LazyLinear(16)), r"core\.weight has no values \(lazy module"),
-        (lambda: Loop().to("meta"), r"embed\.weight has no values \(device meta"),
-    ],
-)
-def test_parameters_without_values(make, match):
-    with pytest.raises(ConfigError, match=match):
-        quantized(make())
 
 
 def test_the_device_meta_is_refused(saved_model, command, tmp_path):
@@ -50,33 +22,6 @@ def test_the_device_meta_is_refused(saved_model, command, tmp_path):
     assert (code, err.count("\n")) == (2, 1)
     assert "has no values" in err
     assert list(tmp_path.iterdir()) == []
-
-
-class Fails(Loop):
-    """Its core fails at a step, from a call on."""
-
-    def __init__(self, first):
-        super().__init__()
-        self.calls, self.first = 0, first
-
-    def step(self, x, t):
-        self.calls += 1
-        if self.calls > self.first:
-            raise ValueError("boom\nand more")
-        return x + self.core(x)
-
-
-@pytest.mark.parametrize(
-    ("first", "match"),
-    [
-        (0, "trial run, before the first layer: the model raises ValueError: boom$"),
-        (3, r"trial run, after layer core\.weight was called at step 2: the model raises ValueError: boom$"),
-        (6, r"rollout of prompt 0, after layer core\.weight was called at step 1: the model raises"),
-    ],
-)
-def test_what_a_forward_raises_names_the_step_and_the_layer(first, match):
-    with pytest.raises(CalibrationError, match=match):
-        quantized(Fails(first), method="gptq", inputs="open")
 
 
 class InPlace(Loop):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +15,12 @@ from benches.zoo.models import CLASSES
 from benches.zoo.models import build as build_model
 from benches.zoo.models.mamba import selective_scan
 from benches.zoo.store import save_model
-from loopq.errors import ConfigError
 from loopq.models.load import load_model
 from loopq.systems import find_system
 from loopq.systems.base import Batch
 from tests.support.systems import CASES, build, small
+from tests.support.zoo import IDS
 
-IDS = torch.arange(3 * 12).reshape(3, 12) * 7 % 56
 KINDS = sorted(name.removeprefix("loopq-zoo-") for name in CLASSES)
 
 
@@ -34,25 +32,6 @@ def _one_thread() -> None:
 def rollout(model: torch.nn.Module, ids: torch.Tensor = IDS, n_steps: int | None = None) -> torch.Tensor:
     system = find_system(model)
     return system.rollout(Batch(ids, tuple(range(len(ids))), 3), n_steps or system.n_steps)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["Huginn", "R-Llama", "Ouro", "Nanbeige", "LoopFormer", "Parcae", "Ponder"])
-def test_logits_look_only_back(name: str) -> None:
-    system = find_system(build(CASES[name]))
-    n_steps = system.n_steps
-
-    def run(ids: torch.Tensor, start: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = Batch(ids, (0, 1, 2))
-        embedding = system.embed(batch)
-        first = state = system.initial_state(batch, embedding) if start is None else start
-        for t in range(system.n_updates(n_steps)):
-            state = system.step(state, embedding, t, n_steps)
-        return first, system.predict(state, embedding)
-
-    start, full = run(IDS, None)
-    _, part = run(IDS[:, :7], start[:, :7] if system.state_is_random else None)
-    torch.testing.assert_close(part, full[:, :7], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,71 +50,6 @@ def test_save_then_load_is_exact(kind: str, tmp_path: Path) -> None:
     for a, b in zip(model.parameters(), load_model(tmp_path).model.parameters(), strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a.half().float(), b)
-
-
-# Besides the classes' own demands: an odd rotated width, heads that do not divide, a depth that is not there.
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("huginn", {"n_embd": 34}, r"n_embd must be a multiple of 4 \(2 \* n_heads\), got 34"),
-    ("huginn", {"n_core": 0}, "n_core must be an integer of at least 1, got 0"),
-    ("huginn", {"n_coda": -1}, "n_coda must be an integer of at least 0, got -1"),
-    ("huginn", {"mean_recurrence": 2.0}, r"mean_recurrence must be an integer of at least 1, got 2\.0"),
-    (
-        "rllama",
-        {"n_heads": 4, "n_kv_heads": 3},
-        r"n_heads must be a multiple of 3 \(1 \* n_kv_heads\), got 4",
-    ),
-    ("nanbeige", {"head_dim": 5}, "head_dim must be a multiple of 2, got 5"),
-    ("parcae", {"n_embd": 16}, "n_embd must be an integer of at least 32, got 16"),
-    ("ponder", {"rotary_pct": 0.0}, "rotary_dim must be an integer of at least 2, got 0"),
-    ("mamba", {"dt_rank": True}, "dt_rank must be an integer of at least 1, got True"),
-    ("ouro", {"widht": 3}, r"unknown settings \['widht'\]"),
-]
-
-
-@pytest.mark.parametrize(("kind", "change", "message"), WRONG)
-def test_bad_settings_are_refused(kind: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"loopq-zoo-{kind}: {message}"):
-        small(kind, **change)()
-
-
-def test_a_config_of_another_class_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_type 'other', this class is 'loopq-zoo-huginn'"):
-        CLASSES["loopq-zoo-huginn"][0].from_dict({"model_type": "other"})
-
-
-@torch.no_grad()
-def test_huginn_draws_its_start_from_the_global_generator() -> None:
-    model = small("huginn")()
-    noise = model.initialize_state(torch.zeros(4, 64, 32))
-    std = math.sqrt(0.4)
-    assert noise.abs().max() <= 3 * std
-    # Cutting at three standard deviations takes 2.7 % of the variance.
-    assert abs(float(noise.var()) / std**2 - 0.973) < 0.05
-    torch.manual_seed(1)
-    a, b = model(IDS).logits, model(IDS).logits
-    torch.manual_seed(1)
-    assert torch.equal(a, model(IDS).logits)
-    assert not torch.equal(a, b)
-
-
-def test_huginn_counts_steps_with_gradient_apart() -> None:
-    model = small("huginn", mean_recurrence=3)()
-    states = torch.randn(3, 12, 32)
-    plain = model(IDS, input_states=states, num_steps=3).logits
-    pair = model(IDS, input_states=states, num_steps=(1, 2)).logits
-    assert torch.equal(plain, pair)
-    adapter = model.transformer.adapter.weight
-    assert torch.autograd.grad(plain.sum(), adapter, allow_unused=True)[0] is None
-    assert torch.autograd.grad(pair.sum(), adapter)[0].abs().sum() > 0
-
-
-def test_sequences_longer_than_the_tables_and_caches_are_refused() -> None:
-    long = torch.zeros(1, 33, dtype=torch.int64)
-    for kind in ("huginn", "parcae", "loopformer"):
-        with pytest.raises(ConfigError, match="block_size 32"):
-            small(kind)()(long)
-    with pytest.raises(ConfigError, match="has no cache"):
-        small("huginn")()(IDS, use_cache=True)
 
 
 @torch.no_grad()

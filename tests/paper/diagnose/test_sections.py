@@ -1,14 +1,13 @@
 """The paper's sections in a diagnosis: they run beside those of the product, and say what they cannot have."""
 
-import dataclasses
 import json
 
 from loopq.diagnose import survey
 from loopq.diagnose.config import DiagnoseConfig
 from loopq.diagnose.context import Context
-from loopq.diagnose.sections import SECTIONS, in_order
+from loopq.diagnose.sections import in_order
 from loopq.settings.execution import Execution
-from tests.diagnose.test_survey import OURS, Notes
+from tests.support.diagnosed import OURS, Notes
 from tests.support.looptoys import BlindSystem, LinearLoop, LinearSystem, tokens
 
 PAPERS = ["displacement", "perturbation", "jacobian", "bypass"]
@@ -53,22 +52,3 @@ def test_systems_without_steps_say_what_is_missing():
     assert "single-step function" in reasons["jacobian"]
     assert "Jacobian" in reasons["jacobian"]
     assert "identity path" in reasons["perturbation"]
-
-
-def test_the_spectral_radius_is_printed_with_its_acceptance(saved_model, command, monkeypatch):
-    """The numbers themselves are those of `test_spectral`; here they are made up."""
-    maps = {name: {"radius": {"estimate": value}} for name, value in (("reference", 0.9), ("changed", 0.8))}
-    made = {
-        "acceptance": {"n_accepted": 5, "n_maps": 6, "largest_residual": 2e-5, "largest_disagreement": 3e-4},
-        "states": {"plain": {"maps": maps, "n_accepted": 1, "n_prompts": 2}},
-    }
-    section = dataclasses.replace(SECTIONS.get("jacobian"), run=lambda context: made)
-    monkeypatch.setitem(SECTIONS._entries, "jacobian", section)
-    code, text, err = command(
-        "diagnose", saved_model, "--only", "jacobian", "--n-prompts", 2, "--seq-len", 24
-    )
-    assert code == 0, err
-    assert text.splitlines()[-1] == (
-        "spectral radius of a step: 5 of 6 maps meet the acceptance rules; mean 0.900, rounded 0.800 on 1 of 2 "
-        "prompts; largest relative residual 2.0e-05, largest disagreement of two starts 3.0e-04"
-    )

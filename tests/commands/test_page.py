@@ -1,0 +1,53 @@
+"""Pages that commands write."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import benches.zoo.chains
+import benches.zoo.models  # noqa: F401  registers the classes
+from loopq.formats import native as store
+from tests.support.evaluated import FEW
+
+
+def test_a_page_after_quantizing(tiny_folder, tmp_path, capsys):
+    from loopq.cli import main
+
+    page = tmp_path / "deep" / "page.html"
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "16", "--bits", "3"]
+    args += ["--exclude", "*attn.proj*", "--n-prompts", "2", "--seq-len", "16", "--evaluate", "-"]
+    assert main([*args, "--html", str(page)]) == 0
+    assert f"page: {page}" in capsys.readouterr().out
+    text = page.read_text("utf-8")
+    whole = store.read(tmp_path / "q")
+    assert text.count("<td class=short>INT3, groups of 16</td><td>gptq-cd</td>") == len(whole.layers) == 7
+    assert "<td class=names>core_block.0.attn.proj, core_block.1.attn.proj</td>" in text
+    sections = ["weights", "where", "cost", "prompts", "loop", "again"]
+    assert re.findall(r'<section id="(\w+)">', text) == sections
+    # Measured, not what rounding would do: two maps.
+    assert text.count("<table class=heat") == 2
+
+
+def test_a_page_says_what_was_done_and_where_the_error_is(
+    saved_model, quantized, tmp_path, command, monkeypatch
+):
+    """Of a checkpoint and of what was exported from it, without matplotlib."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command("export", quantized, "--out", tmp_path / "e", "--format", "gptq")[0] == 0
+    page = tmp_path / "page.html"
+    code, text, err = command("evaluate", saved_model, quantized, tmp_path / "e", *FEW, "--html", page)
+    assert code == 0, err
+    assert text.endswith(f"page: {page}\n")
+    shown = page.read_text("utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', shown)[1])
+    native, foreign = (data["errors"]["weights"][str(folder)] for folder in (quantized, tmp_path / "e"))
+    assert native == foreign
+    assert len(native["own"]) == 9
+    assert all(len(row) == 3 and 0 < min(row) < max(row) < 1 for row in native["own"].values())
+    done = data["weights"][str(quantized)]
+    assert {row["name"] for row in done if "bits" in row} == set(native["own"])
+    assert all("reason" in row for row in done if "bits" not in row)
+    assert re.findall(r'<section id="(\w+)">', shown) == ["weights", "where", "cost", "prompts"]
+    assert shown.count("<circle") == 2

@@ -1,0 +1,43 @@
+"""`loopq solve` where torch is not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from loopq.calibrate.collect import collect_rows
+from tests.support.metric_dumps import collected
+from tests.support.runs import job_of
+
+
+def test_solving_needs_no_torch(loaded, tokens, tmp_path):
+    dump = tmp_path / "dump"
+    collect_rows(job_of(loaded, tokens), dump, shard_batches=1)
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'scipy', 'matplotlib', 'cupy'): sys.modules[name] = None\n"
+        "from loopq.cli import main\n"
+        f"sys.exit(main(['solve', {str(dump)!r}, '--out', {str(tmp_path / 'bare')!r}, '--bits', '3', "
+        "'--group-size', '20']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transformer.adapter.weight" in done.stdout
+    assert (tmp_path / "bare" / "loopq.json").is_file()
+
+
+def test_a_solve_with_the_loop_metric_needs_no_torch(loaded, tokens, tmp_path):
+    dump = collected(loaded, tokens, tmp_path / "dump")
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'scipy', 'matplotlib', 'cupy'): sys.modules[name] = None\n"
+        "from loopq.cli import main\n"
+        f"sys.exit(main(['solve', {str(dump)!r}, '--out', {str(tmp_path / 'bare')!r}, '--group-size', '20']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,39 @@
+"""`loopq systems`: the table, and what a model or a folder needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from loopq.models.hf import TESTED_TRANSFORMERS
+
+
+@pytest.mark.parametrize(
+    ("model", "lines"),
+    [
+        (
+            "Ouro-1.4B",
+            [
+                "Ouro-1.4B",
+                "--trust-remote-code",
+                f"transformers=={TESTED_TRANSFORMERS}",
+                "beside the weights",
+            ],
+        ),
+        ("tomg-group-umd/huginn-0125", ["Huginn-3.5B", "--trust-remote-code"]),
+        ("hrm_text", ["HRM-Text-1B", "a class of transformers", "transformers>=5.9,<6"]),
+        ("COCONUT GPT-2", ["--system coconut --allow-pickle"]),
+        ("parcae", ["Parcae-140M, Parcae-1.3B", "a plain torch class", "token ids"]),
+    ],
+)
+def test_systems_says_what_a_published_model_needs(model, lines, command):
+    code, text, _ = command("systems", model)
+    assert code == 0
+    assert all(line in text for line in lines)
+    assert "dtype" in text
+
+
+def test_systems_names_the_models_that_it_knows(command):
+    code, _, err = command("systems", "nothing")
+    assert code == 2
+    assert "'nothing' is no folder with a config.json and no published model" in err
+    assert "Ouro-2.6B" in err

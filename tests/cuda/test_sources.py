@@ -1,0 +1,34 @@
+"""Sources of kernels in the package."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from loopq.cuda import sources
+from loopq.errors import ConfigError
+
+
+def test_sources_are_whole() -> None:
+    found = sources.kernel_sources()
+    assert {"primitives.cuh", "w4a16_gemm.cu", "fused_ops.cu", "w4_dequantize.cu"} <= set(found)
+    for name in found:
+        if name.endswith(".cu"):
+            unit = sources.translation_unit(name)
+            assert "#include" not in unit
+            assert "LOOPQ_PRIMITIVES_CUH" in unit
+    with pytest.raises(ConfigError, match=r"no kernel source 'nothing\.cu'; there are .*fused_ops\.cu"):
+        sources.translation_unit("nothing.cu")
+
+
+def test_embedded_sources_are_the_files() -> None:
+    embedded = sources.embedded_sources()
+    if not embedded:
+        pytest.skip("the compiled extension here was built without embedded kernel sources")
+    built = Path(importlib.import_module("loopq._native").__file__).stat().st_mtime
+    folder = Path(__file__).resolve().parents[2] / "kernels"
+    if any(path.stat().st_mtime > built for path in folder.glob("*.cu*")):
+        pytest.skip("the compiled extension here is older than kernels/: rebuild it to test what it embeds")
+    assert embedded == sources.kernel_sources(), "rebuild the extension: kernels/ changed since"

@@ -1,0 +1,68 @@
+"""What every format owes: reasons for refusing, nothing half written."""
+
+from __future__ import annotations
+
+import pytest
+
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats.convert import write_as
+from loopq.layers.transforms import Rotation
+from tests.support.formats import (
+    FOLDERS,
+)
+
+from ..support.checkpoints import checkpoint, layer
+
+
+def test_what_a_format_cannot_hold_is_refused_with_the_reason(tmp_path):
+    asymmetric = checkpoint(layer(32, 32, symmetric=False))
+    wide = checkpoint(layer(32, 32, scale_dtype="float32"))
+    transposed = checkpoint(layer(32, 32, name="h.weight"))
+    object.__setattr__(transposed.layers["h.weight"], "orientation", "in_out")
+    for whole, form, match in [
+        (asymmetric, "gptq", "use the format 'gptq_v2'"),
+        (asymmetric, "marlin", "symmetric INT4 alone"),
+        (wide, "gptq", r"scale\[\d+, \d+\] = .*quantize again with scale_dtype='float16'"),
+        (wide, "gptq_v2", "cannot hold"),
+        (transposed, "compressed-tensors", "keeps it transposed"),
+        (checkpoint(layer(32, 32, name="experts.w1")), "gptq", "take a module's 'weight' alone"),
+        (checkpoint(layer(32, 64, group_size=64)), "marlin", None),
+        (
+            checkpoint(layer(32, 128, group_size=64)),
+            "marlin",
+            "groups of 128 or one scale per row, not groups of 64",
+        ),
+    ]:
+        if match is None:
+            assert write_as(tmp_path / "one-group", whole, form).checked == 1
+            continue
+        with pytest.raises(CheckpointError, match=match):
+            write_as(tmp_path / "x", whole, form)
+    with pytest.raises(ConfigError, match=r"unknown format 'gtpq' \(did you mean gptq\?\)"):
+        write_as(tmp_path / "x", wide, "gtpq")
+    with pytest.raises(ConfigError, match="no quantized layer"):
+        write_as(tmp_path / "x", checkpoint(), "gptq")
+    assert not (tmp_path / "x").exists()
+
+
+def test_transformed_layers_stay_in_loopqs_own_format(tmp_path):
+    made = layer(32, 32).with_transform(Rotation(32, "hadamard", 16))
+    assert write_as(tmp_path / "n", checkpoint(made), "native").checked == 1
+    for form in FOLDERS[1:]:
+        with pytest.raises(CheckpointError, match=r"a\.b\.weight: its codes are for a transformed input"):
+            write_as(tmp_path / form, checkpoint(made), form)
+
+
+def test_nothing_is_overwritten_and_nothing_half_written_stays(tmp_path, monkeypatch):
+    whole = checkpoint(layer(32, 32))
+    write_as(tmp_path / "g", whole, "gptq")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        write_as(tmp_path / "g", whole, "compressed-tensors")
+    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 10)
+    with pytest.raises(CheckpointError, match="the disk has"):
+        write_as(tmp_path / "x", whole, "gptq")
+    monkeypatch.setattr("loopq.storage.files.free_bytes", lambda path: 1 << 40)
+    monkeypatch.setattr("loopq.storage.model_files.write_tensors", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_as(tmp_path / "x", whole, "gptq")
+    assert [p.name for p in tmp_path.iterdir()] == ["g"]

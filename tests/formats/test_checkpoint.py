@@ -1,0 +1,69 @@
+"""A checkpoint in memory: parts that fit each other and the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import benches.zoo.models  # noqa: F401  registers the classes
+import loopq
+from loopq.errors import CheckpointError
+from loopq.formats.convert import write_as
+from loopq.formats.quantized_folder import RECORD
+from loopq.run.export import export
+from loopq.storage.files import read_tensors, write_tensors
+from tests.support.exports import logits
+
+from ..support.checkpoints import checkpoint, layer
+
+
+def test_parts_of_a_checkpoint_that_do_not_fit_are_refused_before_writing(tmp_path):
+    for change, match in [
+        (
+            lambda c: c.dense.update({"a.b.weight": c.dense["norm.weight"]}),
+            "is stored twice, or tied and stored",
+        ),
+        (
+            lambda c: c.dense.update({"z.weight_packed": c.dense["norm.weight"]}),
+            "holds packed codes of no layer",
+        ),
+        (
+            lambda c: c.ties.update({"lm_head.weight": "nothing.weight"}),
+            "is tied to nothing.weight, which is not stored",
+        ),
+        (lambda c: c.settings.pop("system"), "settings: 'system' is missing"),
+        (lambda c: c.side_files.update({"model.safetensors": b""}), "among the config and tokenizer files"),
+    ]:
+        whole = checkpoint(layer(8, 32))
+        change(whole)
+        with pytest.raises(CheckpointError, match=match):
+            write_as(tmp_path / "q", whole, "native")
+    whole = checkpoint(layer(8, 32))
+    whole.side_files["loopq_export.json"] = b"{}"
+    with pytest.raises(CheckpointError, match=r"brings a file loopq_export\.json, which gptq uses itself"):
+        write_as(tmp_path / "q", whole, "gptq")
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_takes_every_format(solved, tmp_path):
+    expected = logits(loopq.load(solved))
+    for form in ("compressed-tensors", "gptq"):
+        export(solved, tmp_path / form, form)
+        assert torch.equal(logits(loopq.load(tmp_path / form)), expected)
+        # As another tool would have written it: no record, the tied head left to the model.
+        (tmp_path / form / RECORD).unlink()
+        assert torch.equal(logits(loopq.load(tmp_path / form)), expected)
+
+
+def test_load_refuses_tensors_that_the_model_lacks(solved, tmp_path):
+    export(solved, tmp_path / "g", "gptq")
+    (tmp_path / "g" / RECORD).unlink()
+    path = tmp_path / "g" / "model.safetensors"
+    tensors = read_tensors(path)
+    kept = {n: t for n, t in tensors.items() if n != "transformer.ln_f.weight"}
+    write_tensors(path, kept)
+    with pytest.raises(CheckpointError, match=r"missing \['transformer\.ln_f\.weight'\]"):
+        loopq.load(tmp_path / "g")
+    write_tensors(path, tensors | {"more.weight": tensors["transformer.ln_f.weight"]})
+    with pytest.raises(CheckpointError, match=r"unexpected \['more\.weight'\]"):
+        loopq.load(tmp_path / "g")

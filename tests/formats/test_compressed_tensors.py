@@ -1,0 +1,86 @@
+"""compressed-tensors: the bit stream, what is ignored, codes beyond the last."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from loopq.errors import CheckpointError
+from loopq.formats import FORMATS
+from loopq.formats.convert import read_any, write_as
+from loopq.layers.layer import TensorReader
+from loopq.storage.files import RawTensor, read_json, read_tensors
+from tests.support.formats import (
+    CT,
+    V2,
+    as_words,
+    broken,
+    edit,
+    stored_settings,
+)
+
+from ..support.checkpoints import checkpoint, layer
+
+
+def test_spec_example_of_the_bit_stream():
+    made = layer(1, 11, 3, -1, False)
+    made.codes[0] = [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 6]
+    assert as_words(made.tensors()["a.b.weight_packed"]).tolist() == [[0x88FAC688, 0x00000001]]
+
+
+def test_ignore_lists_every_dense_matrix_by_exact_name(tmp_path):
+    whole = checkpoint(layer(8, 32), ties={"lm_head.weight": "embed.weight"})
+    write_as(tmp_path / "ct", whole, "compressed-tensors")
+    config = read_json(tmp_path / "ct" / "config.json")["quantization_config"]
+    assert config["ignore"] == ["early_exit_gate", "embed", "lm_head"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    write_as(tmp_path / "gptq", whole, "gptq")
+    config = read_json(tmp_path / "gptq" / "config.json")["quantization_config"]
+    assert list(config["dynamic"]) == ["-:^early_exit_gate$", "-:^embed$", "-:^lm_head$"]
+    assert config == read_json(tmp_path / "gptq" / "quantize_config.json")
+
+
+def test_what_an_engine_keeps_inside_the_entries_of_a_list_is_ignored_too(tmp_path):
+    gate = checkpoint().dense["early_exit_gate.weight"]
+    whole = checkpoint(layer(8, 32), dense={f"model.gates.{i}.weight": gate for i in range(2)})
+    write_as(tmp_path / "ct", whole, "compressed-tensors")
+    config = read_json(tmp_path / "ct" / "config.json")["quantization_config"]
+    assert config["ignore"][-2:] == ["model.gates.1", r"re:model\.gates\.[0-9]+\..*"]
+
+
+def test_bits_beyond_the_last_code_are_refused(tmp_path):
+    made = layer(5, 13, 3, -1, False)
+    top = lambda a: a.__setitem__((2, -1), a[2, -1] | -(1 << 31))  # noqa: E731
+    with pytest.raises(
+        CheckpointError, match=r"'a\.b\.weight_packed': row 2 has bits after its last code: 13 codes"
+    ):
+        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_packed", top), made=made))
+    last = lambda a: a.__setitem__((-1, 0), -1)  # noqa: E731
+    with pytest.raises(
+        CheckpointError, match=r"'a\.b\.weight_zero_point': row 0 has bits after its last code"
+    ):
+        read_any(broken(tmp_path / "d", CT, edit("a.b.weight_zero_point", last), made=made))
+    with pytest.raises(CheckpointError, match=r"'a\.b\.qweight'"):
+        read_any(broken(tmp_path / "d", V2, edit("a.b.qweight", last), made=made))
+    write_as(tmp_path / "n", checkpoint(made), "native")
+    tensors = read_tensors(tmp_path / "n" / "model.safetensors")
+    edit("a.b.weight_packed", top)(tensors)
+    with pytest.raises(CheckpointError, match=r"'a\.b\.weight_packed': row 2 has bits after"):
+        type(made).from_tensors(stored_settings(made), TensorReader("file", tensors), {})
+    tensors = read_tensors(tmp_path / "n" / "model.safetensors")
+    edit("a.b.weight_zero_point", last)(tensors)
+    with pytest.raises(CheckpointError, match=r"'a\.b\.weight_zero_point': row 0 has bits after"):
+        type(made).from_tensors(stored_settings(made), TensorReader("file", tensors), {})
+
+
+def test_zero_points_in_bytes_of_older_files():
+    made = layer(40, 64, 4, 32, False)
+    tensors = made.tensors()
+    tensors["a.b.weight_zero_point"] = RawTensor.of((made.zeros.astype(np.int16) - 8).astype(np.int8))
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+    config = {"format": "pack-quantized", "config_groups": {"g": {"targets": ["re:a.*"], "weights": weights}}}
+    read = FORMATS.get(CT).read_layer("a.b", TensorReader("f", tensors), config)
+    assert read.same_as(made)
+    tensors["a.b.weight_zero_point"] = RawTensor.of(np.full((40, 2), 9, np.int8))
+    with pytest.raises(CheckpointError, match="zero points outside 4 bits"):
+        FORMATS.get(CT).read_layer("a.b", TensorReader("f", tensors), config)

@@ -1,0 +1,118 @@
+"""From one format to another and back; which format a folder holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats.convert import format_names, format_of, inspect_any, read_any, write_as
+from loopq.formats.quantized_folder import RECORD
+from tests.support.formats import (
+    FOLDERS,
+)
+
+from ..support.checkpoints import checkpoint, dequantized, layer
+
+
+def digest(folder):
+    """Contents of every file of a folder."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def test_names():
+    assert format_names()[0] == "native"
+    assert FOLDERS == ["native", "compressed-tensors", "gptq", "gptq_v2", "marlin"]
+    assert {"gguf", "imatrix"} <= set(format_names())
+    with pytest.raises(ConfigError, match=r"unknown format 'gptq2'.*did you mean"):
+        write_as("out", checkpoint(layer(32, 32)), "gptq2")
+    with pytest.raises(ConfigError, match="format native does not read ragged; its options: none"):
+        write_as("out", checkpoint(layer(32, 32)), "native", ragged="split")
+    with pytest.raises(ConfigError, match="ragged must be one of keep, split, pad; got 'cut'"):
+        write_as("out", checkpoint(layer(32, 32)), "gptq", ragged="cut")
+    with pytest.raises(ConfigError, match="imatrix is written from a calibration dump"):
+        write_as("out", checkpoint(layer(32, 32)), "imatrix")
+
+
+def fitting(draw):
+    """A layer that a format can hold, the format and the policy it needs."""
+    form = draw(st.sampled_from(["native", "compressed-tensors", "gptq", "gptq_v2", "marlin"]))
+    bits = draw(st.sampled_from([2, 3, 4, 8])) if form != "marlin" else 4
+    symmetric = draw(st.booleans()) if form in ("native", "compressed-tensors", "gptq_v2") else True
+    group = (
+        draw(st.sampled_from([-1, 1, 4, 7, 16, 32, 128]))
+        if form != "marlin"
+        else draw(st.sampled_from([-1, 128]))
+    )
+    rows, columns = draw(st.integers(1, 70)), draw(st.integers(1, 150))
+    kinds = (
+        ["float16", "bfloat16", "float32"]
+        if form in ("native", "compressed-tensors")
+        else ["float16", "bfloat16"]
+    )
+    kind = draw(st.sampled_from(kinds))
+    policy = draw(st.sampled_from(["keep", "split"])) if form.startswith("gptq") else "split"
+    made = layer(rows, columns, bits, group, symmetric, scale_dtype=kind, seed=draw(st.integers(0, 99)))
+    return made, form, None if form in ("native", "marlin") else policy
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.composite(fitting)())
+def test_there_and_back_gives_the_same_bytes(tmp_path_factory, case):
+    made, form, policy = case
+    base = tmp_path_factory.mktemp("there")
+    whole = checkpoint(made)
+    write_as(base / "native", whole, "native")
+    written = write_as(base / "out", read_any(base / "native"), form, ragged=policy)
+    assert written.checked == 1
+    write_as(base / "back", read_any(base / "out"), "native")
+    assert digest(base / "back") == digest(base / "native")
+    write_as(base / "again", read_any(base / "back"), form, ragged=policy)
+    assert digest(base / "again") == digest(base / "out")
+    np.testing.assert_array_equal(
+        read_any(base / "out").layers[made.name].dequantize(), dequantized(made).astype("f4")
+    )
+    # What a reader that knows nothing of loopq finds stands for the same weight.
+    shutil.copytree(base / "out", base / "bare")
+    if form != "native":
+        (base / "bare" / RECORD).unlink()
+        bare = read_any(base / "bare").layers[made.name].dequantize()
+        rows, columns = made.shape
+        np.testing.assert_array_equal(bare[:rows, :columns], made.dequantize())
+    shutil.rmtree(base)
+
+
+def test_inspect_explains_each_format(tmp_path):
+    whole = checkpoint(layer(64, 128, 4, 128))
+    for form in FOLDERS:
+        write_as(tmp_path / form, whole, form)
+        assert format_of(tmp_path / form).name == form
+        found = inspect_any(tmp_path / form)
+        assert found["format"] == form
+        assert found["layers"][0]["bits_per_weight"] == 4.125
+        assert {d["name"] for d in found["dense"]} == set(whole.dense)
+        assert found["settings"]["seed"] == 3
+        json.dumps(found)
+        if form != "native":
+            on_disk = (tmp_path / form / "model.safetensors").stat().st_size
+            assert found["n_bytes_files"] == on_disk
+            assert found["exported_by_loopq"]
+            (tmp_path / form / RECORD).unlink()
+            assert inspect_any(tmp_path / form)["exported_by_loopq"] is None
+
+
+def test_folders_that_are_no_checkpoints(tmp_path):
+    with pytest.raises(CheckpointError, match=r"neither loopq\.json nor config\.json"):
+        read_any(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="a model that is not quantized"):
+        read_any(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
+        read_any(tmp_path)

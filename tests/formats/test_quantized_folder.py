@@ -1,0 +1,229 @@
+"""Folders of quantized layers: bytes and names, damage, records."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from loopq.errors import CheckpointError
+from loopq.formats.convert import read_any, verify, write_as
+from loopq.formats.quantized_folder import RECORD, matches
+from loopq.layers.layer import QuantizedLayer, TensorReader
+from loopq.layers.transforms import ChannelScale, Rotation
+from loopq.storage.files import float_to_raw, read_json, read_tensors, write_json, write_tensors
+from tests.support.formats import (
+    CT,
+    V1,
+    V2,
+    broken,
+    drop,
+    edit,
+    put,
+    stored_settings,
+)
+
+from ..support.checkpoints import checkpoint, layer, reseal
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("rows", "columns", "group"), [(5, 50, 16), (33, 7, -1), (8, 64, 64)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bytes_and_names_are_those_of_what_is_stored(bits, rows, columns, group, symmetric):
+    plain = layer(rows, columns, bits, group, symmetric)
+    scaled = plain.with_transform(ChannelScale(np.ones(columns, np.float32)))
+    for made in (plain, scaled, plain.with_transform(Rotation(columns, "random", 4))):
+        stored = made.tensors()
+        assert made.n_bytes == sum(t.data.size for n, t in stored.items() if not n.endswith("weight_shape"))
+        again = stored_settings(made)
+        reader = TensorReader("file", stored)
+        assert QuantizedLayer.from_tensors(again, reader, {}).same_as(made)
+        assert reader.used == set(stored)
+
+
+def test_layers_of_different_grids(tmp_path):
+    made = [layer(64, 64, 4, 32, name="x.a.weight"), layer(64, 64, 8, 16, name="x.b.weight"),
+            layer(64, 64, 4, 32, name="x.c.weight"), layer(64, 64, 3, -1, name="x.d.weight")]  # fmt: skip
+    for form in ("compressed-tensors", "gptq", "gptq_v2"):
+        write_as(tmp_path / form, checkpoint(*made), form)
+        (tmp_path / form / RECORD).unlink()
+        again = read_any(tmp_path / form)
+        for one in made:
+            assert again.layers[one.name].same_as(one), (form, one.name)
+            assert again.layers[one.name].grid.group_size == one.grid.group_size
+    groups = read_json(tmp_path / "compressed-tensors" / "config.json")["quantization_config"][
+        "config_groups"
+    ]
+    assert [g["targets"] for g in groups.values()] == [["x.a", "x.c"], ["x.b"], ["x.d"]]
+    mixed = checkpoint(layer(64, 256, 4, 128, name="x.a.weight"), layer(64, 256, 4, -1, name="x.b.weight"))
+    with pytest.raises(
+        CheckpointError, match=r"Marlin's config holds one group size; the layers have \[-1, 128\]"
+    ):
+        write_as(tmp_path / "m", mixed, "marlin")
+
+
+def test_quantize_config_alone_is_enough(tmp_path):
+    made = layer(32, 32)
+    write_as(tmp_path / "g", checkpoint(made), "gptq_v2")
+    (tmp_path / "g" / RECORD).unlink()
+    config = read_json(tmp_path / "g" / "config.json")
+    old = config.pop("quantization_config")
+    (tmp_path / "g" / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "g" / "quantize_config.json", {k: v for k, v in old.items() if k != "quant_method"})
+    assert read_any(tmp_path / "g").layers[made.name].same_as(made)
+
+
+DAMAGED_TENSORS = [
+    (CT, drop("a.b.weight_scale"), r"tensor 'a\.b\.weight_scale' is missing"),
+    (CT, drop("a.b.weight_shape"), r"tensor 'a\.b\.weight_shape' is missing"),
+    (CT, put("a.b.weight_packed", np.zeros((64, 8), np.int64)), r"weight_packed' is I64 \[64, 8\]; expected I32"),
+    (CT, put("a.b.weight_packed", np.zeros((64, 7), np.int32)), r"'a\.b\.weight_packed' is I32 \[64, 7\]"),
+    (CT, put("a.b.weight_scale", np.ones((64, 3), np.float16)), r"'a\.b\.weight_scale' is F16 \[64, 3\]"),
+    (CT, put("a.b.weight_scale", np.ones((64, 2), np.int8)), r"'a\.b\.weight_scale' is I8"),
+    (CT, edit("a.b.weight_scale", lambda a: a.__setitem__((3, 1), 0)), r"'a\.b\.weight_scale' holds a scale"),
+    (CT, edit("a.b.weight_shape", lambda a: a.__setitem__(1, 60)), r"'a\.b\.weight_(packed|scale)'"),
+    (CT, put("a.b.weight_shape", np.array([0, 64])), r"'a\.b\.weight_shape': shape\[0\]: 0; allowed: 1 to"),
+    (CT, put("a.b.weight_g_idx", np.zeros(64, np.int32)), r"'a\.b\.weight_g_idx'"),
+    (V1, drop("a.b.qzeros"), r"tensor 'a\.b\.qzeros' is missing"),
+    (V1, drop("a.b.scales"), r"tensor 'a\.b\.scales' is missing"),
+    (V1, put("a.b.qweight", np.zeros((9, 64), np.int32)), r"'a\.b\.qweight' is I32 \[9, 64\]"),
+    (V1, put("a.b.qzeros", np.zeros((2, 9), np.int32)), r"'a\.b\.qzeros' is I32 \[2, 9\]"),
+    (V1, edit("a.b.qzeros", lambda a: a.__setitem__((1, 0), 0)), r"'a\.b\.qzeros': zero point 1 of output 0, group 1"),
+    (V2, edit("a.b.qzeros", lambda a: a.__setitem__((0, 1), 0)), r"'a\.b\.qzeros': zero point 0 of output 8, group 0"),
+    (V1, edit("a.b.g_idx", lambda a: a.__setitem__(5, 1)), r"'a\.b\.g_idx': column 5 is in group 1 instead of 0"),
+    (V1, edit("a.b.scales", lambda a: a.__setitem__((0, 0), np.inf)), r"'a\.b\.scales' holds a scale"),
+    (V1, put("a.b.scales", np.ones((2, 64), np.float64)), r"'a\.b\.scales' is F64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "change", "match"), DAMAGED_TENSORS)
+def test_wrong_tensors_are_refused_by_name(tmp_path, form, change, match):
+    with pytest.raises(CheckpointError, match=match):
+        read_any(broken(tmp_path / "d", form, change))
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "match"),
+    [
+        (
+            V1,
+            lambda c: c.update(checkpoint_format="gptq_p", format="gptq_p"),
+            "'gptq', format 'gptq_p': loopq reads",
+        ),
+        (V1, lambda c: c.update(quant_method="awq"), "quant_method 'awq'"),
+        (V1, lambda c: c.update(bits=5), r"module 'a\.b': bits: 5; allowed: 2, 3, 4, 8"),
+        (V1, lambda c: c.update(bits=8), r"'a\.b\.qweight'"),
+        (V1, lambda c: c.update(group_size="big"), "group_size: 'big'; allowed: a whole number"),
+        (V1, lambda c: c.update(pack_dtype="int8"), "pack_dtype: 'int8'; allowed: 'int32'"),
+        (CT, lambda c: c.update(config_groups={}), r"module 'a\.b': no config group says how"),
+        (
+            CT,
+            lambda c: c["config_groups"]["group_0"].update(format="naive-quantized"),
+            "format 'naive-quantized'; loopq reads pack-quantized",
+        ),
+        (
+            CT,
+            lambda c: c["config_groups"]["group_0"]["weights"].update(type="float"),
+            "type: 'float'; allowed: 'int'",
+        ),
+        (
+            CT,
+            lambda c: c["config_groups"]["group_0"]["weights"].update(strategy="tensor"),
+            "strategy: 'tensor'; allowed: 'group', 'channel'",
+        ),
+        (
+            CT,
+            lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": 8}),
+            "quantized activations",
+        ),
+        (CT, lambda c: c["config_groups"]["group_0"].update(targets=["re:.*other"]), "no config group"),
+    ],
+)
+def test_wrong_configs_are_refused(tmp_path, form, change, match):
+    with pytest.raises(CheckpointError, match=match):
+        read_any(broken(tmp_path / "d", form, None, change))
+
+
+def test_records_that_do_not_fit_are_refused(tmp_path):
+    def record(change):
+        folder = tmp_path / "d"
+        shutil.rmtree(folder, ignore_errors=True)
+        write_as(folder, checkpoint(layer(64, 64, 4, 32)), V1)
+        reseal(folder / RECORD, change)
+        return folder
+
+    fit = r"layer a\.b\.weight: its tensors are not those of"
+    for change, match in [
+        (lambda d: d.update(version=3), "version 3; this loopq reads version 2"),
+        (lambda d: d.update(format="x"), "its format is not 'loopq-export'"),
+        (lambda d: d.update(target="marlin"), "config.json says gptq, .* 'marlin'"),
+        (lambda d: d["layers"][0].update(name="other.weight"), "layer 'other.weight' is in loopq_export"),
+        (lambda d: d["layers"].clear(), "layer 'a.b.weight' is not in"),
+        (lambda d: d.pop("ties"), "'ties' is missing; known: loopq_version"),
+        (lambda d: d["layers"][0].pop("bits"), r"layers\[0\]: 'bits' is missing"),
+        (lambda d: d["layers"][0].update(bits=8), fit),
+        (lambda d: d["layers"][0].update(shape=[64, 60]), "was changed after the export|choose what to do"),
+        (lambda d: d["layers"][0].update(shape=[32, 64]), "was changed after the export"),
+        (lambda d: d["layers"][0].update(group_size=64), "was changed after the export"),
+        (lambda d: d["layers"][0].update(group_size=16), "was changed after the export"),
+        (lambda d: d["layers"][0].update(symmetric=False), fit),
+        (lambda d: d["layers"][0].update(transform={"type": "channel_scale"}), fit),
+        (lambda d: d["layers"][0].update(trellis={"state_bits": 8, "stream_rows": 512}), fit),
+    ]:
+        with pytest.raises(CheckpointError, match=match):
+            read_any(record(change))
+    folder = record(lambda d: None)
+    tensors = read_tensors(folder / "model.safetensors")
+    edit("a.b.qweight", lambda a: a.__setitem__((0, 0), a[0, 0] ^ 1))(tensors)
+    write_tensors(folder / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=r"layer a\.b\.weight: reads back differently"):
+        verify(folder, checkpoint(layer(64, 64, 4, 32)))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bits": 5}, r"bits: 5; allowed: 2, 3, 4, 8"),
+        ({"bits": True}, "bits: True; allowed: a whole number"),
+        ({"bits": 4.0}, r"bits: 4\.0; allowed: a whole number"),
+        ({"scale_dtype": "int8"}, "scale_dtype: 'int8'; allowed: float32, float16, bfloat16"),
+        ({"orientation": "up"}, "orientation: 'up'; allowed: 'out_in', 'in_out'"),
+        ({"symmetric": None}, "symmetric: None; allowed: true or false"),
+        ({"group_size": 0}, "group_size: 0; allowed: -1 or 1 to"),
+        ({"group_size": "32"}, "group_size: '32'; allowed: a whole number"),
+        ({"shape": [8]}, r"shape: \[8\]; allowed: a list of 2"),
+        ({"shape": [8, -1]}, r"shape\[1\]: -1; allowed: 1 to"),
+        ({"name": "../a.weight"}, r"name: '\.\./a\.weight'; allowed: a plain name"),
+        ({"trellis": {"state_bits": 40, "stream_rows": 512}}, r"trellis\.state_bits: 40; allowed: 4 to 16"),
+        ({"trellis": {"state_bits": 8, "stream_rows": 0}}, r"trellis\.stream_rows: 0; allowed: 1 to"),
+        ({"trellis": {"state_bits": 8, "stream_rows": 9, "function": "x"}}, "trellis.function: 'x'; allowed"),
+        ({"colour": "red"}, "'colour' is unknown; known: name, bits"),
+    ],
+)
+def test_an_index_entry_that_is_wrong_is_refused(change, match):
+    with pytest.raises(CheckpointError, match=f"^file: {match}"):
+        stored_settings(layer(8, 64), **change)
+
+
+def test_scales_in_other_types_are_read(tmp_path):
+    made = layer(32, 32)
+    wide = lambda t: t.__setitem__("a.b.scales", float_to_raw(t["a.b.scales"].float32(), "F32"))  # noqa: E731
+    read = read_any(broken(tmp_path / "d", V1, wide, made=made)).layers["a.b.weight"]
+    assert read.grid.scale_dtype == "float32"
+    np.testing.assert_array_equal(read.scales, made.scales)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+$", "(", "a*" * 5, "x" * 3000, "(?P<a", "[", "a{9}" * 5, "(a|b){99}"]
+)
+def test_patterns_that_could_take_for_ever_are_refused(pattern):
+    with pytest.raises(CheckpointError, match=r"^config: pattern "):
+        matches(pattern, "a" * 60, "config")
+
+
+def test_patterns_of_the_field_are_taken():
+    for pattern in (r".*layers\.\d+\.mlp.*", r"model\.layers\.0\.(q|k|v)_proj$", r"^x\.0\.a$", r".*lm_head"):
+        assert not matches(pattern, "nothing", "config")
+    assert matches(r"x\.\d+\.(a|b)", "x.12.a", "config")

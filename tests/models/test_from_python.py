@@ -1,0 +1,33 @@
+"""Models of a Python file."""
+
+from __future__ import annotations
+
+import pytest
+
+import loopq
+from loopq.errors import ConfigError
+from loopq.models.from_python import load_python
+from loopq.systems.generic import Generic
+from tests.support.python_models import MODULE
+
+
+@pytest.fixture
+def spec(tmp_path):
+    (tmp_path / "own.py").write_text(MODULE)
+    return f"{tmp_path / 'own.py'}:make"
+
+
+def test_from_python_at_half_and_at_twice_the_depth(spec):
+    model = load_python(spec).model
+    ids = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    result = loopq.quantize(model, ids, group_size=16)
+    assert list(result.layers) == ["core.weight"]
+    with pytest.raises(ConfigError, match=r"Generic\(model, depth='...'\)"):
+        loopq.evaluate(model, {"q": result}, ids, n_steps=2)
+    named = Generic(model, depth="n_steps")
+    for depth in (2, 8):
+        _, measured = loopq.evaluate(named, {"q": result}, ids, n_steps=depth)
+        assert measured.kl.mean() > 0
+        again = loopq.quantize(named, ids, n_steps=depth, group_size=16)
+        assert again.layers["core.weight"].report["steps"] == list(range(depth))
+    assert "ranks" in loopq.diagnose(named, ids, n_steps=2, only=["ranks"])["sections"]

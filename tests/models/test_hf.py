@@ -1,0 +1,94 @@
+"""Models of transformers: their class, code of their own, names of the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loopq.errors import CheckpointError, ConfigError
+from loopq.models.hf import auto_class
+from loopq.models.load import load_model
+from tests.support.remote import _saved
+from tests.support.systems import CASES, build
+
+
+def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path) -> None:
+    folder = _saved("transformers HRM-Text", tmp_path)
+    model = build(CASES["transformers HRM-Text"])
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no weights in it"):
+        load_model(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pickles \(pytorch_model\.bin\)"):
+        load_model(folder)
+    assert load_model(folder, allow_pickle=True).system.name == "hrm_text"
+
+
+def test_pooler_may_be_missing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = _saved("transformers ALBERT", tmp_path)
+    tensors = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    report = load_model(folder).report
+    assert report.missing == ("pooler.bias", "pooler.weight")
+    # What is drawn in its place is the same each time: equal work gives equal bytes.
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    one, other = (load_model(folder).model.pooler.weight for _ in range(2))
+    assert torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_remote_code_runs_only_when_trusted(remote_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"code of its own \(modeling_loop\.py\).*--trust-remote-code"):
+        load_model(remote_folder)
+    loaded = load_model(remote_folder, trust_remote_code=True)
+    assert loaded.system.name == "nanbeige"
+    assert "modeling_loop.py" in loaded.side_files
+
+
+def test_remote_code_that_fails_names_a_version_to_try(remote_folder: Path) -> None:
+    code = (remote_folder / "modeling_loop.py").read_text()
+    (remote_folder / "modeling_loop.py").write_text(code.replace("self.post_init()", "self.gone_in_5()"))
+    with pytest.raises(CheckpointError, match=r"gone_in_5.*pip install 'transformers==4\.57\.6'"):
+        load_model(remote_folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "trusted", "expected"),
+    [
+        ({"architectures": ["HrmTextForCausalLM"]}, False, "AutoModelForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, False, "AutoModelForCausalLM"),
+        ({"architectures": ["AlbertForMaskedLM"]}, False, "AutoModelForMaskedLM"),
+        ({"architectures": ["AlbertModel"]}, False, "AutoModel"),
+        ({"model_type": "mamba"}, False, "AutoModelForCausalLM"),
+        ({"model_type": "albert"}, False, "AutoModel"),
+        ({"auto_map": {"AutoModel": "a.B"}, "architectures": ["XForCausalLM"]}, True, "AutoModel"),
+        (
+            {"auto_map": {"AutoModel": "a.B"}, "architectures": ["XForCausalLM"]},
+            False,
+            "AutoModelForCausalLM",
+        ),
+    ],
+)
+def test_auto_class(config: dict[str, Any], trusted: bool, expected: str) -> None:
+    assert auto_class(config, trusted) == expected
+
+
+def test_hub_ids_and_only_those_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def download(hub_id: str, **settings: Any) -> str:
+        asked.append((hub_id, settings["revision"], "*.bin" in settings["allow_patterns"]))
+        return str(folder)
+
+    folder = _saved("transformers HRM-Text", tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    load_model(folder)
+    assert asked == []
+    assert load_model("owner/name", revision="abc").system.name == "hrm_text"
+    assert asked == [("owner/name", "abc", False)]

@@ -1,0 +1,45 @@
+"""Small models that the paper's tables are made of, and a diagnosis with the paper's sections."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loopq.diagnose import survey
+from loopq.diagnose.config import DiagnoseConfig
+from loopq.diagnose.context import Context
+from loopq.paper import compared
+from loopq.paper.bench import Bench
+from loopq.settings.execution import Execution
+from tests.support.looptoys import LinearLoop, LinearSystem, tokens
+from tests.support.paper import bench
+
+CONFIG = DiagnoseConfig(n_prompts=2, n_jacobian_prompts=2, seeds=(0,), n_directions=4)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread of torch, few resamples of an interval."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(compared, "N_RESAMPLES", 200)
+
+
+@pytest.fixture(scope="session")
+def huginn() -> Bench:
+    """The embedded model at small settings; what was collected of it is shared."""
+    return bench("huginn_small")
+
+
+@pytest.fixture(scope="session")
+def found():
+    """A diagnosis of the linear toy: the paper's sections alone."""
+    return survey.diagnose(
+        Context(
+            LinearSystem(LinearLoop(width=8)),
+            tokens(n_prompts=3, n_tokens=12),
+            5,
+            CONFIG,
+            execution=Execution(threads=1),
+        ),
+        only=["displacement", "perturbation", "jacobian", "bypass"],
+    )

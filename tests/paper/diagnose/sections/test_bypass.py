@@ -1,0 +1,7 @@
+"""The section `bypass` of a diagnosis."""
+
+from __future__ import annotations
+
+
+def test_its_data_has_what_the_page_reads(found):
+    assert set(found["sections"]["bypass"]) == {"bypass_agreement", "rows", "settings"}

@@ -1,0 +1,29 @@
+"""What every method shares: one factor for one input."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import loopq._native as native
+from loopq.quantizers import Problem
+from loopq.quantizers.config import LayerConfig
+from tests.support.kills import counting
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq-cd"])
+def test_queries_keys_and_values_share_one_factor(method, monkeypatch):
+    rng = np.random.default_rng(0)
+    x, shared, made = rng.normal(size=(64, 16)), {}, []
+    config = LayerConfig.of(method=method, bits=3, group_size=8)
+    weights = rng.normal(size=(3, 4, 16)).astype(np.float32)
+
+    def layers(shared):
+        problems = [Problem("x", w, x.T @ x, config.grid, threads=1, shared=shared()) for w in weights]
+        return [config.quantize(problem) for problem in problems]
+
+    alone = layers(dict)
+    monkeypatch.setattr(native, "DampedFactor", counting(native.DampedFactor, made))
+    together = layers(lambda: shared)
+    assert len(made) == 1
+    assert all(a.same_as(b) for a, b in zip(alone, together, strict=True))

@@ -1,0 +1,9 @@
+"""What each layer costs, on the page."""
+
+from __future__ import annotations
+
+from tests.support.pages import check_figure
+
+
+def test_its_figure_has_units(diagnosis):
+    check_figure(diagnosis, "ablation", "ablation")

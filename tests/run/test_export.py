@@ -1,0 +1,87 @@
+"""Export of a checkpoint: the logits before and after, refusals before the work."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import benches.zoo.models  # noqa: F401  registers the classes
+import loopq
+from loopq.errors import CheckpointError
+from loopq.formats import native as store
+from loopq.formats.convert import read_any, write_as
+from loopq.run.export import export
+
+
+def test_export_compares_logits(solved, tmp_path):
+    for form in ("native", "compressed-tensors", "gptq", "gptq_v2"):
+        done = export(solved, tmp_path / form, form)
+        assert (done.n_prompts, done.difference) == (2, 0.0)
+        assert done.lines()[-1] == "logits of 2 prompts: largest difference 0"
+        assert done.lines()[-2] == "read back from disk: 9 layers equal, number by number"
+
+
+def test_export_says_why_logits_were_not_compared(solved, tmp_path):
+    whole = store.read(solved)
+    del whole.side_files["config.json"]
+    write_as(tmp_path / "bare", whole, "native")
+    done = export(tmp_path / "bare", tmp_path / "ct", "compressed-tensors")
+    assert done.difference is None
+    assert "logits not compared: the checkpoint carries no config.json" in done.lines()[-1]
+
+
+def test_export_finds_logits_that_differ(solved, tmp_path, monkeypatch):
+    values = iter([np.zeros(3), np.ones(3)])
+    monkeypatch.setattr("loopq.run.export._logits", lambda *a: next(values))
+    with pytest.raises(CheckpointError, match="logits differ by 1 from those before"):
+        export(solved, tmp_path / "x", "gptq")
+    assert not list(tmp_path.glob("*x*")), "what was not verified has no name"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--asymmetric", "--format", "gptq"], "use the format 'gptq_v2'"),
+        (["--group-size", "24", "--format", "compressed-tensors"], "choose what to do with it"),
+        (["--group-size", "24", "--format", "compressed-tensors", "--ragged", "keep"], "cannot keep it"),
+        (["--layer", "*mlp*=>group_size=16", "--format", "marlin"], "Marlin holds groups of 128"),
+        (["--bits", "3", "--format", "marlin"], "symmetric INT4 alone"),
+        (
+            ["--layer", "*adapter*=>rotation=hadamard:16", "--format", "gptq"],
+            r"transformed input \(1 such layers\)",
+        ),
+        (["--method", "awq", "--format", "gptq_v2"], "transformed input"),
+    ],
+)
+def test_a_format_that_cannot_hold_the_grid_is_refused_before_the_run(
+    tiny_folder, tmp_path, capsys, monkeypatch, options, match
+):
+
+    from loopq.cli import main
+
+    monkeypatch.setattr(loopq, "quantize", lambda *a, **k: pytest.fail("ran"))
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--group-size", "-1", *options]
+    assert main([*args, "--n-prompts", "2", "--seq-len", "16"]) == 1
+    assert re.search(match, capsys.readouterr().err)
+    assert not (tmp_path / ".q.work").exists()
+
+
+def test_what_was_solved_is_kept_where_only_the_export_fails(tiny_folder, tmp_path, capsys, monkeypatch):
+    """Another format goes on from it: no layer is solved again."""
+    from loopq.cli import main
+    from loopq.quantizers.rtn import RTN
+
+    args = ["quantize", str(tiny_folder), "--out", str(tmp_path / "q"), "--format", "gptq", "--method", "rtn"]
+    more = ["--group-size", "16", "--scale-dtype", "float32", "--n-prompts", "2", "--seq-len", "16"]
+    assert main([*args, *more]) == 1
+    error = capsys.readouterr().err
+    assert "cannot hold" in error
+    assert f"{tmp_path / '.q.work'}: what was solved is kept here" in error
+    assert not (tmp_path / "q").exists()
+    monkeypatch.setattr(RTN, "quantize", lambda *a, **k: pytest.fail("solved again"))
+    args[args.index("gptq")] = "compressed-tensors"
+    assert main([*args, *more]) == 0
+    assert len(read_any(tmp_path / "q").layers) == 9
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".q")] == []

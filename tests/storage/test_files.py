@@ -1,0 +1,216 @@
+"""Tensors in files: headers, links, leftovers, writers beside each other."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import numpy as np
+import pytest
+import safetensors
+
+from loopq.errors import CheckpointError, SystemContractError
+from loopq.formats.convert import read_any, write_as
+from loopq.storage.files import (
+    RawTensor,
+    check_new,
+    inside,
+    map_tensors,
+    new_folder,
+    own_folder,
+    read_header,
+    read_json,
+    read_tensors,
+    remove_leftovers,
+    remove_own,
+    replacing,
+    write_tensors,
+)
+from loopq.systems.base import SharedParameter
+
+from ..support.checkpoints import checkpoint, layer, reseal
+
+
+def test_tensors_are_those_of_the_safetensors_library(tmp_path):
+    rng = np.random.default_rng(0)
+    made = {
+        "a": RawTensor.of(rng.integers(0, 2**16, (3, 5)).astype(np.uint16), "BF16"),
+        "b": RawTensor.of(rng.normal(size=(2, 0, 4))),
+        "c": RawTensor.of(np.float16(rng.normal(size=7))),
+        "d": RawTensor.of(np.array(3, np.int8)),
+        "e": RawTensor.of(rng.integers(0, 2, 9).astype(bool)),
+    }
+    write_tensors(tmp_path / "x.safetensors", made, {"key": "value"})
+    found = read_tensors(tmp_path / "x.safetensors")
+    for name, tensor in map_tensors(tmp_path / "x.safetensors").items():
+        assert (tensor.dtype, tensor.shape) == (found[name].dtype, found[name].shape)
+        np.testing.assert_array_equal(tensor.data, found[name].data)
+    library = dict(safetensors.deserialize((tmp_path / "x.safetensors").read_bytes()))
+    assert set(found) == set(library) == set(made)
+    for name, tensor in found.items():
+        assert (tensor.dtype, list(tensor.shape)) == (library[name]["dtype"], list(library[name]["shape"]))
+        assert tensor.data.tobytes() == bytes(library[name]["data"]) == made[name].data.tobytes()
+    assert read_header(tmp_path / "x.safetensors")[1] == {"key": "value"}
+
+
+def test_mapped_tensors_are_read_only_aligned_and_outlive_the_file(tmp_path):
+    """Other writers need not align what they write: such a tensor is read. A file that is replaced stays as it was."""
+    path = tmp_path / "x.safetensors"
+    entry = (
+        '{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}'
+    )
+    header = f'{{"a":{entry}}}'.encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x07" + np.float32([1.5, -2]).tobytes())
+    found = map_tensors(path)
+    assert found["b"].array().flags.aligned
+    write_tensors(path, {"a": RawTensor.of(np.zeros(1000))})
+    assert found["a"].data.tolist() == [7]
+    assert found["b"].float32().tolist() == [1.5, -2]
+    big = map_tensors(path)["a"]
+    with pytest.raises(ValueError, match="read-only"):
+        big.data[0] = 1
+    path.unlink()
+    assert not big.array().any()
+
+
+ENTRY = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "match"),
+    [
+        (f'{{"a":{ENTRY},"a":{ENTRY}}}', 8, "'a' stands twice in an object"),
+        (f'{{"a":{ENTRY},"b":{ENTRY}}}', 8, "damaged, truncated or not a safetensors file"),
+        ('{"a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', 12, "damaged"),
+        (f'{{"a":{ENTRY}}}', 9, "damaged"),
+        (f'{{"a":{ENTRY}}}', 7, "damaged"),
+        ('{"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}}', 8, "damaged"),
+        ('{"a":{"dtype":"F32","shape":[-1,-2],"data_offsets":[0,8]}}', 8, "damaged"),
+        (f'{{"a":{ENTRY},"__metadata__":[]}}', 8, "damaged"),
+        ("[]", 8, "damaged"),
+        (
+            '{"a":{"dtype":"F8_E8M0","shape":[8],"data_offsets":[0,8]}}',
+            8,
+            "tensor 'a' is F8_E8M0; known: F64",
+        ),
+        ("", 0, "damaged"),
+    ],
+)
+def test_a_header_that_the_format_forbids(tmp_path, header, body, match):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + bytes(body))
+    with pytest.raises(CheckpointError, match=match) as refused:
+        read_tensors(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "folder", "device"):
+        for read in (read_json, read_tensors):
+            with pytest.raises(CheckpointError, match=f"{name}: not a plain file"):
+                read(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"loop: cannot be read \(Too many levels of symbolic links\)"):
+        read_json(tmp_path / "loop")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(CheckpointError, match="large: 68719476736 bytes; allowed: 268435456"):
+        read_json(tmp_path / "large")
+
+
+def test_links_may_stay_inside_or_lead_to_the_blobs_of_the_hub_cache(tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for place in (snapshot, blobs, tmp_path):
+        (place / "file").write_text("{}")
+    for name, target, fine in (
+        ("in", "file", True),
+        ("blob", "../../blobs/file", True),
+        ("out", "../../file", False),
+    ):
+        (snapshot / name).symlink_to(target)
+        if fine:
+            assert read_json(inside(snapshot, name)) == {}
+        else:
+            with pytest.raises(CheckpointError, match="out: a link that leads out of the folder"):
+                inside(snapshot, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil.sh", "/abs", "a/b", "..", ".hidden", "", "a\\b", "C:x", "a\nb", "a\0b", "x" * 201]
+)
+def test_no_name_of_a_file_leads_out(tmp_path, name):
+    whole = checkpoint(layer(8, 32))
+    whole.side_files[name] = b"#!/bin/sh"
+    with pytest.raises(CheckpointError, match="allowed: a plain name, no path"):
+        write_as(tmp_path / "q", whole, "native")
+    del whole.side_files[name]
+    write_as(tmp_path / "p" / "q", whole, "native")
+    index = tmp_path / "p" / "q" / "loopq.json"
+    reseal(index, lambda d: d["files"].append(d["files"][0] | {"file": name}))
+    with pytest.raises(CheckpointError, match=r"loopq\.json: files\[5\]\.file: .*; allowed: a plain name"):
+        read_any(index.parent)
+    with pytest.raises(SystemContractError, match=r"parameter: .*; allowed: a plain name"):
+        SharedParameter(name, ("x",), 8, 8, "out_in", 1, "mlp")
+    assert [p.name for p in tmp_path.iterdir()] == ["p"]
+
+
+def test_leftovers_of_dead_processes_alone_are_removed(tmp_path):
+    dead = os.fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    with replacing(tmp_path / "file") as alive:
+        own = f"-{os.getpid()}-"
+        stale = alive.with_name(alive.name.replace(own, f"-{dead}-"))
+        stale.touch()
+        alive.touch()
+        unmarked = tmp_path / stale.name.replace("tmp", "partial")
+        unmarked.mkdir()
+        (unmarked / "precious").touch()
+        marked = own_folder(tmp_path / unmarked.name.replace("file", "folder"))
+        (tmp_path / ".file.tmp").touch()
+        remove_leftovers(tmp_path)
+        left = {p.name for p in tmp_path.iterdir()}
+        assert left == {alive.name, unmarked.name, ".file.tmp"}
+        assert not marked.exists()
+
+
+def test_a_folder_that_loopq_did_not_make_is_neither_used_nor_removed(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="was not made by loopq"):
+        own_folder(work)
+    remove_own(work)
+    (tmp_path / "link").symlink_to(own_folder(tmp_path / "own"))
+    remove_own(tmp_path / "link")
+    assert (tmp_path / "own").is_dir()
+    with pytest.raises(CheckpointError, match="was not made by loopq"):
+        own_folder(tmp_path / "link")
+    assert (work / "precious").read_text() == "x"
+
+
+def test_two_writers_of_one_folder_do_not_mix(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"out: cannot be written \(Directory not empty\)"):
+        with new_folder(out, 0) as first:
+            (first / "a").touch()
+            with new_folder(out, 0) as second:
+                assert first != second
+                (second / "b").touch()
+    assert [p.name for p in tmp_path.rglob("*")] == ["out", "b"]
+
+
+def test_a_link_is_refused_as_output_before_the_work(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(
+        CheckpointError, match=rf"link: a symbolic link; name the folder itself: {tmp_path}/real"
+    ):
+        check_new(tmp_path / "link")

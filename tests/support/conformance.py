@@ -1,0 +1,246 @@
+"""What every looped system must show, on every tiny model of it that there is.
+
+Repeatability, counts of calls, single steps and initial states are checked through `loopq check`, as users check their
+own models; the tests beside it are of what that command does not look at. Of a system without a single-step function
+`Conformance` is tested, of one with it `SteppingConformance`: ``class TestHuginn(SteppingConformance)`` with its name
+as `system`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from loopq.calibrate.hooks import Observer
+from loopq.diagnose.feedback import intervened
+from loopq.diagnose.rollouts import trace
+from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.gradients.unroll import unroll
+from loopq.models.check import check_model
+from loopq.systems.base import LoopedSystem
+from tests.support.systems import CASES, Case, as_loaded, open_system, prompts
+
+# Systems whose depth cannot be chosen.
+_BUILT_IN = ("control", "generic", "mamba", "trm", "zamba")
+
+
+def _watch(system: LoopedSystem, n_steps: int, run_at: int, case: Case) -> dict[str, dict[int, int]]:
+    """Rows that each parameter saw at each step, declared for `n_steps` and run at `run_at`."""
+    rows: dict[str, dict[int, int]] = {}
+
+    def sink(parameter: Any, step: int, values: torch.Tensor) -> None:
+        assert values.shape[1] == parameter.in_features
+        found = rows.setdefault(parameter.name, {})
+        # An expert may be left out by any step; no other weight is.
+        assert step > max(found, default=-1) if parameter.routed_in else step == len(found)
+        found[step] = values.shape[0]
+
+    batch = prompts(case)
+    with (
+        Observer(system, system.shared_parameters(n_steps), sink) as observer,
+        observer.rollout(batch),
+    ):
+        assert not system.rollout(batch, run_at).requires_grad
+    return rows
+
+
+class Conformance:
+    """What a system must show; `system` is its name in the registry.
+
+    A test that takes `case` runs on each tiny model of the system, one that takes `core` on those
+    that are no variant of another.
+    """
+
+    system: ClassVar[str]
+    steps: ClassVar[bool] = False
+    # transformers says so where its optional kernels are absent.
+    pytestmark = pytest.mark.filterwarnings("ignore:.*(mamba_ssm|causal_conv1d|fast path|kernels).*")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give each test the models that it asks for."""
+        cases = {name: case for name, case in CASES.items() if case.system == self.system}
+        core = {name: case for name, case in cases.items() if not case.variant} or cases
+        stepping = {name: case for name, case in core.items() if case.steps}
+        if "n_steps" in metafunc.fixturenames:
+            each = [(f"{name}, {n} steps", case, n) for name, case in cases.items() for n in case.depths]
+            names = [name for name, _, _ in each]
+            metafunc.parametrize(("case", "n_steps"), [(case, n) for _, case, n in each], ids=names)
+            return
+        for argument, of in (("case", cases), ("core", core), ("stepping", stepping)):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, of.values(), ids=of.keys())
+
+    def test_it_has_tiny_models_and_a_step_only_where_this_is_said(self) -> None:
+        steps = {case.steps for case in CASES.values() if case.system == self.system and not case.variant}
+        assert (True in steps) == self.steps
+
+    def test_the_checks_of_loopq_check_pass(self, case: Case, n_steps: int) -> None:
+        system = open_system(case)
+        report = check_model(as_loaded(system), n_steps=n_steps)
+        assert report.ok, "\n".join(report.lines())
+        verdicts = {v.check: v.ok for v in report.verdicts}
+        assert len(verdicts) == 9
+        assert verdicts["initial state"] == (True if system.state_is_random else None)
+        assert verdicts["single steps"] == (True if case.steps else None)
+
+    def test_the_checks_pass_in_bfloat16(self, core: Case) -> None:
+        system = open_system(core)
+        system.model.to(torch.bfloat16)
+        report = check_model(as_loaded(system))
+        assert report.ok, "\n".join(report.lines())
+
+    def test_system_is_found_by_structure(self, case: Case) -> None:
+        system = open_system(case)
+        assert system.name == case.system
+        assert system.n_steps == case.depths[0]
+        assert system.summary
+        assert system.has_steps == case.steps
+        if not case.steps:
+            with pytest.raises(SystemContractError, match=r"no single-step function"):
+                system.step(torch.zeros(1, 1, 1), None, 0, system.n_steps)
+
+    def test_hooks_see_what_is_declared_in_its_order(self, case: Case) -> None:
+        system = open_system(case)
+        n_steps = case.depths[0]
+        shared = system.shared_parameters(n_steps)
+        rows = _watch(system, n_steps, n_steps, case)
+        assert len(shared) == case.n_shared
+        experts = {p.name: p.invocations for p in shared if p.routed_in}
+        assert [(p.name, p.invocations) for p in shared if not p.routed_in] == [
+            (name, len(r)) for name, r in rows.items() if name not in experts
+        ]
+        assert all(r > 0 for steps in rows.values() for r in steps.values())
+        assert all(step < n for name, n in experts.items() for step in rows.get(name, ()))
+        whole = prompts(case).input_ids.numel()
+        assert all(r <= whole for name in experts for r in rows.get(name, {}).values())
+
+    def test_declarations_fit_the_parameters(self, case: Case) -> None:
+        system = open_system(case)
+        shared = system.shared_parameters(case.depths[0])
+        objects = [system.parameter(p) for p in shared]
+        assert len({id(o) for o in objects}) == len(objects)
+        for parameter, found in zip(shared, objects, strict=True):
+            shape = (parameter.out_features, parameter.in_features)
+            assert tuple(found.shape) == (shape if parameter.orientation == "out_in" else shape[::-1])
+            assert (parameter.treatment == "gptq") == (parameter.reason == "")
+        declared = {id(o) for o in objects}
+        for name, reason in system.left_out().items():
+            assert id(system.model.get_parameter(name)) not in declared
+            assert reason
+
+    def test_settings_and_global_generator_are_left_as_they_were(self, case: Case) -> None:
+        system = open_system(case)
+        config = getattr(system.model, "config", None)
+        before = dict(vars(config)) if config is not None else {}
+        attributes = set(vars(system.model))
+        for n_steps in case.depths:
+            system.rollout(prompts(case), n_steps)
+        torch.manual_seed(5)
+        state = torch.get_rng_state()
+        system.shared_parameters(case.depths[0])
+        if system.has_steps:
+            system.initial_state(prompts(case), system.embed(prompts(case)))
+        assert torch.equal(state, torch.get_rng_state())
+        assert (dict(vars(config)) if config is not None else {}) == before
+        assert set(vars(system.model)) == attributes
+        assert not system.model.training
+
+    def test_seed_matters_exactly_where_the_state_is_random(self, core: Case) -> None:
+        system = open_system(core)
+        n_steps = core.depths[0]
+        first = system.rollout(prompts(core, seed=0), n_steps)
+        other = system.rollout(prompts(core, seed=1), n_steps)
+        assert torch.equal(first, other) != system.state_is_random
+
+    def test_output_does_not_depend_on_the_batch(self, core: Case) -> None:
+        system = open_system(core)
+        n_steps = core.depths[0]
+        whole = system.rollout(prompts(core, 3), n_steps)
+        part = system.rollout(prompts(core, 2, first=1), n_steps)
+        torch.testing.assert_close(whole[1:], part, rtol=1e-4, atol=1e-4)
+
+    def test_wrong_depth_and_a_second_rollout_in_one_scope_are_refused(self, core: Case) -> None:
+        """A cached generation is a rollout for every token: its calls must not be taken for further steps."""
+        system = open_system(core)
+        batch, n_steps = prompts(core), core.depths[0]
+        with pytest.raises(ConfigError, match=r"n_steps"):
+            system.rollout(batch, -1)
+        if system.name in _BUILT_IN:
+            with pytest.raises(ConfigError, match=r"n_steps"):
+                system.rollout(batch, n_steps + 1)
+        for other in core.depths[1:]:
+            with pytest.raises(CalibrationError, match=r"declares"):
+                _watch(system, n_steps, other, core)
+        with (
+            Observer(system, system.shared_parameters(n_steps), lambda *_: None) as observer,
+            pytest.raises(CalibrationError, match=r"invocation"),
+            observer.rollout(batch),
+        ):
+            system.rollout(batch, n_steps)
+            system.rollout(batch, n_steps)
+
+    def test_writing_one_weight_reaches_every_owner_and_changes_the_output(self, core: Case) -> None:
+        system = open_system(core)
+        n_steps = core.depths[0]
+        batch = prompts(core)
+        before = system.rollout(batch, n_steps)
+        names = {name: p.clone() for name, p in system.model.named_parameters()}
+        declared = system.shared_parameters(n_steps)
+        for shared in declared[:: max(1, len(declared) // 3)]:
+            weight = system.parameter(shared)
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight.mul_(0.5)
+            assert not torch.equal(system.rollout(batch, n_steps), before), shared.name
+            changed = [n for n, p in system.model.named_parameters() if not torch.equal(p, names[n])]
+            assert changed == [shared.name]
+            with torch.no_grad():
+                weight.copy_(kept)
+        assert torch.equal(system.rollout(batch, n_steps), before)
+
+
+class SteppingConformance(Conformance):
+    """What a system with a single-step function must show besides."""
+
+    steps = True
+
+    def test_unrolled_and_diagnosed_rollouts_are_the_rollout(self, stepping: Case) -> None:
+        """Also where reading the state out is itself the last pass through the loop's weights."""
+        system, n_steps = open_system(stepping), stepping.depths[0]
+        batch = prompts(stepping)
+        expected = system.rollout(batch, n_steps)
+        torch.testing.assert_close(unroll(system, batch, n_steps).detach(), expected, rtol=1e-5, atol=1e-5)
+        run = trace(system, batch, n_steps)
+        assert len(run.states) == system.n_updates(n_steps) + 1
+        assert list(run.outputs) == list(range(1, n_steps + 1))
+        torch.testing.assert_close(run.outputs[n_steps], expected.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            intervened(system, batch, n_steps, run, 1.0), run.states[-1], rtol=0, atol=0
+        )
+
+    def test_step_keeps_the_graph(self, stepping: Case) -> None:
+        system = open_system(stepping)
+        batch = prompts(stepping, n_prompts=1)
+        with torch.no_grad():
+            embedding = system.embed(batch)
+            start = system.initial_state(batch, embedding)
+        state = start.clone().requires_grad_()
+        after = system.step(state, embedding, 0, stepping.depths[0])
+        assert after.shape == state.shape
+        (gradient,) = torch.autograd.grad(after.square().sum(), state)
+        assert torch.isfinite(gradient).all()
+        assert gradient.abs().sum() > 0
+
+
+def gradients_are_those_of_the_unrolled_loop(name: str) -> None:
+    """Of a class that runs a depth which is one number without gradient."""
+    system = open_system(CASES[name])
+    batch, shared = prompts(CASES[name]), system.shared_parameters(3)
+    weights = [system.parameter(p) for p in shared]
+    with system.differentiable():
+        found = torch.autograd.grad(system.rollout(batch, 3).square().sum(), weights, allow_unused=True)
+    expected = torch.autograd.grad(unroll(system, batch, 3).square().sum(), weights, allow_unused=True)
+    for parameter, a, b in zip(shared, found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=parameter.name)

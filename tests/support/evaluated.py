@@ -1,0 +1,7 @@
+"""What the tests of measurements share."""
+
+from __future__ import annotations
+
+import benches.zoo.chains  # noqa: F401  registers the letter task
+
+FEW = ("--n-prompts", "4", "--seq-len", "24")

@@ -1,0 +1,36 @@
+"""A loop with everything that hides from hooks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from loopq.systems.base import Batch
+
+
+class Odd(nn.Module):
+    """A loop with everything that hides from hooks: a bare parameter, a weight without a call, an idle layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.loop = nn.Linear(8, 8)
+        self.twin = nn.Linear(8, 8)
+        self.twin.weight = self.loop.weight
+        self.hidden = nn.Linear(8, 8, bias=False)
+        self.bare = nn.Parameter(torch.randn(8, 8))
+        self.idle = nn.Linear(8, 8)
+        self.once = nn.Linear(8, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            x = self.twin(torch.tanh(self.loop(x)))
+            x = F.linear(x, self.hidden.weight) + x[:, :1] @ self.bare
+        x = self.loop(x[:, -1:]) + x
+        return self.once(x)
+
+
+def _ids(n: int = 3) -> Batch:
+    return Batch(torch.randint(0, 60, (n, 5), generator=torch.Generator().manual_seed(0)), tuple(range(n)))

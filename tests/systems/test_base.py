@@ -1,0 +1,73 @@
+"""What every adapter stands on: declarations, the code of models, routing."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.systems.base import gates, routing_module
+from tests.support.experts import routed_loop
+from tests.support.odd_models import quantized
+
+from ..soak.inputs import Loop
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_weight_that_is_computed_is_called_so(name):
+    made = getattr(nn.utils.parametrizations, name)(nn.Linear(16, 16))
+    with pytest.raises(
+        SystemContractError, match=r"Loop: core: its weight is computed from other parameters"
+    ):
+        quantized(Loop(made))
+    nn.utils.parametrize.remove_parametrizations(made, "weight")
+    assert len(quantized(Loop(made)).layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Loop(nn.LazyLinear(16)), r"core\.weight has no values \(lazy module"),
+        (lambda: Loop().to("meta"), r"embed\.weight has no values \(device meta"),
+    ],
+)
+def test_parameters_without_values(make, match):
+    with pytest.raises(ConfigError, match=match):
+        quantized(make())
+
+
+class Fails(Loop):
+    """Its core fails at a step, from a call on."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.calls, self.first = 0, first
+
+    def step(self, x, t):
+        self.calls += 1
+        if self.calls > self.first:
+            raise ValueError("boom\nand more")
+        return x + self.core(x)
+
+
+@pytest.mark.parametrize(
+    ("first", "match"),
+    [
+        (0, "trial run, before the first layer: the model raises ValueError: boom$"),
+        (3, r"trial run, after layer core\.weight was called at step 2: the model raises ValueError: boom$"),
+        (6, r"rollout of prompt 0, after layer core\.weight was called at step 1: the model raises"),
+    ],
+)
+def test_what_a_forward_raises_names_the_step_and_the_layer(first, match):
+    with pytest.raises(CalibrationError, match=match):
+        quantized(Fails(first), method="gptq", inputs="open")
+
+
+def test_a_module_stands_in_the_list_nearest_to_it() -> None:
+    model = routed_loop()
+    assert routing_module(model, "block.experts.1.up_proj") == "block"
+    assert routing_module(model, "block.mix") is None
+    assert routing_module(model, "block.experts.1.up_proj", "block.experts") is None
+    whole = nn.ModuleList([model])
+    assert routing_module(whole, "0.block.mix", "0") is None
+    assert gates(model, ["block"]).keys() == {"block.gate.weight"}

@@ -1,0 +1,9 @@
+"""Zamba: one block that is called between Mamba layers; what every system must show."""
+
+from __future__ import annotations
+
+from tests.support.conformance import Conformance
+
+
+class TestZamba(Conformance):
+    system = "zamba"

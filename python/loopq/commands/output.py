@@ -35,6 +35,7 @@ class _Report:
     proxy_rtn: float | None = None
     proxy_total: float | None = None
     metric: str | None = None
+    levels: str | None = None
 
     def loss(self, value: float | None) -> str | None:
         """A proxy loss relative to that of the weight itself."""
@@ -50,7 +51,7 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
             "x".join(map(str, r.shape)),
             r.method_asked,
             r.method_done,
-            f"INT{r.bits}",
+            f"INT{r.bits}" if r.levels is None else f"{r.levels} {r.bits}",
             r.group_size if r.group_size != -1 else "row",
             short(r.damping),
             _rows(r.n_rows, r.step_rows),

@@ -122,6 +122,8 @@ class Problem:
         `more` is what a grid of its own kind has besides the settings (`GridSettings.grid`).
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
+        if self.grid.levels != "even":
+            report["levels"] = self.grid.levels
         return QuantizedLayer(
             name=self.name,
             grid=self.grid.grid(**more) if more else self.codes_on,

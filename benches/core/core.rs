@@ -12,7 +12,7 @@ use loopq_core::coordinate::{coordinate, Settings as Coordinate};
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{eigvalsh, DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{Grid, ScaleType, Search};
+use loopq_core::grid::{Grid, ScaleType, Search, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::simd::{tile_pairs, Isa, Real, MR};
 use loopq_core::{pack, Cancel, Execution, Weight};
@@ -108,7 +108,7 @@ fn solve(c: &mut Criterion) {
             signed: false,
             scale_type: ScaleType::F32,
             search: Search::Max,
-            trellis: None,
+            values: Values::Even,
         };
         let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa: Isa::best() };
         let cancel = Cancel::new();
@@ -147,7 +147,7 @@ fn descent(c: &mut Criterion) {
         signed: true,
         scale_type: ScaleType::F16,
         search: Search::Mse,
-        trellis: None,
+        values: Values::Even,
     };
     let settings = Coordinate { grid, beam: 16, sweeps: 30, rounds: 4, refit: true };
     let cancel = Cancel::new();

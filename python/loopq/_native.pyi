@@ -33,6 +33,7 @@ __all__ = [
     "cpu_read",
     "dequantize",
     "eigvalsh",
+    "fit_levels",
     "gptq",
     "gptq_cd",
     "kernel_sources",
@@ -299,16 +300,21 @@ class Grid:
         Codes ``-2^(b-1)..2^(b-1)-1`` with ``scale = max|w| / (2^(b-1)-1)``, or ``0..2^b-1`` with a zero point.
     signed : bool
         Let solvers that search the sign make scales of a symmetric grid negative.
-    scale_dtype : {'float32', 'float16', 'bfloat16'}
+    scale_dtype : {'float32', 'float16', 'bfloat16', 'float8_e4m3fn', 'float8_e8m0fnu'}
         Type that scales are rounded to before codes are computed.
     scale_bits : int, optional
         Significant bits that scales keep, the leading one included; all of the type when absent.
+    scale_exponent : int
+        Scales of float8_e4m3fn are times two to this power.
     scale_search : {'max', 'half-range', 'mse'}
         Scale from the largest magnitude: that of the highest code, or of half the range of the codes; or the best of 70
         shrunken ones by square error.
     trellis : tuple of int, optional
         Bits of a state, from ``bits + 2`` to 16, and rows of a stream, where the codes are on a trellis
         (docs/formats/trellis.md): 2, 3 or 4 bits, symmetric.
+    levels : list of int, optional
+        What codes stand for from the lowest on, in sixteenths of the scale (docs/formats/levels.md): ascending, from
+        -127 to 127, symmetric codes.
 
     Raises
     ------
@@ -325,9 +331,35 @@ class Grid:
         signed: bool = False,
         scale_dtype: str = "float32",
         scale_bits: int | None = None,
+        scale_exponent: int = 0,
         scale_search: Literal["max", "half-range", "mse"] = "max",
         trellis: tuple[int, int] | None = None,
+        levels: list[int] | None = None,
     ) -> Grid: ...
+
+def fit_levels(
+    w: NDArray[np.float32], weights: NDArray[np.float64], grid: Grid, *, threads: int = 0
+) -> list[int]:
+    """Return the levels of least square error for a weight, from those of the grid on.
+
+    Scales, codes and levels are found in turn, each best given the others.
+
+    Parameters
+    ----------
+    w : ndarray of float32, shape (m, dim)
+        Rows are outputs.
+    weights : ndarray of float64, shape (dim,)
+        How much square errors of a column count.
+    grid : Grid
+        One with levels.
+    threads : int
+        Number of threads; 0 for all.
+
+    Raises
+    ------
+    loopq.errors.ConfigError
+        A grid without levels.
+    """
 
 def rtn(w: NDArray[np.float32], grid: Grid, *, threads: int = 0) -> dict[str, Any]:
     """Round every weight to the nearest point of its group's grid.

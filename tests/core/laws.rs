@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use loopq_core::dump::{RowType, Rows};
 use loopq_core::factor::{count_above, eigvalsh, DampedFactor, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search};
+use loopq_core::grid::{dequantize, fitted, rtn, Grid, Quantized, ScaleType, Search, Table, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::pack::{dense, marlin, w4};
 use loopq_core::simd::{Isa, Real, MR};
@@ -57,7 +57,7 @@ fn hessian(dim: usize, n: usize, seed: u64) -> Vec<f64> {
 
 fn grid(bits: u32, group_size: usize) -> Grid {
     let (scale_type, search) = (ScaleType::F32, Search::Max);
-    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search, trellis: None }
+    Grid { bits, group_size, symmetric: true, signed: false, scale_type, search, values: Values::Even }
 }
 
 /// A Hessian with a fraction of its mean diagonal as damping, factored.
@@ -239,6 +239,53 @@ fn block_of(bits: &[u16], dim: usize, isa: Isa, threads: usize) -> Accumulator {
     sum
 }
 
+/// Even levels, and levels of a table.
+fn levels() -> impl Strategy<Value = Values> {
+    let table = Table::new(&[-124, -69, -34, -6, 18, 46, 79, 127]).unwrap();
+    prop::sample::select(vec![Values::Even, Values::Table(table)])
+}
+
+#[test]
+fn every_weight_gets_the_nearest_level() {
+    let levels: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+    let values = Values::Table(Table::new(&levels).unwrap());
+    let (rows, dim, group) = (6, 200, 64);
+    let w = noise(rows * dim, 8);
+    for search in [Search::Max, Search::Mse] {
+        let grid = Grid { search, values, signed: true, ..grid(4, group) };
+        let q = rtn(weight(&w, dim), &grid, &on(2)).unwrap();
+        for (at, (&code, &value)) in q.codes.iter().zip(&w).enumerate() {
+            let scale = q.scales[at / dim * dim.div_ceil(group) + at % dim / group];
+            let error = |level: i8| (f64::from(value) - f64::from(level) / 16.0 * f64::from(scale)).abs();
+            let least = levels.iter().map(|&level| error(level)).fold(f64::INFINITY, f64::min);
+            assert!(error(levels[usize::from(code)]) <= least * (1.0 + 1e-9), "{code} for {value}");
+        }
+    }
+}
+
+#[test]
+fn fitted_levels_have_no_more_error_than_the_ones_that_they_start_from() {
+    let start = Table::new(&[-127, -40, 40, 127]).unwrap();
+    let (rows, dim) = (50, 96);
+    // Most weights are small, and the large ones are on one side.
+    let w: Vec<f32> =
+        noise(rows * dim, 3).iter().map(|v| if *v > 0.8 { *v } else { v * v * v * 0.3 }).collect();
+    let energies: Vec<f64> = (0..dim).map(|j| 1.0 + (j % 7) as f64).collect();
+    let of = |table| Grid { search: Search::Mse, values: Values::Table(table), signed: true, ..grid(2, 32) };
+    let loss = |table| {
+        let q = rtn(weight(&w, dim), &of(table), &on(1)).unwrap();
+        let hat = dequantize(&q.codes, |c| table.level(c), &q.scales, None, rows, dim, 32).unwrap();
+        hat.iter().zip(&w).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
+    };
+    let even = vec![1.0; dim];
+    let found = fitted(weight(&w, dim), &even, &of(start), &on(1)).unwrap();
+    assert!(loss(found) < 0.9 * loss(start));
+    assert_eq!(found, fitted(weight(&w, dim), &even, &of(start), &on(4)).unwrap());
+    assert_ne!(found, fitted(weight(&w, dim), &energies, &of(start), &on(1)).unwrap());
+    assert!(fitted(weight(&w, dim), &even, &grid(2, 32), &on(1)).is_err());
+    assert!(fitted(weight(&w, dim), &even[1..], &of(start), &on(1)).is_err());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 
@@ -356,10 +403,10 @@ proptest! {
     fn blocks_threads_and_vector_width_change_no_code(
         dim in 1_usize..260, rows in 1_usize..110, group in 1_usize..140, block in 1_usize..300, seed in 0_u64..99,
         scales in prop::sample::select(vec![Scales::Group, Scales::Static]),
-        search in prop::sample::select(vec![Search::Max, Search::Mse]),
+        search in prop::sample::select(vec![Search::Max, Search::Mse]), values in levels(),
     ) {
         let (w, h) = (noise(rows * dim, seed), hessian(dim, 40, seed + 1));
-        let grid = Grid { search, ..grid(3, group) };
+        let grid = Grid { search, values, signed: true, ..grid(3, group) };
         let expected = solve::<f32>(&w, &h, dim, &grid, options(scales, 128, Isa::PORTABLE), 1);
         for isa in Isa::available() {
             let got = solve::<f32>(&w, &h, dim, &grid, options(scales, block, isa), 2);
@@ -370,10 +417,11 @@ proptest! {
     #[test]
     fn threads_and_vector_width_change_no_path(
         dim in 1_usize..260, rows in 1_usize..30, group in 1_usize..140, seed in 0_u64..99,
-        beam in prop::sample::select(vec![2_usize, 7, 16]), symmetric in prop::bool::ANY,
+        beam in prop::sample::select(vec![2_usize, 7, 16]), symmetric in prop::bool::ANY, values in levels(),
     ) {
         let (w, h) = (noise(rows * dim, seed), hessian(dim, 40, seed + 1));
-        let grid = Grid { search: Search::Mse, symmetric, ..grid(3, group) };
+        let symmetric = symmetric || values != Values::Even;
+        let grid = Grid { search: Search::Mse, symmetric, values, ..grid(3, group) };
         let options = |isa| Options { beam, ..options(Scales::Static, 128, isa) };
         let expected = solve::<f64>(&w, &h, dim, &grid, options(Isa::PORTABLE), 1);
         for isa in Isa::available() {
@@ -505,7 +553,7 @@ fn identity_gives_rtn_and_scaling_changes_nothing() {
 #[test]
 fn short_scales_are_the_nearest_of_so_few_bits() {
     for (name, bits) in [("bfloat16", 5), ("float16", 8), ("float32", 1), ("bfloat16", 8)] {
-        let kind = ScaleType::parse(name, Some(bits)).unwrap();
+        let kind = ScaleType::parse(name, Some(bits), 0).unwrap();
         for x in noise(2000, 9).into_iter().map(f32::abs).filter(|&x| x > 1e-3) {
             let got = kind.round(f64::from(x));
             // The distance of neighbours with so many bits, at the power of two below the value.
@@ -514,7 +562,7 @@ fn short_scales_are_the_nearest_of_so_few_bits() {
             assert!((got - x).abs() <= unit / 2.0, "{name} {x} {got}");
         }
     }
-    let five = ScaleType::parse("bfloat16", Some(5)).unwrap();
+    let five = ScaleType::parse("bfloat16", Some(5), 0).unwrap();
     // Half way between 1.0 and 1.0625 goes to the even one, and so does half way above it; 1.99 carries to 2.
     assert_eq!([1.03125, 1.09375, 1.99].map(|x| five.round(x)), [1.0, 1.125, 2.0]);
 }
@@ -525,7 +573,7 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
     let h_view = Symmetric::f64(&h, dim).unwrap();
     let loss = |q: &Quantized| {
-        let hat = dequantize(&q.codes, &q.scales, Some(&q.zeros), rows, dim, 50).unwrap();
+        let hat = dequantize(&q.codes, f32::from, &q.scales, Some(&q.zeros), rows, dim, 50).unwrap();
         proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
     };
     for order in [Order::Natural, Order::Diagonal, Order::Conditional] {

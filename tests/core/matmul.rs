@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use half::bf16;
-use loopq_core::grid::{value, Grid, ScaleType, Search, Trellis};
+use loopq_core::grid::{value, Grid, ScaleType, Search, Table, Trellis, Values};
 use loopq_core::matmul::{multiply, pack, unpack, Codes, Engine, Inputs, Layout, Outputs, Plan, Precision};
 use loopq_core::{Cancel, Error, Execution};
 use proptest::prelude::*;
@@ -58,7 +58,23 @@ impl Layer {
         if self.grid.symmetric && self.grid.bits <= 4 {
             let state_bits = (self.grid.bits + 2 + more_bits).min(16);
             self.trellis = Some((state_bits, stream_rows));
-            self.grid.trellis = Some(Trellis::new(self.grid.bits, state_bits, stream_rows).unwrap());
+            let trellis = Trellis::new(self.grid.bits, state_bits, stream_rows).unwrap();
+            self.grid.values = Values::Trellis(trellis);
+        }
+        self
+    }
+
+    /// The same codes with levels that are not even, where there are tables for so many.
+    fn on_table(mut self, seed: u64) -> Self {
+        if self.grid.symmetric && self.grid.bits <= 4 {
+            let len = 1 << self.grid.bits;
+            let gaps: Vec<i32> = noise(len, seed).iter().map(|v| 1 + (v % 14) as i32).collect();
+            let below = -1 - (noise(1, seed + 1)[0] % 100) as i32;
+            let level = |k: usize| (below + gaps[..k].iter().sum::<i32>()) as i8;
+            let mut levels: Vec<i8> = (0..len).map(level).collect();
+            // The outermost products must fit too.
+            (levels[0], levels[len - 1]) = (-127, 127);
+            self.grid.values = Values::Table(Table::new(&levels).unwrap());
         }
         self
     }
@@ -93,6 +109,10 @@ impl Layer {
         let at = n * self.inputs.div_ceil(g) + k / g;
         if let Some(trellis) = self.trellis {
             return ((value(self.state(n, k, trellis)) * 128.0) as i32, self.scales[at] / 128.0);
+        }
+        if let Values::Table(table) = self.grid.values {
+            let level = table.bytes()[usize::from(self.codes[n * self.inputs + k])];
+            return (i32::from(level), self.scales[at] / 16.0);
         }
         let zero = self.zeros.as_ref().map_or(1 << (self.grid.bits - 1), |z| z[at]);
         (i32::from(self.codes[n * self.inputs + k]) - i32::from(zero), self.scales[at])
@@ -180,7 +200,7 @@ fn product(
 }
 
 fn plain(bits: u32, group_size: usize, symmetric: bool, scale_type: ScaleType) -> Grid {
-    Grid { bits, group_size, symmetric, signed: false, scale_type, search: Search::Max, trellis: None }
+    Grid { bits, group_size, symmetric, signed: false, scale_type, search: Search::Max, values: Values::Even }
 }
 
 fn grids() -> impl Strategy<Value = ([usize; 2], Grid)> {
@@ -194,13 +214,17 @@ fn grids() -> impl Strategy<Value = ([usize; 2], Grid)> {
     )
 }
 
-/// Layers on a plain grid and, where the bits allow it, on a trellis.
+/// Layers on a plain grid and, where the bits allow it, on a trellis or with the levels of a table.
 fn layers() -> impl Strategy<Value = Layer> {
     let trellis =
         prop_oneof![Just(None), (0_u32..13, prop_oneof![1_usize..6, 20_usize..50, Just(512)]).prop_map(Some)];
-    (grids(), trellis, any::<u32>()).prop_map(|((shape, grid), trellis, seed)| {
+    (grids(), trellis, any::<bool>(), any::<u32>()).prop_map(|((shape, grid), trellis, table, seed)| {
         let layer = Layer::random(shape, grid, u64::from(seed));
-        trellis.map_or(layer.clone(), |(more, rows)| layer.on_trellis(more, rows))
+        match trellis {
+            Some((more, rows)) => layer.on_trellis(more, rows),
+            None if table => layer.on_table(u64::from(seed)),
+            None => layer,
+        }
     })
 }
 
@@ -354,8 +378,8 @@ fn what_does_not_fit_is_refused() {
     assert!(matches!(refused, Error::CodeRange { row: 2, column: 3, value: 16, .. }));
 
     let grid = layer.grid;
-    let trellis = Some(Trellis::new(4, 10, 9).unwrap());
-    for wrong in [Grid { bits: 3, trellis, ..grid }, Grid { symmetric: false, trellis, ..grid }] {
+    let values = Values::Trellis(Trellis::new(4, 10, 9).unwrap());
+    for wrong in [Grid { bits: 3, values, ..grid }, Grid { symmetric: false, values, ..grid }] {
         let refused = Layout::new(40, 100, wrong).unwrap_err();
         assert!(matches!(refused, Error::Setting { name: "a grid of codes on a trellis", .. }));
     }

@@ -8,7 +8,7 @@ use loopq_core::dump::{RowType, Rows};
 use loopq_core::error::Kind;
 use loopq_core::factor::{DampedFactor, DampedHessian, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{rtn, to_biased, Grid, ScaleType, Search, Trellis};
+use loopq_core::grid::{rtn, to_biased, Grid, ScaleType, Search, Trellis, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::matmul::{Layout, Precision};
 use loopq_core::pack::{dense, marlin, w4};
@@ -33,7 +33,7 @@ fn accumulator(dim: usize, steps: &[usize], per_step: bool) -> Accumulator {
 
 fn grid(bits: u32) -> Grid {
     let (scale_type, search) = (ScaleType::F32, Search::Max);
-    Grid { bits, group_size: 0, symmetric: true, signed: false, scale_type, search, trellis: None }
+    Grid { bits, group_size: 0, symmetric: true, signed: false, scale_type, search, values: Values::Even }
 }
 
 /// Asserts the variant, the class, and that the message holds all of `parts`.
@@ -311,11 +311,11 @@ fn weights_scales_and_settings_of_a_solve() {
     refused(solve(&[1.0], Scales::Static, 128, 1), Kind::Config, &["columns of W: expected 2"]);
     refused(Scales::parse("x"), Kind::Config, &["'group', 'static'"]);
     refused(Search::parse("x"), Kind::Config, &["'max', 'half-range', 'mse'"]);
-    refused(ScaleType::parse("x", Some(3)), Kind::Config, &["'bfloat16'"]);
+    refused(ScaleType::parse("x", Some(3), 0), Kind::Config, &["'bfloat16'"]);
     for (name, wrong) in [("bfloat16", 9), ("bfloat16", 0), ("float16", 12), ("float32", 25)] {
-        refused(ScaleType::parse(name, Some(wrong)), Kind::Config, &["scale_bits", name]);
+        refused(ScaleType::parse(name, Some(wrong), 0), Kind::Config, &["scale_bits", name]);
     }
-    let on_trellis = Grid { trellis: Some(Trellis::new(4, 10, 8).unwrap()), ..grid(4) };
+    let on_trellis = Grid { values: Values::Trellis(Trellis::new(4, 10, 8).unwrap()), ..grid(4) };
     refused(rtn(weight(&[1.0], 1), &on_trellis, &alone()), Kind::Config, &["codes of a plain grid"]);
     refused(grid(4).on_trellis(), Kind::Config, &["codes on a trellis"]);
 }
@@ -419,7 +419,7 @@ fn layouts_that_memory_does_not_hold() {
     let wide = Layout::new(1, 1 << 52, Grid { group_size: 1, ..grid(4) });
     refused(wide, Kind::Memory, &["no memory for the blocks of a layout"]);
     // Streams of one row are filled up to 32: a plain layout of so many rows has a size, this one has none.
-    let tall = Grid { trellis: Some(Trellis::new(4, 10, 1).unwrap()), ..grid(4) };
+    let tall = Grid { values: Values::Trellis(Trellis::new(4, 10, 1).unwrap()), ..grid(4) };
     refused(Layout::new(1 << 57, 1, tall), Kind::Config, &["the size of a packed weight overflows"]);
     assert!(Layout::new(1 << 57, 1, grid(4)).is_ok());
 }

@@ -50,9 +50,31 @@ def test_blocks_stand_for_the_very_weights(bits, group_size):
 
 
 @pytest.mark.parametrize(
+    ("levels", "kind", "group_size"),
+    [("uneven", "IQ4_NL", 32), ("uneven", "IQ4_NL", -1), ("mxfp4", "MXFP4", 32)],
+)
+def test_blocks_of_levels_stand_for_the_very_weights(levels, kind, group_size):
+    weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
+    layer = models.rounded("a.weight", weight, bits=4, group_size=group_size, levels=levels)
+    found, data = blocks(layer)
+    assert found == kind
+    again = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    assert np.array_equal(again, layer.dequantize())
+    assert (layer.scales < 0).any() == (levels == "uneven")
+
+
+@pytest.mark.parametrize(
     ("grid", "match"),
     [
-        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has a type for INT4 and INT8"),
+        (
+            {"bits": 4, "group_size": 16, "levels": "nvfp4"},
+            r"layer a\.weight: NVFP4: llama\.cpp has a type for",
+        ),
+        (
+            {"bits": 3, "group_size": 32, "levels": "uneven"},
+            r"3 bits, uneven levels: llama\.cpp has a type for",
+        ),
+        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has a type for INT4"),
         ({"bits": 4, "group_size": 32, "symmetric": False}, r"INT4, asymmetric"),
         ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a GGUF block is 32 weights"),
         ({"bits": 4, "group_size": 48}, r"128 columns in groups of 48"),

@@ -93,9 +93,10 @@ def test_examples_of_docstrings_run():
 RECIPE = """
 import sys, pathlib, json
 folder = pathlib.Path(sys.argv[1])
-import loopq.quantizers, loopq.systems
+import loopq.layers.grids, loopq.quantizers, loopq.systems
 loopq.quantizers.__path__.append(str(folder / "q"))
 loopq.systems.__path__.append(str(folder / "s"))
+loopq.layers.grids.__path__.append(str(folder / "g"))
 from loopq.cli import parser
 from loopq.quantizers import QUANTIZERS
 from loopq.systems import SYSTEMS, find_system
@@ -112,6 +113,9 @@ try:
     quantized(loudness=2.0)
 except loopq.LoopqError as error:
     refused = str(error)
+from loopq.formats.convert import read_any
+on_grid = quantized(levels="madeup", bits=2, method="gptq-cd", metric="inputs", out=folder / "stored")
+stored = read_any(folder / "stored")
 command = parser().parse_args(["quantize", "m", "--out", "o", "--method", "madeup", "--loudness", "2"])
 from loopq.commands.options import quant_config
 name = "madeup_core.weight"
@@ -124,6 +128,10 @@ print(json.dumps({
     "refused": refused,
     "json": loud.settings["quantization"]["layer"]["method"],
     "back": loopq.QuantConfig.from_json(loud.settings["quantization"]).layer.method.loudness,
+    "grid": stored.settings["quantization"]["layer"]["grid"]["levels"],
+    "stored": stored.layers[name].settings()["madeup"],
+    "same": stored.layers[name].same_as(on_grid.layers[name]),
+    "steps": on_grid.layers[name].grid.levels.tolist(),
     "option": quant_config(command).layer.method.loudness,
 }))
 """
@@ -160,6 +168,27 @@ class MadeUp(Method):
         return problem.layer(round_to_grid(problem, weight, "max"), self.name)
 '''
 
+GRID = '''
+from dataclasses import dataclass
+from typing import ClassVar
+from loopq.layers.grids import GRIDS, LEVELS
+from loopq.layers.grids.table import Leveled
+@GRIDS.register("madeup")
+@dataclass(frozen=True)
+class MadeUp(Leveled):
+    """Four levels, the inner ones where the file says."""
+    inner: int
+    name: ClassVar[str] = "madeup"
+    @classmethod
+    def holds(cls, symmetric, more): return set(more) == {"madeup"}
+    @classmethod
+    def given(cls, more): return {"inner": int(more["madeup"]["inner"])}
+    def more(self): return {"madeup": {"inner": self.inner}}
+    def sixteenths(self): return (-16, -self.inner, self.inner, 16)
+@LEVELS.register("madeup")
+def madeup(bits, group_size, scale_dtype): return MadeUp(bits, group_size, scale_dtype, inner=4)
+'''
+
 SYSTEM = '''
 from loopq.systems import SYSTEMS
 from loopq.systems.base import LoopedSystem, declare
@@ -181,7 +210,7 @@ class MadeUp(LoopedSystem):
 
 
 def test_the_recipes_of_contributing_work_with_one_file_each(tmp_path):
-    for kind, text in (("q", QUANTIZER), ("s", SYSTEM)):
+    for kind, text in (("q", QUANTIZER), ("s", SYSTEM), ("g", GRID)):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "madeup.py").write_text(text)
     script = tmp_path / "recipe.py"
@@ -199,6 +228,8 @@ def test_the_recipes_of_contributing_work_with_one_file_each(tmp_path):
     assert found["refused"] == "loudness goes with method madeup; method gptq-cd would not read it"
     assert found["json"] == {"name": "madeup", "loudness": 2.0}
     assert (found["back"], found["option"]) == (2.0, 2.0)
+    assert (found["grid"], found["stored"], found["same"]) == ("madeup", {"inner": 4}, True)
+    assert found["steps"] == [-1.0, -0.25, 0.25, 1.0]
 
 
 FORMAT_RECIPE = """

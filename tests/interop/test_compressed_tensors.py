@@ -28,10 +28,13 @@ class Case:
     dequantize: bool = False
     own_names: bool = False
     ragged: str | None = None
+    levels: str = "even"
 
     @property
     def name(self):
-        grid = f"{self.bits}bit-g{self.group_size}{'' if self.symmetric else '-asym'}-{self.dtype}"
+        grid = (
+            f"{self.bits}bit-g{self.group_size}{'' if self.symmetric else '-asym'}-{self.dtype}-{self.levels}"
+        )
         switches = "-dequantize" * self.dequantize + "-own-names" * self.own_names
         return f"{self.kind}-{grid}{switches}"
 
@@ -42,6 +45,11 @@ SYMMETRIC = [
     Case("llama", 4, 64, ragged="split"),
     Case("llama", 4, 32, dequantize=True),
     *(Case(kind, bits) for kind in ("hrm", "loop", "zoo", "mixed") for bits in (3, 4)),
+    *(
+        Case(kind, 4, group, dtype="bfloat16", levels=levels)
+        for levels, group in (("nvfp4", 16), ("mxfp4", 32))
+        for kind in ("llama", "mixed")
+    ),
 ]
 ASYMMETRIC = [
     *(Case("llama", bits, group, False, dequantize=True) for bits in (2, 3, 4, 8) for group in (32, -1)),
@@ -53,6 +61,8 @@ ASYMMETRIC = [
 LIMITS = [
     *((Case("llama", bits, 32, False), "mismatch") for bits in (2, 3, 4, 8)),
     (Case("hrm", 4, 32, False, dequantize=True), "one to many"),
+    # The library dequantizes floats to bfloat16, whatever the model's type.
+    (Case("llama", 4, 16, levels="nvfp4"), "same dtype"),
 ]
 ALL = [*SYMMETRIC, *ASYMMETRIC, *(case for case, _ in LIMITS)]
 
@@ -66,11 +76,13 @@ def build(case):
         model, config = models.tiny_hrm()
     else:
         model, config, files = models.looped_code() if case.kind == "loop" else models.wrapped_zoo()
-    grid = {"group_size": case.group_size, "symmetric": case.symmetric, "scale_dtype": case.dtype}
+    grid = {"group_size": case.group_size, "symmetric": case.symmetric}
+    grid |= {"scale_dtype": case.dtype} if case.levels == "even" else {"levels": case.levels}
     leave = ("lm_head", "early_exit_gate")
     whole = models.checkpoint_of(model, config, leave=leave, side=files, bits=case.bits, **grid)
     if case.kind == "mixed":
-        other = models.checkpoint_of(model, config, leave=leave, bits=8, **grid | {"group_size": -1})
+        integers = {"group_size": -1, "levels": "even", "scale_dtype": case.dtype}
+        other = models.checkpoint_of(model, config, leave=leave, bits=8, **grid | integers)
         for name in whole.layers:
             if "down_proj" in name:
                 whole.layers[name] = other.layers[name]

@@ -15,22 +15,23 @@ import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
 from loopq.inference.linear import LAYOUTS, QuantLinear
 from loopq.layers.grids import GRIDS, grid_of
+from loopq.layers.grids.table import UNEVEN
 from loopq.layers.grids.trellis import Trellis
 from loopq.layers.layer import LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.schema import checked
 
-#: What a grid of a kind is made of besides bits, groups and scales, and the bits that it has.
+ANY = ((-1, 8, 32), ("float16", "float32"))
+#: What a grid of a kind is made of besides bits, groups and scales; the bits, groups and scales that it has.
 MORE = {
-    "integer": ({"symmetric": True}, (2, 3, 4, 8)),
-    "asymmetric": ({"symmetric": False}, (2, 3, 4, 8)),
-    "trellis": ({"symmetric": True, "trellis": Trellis(8, 5)}, (2, 3, 4)),
+    "integer": ({"symmetric": True}, (2, 3, 4, 8), *ANY),
+    "asymmetric": ({"symmetric": False}, (2, 3, 4, 8), *ANY),
+    "trellis": ({"symmetric": True, "trellis": Trellis(8, 5)}, (2, 3, 4), *ANY),
+    "table": ({"symmetric": True, "levels": UNEVEN[4]}, (4,), *ANY),
+    "mxfp4": ({"symmetric": True, "mxfp4": {}}, (4,), (32,), ("float8_e8m0fnu",)),
+    "nvfp4": ({"symmetric": True, "nvfp4": {"exponent": -11}}, (4,), (16,), ("float8_e4m3fn",)),
 }
-CASES = [
-    (name, bits, group_size, scale_dtype)
-    for name, (_, all_bits) in MORE.items()
-    for bits, group_size, scale_dtype in itertools.product(all_bits, (-1, 8, 32), ("float16", "float32"))
-]
+CASES = [(name, *case) for name, (_, *possible) in MORE.items() for case in itertools.product(*possible)]
 over_grids = pytest.mark.parametrize(("name", "bits", "group_size", "scale_dtype"), CASES)
 ROWS, COLUMNS = 13, 37
 
@@ -44,6 +45,11 @@ def made(name, bits, group_size, scale_dtype):
     codes.flat[:2] = low, high
     levels = (ROWS, grid.n_groups(COLUMNS))
     scales = rng.uniform(0.01, 0.2, levels).astype(np.float16).astype(np.float32)
+    if scale_dtype == "float8_e4m3fn":
+        mantissa, power = rng.integers(8, 16, levels), rng.integers(-20, -5, levels)
+        scales = np.ldexp(mantissa.astype(np.float32), power)
+    elif scale_dtype == "float8_e8m0fnu":
+        scales = np.exp2(rng.integers(-9, 3, levels)).astype(np.float32)
     zeros = None if grid.symmetric else rng.integers(0, high + 1, levels).astype(np.uint8)
     return QuantizedLayer("a.weight", grid, codes, scales, zeros)
 
@@ -66,6 +72,8 @@ def entry(layer, row, column):
     scale = layer.scales[row, group]
     if not layer.grid.plain:
         return np.float32(state_value(layer.codes, row, column, layer.grid)) * scale
+    if layer.grid.levels is not None:
+        return layer.grid.levels[int(layer.codes[row, column]) + layer.grid.offset] * scale
     zero = 0 if layer.zeros is None else int(layer.zeros[row, group])
     return np.float32(int(layer.codes[row, column]) - zero) * scale
 
@@ -175,6 +183,14 @@ def test_solvers_of_plain_grids_refuse_the_others(name, bits, group_size, scale_
         ({"symmetric": False, "trellis": Trellis(8, 5)}, "Trellis.* for 4 bits, asymmetric"),
         ({"bits": 8, "trellis": Trellis(12, 5)}, "Trellis.* for 8 bits"),
         ({"trellis": Trellis(5, 5)}, "Trellis.* for 4 bits"),
+        ({"levels": (-8, 8)}, "4 bits, symmetric: true"),
+        ({"levels": [-8, 8, 3]}, "ascending"),
+        ({"levels": [-8, "8"]}, "levels.*'8'"),
+        ({"bits": 3, "levels": UNEVEN[4]}, "4 bits, symmetric"),
+        ({"nvfp4": {"exponent": 0}}, "give --bits 4 --group-size 16"),
+        ({"nvfp4": {"exponent": 200}}, "exponent: 200"),
+        ({"mxfp4": {"exponent": 0}}, "mxfp4: 'exponent' is unknown"),
+        ({"made_up": 3}, "made_up 3 for 4 bits"),
     ],
 )
 def test_grids_that_do_not_exist_are_refused(changes, match):

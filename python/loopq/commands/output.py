@@ -37,6 +37,7 @@ class _Report:
     metric: str | None = None
     n_zeroed_groups: int = 0
     n_subnormal_scales: int = 0
+    levels: str | None = None
 
     def loss(self, value: float | None) -> str | None:
         """A proxy loss relative to that of the weight itself."""
@@ -55,7 +56,7 @@ def layer_table(reports: Sequence[dict[str, Any]]) -> str:
             r.method_asked,
             r.method_done,
             *[r.metric or "inputs"] * has["metric"],
-            f"INT{r.bits}",
+            f"INT{r.bits}" if r.levels is None else f"{r.levels} {r.bits}",
             r.group_size if r.group_size != -1 else "row",
             short(r.damping),
             _rows(r.n_rows, r.step_rows),

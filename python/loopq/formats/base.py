@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from loopq.errors import CheckpointError, ConfigError
 from loopq.formats.checkpoint import Checkpoint
+from loopq.layers.grid import Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.storage.files import new_folder
 from loopq.storage.schema import Object
@@ -232,7 +233,12 @@ class Format(ABC):
             The format cannot hold what is planned.
         """
         if not self.own:
-            refuse_own(planned.transformed, planned.trellis, self)
+            other = [x.name for x in planned.layers if not self.can_hold(x.grid)]
+            refuse_own(planned.transformed, [*planned.trellis, *other], self)
+
+    def can_hold(self, grid: Grid) -> bool:
+        """Whether it can hold codes of such a grid, as far as their kind tells."""
+        return self.own or grid.portable
 
     def stored(self, layers: Mapping[str, QuantizedLayer], **options: Any) -> Mapping[str, QuantizedLayer]:
         """Return layers as the format stores them."""
@@ -274,17 +280,17 @@ class Format(ABC):
 
 def refuse_own(
     transformed: Sequence[str],
-    trellis: Sequence[str],
+    kinds: Sequence[str],
     target: Format,
     tables: Sequence[str] = (),
     loose: Sequence[str] = (),
 ) -> None:
-    """Refuse layers that only loopq's own format holds: for a transformed input, on a trellis, embedding tables, and
+    """Refuse layers that only loopq's own format holds: for a transformed input, of some grids, embedding tables, and
     weights of no linear layer.
     """
     for names, what, instead in (
         (transformed, "for a transformed input", "without rotation and without awq"),
-        (trellis, "on a trellis", "with another method than trellis"),
+        (kinds, "on a trellis or of a table", "with another method than trellis, and --levels even"),
         (tables, "of an embedding table", "without --outside"),
         (loose, "of no linear layer", "with --exclude"),
     ):

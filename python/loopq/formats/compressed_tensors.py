@@ -16,9 +16,11 @@ import numpy as np
 import loopq._native as native
 from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
-from loopq.formats.fitting import Ragged, StoredLayer, as_channel, split
+from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
 from loopq.formats.float_codes import plain
 from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
+from loopq.layers.grid import Grid
+from loopq.layers.grids import GRIDS
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import DTYPES, RawTensor
@@ -49,7 +51,7 @@ class _Config:
 
 
 class CompressedTensors(QuantizedFolder):
-    """Symmetric and asymmetric, 2, 3, 4 and 8 bits, groups that divide in_features, or one scale per row."""
+    """Integers of 2, 3, 4 and 8 bits, NVFP4 and MXFP4, groups that divide in_features, or one scale per row."""
 
     name: ClassVar[str] = "compressed-tensors"
     loads: ClassVar[str] = "# transformers and vLLM load this folder as it is"
@@ -62,6 +64,10 @@ class CompressedTensors(QuantizedFolder):
         """Whether the config says compressed-tensors."""
         return config.get("quant_method") == "compressed-tensors"
 
+    def can_hold(self, grid: Grid) -> bool:
+        """Whether the library has a format for it."""
+        return grid.compressed is not None
+
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Cut ragged groups where that was chosen."""
         if layer.orientation != "out_in":
@@ -69,30 +75,49 @@ class CompressedTensors(QuantizedFolder):
                 f"layer {layer.name}: the model keeps it transposed (Conv1D), and compressed-tensors quantizes "
                 "nn.Linear alone; leave the layer dense (--exclude) or use the format 'gptq'"
             )
+        if not layer.grid.portable and is_ragged(layer):
+            raise CheckpointError(
+                f"layer {layer.name}: {layer.shape[1]} inputs are no whole groups of {layer.grid.group_size}, which "
+                f"{layer.grid.label} has always; --exclude it, or give it integers by --layer"
+            )
         single = as_channel(layer)
         if single.layer is not layer:
             return single
         return split(layer) if self.choose(layer, ragged) == "split" else StoredLayer(layer)
 
     def tensors(self, module: str, layer: QuantizedLayer) -> dict[str, RawTensor]:
-        """The tensors of the native checkpoint under the module's name."""
-        return {f"{module}.{key.rpartition('.')[2]}": t for key, t in layer.tensors().items()}
+        """The tensors of the native checkpoint under the module's name; floats have no shape beside."""
+        found = {key.rpartition(".")[2]: t for key, t in layer.tensors().items()}
+        if not layer.grid.portable:
+            del found["weight_shape"]
+        return {f"{module}.{key}": t for key, t in found.items()}
 
     def config(self, export: Export) -> dict[str, Any]:
         """One config group for each kind of grid; every dense matrix in `ignore` by its exact name."""
-        groups: dict[tuple[Any, ...], list[str]] = {}
+        groups: list[tuple[tuple[str, dict[str, Any]], list[str]]] = []
         for module, layer in export.layers.items():
-            groups.setdefault((layer.grid.bits, layer.grid.symmetric, layer.grid.group_size), []).append(
-                module
-            )
+            scheme = layer.grid.compressed
+            assert scheme is not None
+            known = next((modules for found, modules in groups if found == scheme), None)
+            if known is None:
+                groups.append((scheme, [module]))
+            else:
+                known.append(module)
         config_groups = {}
-        for number, ((bits, symmetric, group_size), modules) in enumerate(groups.items()):
+        for number, ((name, weights), modules) in enumerate(groups):
             # Among several groups a class name would claim the layers of the others.
             targets = ["Linear"] if len(groups) == 1 else modules
-            config_groups[f"group_{number}"] = _group(targets, bits, symmetric, group_size)
+            config_groups[f"group_{number}"] = {
+                "targets": targets,
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+                "format": name,
+            }
+        formats = {name for (name, _), _ in groups}
         return {
             "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": config_groups,
             "ignore": [*export.dense, *_inside(export.dense)],
@@ -111,7 +136,10 @@ class CompressedTensors(QuantizedFolder):
     def read_layer(self, module: str, reader: TensorReader, config: Mapping[str, Any]) -> QuantizedLayer:
         """Read one layer, also of a file that another tool wrote."""
         where = f"{reader.where}: config.json: module {module!r}"
-        found = _scheme(module, where, config)
+        group, name = _group_of(module, where, config)
+        if name != "pack-quantized":
+            return _floats(module, where, name, reader)
+        found = _scheme(group, where)
         if f"{module}.weight_g_idx" in reader.tensors:
             raise CheckpointError(
                 f"{reader.where}: tensor '{module}.weight_g_idx': groups that are not runs of columns are not "
@@ -142,24 +170,6 @@ def _inside(dense: Sequence[str]) -> list[str]:
     return [rf"re:{re.escape(name)}\.[0-9]+\..*" for name in lists]
 
 
-def _group(targets: list[str], bits: int, symmetric: bool, group_size: int) -> dict[str, Any]:
-    channel = group_size == -1
-    return {
-        "targets": targets,
-        "weights": {
-            "num_bits": bits,
-            "type": "int",
-            "symmetric": symmetric,
-            "strategy": "channel" if channel else "group",
-            "group_size": None if channel else group_size,
-            "dynamic": False,
-        },
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
-    }
-
-
 def _packed_zeros(module: str, reader: TensorReader, bits: int) -> TensorReader:
     """Pack the zero points of files of before the library did: signed, one byte each."""
     name = f"{module}.weight_zero_point"
@@ -174,8 +184,19 @@ def _packed_zeros(module: str, reader: TensorReader, bits: int) -> TensorReader:
     return TensorReader(reader.where, {**reader.tensors, name: packed}, reader.used)
 
 
-def _scheme(module: str, where: str, config: Mapping[str, Any]) -> _Weights:
-    """Settings of a module: exact names and patterns come before class names."""
+def _floats(module: str, where: str, name: str, reader: TensorReader) -> QuantizedLayer:
+    """Read a layer of a kind of grid that has a format of its own."""
+    for _, kind in GRIDS:
+        if name == f"{kind.name}-pack-quantized":
+            settings = checked(LayerSettings, kind.from_compressed(reader, module), where)
+            shape = RawTensor.of(np.array(settings.shape, dtype=np.int64))
+            whole = {**reader.tensors, f"{module}.weight_shape": shape}
+            return QuantizedLayer.from_tensors(settings, TensorReader(reader.where, whole, reader.used), {})
+    raise CheckpointError(f"{where}: format {name!r}; loopq reads pack-quantized, nvfp4 and mxfp4")
+
+
+def _group_of(module: str, where: str, config: Mapping[str, Any]) -> tuple[_Group, str]:
+    """Scheme of a module and its format: exact names and patterns come before class names."""
     whole = checked(_Config, dict(config), where, others=True)
     groups = list(whole.config_groups.values())
     named = [g for g in groups if any(_applies(t, module, where) for t in g.targets)]
@@ -184,8 +205,10 @@ def _scheme(module: str, where: str, config: Mapping[str, Any]) -> _Weights:
         raise CheckpointError(f"{where}: no config group says how it is quantized")
     if group.input_activations is not None:
         raise CheckpointError(f"{where}: quantized activations are not supported")
-    if (group.format or whole.format) != "pack-quantized":
-        raise CheckpointError(f"{where}: format {group.format or whole.format!r}; loopq reads pack-quantized")
+    return group, str(group.format or whole.format)
+
+
+def _scheme(group: _Group, where: str) -> _Weights:
     found = checked(_Weights, group.weights, where, others=True)
     if (found.strategy == "group") != (found.group_size not in (None, -1)):
         raise CheckpointError(

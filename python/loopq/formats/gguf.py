@@ -18,6 +18,7 @@ from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
 from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, told
 from loopq.formats.hf_folder import CONFIG
+from loopq.layers.grid import SCALE_DTYPES, Grid
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.lazy import require
@@ -42,7 +43,7 @@ _MODULES = {
 }
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Types of tensors; a file is called by the first that it has.
-_KINDS = ("Q4_0", "Q8_0", "F16", "BF16", "F32")
+_KINDS = ("Q4_0", "IQ4_NL", "MXFP4", "Q8_0", "F16", "BF16", "F32")
 #: Keys of config.json without which the file has no header.
 _NEEDED = (
     "vocab_size",
@@ -56,7 +57,7 @@ _NEEDED = (
 #: Key of the file by which llama.cpp runs the stack again.
 _LOOPS = "nanbeige.num_loops"
 _NEITHER = (
-    "llama.cpp has a type for INT4 and INT8 with a float16 scale for 32 weights, and none for this grid"
+    "llama.cpp has a type for INT4, INT8, --levels uneven of 4 bits and mxfp4, and loopq writes no other"
 )
 
 
@@ -172,14 +173,13 @@ class Shape:
 
 
 def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
-    """Return a layer as Q4_0 or Q8_0.
+    """Return a layer as blocks of GGUF.
 
     Returns
     -------
-    kind : {"Q4_0", "Q8_0"}
+    kind : {"Q4_0", "Q8_0", "IQ4_NL", "MXFP4"}
     data : uint8, shape (out, in / 32 * bytes of a block)
-        Of each block a float16 scale, then its codes: 4 bits plus 8, the first sixteen in the low halves of the bytes,
-        or int8.
+        Of each block its scale, then its codes: 4 bits, the first sixteen in the low halves of the bytes, or int8.
 
     Raises
     ------
@@ -199,14 +199,14 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
             f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block is {_BLOCK} weights of one row "
             f"and one scale; quantize with groups of a multiple of {_BLOCK}, or --exclude the layer"
         )
-    cut = in_scale_type(split(layer.on_grid(group_size=width), _BLOCK).layer, "float16", "GGUF")
-    scales = cut.scales.astype("<f2").reshape(rows, -1, 1).view(np.uint8)
-    codes = cut.codes.reshape(rows, -1, _BLOCK)
-    if layer.grid.bits == 4:
-        raised = (codes + 8).astype(np.uint8)
-        codes = raised[..., : _BLOCK // 2] | raised[..., _BLOCK // 2 :] << 4
-    data = np.concatenate((scales, codes.view(np.uint8)), -1).reshape(rows, -1)
-    return name, data
+    cut = split(layer.on_grid(group_size=width), _BLOCK).layer
+    if cut.grid.scale_dtype in SCALE_DTYPES:
+        cut = in_scale_type(cut, "float16", "GGUF")
+    try:
+        parts = cut.grid.gguf_blocks(cut.codes.reshape(rows, -1, _BLOCK), cut.scales)
+    except CheckpointError as cause:
+        raise CheckpointError(f"layer {layer.name}: {cause}") from None
+    return name, np.concatenate(parts, -1).reshape(rows, -1)
 
 
 class GGUF(Format):
@@ -224,6 +224,10 @@ class GGUF(Format):
     def holds(self, path: Path) -> bool:
         """Whether it is a GGUF file that holds a model."""
         return holds_gguf(path, importance=False)
+
+    def can_hold(self, grid: Grid) -> bool:
+        """Whether there are blocks for it, or a message of its own."""
+        return grid.portable or grid.gguf is not None
 
     def refuse(self, planned: Planned, *, vocabulary: str | Path | None = None, **options: Any) -> None:
         """Refuse an architecture, a tensor or a grid that the file has no place for.
@@ -402,7 +406,8 @@ def _write(
         writer.add_uint32(_LOOPS, shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
     kind = next(k for k in _KINDS if k in kinds)
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    called = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}.get(kind, f"MOSTLY_{kind}")
+    writer.add_file_type(gguf.LlamaFileType[called])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if vocabulary is None:
         writer.add_tokenizer_model("none")

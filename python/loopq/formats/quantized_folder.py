@@ -249,7 +249,7 @@ class QuantizedFolder(Format):
         whole = checkpoint.layers.items()
         refuse_own(
             [name for name, layer in whole if layer.transform is not None],
-            [name for name, layer in whole if not layer.grid.portable],
+            [name for name, layer in whole if not self.can_hold(layer.grid)],
             self,
             [name for name, layer in whole if layer.orientation == "table"],
             [n for n, layer in whole if layer.orientation == "conv" or not n.endswith(".weight")],

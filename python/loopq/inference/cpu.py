@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -34,8 +33,8 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 @lru_cache(maxsize=1024)
 def _layout(held: Held, scale_dtype: torch.dtype) -> native.CpuLayout:
-    grid = replace(held.grid, scale_dtype=_DTYPES[scale_dtype])
-    return native.CpuLayout(held.out_features, held.in_features, grid.core())
+    grid = held.grid.core(scale_dtype=_DTYPES[scale_dtype])
+    return native.CpuLayout(held.out_features, held.in_features, grid)
 
 
 def _memory(n_bytes: int) -> torch.Tensor:

@@ -311,7 +311,12 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         return self._values(LAYOUTS[self.layout].rows(self, ids), ids)
 
     def _values(self, codes: torch.Tensor, outputs: torch.Tensor | slice) -> torch.Tensor:
-        weight = codes.float()
+        grid = self.held.grid
+        levels = grid.levels
+        if levels is None:
+            weight = codes.float()
+        else:
+            weight = torch.from_numpy(levels).to(codes.device)[codes.long() + grid.offset]
         if self.zeros is not None:
             weight = weight - spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)
         return weight * spread_scales(self.scales[:, outputs], self.in_features, self.group_size)

@@ -29,6 +29,12 @@ PER_CHANNEL = -1
 Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8] | None]
 
 
+def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two numbers of 4 bits in a byte, as GGUF has them: the first half of each block in the low halves."""
+    half = values.shape[-1] // 2
+    return np.asarray((values[..., :half] & 15) | values[..., half:] << 4, dtype=np.uint8)
+
+
 @dataclass(frozen=True)
 class Grid(ABC):
     """What the codes of a layer can be and what they stand for; each kind is a file of `loopq.layers.grids`.
@@ -49,10 +55,12 @@ class Grid(ABC):
     symmetric : bool
         Signed codes without zero points; else unsigned codes, with a zero point for each group.
     plain : bool
-        A code stands for (code - zero) * scale, whatever the codes beside it: what products on any device, rows of a
-        table and the runner take.
+        A code stands for a value of its own times the scale, whatever the codes beside it: what products on any device,
+        rows of a table and the runner take.
     portable : bool
-        Formats of other tools can hold such codes.
+        Formats of other tools for integers can hold such codes.
+    scale_dtypes : tuple of str
+        Types that scales can be stored in.
     """
 
     bits: int
@@ -63,6 +71,7 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
+    scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -71,9 +80,9 @@ class Grid(ABC):
             raise ConfigError(
                 f"group_size must be positive, or -1 for one scale per output; got {self.group_size}"
             )
-        if self.scale_dtype not in SCALE_DTYPES:
+        if self.scale_dtype not in self.scale_dtypes:
             raise ConfigError(
-                f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}; got {self.scale_dtype!r}"
+                f"scale_dtype must be one of {', '.join(self.scale_dtypes)}; got {self.scale_dtype!r}"
             )
 
     @classmethod
@@ -81,9 +90,29 @@ class Grid(ABC):
     def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
         """Whether codes of that symmetry, with these facts beside bits, groups and scales, are of this kind."""
 
+    @classmethod
+    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return further arguments from what `more` gives, or from what a file says in its place.
+
+        Raises
+        ------
+        ConfigError
+            It says nothing that makes sense.
+        """
+        return dict(more)
+
     def more(self) -> dict[str, Any]:
         """What a description says besides bits, groups, symmetry and scales: plain data."""
         return {}
+
+    def fitted(self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int) -> Grid:
+        """Return the grid for one weight (out, in); `energies` (in,) say how much errors of columns count."""
+        return self
+
+    @property
+    def levels(self) -> NDArray[np.float32] | None:
+        """What each code stands for from the lowest on, in scales; None where that is the code less the zero point."""
+        return None
 
     def fields(self) -> dict[str, Any]:
         """Plain data that `loopq.layers.grids.grid_of` makes the grid of, but for `more`."""
@@ -100,9 +129,34 @@ class Grid(ABC):
         return f"INT{self.bits}"
 
     @property
+    def compressed(self) -> tuple[str, dict[str, Any]] | None:
+        """Format and scheme in compressed-tensors; None where it cannot hold such codes."""
+        if not self.portable:
+            return None
+        channel = self.group_size == PER_CHANNEL
+        return "pack-quantized", {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": self.symmetric,
+            "strategy": "channel" if channel else "group",
+            "group_size": None if channel else self.group_size,
+            "dynamic": False,
+        }
+
+    @classmethod
+    def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any] | None:
+        """Return the settings of a module that compressed-tensors stores in this kind's own format."""
+        return None
+
+    @property
     def gguf(self) -> str | None:
         """Name of the blocks of GGUF that hold such codes bit for bit; None where there are none."""
         return None
+
+    def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
+        """Return the bytes of scales and of codes, for codes (rows, blocks, 32) and scales (rows, blocks)."""
+        kept = np.ascontiguousarray(scales, dtype="<f2").reshape(*scales.shape, 1).view(np.uint8)
+        return [kept, codes.view(np.uint8) if self.bits == 8 else halved(codes.view(np.uint8) + self.offset)]
 
     @property
     def dtype(self) -> type[np.generic]:
@@ -128,7 +182,12 @@ class Grid(ABC):
         return -(-columns // self.width(columns))
 
     def core(
-        self, *, scale_search: ScaleSearch = "max", signed: bool = False, scale_bits: int | None = None
+        self,
+        *,
+        scale_search: ScaleSearch = "max",
+        signed: bool = False,
+        scale_bits: int | None = None,
+        scale_dtype: str | None = None,
     ) -> native.Grid:
         """Return the grid as the core takes it.
 
@@ -140,20 +199,23 @@ class Grid(ABC):
             Let a solver make scales negative.
         scale_bits : int, optional
             Significant bits that a solver's scales keep; all of the type when absent.
+        scale_dtype : str, optional
+            Another type that holds the scales exactly.
         """
         return native.Grid(
             bits=self.bits,
             group_size=self.group_size,
             symmetric=self.symmetric,
             signed=signed,
-            scale_dtype=self.scale_dtype,
+            scale_dtype=scale_dtype or self.scale_dtype,
             scale_bits=scale_bits,
             scale_search=scale_search,
-            trellis=self._trellis(),
+            **self._native(),
         )
 
-    def _trellis(self) -> tuple[int, int] | None:
-        return None
+    def _native(self) -> dict[str, Any]:
+        """What the core is told besides: how codes stand for values that are not even."""
+        return {}
 
     def check(self, codes: NDArray[Any], scales: NDArray[Any], zeros: NDArray[Any] | None) -> None:
         """Refuse arrays that no layer on this grid has.

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import BITS, SCALE_DTYPES, Grid
+from loopq.layers.grid import BITS, Grid
 from loopq.layers.grids import grid_of
-from loopq.layers.grids.trellis import Trellis
 from loopq.layers.reader import TensorReader
 from loopq.layers.transforms import Transform, from_description
 from loopq.storage.files import ITEM_SIZE, RawTensor, float_to_raw
@@ -21,7 +20,6 @@ from loopq.storage.schema import Allowed, Count, Name, Object, Positive, checked
 from loopq.storage.weights import as_stored, stored_shape
 
 Bits = Annotated[int, Allowed(", ".join(map(str, BITS)), BITS.__contains__)]
-ScaleType = Annotated[str, Allowed(", ".join(SCALE_DTYPES), SCALE_DTYPES.__contains__)]
 GroupSize = Annotated[int, Allowed("-1 or 1 to 2147483647", lambda n: n == -1 or 0 < n < 1 << 31)]
 
 
@@ -33,11 +31,12 @@ class LayerSettings:
     bits: Bits
     group_size: GroupSize
     symmetric: bool
-    scale_dtype: ScaleType
+    scale_dtype: str
     orientation: Literal["out_in", "in_out", "table", "conv"] = "out_in"
     shape: tuple[Positive, Positive]
     transform: Object | None = None
-    trellis: Trellis | None = None
+    #: What the kind of the grid says besides (`Grid.more`).
+    more: Object = field(default_factory=dict, metadata={"others": True})
 
     @property
     def module(self) -> str:
@@ -52,14 +51,13 @@ class LayerSettings:
         CheckpointError
             No codes are on such a grid.
         """
-        more = {} if self.trellis is None else {"trellis": self.trellis}
         try:
             return grid_of(
                 bits=self.bits,
                 group_size=self.group_size,
                 symmetric=self.symmetric,
                 scale_dtype=self.scale_dtype,
-                **more,
+                **self.more,
             )
         except ConfigError as cause:
             raise CheckpointError(f"{where}: layer {self.name}: {cause}") from None

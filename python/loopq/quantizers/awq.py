@@ -44,13 +44,12 @@ class AWQ(Method):
     def quantize(self, problem: Problem) -> QuantizedLayer:
         """Quantize a layer."""
         hessian = problem.require_observed()
-        grid = problem.grid.grid()
         magnitude = np.sqrt(np.diag(hessian))
         best: tuple[float, float, ChannelScale, dict[str, object]] | None = None
         for power in POWERS:
             scale = ChannelScale(channel_scale(magnitude, power))
             result = round_to_grid(problem, scale.fold(problem.target), self.scale_search)
-            rounded = grid.dequantize(result["codes"], result["scales"], result["zeros"])
+            rounded = problem.codes_on.dequantize(result["codes"], result["scales"], result["zeros"])
             loss = native.proxy(problem.target, scale.unfold(rounded), hessian, threads=problem.threads)
             if best is None or loss < best[0]:
                 best = (loss, power, scale, result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
+from loopq.layers.grid import Grid, ScaleSearch
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers.damping import Damping
 from loopq.quantizers.grid import GridSettings
@@ -54,6 +56,16 @@ class Problem:
     threads: int = 0
     shared: dict[Any, Any] = field(default_factory=dict)
     metric: LoopMetric | None = None
+
+    @cached_property
+    def codes_on(self) -> Grid:
+        """The grid of the codes, fitted to the target where it is of that kind."""
+        energies = None if self.hessian is None else np.diag(self.hessian).copy()
+        return self.grid.grid().fitted(self.target, energies, self.threads)
+
+    def core(self, *, scale_search: ScaleSearch, signed: bool = False) -> native.Grid:
+        """Return that grid as the core takes it, with the search for its scales; `signed` lets them be negative."""
+        return self.codes_on.core(scale_search=scale_search, signed=signed, scale_bits=self.grid.scale_bits)
 
     def require_observed(self) -> NDArray[np.float64]:
         """Return the Hessian, or refuse a layer without one.
@@ -110,9 +122,11 @@ class Problem:
         `more` is what a grid of its own kind has besides the settings (`GridSettings.grid`).
         """
         report = {k: v for k, v in result.items() if k not in ("codes", "scales", "zeros")}
+        if self.grid.levels != "even":
+            report["levels"] = self.grid.levels
         return QuantizedLayer(
             name=self.name,
-            grid=self.grid.grid(**more),
+            grid=self.grid.grid(**more) if more else self.codes_on,
             codes=result["codes"],
             scales=result["scales"],
             zeros=result["zeros"],

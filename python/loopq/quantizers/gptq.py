@@ -65,7 +65,7 @@ class GPTQ(Method):
             result = native.gptq(
                 problem.target,
                 factor,
-                problem.grid.core(scale_search=self.scale_search),
+                problem.core(scale_search=self.scale_search),
                 scales=self.scales,
                 block_size=self.block_size,
                 threads=problem.threads,

@@ -125,9 +125,8 @@ class GPTQCD(Method):
         return problem.layer(result, self.name)
 
     def _settings(self, problem: Problem) -> native.GptqCdSettings:
-        grid = problem.grid
         return native.GptqCdSettings(
-            grid.core(scale_search="mse", signed=self.signed_scales and grid.symmetric),
+            problem.core(scale_search="mse", signed=self.signed_scales and problem.grid.symmetric),
             beam=self.paths,
             sweeps=self.descent,
             rounds=self.rounds,

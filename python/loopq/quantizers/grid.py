@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import loopq._native as native
 from loopq.errors import ConfigError
-from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleSearch, ScaleType
-from loopq.layers.grids import grid_of
+from loopq.layers.grid import PER_CHANNEL, SIGNIFICANT_BITS, Bits, Grid, ScaleType
+from loopq.layers.grids import LEVELS, grid_of
 from loopq.settings.declare import Settings, setting
 
 
@@ -25,6 +24,9 @@ class GridSettings(Settings):
         own, taken from its real columns.
     symmetric : bool
         Signed codes without a zero point; else unsigned codes, with a zero point for each group.
+    levels : str
+        What codes stand for, in scales. even: whole numbers; uneven: a table made for weights, of 2, 3 or 4 bits;
+        fitted: such a table for each weight; nvfp4, mxfp4: floats of 4 bits (docs/formats/levels.md).
     scale_dtype : {"float32", "float16", "bfloat16"}
         Stored type of the scales, which are rounded to it before any code is computed.
     scale_bits : int, optional
@@ -35,6 +37,7 @@ class GridSettings(Settings):
     bits: Bits = setting(4, common=True)
     group_size: int = setting(128, common=True)
     symmetric: bool = setting(True, off="asymmetric")
+    levels: str = setting("even", common=True)
     scale_dtype: ScaleType = setting("float16")
     scale_bits: int | None = setting(None)
 
@@ -42,6 +45,10 @@ class GridSettings(Settings):
         super().__post_init__()
         if self.group_size != PER_CHANNEL and self.group_size < 1:
             raise ConfigError(f"group_size must be -1 (per channel) or at least 1; got {self.group_size!r}")
+        if self.levels != "even":
+            if not self.symmetric:
+                raise ConfigError(f"levels {self.levels!r} have no zero points: leave --asymmetric away")
+            self.grid()
         most = SIGNIFICANT_BITS[self.scale_dtype]
         if self.scale_bits is not None and not 1 <= self.scale_bits <= most:
             raise ConfigError(
@@ -51,6 +58,8 @@ class GridSettings(Settings):
 
     def grid(self, **more: Any) -> Grid:
         """Return the grid of the codes that these settings ask for; `more`: what a kind of its own has besides."""
+        if self.levels != "even":
+            return LEVELS.get(self.levels)(self.bits, self.group_size, self.scale_dtype)
         return grid_of(
             bits=self.bits,
             group_size=self.group_size,
@@ -58,7 +67,3 @@ class GridSettings(Settings):
             scale_dtype=self.scale_dtype,
             **more,
         )
-
-    def core(self, *, scale_search: ScaleSearch, signed: bool = False, **more: Any) -> native.Grid:
-        """Return the grid as the core takes it, with the search for its scales; `signed` lets them be negative."""
-        return self.grid(**more).core(scale_search=scale_search, signed=signed, scale_bits=self.scale_bits)

@@ -38,4 +38,4 @@ class RTN(Method):
 
 def round_to_grid(problem: Problem, weight: NDArray[np.float32], scale_search: ScaleSearch) -> dict[str, Any]:
     """Round a weight of the problem's shape to its grid; return codes, scales and zeros."""
-    return dict(native.rtn(weight, problem.grid.core(scale_search=scale_search), threads=problem.threads))
+    return dict(native.rtn(weight, problem.core(scale_search=scale_search), threads=problem.threads))

@@ -87,9 +87,13 @@ class TrellisMethod(Method):
         ConfigError
             Bits, symmetry, or too few bits of a state.
         """
-        if grid.bits == 8 or not grid.symmetric:
-            kind = f"{grid.bits} bits, {'symmetric' if grid.symmetric else 'asymmetric'}"
-            raise ConfigError(f"method trellis codes 2, 3 or 4 bits without zero points; got {kind}")
+        if grid.bits == 8 or not grid.symmetric or grid.levels != "even":
+            kind = (
+                f"{grid.bits} bits, {'symmetric' if grid.symmetric else 'asymmetric'}, levels {grid.levels}"
+            )
+            raise ConfigError(
+                f"method trellis codes 2, 3 or 4 bits with even levels, no zero points; got {kind}"
+            )
         if self.state_bits < grid.bits + 2:
             raise ConfigError(
                 f"state_bits must be at least {grid.bits + 2} for {grid.bits} bits; got {self.state_bits}"
@@ -110,6 +114,6 @@ class TrellisMethod(Method):
                 left = [native.DampedFactor(np.eye(n), np.zeros(n), order="natural") for n in sizes]
                 told = {}
             trellis = Trellis(self.state_bits, BLOCK)
-            grid = problem.grid.core(scale_search="mse", trellis=trellis)
+            grid = problem.grid.grid(trellis=trellis).core(scale_search="mse")
             found = native.trellis(problem.target, factor, left, grid, threads=problem.threads)
         return problem.layer(found | told, self.name, trellis=trellis)

@@ -55,6 +55,9 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
         product = isinstance(holder, torch.nn.Linear | torch.nn.Embedding)
         if product or type(holder).__name__ == "Conv1D":
             found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
-    grid = dataclasses.replace(plan.config.layer.grid, bits=bits, symmetric=True)
+    grid = plan.config.layer.grid
+    # Tables and floats have 4 bits at most.
+    levels = grid.levels if bits == 4 else "even"
+    grid = dataclasses.replace(grid, bits=bits, symmetric=True, levels=levels)
     config = LayerConfig(grid=grid, method=RTN(scale_search="mse"))
     return [Task(p, config, (), None) for p in declare(system.model, found, 1)]

@@ -1,7 +1,8 @@
 """The one check of JSON that comes from outside: a dataclass says what a file may hold, and everything else is refused.
 
 Annotations are the allowed types: plain ones, `Literal`, `X | None`, `tuple`, `dict`, further dataclasses, and
-`Annotated[X, Allowed(...)]` where a type is not enough. A field with a default may be missing.
+`Annotated[X, Allowed(...)]` where a type is not enough. A field with a default may be missing; one with `others` in its
+metadata takes the keys that are not named, for another reader to check.
 """
 
 from __future__ import annotations
@@ -135,14 +136,20 @@ def _key(kind: Any, key: str, at: str) -> Any:
 
 def _object(kind: Any, value: Any, key: str, others: bool) -> Any:
     fields = {f.name: f for f in dataclasses.fields(kind)}
+    rest = next((fields.pop(n) for n, f in list(fields.items()) if f.metadata.get("others")), None)
     if not isinstance(value, dict):
         raise _Refused(key, value, f"an object of {', '.join(fields)}")
     needed = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
-    missing, unknown = sorted(needed - set(value)), sorted(set() if others else set(value) - set(fields))
+    missing, unknown = (
+        sorted(needed - set(value)),
+        sorted(set() if others or rest else set(value) - set(fields)),
+    )
     if missing or unknown:
         what = f"{(missing or unknown)[0]!r:.100} is {'missing' if missing else 'unknown'}"
         raise ValueError(f"{key.removeprefix('.') + ': ' if key else ''}{what}; known: {', '.join(fields)}")
     known = {n: _value(hints(kind)[n], v, f"{key}.{n}", others) for n, v in value.items() if n in fields}
+    if rest is not None:
+        known[rest.name] = {n: v for n, v in value.items() if n not in fields}
     try:
         return kind(**known)
     except LoopqError as cause:

@@ -5,7 +5,7 @@
 use loopq_core::dump::Rows;
 use loopq_core::factor::{DampedFactor, Order, Symmetric};
 use loopq_core::gptq::{gptq, Options, Scales};
-use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search};
+use loopq_core::grid::{dequantize, rtn, Grid, Quantized, ScaleType, Search, Values};
 use loopq_core::hessian::{Accumulator, Settings};
 use loopq_core::simd::Isa;
 use loopq_core::{proxy, Cancel, Execution, Result, Weight};
@@ -59,14 +59,21 @@ fn main() -> Result<()> {
     let values = noise(OUTPUTS * DIM, 7);
     let w = Weight::new("W", &values, OUTPUTS, DIM)?;
     let (scale_type, search) = (ScaleType::F16, Search::Mse);
-    let grid =
-        Grid { bits: 3, group_size: 32, symmetric: true, signed: false, scale_type, search, trellis: None };
+    let grid = Grid {
+        bits: 3,
+        group_size: 32,
+        symmetric: true,
+        signed: false,
+        scale_type,
+        search,
+        values: Values::Even,
+    };
     let options = Options { scales: Scales::Group, block_size: 128, beam: 1, isa };
 
     let all = sums.matrix(None, &cancel)?;
     // tr(D H D^T), the square error of the outputs on the inputs of all steps.
     let loss = |q: &Quantized| -> Result<f64> {
-        let rounded = dequantize(&q.codes, &q.scales, Some(&q.zeros), OUTPUTS, DIM, 32)?;
+        let rounded = dequantize(&q.codes, f32::from, &q.scales, Some(&q.zeros), OUTPUTS, DIM, 32)?;
         let rounded = Weight::new("Q", &rounded, OUTPUTS, DIM)?;
         proxy(w, Some(rounded), Symmetric::f64(&all, DIM)?, &execution)
     };

@@ -1,13 +1,13 @@
 //! Grids, and what has no Hessian: rounding to nearest, codes to values.
 
-use loopq_core::grid::{self, Quantized, ScaleType, Search, Trellis};
+use loopq_core::grid::{self, Quantized, ScaleType, Search, Table, Trellis, Values};
 use loopq_core::{Error, Execution};
 use numpy::PyArray2;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::arrays::{matrix, Codes, Matrix};
+use crate::arrays::{matrix, Codes, Matrix, Vector};
 use crate::gil::{allow_threads, raise};
 
 /// What codes can be and what they stand for (`loopq.layers.grid.Grid.core`).
@@ -20,7 +20,8 @@ pub(crate) struct Grid {
 impl Grid {
     #[new]
     #[pyo3(signature = (*, bits, group_size, symmetric = true, signed = false, scale_dtype = "float32",
-                        scale_bits = None, scale_search = "max", trellis = None))]
+                        scale_bits = None, scale_exponent = 0, scale_search = "max", trellis = None,
+                        levels = None))]
     #[expect(clippy::too_many_arguments)] // keywords of a Python class, each a field of the core's
     fn new(
         py: Python<'_>,
@@ -30,18 +31,25 @@ impl Grid {
         signed: bool,
         scale_dtype: &str,
         scale_bits: Option<u32>,
+        scale_exponent: i32,
         scale_search: &str,
         trellis: Option<(u32, usize)>,
+        levels: Option<Vec<i8>>,
     ) -> PyResult<Self> {
         let read = || -> Result<grid::Grid, Error> {
+            let values = match (trellis, levels) {
+                (Some((state, rows)), _) => Values::Trellis(Trellis::new(bits, state, rows)?),
+                (None, Some(levels)) => Values::Table(Table::new(&levels)?),
+                (None, None) => Values::Even,
+            };
             let found = grid::Grid {
                 bits,
                 group_size: columns_per_scale(group_size)?,
                 symmetric,
                 signed,
-                scale_type: ScaleType::parse(scale_dtype, scale_bits)?,
+                scale_type: ScaleType::parse(scale_dtype, scale_bits, scale_exponent)?,
                 search: Search::parse(scale_search)?,
-                trellis: trellis.map(|(state, rows)| Trellis::new(bits, state, rows)).transpose()?,
+                values,
             };
             found.check()?;
             Ok(found)
@@ -100,6 +108,23 @@ pub(crate) fn rtn<'py>(
 }
 
 #[pyfunction]
+#[pyo3(signature = (w, weights, grid, *, threads = 0))]
+pub(crate) fn fit_levels(
+    py: Python<'_>,
+    w: &Bound<'_, PyAny>,
+    weights: &Bound<'_, PyAny>,
+    grid: &Bound<'_, Grid>,
+    threads: usize,
+) -> PyResult<Vec<i8>> {
+    let grid = &grid.get().inner;
+    let (w, weights) = (Matrix::take("w", w)?, Vector::take("weights", weights)?);
+    let (weight, weights) = (w.weight(py, "W")?, weights.values()?);
+    let table =
+        allow_threads(py, |cancel| grid::fitted(weight, weights, grid, &Execution { threads, cancel }))?;
+    Ok(table.bytes()[..table.len()].to_vec())
+}
+
+#[pyfunction]
 #[pyo3(signature = (codes, scales, zeros, grid))]
 pub(crate) fn dequantize<'py>(
     py: Python<'py>,
@@ -115,23 +140,34 @@ pub(crate) fn dequantize<'py>(
     let (group, levels) = (grid.group(dim), [rows, grid.n_groups(dim)]);
     scales.check_shape(py, "scales", levels)?;
     let scales = scales.values()?;
-    let values = match (&codes, &zeros, grid.trellis) {
-        (codes, None, Some(trellis)) => {
+    let values = match (&codes, &zeros, grid.values) {
+        (codes, None, Values::Table(table)) => {
+            let flat = codes.biased(grid.bits, i64::from(grid.middle()))?;
+            let step = |code| table.level(code);
+            allow_threads(py, |_| grid::dequantize(&flat?, step, scales, None, rows, dim, group))
+        }
+        (codes, None, Values::Trellis(trellis)) => {
             let flat = codes.biased(grid.bits, i64::from(grid.middle()))?;
             allow_threads(py, |_| grid::decode(trellis, &flat?, scales, [rows, dim], group))
         }
-        (Codes::Signed(codes), None, None) => {
+        (Codes::Signed(codes), None, Values::Even) => {
             let codes = codes.values()?;
-            allow_threads(py, |_| grid::dequantize(codes, scales, None, rows, dim, group))
+            allow_threads(py, |_| grid::dequantize(codes, f32::from, scales, None, rows, dim, group))
         }
-        (Codes::Biased(codes), Some(zeros), None) => {
+        (Codes::Biased(codes), Some(zeros), Values::Even) => {
             zeros.check_shape(py, "zeros", levels)?;
             let (codes, zeros) = (codes.values()?, zeros.values()?);
-            allow_threads(py, |_| grid::dequantize(codes, scales, Some(zeros), rows, dim, group))
+            allow_threads(py, |_| grid::dequantize(codes, f32::from, scales, Some(zeros), rows, dim, group))
         }
-        (_, Some(_), Some(_)) => Err(PyTypeError::new_err("codes on a trellis take no zeros")),
-        (Codes::Signed(_), Some(_), None) => Err(PyTypeError::new_err("signed (int8) codes take no zeros")),
-        (Codes::Biased(_), None, None) => Err(PyTypeError::new_err("biased (uint8) codes need zeros")),
+        (_, Some(_), Values::Table(_) | Values::Trellis(_)) => {
+            Err(PyTypeError::new_err("codes on a trellis or of a table take no zeros"))
+        }
+        (Codes::Signed(_), Some(_), Values::Even) => {
+            Err(PyTypeError::new_err("signed (int8) codes take no zeros"))
+        }
+        (Codes::Biased(_), None, Values::Even) => {
+            Err(PyTypeError::new_err("biased (uint8) codes need zeros"))
+        }
     }?;
     matrix(py, values, [rows, dim])
 }

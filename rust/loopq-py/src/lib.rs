@@ -42,6 +42,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(factor::eigvalsh, m)?)?;
     m.add_function(wrap_pyfunction!(grid::rtn, m)?)?;
     m.add_function(wrap_pyfunction!(grid::dequantize, m)?)?;
+    m.add_function(wrap_pyfunction!(grid::fit_levels, m)?)?;
     m.add_function(wrap_pyfunction!(solve::gptq, m)?)?;
     m.add_function(wrap_pyfunction!(solve::coordinate, m)?)?;
     m.add_function(wrap_pyfunction!(solve::coupled, m)?)?;

@@ -12,8 +12,8 @@ import torch
 
 import loopq._native as native
 from loopq.formats.checkpoint import Checkpoint
-from loopq.layers.grids import grid_of
 from loopq.layers.layer import QuantizedLayer
+from loopq.quantizers.grid import GridSettings
 from loopq.storage.model_files import model_tensors
 
 
@@ -36,11 +36,14 @@ def rounded(
     scale_dtype="float16",
     scale_bits=None,
     orientation="out_in",
+    levels="even",
 ):
     """A layer rounded to nearest."""
-    grid = grid_of(bits=bits, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    settings = GridSettings(bits, group_size, symmetric, levels, scale_dtype)
+    weight = np.ascontiguousarray(weight, dtype=np.float32)
+    grid = settings.grid().fitted(weight, None, 1)
     core = grid.core(scale_bits=scale_bits)
-    found = native.rtn(np.ascontiguousarray(weight, dtype=np.float32), core)
+    found = native.rtn(weight, core)
     return QuantizedLayer(name, grid, found["codes"], found["scales"], found["zeros"], orientation)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from loopq.errors import ConfigError
@@ -9,6 +10,8 @@ from loopq.layers.grid import Grid
 from loopq.settings.registry import Registry
 
 GRIDS: Registry[type[Grid]] = Registry("grid", "loopq.layers.grids")
+#: What `--levels` can name besides "even": a function of bits, group size and type of the scales.
+LEVELS: Registry[Callable[[int, int, str], Grid]] = Registry("levels", "loopq.layers.grids")
 
 
 def grid_of(*, bits: int, group_size: int, symmetric: bool, scale_dtype: str, **more: Any) -> Grid:
@@ -21,6 +24,6 @@ def grid_of(*, bits: int, group_size: int, symmetric: bool, scale_dtype: str, **
     """
     for _, kind in GRIDS:
         if kind.holds(symmetric, more):
-            return kind(bits, group_size, scale_dtype, **more)
-    what = ", ".join(str(value) for value in more.values())
+            return kind(bits, group_size, scale_dtype, **kind.given(more))
+    what = ", ".join(f"{name} {value}" for name, value in more.items())
     raise ConfigError(f"{what} for {bits} bits{'' if symmetric else ', asymmetric'}")

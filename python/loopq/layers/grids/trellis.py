@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from loopq.errors import ConfigError
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS
-from loopq.storage.schema import Positive, between
+from loopq.storage.schema import Positive, between, checked
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,14 @@ class OnTrellis(Grid):
         """Symmetric codes with a trellis."""
         return symmetric and set(more) == {"trellis"}
 
+    @classmethod
+    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The trellis."""
+        told = more["trellis"]
+        return {
+            "trellis": told if isinstance(told, Trellis) else checked(Trellis, told, "trellis", ConfigError)
+        }
+
     def more(self) -> dict[str, Any]:
         """The trellis."""
         return {"trellis": dataclasses.asdict(self.trellis)}
@@ -68,5 +76,5 @@ class OnTrellis(Grid):
         """Name in reports."""
         return f"INT{self.bits} on a trellis"
 
-    def _trellis(self) -> tuple[int, int] | None:
-        return self.trellis.state_bits, self.trellis.stream_rows
+    def _native(self) -> dict[str, Any]:
+        return {"trellis": (self.trellis.state_bits, self.trellis.stream_rows)}

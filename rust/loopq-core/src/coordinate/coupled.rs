@@ -7,7 +7,7 @@
 use crate::blocks::in_blocks;
 use crate::coordinate::{Problem, Settings, SCRATCH};
 use crate::factor::DampedHessian;
-use crate::grid::{Level, Quantized};
+use crate::grid::Quantized;
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
 use crate::simd::add_times;
@@ -199,8 +199,9 @@ impl<'a> Block<'a> {
                 if i >= n {
                     return 0.0;
                 }
-                let level = Level { scale: part.scales[i * groups + g], zero: part.zeros[i * groups + g] };
-                f64::from(level.value(part.codes[i * dim + j]))
+                let zero = f32::from(part.zeros[i * groups + g]);
+                let step = self.problem.rounding.step(part.codes[i * dim + j], zero);
+                f64::from(step * part.scales[i * groups + g])
             })
         };
         let values = collected(SCRATCH, (0..dim).map(lane))?;

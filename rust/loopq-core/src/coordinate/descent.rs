@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use crate::coordinate::tile::{values_of, Tile};
 use crate::coordinate::{Problem, SCRATCH};
+use crate::grid::{by_steps, Steps};
 use crate::lanes::{Lane, LANES};
 use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, per_isa};
@@ -90,20 +91,18 @@ impl Problem<'_> {
 
     /// Changes the codes of a block, whose own gradient follows.
     fn visit(&self, tile: &mut Tile, block: Range<usize>, moves: &mut u64) -> Changes {
-        let (mut changes, top) = (Changes::default(), f64::from(self.grid.top()));
+        let mut changes = Changes::default();
         for j in block.clone() {
             let group = self.group_of(j);
-            let low = tile.zeros[group].map(|zero| -zero);
             let column = Column {
                 energy: self.s[j * self.dim + j],
                 gradient: tile.gradient[j],
                 values: tile.values[j],
                 scale: tile.scales[group],
-                low,
-                high: low.map(|low| top + low),
+                zero: tile.zeros[group],
             };
             let mut best = Best::default();
-            best_steps(self.isa, &column, &mut best);
+            by_steps!(&self.rounding, |steps| best_steps(self.isa, &column, steps, &mut best));
             let Best { step, change: mut by, gain } = best;
             let mut moved = 0;
             for r in 0..LANES {
@@ -225,9 +224,7 @@ struct Column {
     gradient: Lane,
     values: Lane,
     scale: [f32; LANES],
-    /// Lowest and highest step: the ends of the grid less the zero point.
-    low: Lane,
-    high: Lane,
+    zero: Lane,
 }
 
 /// The best step of every row of a column, and the change of its value and of its loss.
@@ -239,26 +236,18 @@ struct Best {
 }
 
 per_isa! {
-    fn best_steps(c: &Column, best: &mut Best) = best_body;
+    fn best_steps<S: Steps>(c: &Column, steps: S, best: &mut Best) = best_body;
 }
 
 #[inline(always)]
-fn best_body(c: &Column, best: &mut Best) {
+fn best_body<S: Steps>(c: &Column, steps: S, best: &mut Best) {
     let c = *c;
     let wide = c.scale.map(f64::from);
     let mut step = [0.0; LANES];
     for r in 0..LANES {
         step[r] = (c.values[r] - c.gradient[r] / c.energy) / wide[r];
     }
-    for r in 0..LANES {
-        step[r] = step[r].round_ties_even();
-    }
-    for r in 0..LANES {
-        step[r] = if step[r] > c.low[r] { step[r] } else { c.low[r] };
-    }
-    for r in 0..LANES {
-        step[r] = if step[r] < c.high[r] { step[r] } else { c.high[r] };
-    }
+    let step = steps.nearest(step, c.zero);
     let mut change = [0.0; LANES];
     for r in 0..LANES {
         change[r] = f64::from(step[r] as f32 * c.scale[r]) - c.values[r];

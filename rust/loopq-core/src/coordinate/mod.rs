@@ -19,7 +19,7 @@ mod tile;
 pub use coupled::{coupled, CoupledReport};
 
 use crate::factor::{DampedFactor, DampedHessian};
-use crate::grid::{Grid, Quantized};
+use crate::grid::{Grid, Quantized, Rounding};
 use crate::lanes::Lane;
 use crate::memory::{collected, zeros};
 use crate::simd::{add_rows, Isa};
@@ -64,6 +64,7 @@ struct Problem<'a> {
     s: &'a [f64],
     factor: &'a DampedFactor<f64>,
     grid: Grid,
+    rounding: Rounding,
     settings: &'a Settings,
     isa: Isa,
 }
@@ -74,7 +75,8 @@ impl<'a> Problem<'a> {
         let (s, factor) = (input.matrix()?, input.factor());
         let dim = factor.dim();
         w.check_width(dim)?;
-        Ok(Self { dim, s, factor, grid: settings.grid, settings, isa: Isa::best() })
+        let (grid, rounding) = (settings.grid, settings.grid.rounding());
+        Ok(Self { dim, s, factor, grid, rounding, settings, isa: Isa::best() })
     }
 
     fn group_of(&self, column: usize) -> usize {

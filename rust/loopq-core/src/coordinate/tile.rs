@@ -7,7 +7,7 @@ use crate::Result;
 
 /// Eight rows: where they stand, by column, and the gradient of their loss.
 pub(super) struct Tile {
-    /// Codes less zero points.
+    /// What codes stand for, in scales.
     pub(super) steps: Vec<Lane>,
     /// What they stand for.
     pub(super) values: Vec<Lane>,
@@ -37,8 +37,10 @@ impl Tile {
         let scales: Vec<[f32; LANES]> = collected(SCRATCH, (0..groups).map(scale))?;
         let zero = |g: usize| std::array::from_fn(|r| if live(r) { f64::from(zero[at(g, r)]) } else { 0.0 });
         let zeros: Vec<Lane> = collected(SCRATCH, (0..groups).map(zero))?;
-        let step =
-            |j: usize, r: usize| f64::from(codes[(first + r) * dim + j]) - zeros[problem.group_of(j)][r];
+        let step = |j: usize, r: usize| {
+            let zero = zeros[problem.group_of(j)][r] as f32;
+            f64::from(problem.rounding.step(codes[(first + r) * dim + j], zero))
+        };
         let lane = |j: usize| std::array::from_fn(|r| if live(r) { step(j, r) } else { 0.0 });
         let steps: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
         let value = |(j, steps): (usize, &Lane)| values_of(steps, &scales[problem.group_of(j)]);
@@ -55,7 +57,7 @@ impl Tile {
     /// Writes lane `r` as a row of codes and one of scales.
     pub(super) fn store(&self, problem: &Problem<'_>, r: usize, codes: &mut [u8], scales: &mut [f32]) {
         for (j, to) in codes.iter_mut().enumerate() {
-            *to = (self.steps[j][r] + self.zeros[problem.group_of(j)][r]) as u8;
+            *to = problem.rounding.code(self.steps[j][r], self.zeros[problem.group_of(j)][r]);
         }
         for (to, scales) in scales.iter_mut().zip(&self.scales) {
             *to = scales[r];

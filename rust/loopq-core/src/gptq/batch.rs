@@ -9,7 +9,7 @@ use crate::factor::{DampedFactor, PANEL_WIDTH};
 use crate::gptq::beam::{Beam, Block, Row, Strips, BLOCK, SCRATCH};
 use crate::gptq::column::{round_column, Column};
 use crate::gptq::{Options, Scales};
-use crate::grid::{fit, Grid, Levels};
+use crate::grid::{by_steps, fit, Grid, Levels, Rounding};
 use crate::memory::{collected, copied, zeros};
 use crate::simd::{axpy, Real, MR};
 use crate::weight::Weight;
@@ -23,6 +23,7 @@ const STRIDE: usize = 256;
 pub(super) struct Problem<'a, T> {
     pub(super) factor: &'a DampedFactor<T>,
     pub(super) grid: &'a Grid,
+    pub(super) rounding: &'a Rounding,
     pub(super) options: &'a Options,
     /// Weights of the scale search, by column of `H`.
     pub(super) weights: &'a [f64],
@@ -107,7 +108,7 @@ impl<'a, T: Real> Batch<'a, T> {
 
     /// Several paths a row; the codes of a block are decided when the block after it has been searched.
     fn search(&mut self, execution: &Execution<'_>) -> Result<()> {
-        let Problem { factor, grid, options, .. } = self.problem;
+        let Problem { factor, rounding, options, .. } = self.problem;
         let (dim, n) = (self.dim, self.n());
         let mut beams: Vec<Beam> = (0..n).map(|_| Beam::new(options.beam)).collect::<Result<_>>()?;
         let units = collected(SCRATCH, (0..n).map(|r| power_of_two(self.levels.mean_scale(r))))?;
@@ -129,12 +130,13 @@ impl<'a, T: Real> Batch<'a, T> {
             }
             let pivots = factor.pivots()[from..to].iter().map(|p| (p / pivot_unit) as f32);
             let pivots = collected(SCRATCH, pivots)?;
-            let top = f32::from(grid.top());
-            let block = Block { a: &a, pivots: &pivots, top, isa: options.isa };
-            for (r, (beam, &unit)) in beams.iter_mut().zip(&units).enumerate() {
-                execution.check()?;
-                beam.advance(&block, &self.row(r, from, to, unit));
-            }
+            by_steps!(rounding, |steps| {
+                let block = Block { a: &a, pivots: &pivots, steps, isa: options.isa };
+                for (r, (beam, &unit)) in beams.iter_mut().zip(&units).enumerate() {
+                    execution.check()?;
+                    beam.advance(&block, &self.row(r, from, to, unit));
+                }
+            });
         }
         let last = (dim - 1) / BLOCK * BLOCK;
         for (r, (beam, &unit)) in beams.iter_mut().zip(&units).enumerate() {
@@ -173,13 +175,13 @@ impl<'a, T: Real> Batch<'a, T> {
 
     /// Takes over codes of a row from column `from` on, and their errors.
     fn decided(&mut self, r: usize, from: usize, codes: &[u8]) {
-        let Problem { factor, grid, .. } = self.problem;
+        let Problem { factor, grid, rounding, .. } = self.problem;
         let (lane, group) = (r % T::NR, grid.group(self.dim));
         let vector = &mut self.vectors[r / T::NR];
         for (j, &code) in (from..).zip(codes) {
             let (column, at) = (factor.order()[j], j * T::NR + lane);
             let (scale, zero) = self.levels.lanes(column / group, r, 1);
-            let value = (f32::from(code) - zero[0]) * scale[0];
+            let value = rounding.step(code, zero[0]) * scale[0];
             let error = T::of(f64::from(vector.original[at])) - T::of(f64::from(value));
             (vector.codes[at], vector.values[at]) = (code, error);
             vector.added[lane] += factor.mu()[column] * (error.wide() * error.wide());
@@ -241,14 +243,14 @@ impl<'a, T: Real> Batch<'a, T> {
     }
 
     fn round(&mut self, v: usize, j: usize, to: usize) {
-        let Problem { factor, grid, options, .. } = self.problem;
+        let Problem { factor, grid, rounding, options, .. } = self.problem;
         let (nr, column) = (T::NR, factor.order()[j]);
         let g = column / grid.group(self.dim);
         let lanes = nr.min(self.n() - v * nr);
         let (scale, zero) = self.levels.lanes(g, v * nr, lanes);
         let vector = &mut self.vectors[v];
         let (line, later) = vector.values[j * nr..].split_at_mut(nr);
-        round_column(
+        by_steps!(rounding, |steps| round_column(
             options.isa,
             Column {
                 values: &mut line[..lanes],
@@ -260,9 +262,9 @@ impl<'a, T: Real> Batch<'a, T> {
                 added: &mut vector.added,
                 pivot: factor.pivots()[j],
                 mu: factor.mu()[column],
-                top: f64::from(grid.top()),
+                steps,
             },
-        );
+        ));
         let a = factor.lines(j, j);
         for k in j + 1..to {
             axpy(options.isa, a[k - j], line, &mut later[(k - j - 1) * nr..(k - j) * nr]);

@@ -9,6 +9,7 @@
 //! best, and its errors reach the later columns as GPTQ's do. In single precision, in units of powers of two: what is
 //! scaled by one scales with it. Only codes are taken from here; the solver computes their loss in double precision.
 
+use crate::grid::Steps;
 use crate::memory::{collected, zeros};
 use crate::simd::{per_isa, Isa};
 use crate::Result;
@@ -54,13 +55,13 @@ struct Choices {
 }
 
 /// What is the same for all rows of a block of columns.
-pub(super) struct Block<'a> {
+pub(super) struct Block<'a, S> {
     /// `A_ij`, `i` over the block before and this one, `j` over this one.
     pub(super) a: &'a [Strips],
     /// Of each of its columns.
     pub(super) pivots: &'a [f32],
-    /// Largest code.
-    pub(super) top: f32,
+    /// What codes stand for.
+    pub(super) steps: S,
     pub(super) isa: Isa,
 }
 
@@ -107,7 +108,7 @@ impl Beam {
     }
 
     /// Takes the paths through a block.
-    pub(super) fn advance(&mut self, block: &Block<'_>, row: &Row) {
+    pub(super) fn advance<S: Steps>(&mut self, block: &Block<'_, S>, row: &Row) {
         begin(block.isa, self, block, row);
         for j in 0..block.pivots.len() {
             weigh(block.isa, self, block, row, j);
@@ -124,11 +125,11 @@ impl Beam {
 }
 
 per_isa! {
-    fn begin(beam: &mut Beam, block: &Block<'_>, row: &Row) = begin_body;
+    fn begin<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row) = begin_body;
 }
 
 per_isa! {
-    fn weigh(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) = weigh_body;
+    fn weigh<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usize) = weigh_body;
 }
 
 per_isa! {
@@ -136,16 +137,17 @@ per_isa! {
 }
 
 per_isa! {
-    fn go_on(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) = go_on_body;
+    fn go_on<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usize) = go_on_body;
 }
 
 /// Changes the columns ahead by the errors of the block before.
 #[inline(always)]
-fn begin_body(beam: &mut Beam, block: &Block<'_>, row: &Row) {
+fn begin_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row) {
     for path in &mut beam.paths {
         let mut errors = [0.0; BLOCK];
         for (i, error) in errors.iter_mut().enumerate() {
-            *error = row.original[i] - (f32::from(path.codes[0][i]) - row.zero[i]) * row.scale[i];
+            let step = block.steps.step(f32::from(path.codes[0][i]), row.zero[i]);
+            *error = row.original[i] - step * row.scale[i];
         }
         let mut ahead = row.updated;
         for (a, &error) in block.a.iter().zip(&errors) {
@@ -157,9 +159,10 @@ fn begin_body(beam: &mut Beam, block: &Block<'_>, row: &Row) {
 
 /// Costs of all that the paths could go on with.
 #[inline(always)]
-fn weigh_body(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) {
+fn weigh_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usize) {
     let n = beam.paths.len();
-    let (scale, zero, top, pivot) = (row.scale[BLOCK + j], row.zero[BLOCK + j], block.top, block.pivots[j]);
+    let (scale, zero, steps, pivot) =
+        (row.scale[BLOCK + j], row.zero[BLOCK + j], block.steps, block.pivots[j]);
     for (wanted, path) in beam.wanted.iter_mut().zip(&beam.paths) {
         *wanted = path.ahead[j / STRIP][j % STRIP];
     }
@@ -168,13 +171,9 @@ fn weigh_body(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) {
     let (second_code, second_cost) = (&mut beam.second.code[..n], &mut beam.second.cost[..n]);
     for p in 0..n {
         let (wanted, cost) = (wanted[p], costs[p]);
-        let x = wanted / scale + zero;
-        let whole = x.round_ties_even();
-        let near = if whole > 0.0 { whole } else { 0.0 };
-        let near = if near < top { near } else { top };
-        let other = if x > near { near + 1.0 } else { near - 1.0 };
-        let (gap, other_gap) = (wanted - (near - zero) * scale, wanted - (other - zero) * scale);
-        let inside = other >= 0.0 && other <= top;
+        let (near, other, inside) = steps.two(wanted / scale, zero);
+        let gap = wanted - steps.step(near, zero) * scale;
+        let other_gap = wanted - steps.step(other, zero) * scale;
         let first = cost + pivot * (gap * gap);
         let then = if inside { cost + pivot * (other_gap * other_gap) } else { f32::INFINITY };
         // Half way between two codes rounding can have named the further one.
@@ -234,11 +233,11 @@ fn dearest(near: &[f32], other: &[f32]) -> f32 {
 
 /// Changes the columns ahead by the errors of this one.
 #[inline(always)]
-fn go_on_body(beam: &mut Beam, block: &Block<'_>, row: &Row, j: usize) {
+fn go_on_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usize) {
     let (from, a) = (j / STRIP, &block.a[BLOCK + j]);
     let (original, scale, zero) = (row.original[BLOCK + j], row.scale[BLOCK + j], row.zero[BLOCK + j]);
     for path in &mut beam.paths {
-        let error = original - (f32::from(path.codes[1][j]) - zero) * scale;
+        let error = original - block.steps.step(f32::from(path.codes[1][j]), zero) * scale;
         change(&mut path.ahead[from..], &a[from..], error);
     }
 }

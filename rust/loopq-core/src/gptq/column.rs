@@ -1,9 +1,10 @@
 //! Rounding one column of many rows.
 
+use crate::grid::Steps;
 use crate::simd::{per_isa, Real};
 
 /// What rounding one column of a batch of rows needs and leaves; `values`, `scale` and `zero` have one length.
-pub(super) struct Column<'a, T> {
+pub(super) struct Column<'a, T, S> {
     /// In: the updated weights. Out: the errors `w - q`.
     pub(super) values: &'a mut [T],
     /// The original weights.
@@ -22,29 +23,28 @@ pub(super) struct Column<'a, T> {
     pub(super) pivot: f64,
     /// The column's damping.
     pub(super) mu: f64,
-    /// Largest code.
-    pub(super) top: f64,
+    /// What codes stand for.
+    pub(super) steps: S,
 }
 
 /// 2^52: adding it to a whole number below puts that number in the low bits.
 const WHOLE: f64 = 4_503_599_627_370_496.0;
 
 per_isa! {
-    /// Rounds a column, half to even.
-    pub(super) fn round_column<T: Real>(c: Column<'_, T>) = round_body;
+    /// Rounds a column, half to even where values are evenly spaced.
+    pub(super) fn round_column<T: Real, S: Steps>(c: Column<'_, T, S>) = round_body;
 }
 
 #[inline(always)]
-fn round_body<T: Real>(c: Column<'_, T>) {
+fn round_body<T: Real, S: Steps>(c: Column<'_, T, S>) {
     let n = c.values.len();
     let (original, scale, zero) = (&c.original[..n], &c.scale[..n], &c.zero[..n]);
     let (codes, damped, added) = (&mut c.codes[..n], &mut c.damped[..n], &mut c.added[..n]);
     for i in 0..n {
         let updated = c.values[i].wide();
-        let steps = (updated / f64::from(scale[i])).round_ties_even() + f64::from(zero[i]);
-        let code = steps.max(0.0).min(c.top);
+        let code = c.steps.code(updated / f64::from(scale[i]), f64::from(zero[i]));
         codes[i] = (code + WHOLE).to_bits() as u8;
-        let value = (code as f32 - zero[i]) * scale[i];
+        let value = c.steps.step(code as f32, zero[i]) * scale[i];
         let gap = updated - f64::from(value);
         let e = T::of(f64::from(original[i])) - T::of(f64::from(value));
         damped[i] += c.pivot * gap * gap;

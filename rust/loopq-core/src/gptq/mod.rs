@@ -143,7 +143,8 @@ fn run<T: Real>(
     for (&column, &pivot) in factor.order().iter().zip(factor.pivots()) {
         weights[column] = pivot;
     }
-    let problem = Problem { factor, grid, options, weights: &weights };
+    let rounding = grid.rounding();
+    let problem = Problem { factor, grid, rounding: &rounding, options, weights: &weights };
     let results: Vec<Result<Vec<(f64, f64)>>> = pool.install(|| {
         out.codes
             .par_chunks_mut(batch_rows * dim)

@@ -5,9 +5,10 @@ use std::ops::RangeInclusive;
 use crate::memory::zeros;
 use crate::{dims, Error, Result};
 
-/// `(code - zero) * scale` for every entry, in float32; without zero points (signed codes) `code * scale`.
-pub fn dequantize<C: Copy + Into<f32>>(
+/// `(step - zero) * scale` for every entry, in float32: `step` of a code, zero points where there are any.
+pub fn dequantize<C: Copy>(
     codes: &[C],
+    step: impl Fn(C) -> f32,
     scales: &[f32],
     zeros: Option<&[u8]>,
     rows: usize,
@@ -27,7 +28,7 @@ pub fn dequantize<C: Copy + Into<f32>>(
             let level = r * n_groups + j;
             let (scale, zero) = (scales[level], zeros.map_or(0.0, |zeros| f32::from(zeros[level])));
             for (to, &code) in values.iter_mut().zip(&codes[r * dim + j * group..]) {
-                *to = (code.into() - zero) * scale;
+                *to = (step(code) - zero) * scale;
             }
         }
     }

@@ -1,20 +1,26 @@
 //! Quantization grids: what scales, zero points and codes a group of weights can have.
 //!
 //! Codes are kept *biased*: `u` in `0..2^b`, value `(u - z) * s`. A symmetric grid has `z = 2^(b-1)` everywhere, so
-//! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`.
+//! its signed code `u - z` lies in `-2^(b-1)..2^(b-1)`. On a table the value is `level[u] * s` (`table`).
 
 mod codes;
+mod fitting;
 mod levels;
+mod rounding;
 mod rtn;
 mod scale_type;
 mod search;
+mod table;
 mod trellis;
 
 pub use codes::{dequantize, to_biased, to_signed, to_signed_by};
+pub use fitting::fitted;
 pub(crate) use levels::Levels;
+pub(crate) use rounding::{by_steps, Rounding, Steps};
 pub use rtn::rtn;
 pub use scale_type::ScaleType;
 pub(crate) use search::fit;
+pub use table::{Table, PARTS};
 pub use trellis::{decode, value, Trellis};
 pub(crate) use trellis::{mix, FACTOR, OFFSET};
 
@@ -53,6 +59,17 @@ pub(crate) fn check_bits(bits: u32) -> Result<()> {
     }
 }
 
+/// What codes stand for, in scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Values {
+    /// Codes less the zero point.
+    Even,
+    /// The level of a table at each code.
+    Table(Table),
+    /// Values that depend on several codes.
+    Trellis(Trellis),
+}
+
 /// A grid's settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
@@ -69,37 +86,47 @@ pub struct Grid {
     pub scale_type: ScaleType,
     /// How scales are found.
     pub search: Search,
-    /// How codes stand for values where these depend on several codes.
-    pub trellis: Option<Trellis>,
+    /// What codes stand for.
+    pub values: Values,
 }
 
 impl Grid {
-    /// Refuses bits outside the formats that exist, and a trellis that codes of such a grid cannot be on.
+    /// Refuses bits outside the formats that exist, and values that codes of such a grid cannot have.
     pub fn check(&self) -> Result<()> {
         check_bits(self.bits)?;
-        match self.trellis {
-            Some(trellis) if trellis.bits() != self.bits || !self.symmetric => {
-                let got = format!("{} bits, symmetric: {}", self.bits, self.symmetric);
-                let allowed = format!("{} bits, symmetric", trellis.bits());
-                Err(Error::setting("a grid of codes on a trellis", got, allowed))
-            }
-            _ => Ok(()),
+        let (what, bits) = match self.values {
+            Values::Even => return Ok(()),
+            Values::Table(table) => ("a grid of levels", usize::BITS - (table.len() - 1).leading_zeros()),
+            Values::Trellis(trellis) => ("a grid of codes on a trellis", trellis.bits()),
+        };
+        // Two levels take two bits, the fewest that there are.
+        if self.symmetric && bits.max(2) == self.bits {
+            return Ok(());
         }
+        let got = format!("{} bits, symmetric: {}", self.bits, self.symmetric);
+        Err(Error::setting(what, got, format!("{} bits, symmetric", bits.max(2))))
     }
 
     /// Refuses a grid whose values depend on several codes.
     pub fn check_plain(&self) -> Result<()> {
         self.check()?;
-        match self.trellis {
-            Some(_) => Err(Error::setting("the grid", "codes on a trellis", "codes of a plain grid")),
-            None => Ok(()),
+        match self.values {
+            Values::Trellis(_) => {
+                Err(Error::setting("the grid", "codes on a trellis", "codes of a plain grid"))
+            }
+            Values::Even | Values::Table(_) => Ok(()),
         }
     }
 
     /// Its trellis.
     pub fn on_trellis(&self) -> Result<Trellis> {
         self.check()?;
-        self.trellis.ok_or_else(|| Error::setting("the grid", "codes of a plain grid", "codes on a trellis"))
+        match self.values {
+            Values::Trellis(trellis) => Ok(trellis),
+            Values::Even | Values::Table(_) => {
+                Err(Error::setting("the grid", "codes of a plain grid", "codes on a trellis"))
+            }
+        }
     }
 
     /// Columns per group in a row of `dim`.
@@ -118,10 +145,25 @@ impl Grid {
         dim.div_ceil(self.group(dim))
     }
 
+    /// Its table of levels; refuses a grid without one.
+    pub(crate) fn on_table(&self) -> Result<&Table> {
+        let none = || Error::setting("the grid", "codes without a table", "levels of a table");
+        self.table().ok_or_else(none)
+    }
+
+    /// Its table of levels.
+    #[must_use]
+    pub fn table(&self) -> Option<&Table> {
+        match &self.values {
+            Values::Table(table) => Some(table),
+            Values::Even | Values::Trellis(_) => None,
+        }
+    }
+
     /// Largest biased code.
     #[must_use]
     pub fn top(&self) -> u8 {
-        ((1_u32 << self.bits) - 1) as u8
+        self.table().map_or(((1_u32 << self.bits) - 1) as u8, |table| table.len() as u8 - 1)
     }
 
     /// Zero point of a symmetric grid.
@@ -138,15 +180,6 @@ pub struct Level {
     pub scale: f32,
     /// The code of zero.
     pub zero: u8,
-}
-
-impl Level {
-    /// What a code stands for.
-    #[inline(always)]
-    #[must_use]
-    pub fn value(self, code: u8) -> f32 {
-        (f32::from(code) - f32::from(self.zero)) * self.scale
-    }
 }
 
 /// A quantized matrix.

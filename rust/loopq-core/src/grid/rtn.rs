@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::grid::{Grid, Level, Levels, Quantized};
+use crate::grid::{by_steps, Grid, Level, Levels, Quantized, Steps};
 use crate::memory::collected;
 use crate::simd::{per_isa, Isa};
 use crate::weight::Weight;
@@ -37,11 +37,11 @@ pub fn rtn(w: Weight<'_>, grid: &Grid, execution: &Execution<'_>) -> Result<Quan
 
 fn round_rows(w: Weight<'_>, grid: &Grid, (scales, zeros): (&[f32], &[u8]), codes: &mut [u8]) {
     let dim = w.dim();
-    let (group, n_groups) = (grid.group(dim), grid.n_groups(dim));
+    let (group, n_groups, rounding) = (grid.group(dim), grid.n_groups(dim), grid.rounding());
     for (r, (row, codes)) in w.values().chunks_exact(dim).zip(codes.chunks_exact_mut(dim)).enumerate() {
         for (g, (values, codes)) in row.chunks(group).zip(codes.chunks_mut(group)).enumerate() {
             let level = Level { scale: scales[r * n_groups + g], zero: zeros[r * n_groups + g] };
-            round_row(Isa::best(), values, level, grid.top(), codes);
+            by_steps!(&rounding, |steps| round_row(Isa::best(), values, level, steps, codes));
         }
     }
 }
@@ -50,14 +50,13 @@ fn round_rows(w: Weight<'_>, grid: &Grid, (scales, zeros): (&[f32], &[u8]), code
 const WHOLE: f64 = 4_503_599_627_370_496.0;
 
 per_isa! {
-    fn round_row(values: &[f32], level: Level, top: u8, codes: &mut [u8]) = round_body;
+    fn round_row<S: Steps>(values: &[f32], level: Level, steps: S, codes: &mut [u8]) = round_body;
 }
 
 #[inline(always)]
-fn round_body(values: &[f32], level: Level, top: u8, codes: &mut [u8]) {
-    let (scale, zero, top) = (f64::from(level.scale), f64::from(level.zero), f64::from(top));
+fn round_body<S: Steps>(values: &[f32], level: Level, steps: S, codes: &mut [u8]) {
+    let (scale, zero) = (f64::from(level.scale), f64::from(level.zero));
     for (code, &v) in codes.iter_mut().zip(values) {
-        let steps = (f64::from(v) / scale).round_ties_even() + zero;
-        *code = (steps.max(0.0).min(top) + WHOLE).to_bits() as u8;
+        *code = (steps.code(f64::from(v) / scale, zero) + WHOLE).to_bits() as u8;
     }
 }

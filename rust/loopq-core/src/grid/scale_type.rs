@@ -11,6 +11,13 @@ pub enum ScaleType {
     F16,
     /// bfloat16.
     Bf16,
+    /// A float of 8 bits, four exponent and three mantissa, times a power of two.
+    E4m3 {
+        /// The power.
+        exponent: i32,
+    },
+    /// A power of two.
+    E8m0,
     /// One of these, kept to fewer significant bits, so that `code * scale` needs no rounding in a short type.
     Short {
         /// How they are stored.
@@ -21,14 +28,22 @@ pub enum ScaleType {
 }
 
 impl ScaleType {
-    /// The type with that `NumPy` or torch name, kept to so many significant bits; all of them when absent.
-    pub fn parse(name: &str, bits: Option<u32>) -> Result<Self> {
+    /// The type with that `NumPy` or torch name, kept to so many significant bits; all of them when absent. Numbers of
+    /// `float8_e4m3fn` are times `2^exponent`.
+    pub fn parse(name: &str, bits: Option<u32>, exponent: i32) -> Result<Self> {
+        match (name, bits) {
+            ("float8_e4m3fn", None) if (-100..=100).contains(&exponent) => {
+                return Ok(Self::E4m3 { exponent })
+            }
+            ("float8_e8m0fnu", None) => return Ok(Self::E8m0),
+            _ => {}
+        }
         let (stored, most): (&'static Self, u32) = match name {
             "float32" => (&Self::F32, 24),
             "float16" => (&Self::F16, 11),
             "bfloat16" => (&Self::Bf16, 8),
             _ => {
-                let allowed = "'float32', 'float16', 'bfloat16'";
+                let allowed = "'float32', 'float16', 'bfloat16', 'float8_e4m3fn' within 2^-100 to 2^100, 'float8_e8m0fnu'";
                 return Err(Error::setting("scale_dtype", format!("{name:?}"), allowed));
             }
         };
@@ -46,7 +61,27 @@ impl ScaleType {
             Self::F32 => "float32",
             Self::F16 => "float16",
             Self::Bf16 => "bfloat16",
+            Self::E4m3 { .. } => "float8_e4m3fn",
+            Self::E8m0 => "float8_e8m0fnu",
             Self::Short { stored, .. } => stored.name(),
+        }
+    }
+
+    /// The smallest number that it holds in full precision.
+    pub(crate) fn least(self) -> f32 {
+        match self {
+            Self::F16 => (-14.0_f64).exp2() as f32,
+            Self::F32 | Self::Bf16 => f32::MIN_POSITIVE,
+            Self::Short { stored, .. } => stored.least(),
+            Self::E4m3 { .. } | Self::E8m0 => self.some(),
+        }
+    }
+
+    /// A number that it holds exactly.
+    pub(crate) fn some(self) -> f32 {
+        match self {
+            Self::E4m3 { exponent } => (f64::from(exponent)).exp2() as f32,
+            _ => 1.0,
         }
     }
 
@@ -58,8 +93,30 @@ impl ScaleType {
             Self::F32 => single,
             Self::F16 => half::f16::from_f32(single).to_f32(),
             Self::Bf16 => half::bf16::from_f32(single).to_f32(),
+            Self::E4m3 { exponent } => e4m3(f64::from(single), exponent),
+            Self::E8m0 => e8m0(f64::from(single)),
             Self::Short { stored, bits } => stored.round(shorten(f64::from(single), bits)),
         }
+    }
+}
+
+/// Half to even; infinite above the largest, 448 times the power.
+fn e4m3(value: f64, exponent: i32) -> f32 {
+    let unit = f64::from(exponent).exp2();
+    let size = value.abs() / unit;
+    // Below 2^-6 the step stays 2^-9.
+    let rounded = if size < 0.015_625 { (size * 512.0).round_ties_even() / 512.0 } else { shorten(size, 4) };
+    let kept = if rounded <= 448.0 { rounded * unit } else { f64::INFINITY };
+    kept.copysign(value) as f32
+}
+
+/// The nearest power of two from `2^-127` to `2^127`; zero below, infinite above.
+fn e8m0(value: f64) -> f32 {
+    let rounded = shorten(value, 1);
+    match rounded.abs().log2() {
+        power if power > 127.0 => f32::INFINITY,
+        power if power < -127.0 => 0.0,
+        _ => rounded as f32,
     }
 }
 

@@ -5,7 +5,7 @@
 //! power of 2.4 put to 2. Rows lie side by side, one *lane* each, so that a step of the search is a few vector instructions
 //! for all of them.
 
-use crate::grid::{Grid, Level, Search};
+use crate::grid::{by_steps, Grid, Level, Search, Steps, Values};
 use crate::simd::{per_isa, Isa, Real};
 use crate::Error;
 
@@ -33,6 +33,7 @@ pub(crate) fn fit<T: Real>(
         Search::Mse => SHRINK_STEPS,
     };
     let mut best: Vec<Option<Level>> = vec![None; lanes];
+    let rounding = grid.rounding();
     let (mut costs, mut least) = (vec![0.0; lanes], vec![0.0; lanes]);
     let mut tried = Candidates { levels: vec![None; lanes], scale: vec![0.0; lanes], zero: vec![0.0; lanes] };
     for (&sign, k) in signs.iter().flat_map(|sign| (0..steps).map(move |k| (sign, k))) {
@@ -40,7 +41,7 @@ pub(crate) fn fit<T: Real>(
         if signs.len() * steps > 1 {
             costs.fill(0.0);
             for (line, &weight) in lines.chunks_exact(lanes).zip(weights) {
-                add_costs(isa, line, weight, &tried, f64::from(grid.top()), &mut costs);
+                by_steps!(&rounding, |steps| add_costs(isa, line, weight, &tried, steps, &mut costs));
             }
         }
         for lane in 0..lanes {
@@ -54,11 +55,16 @@ pub(crate) fn fit<T: Real>(
 }
 
 /// The level of a lane that has no candidate: zeros, and values so near to zero that the stored type has no scale for
-/// them, become zeros on any; none fits values that are too large.
+/// them, become zeros on any, or as good as zeros where no level is zero; none fits values that are too large.
 fn fallback(grid: &Grid, lane: usize, low: f64, high: f64) -> std::result::Result<Level, (usize, Error)> {
     let value = grid.widest(low, high);
     if grid.scale_type.round(value) == 0.0 {
-        return Ok(Level { scale: 1.0, zero: if grid.symmetric { grid.middle() } else { 0 } });
+        let without_zero =
+            matches!(grid.values, Values::Table(table) if !table.bytes()[..table.len()].contains(&0));
+        return Ok(Level {
+            scale: if without_zero { grid.scale_type.least() } else { grid.scale_type.some() },
+            zero: if grid.symmetric { grid.middle() } else { 0 },
+        });
     }
     Err((lane, Error::ScaleRange { row: 0, group: 0, value, dtype: grid.scale_type.name() }))
 }
@@ -69,6 +75,10 @@ impl Grid {
     fn widest(&self, low: f64, high: f64) -> f64 {
         if !self.symmetric {
             return (high - low) / f64::from(self.top());
+        }
+        if let Some(table) = self.table() {
+            let (below, above) = table.ends();
+            return (high / above).max(low / below);
         }
         if self.search == Search::HalfRange {
             return high.max(-low) / (f64::from(self.top()) / 2.0);
@@ -133,18 +143,18 @@ fn widen_body<T: Real>(line: &[T], low: &mut [f64], high: &mut [f64]) {
 
 per_isa! {
     /// Adds the weighted square errors of one column, at one scale per lane, to `costs`.
-    fn add_costs<T: Real>(line: &[T], weight: f64, tried: &Candidates, top: f64, costs: &mut [f64]) = costs_body;
+    fn add_costs<T: Real, S: Steps>(line: &[T], weight: f64, tried: &Candidates, steps: S, costs: &mut [f64])
+        = costs_body;
 }
 
 #[inline(always)]
-fn costs_body<T: Real>(line: &[T], weight: f64, tried: &Candidates, top: f64, costs: &mut [f64]) {
+fn costs_body<T: Real, S: Steps>(line: &[T], weight: f64, tried: &Candidates, steps: S, costs: &mut [f64]) {
     let n = line.len();
     let (scale, zero, costs) = (&tried.scale[..n], &tried.zero[..n], &mut costs[..n]);
     for i in 0..n {
         let value = line[i].wide();
-        let steps = (value / f64::from(scale[i])).round_ties_even() + f64::from(zero[i]);
-        let code = steps.max(0.0).min(top);
-        let gap = value - f64::from((code as f32 - zero[i]) * scale[i]);
+        let code = steps.code(value / f64::from(scale[i]), f64::from(zero[i]));
+        let gap = value - f64::from(steps.step(code as f32, zero[i]) * scale[i]);
         costs[i] += weight * gap * gap;
     }
 }

@@ -13,7 +13,7 @@ use std::mem::MaybeUninit;
 
 use super::activations::{Order, TILE, TILE_BYTES};
 use super::layout::{unit_inputs, unit_lines, Block, LANES, LINE, PANEL};
-use super::tile::{codes_of, lines_of, value_of, Lanes, Panel, AHEAD};
+use super::tile::{lines_of, value_of, values_of, Lanes, Panel, AHEAD};
 use super::GROUP;
 use crate::simd::amx::Tiles;
 
@@ -37,10 +37,13 @@ struct Sums([[i32; TILE * LANES]; 6]);
 /// # Safety
 /// The instruction set of `V` must exist, and AMX's `permitted` must have said yes.
 #[inline(always)]
-pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: usize>(mut p: Panel<'_>) {
+pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const TABLE: bool, const L: usize, const T: usize>(
+    mut p: Panel<'_>,
+) {
     p.check();
     let tokens = p.tokens();
     assert!(p.rows.limbs == L && p.layout.grid.bits == BITS && p.panels() <= GROUP);
+    assert!(p.layout.grid.table().is_some() == TABLE);
     assert!(p.rows.order == Order::Tiles && p.token.is_multiple_of(TILE));
     p.out.fill(0.0);
     #[allow(clippy::large_stack_arrays)] // 64 KiB, of which a block of 128 inputs touches half
@@ -51,11 +54,11 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
     // that were compared above; codes are spread before they are read, and sums stored.
     unsafe {
         let _tiles = Tiles::configure();
-        spread::<V, BITS>(&p, &blocks[0], codes[0].as_mut_ptr());
+        spread::<V, BITS, TABLE>(&p, &blocks[0], codes[0].as_mut_ptr());
         let (mut turn, mut last) = (0, None);
         for (b, block) in blocks.iter().enumerate() {
             if let Some(next) = blocks.get(b + 1) {
-                spread::<V, BITS>(&p, next, codes[(b + 1) % 2].as_mut_ptr());
+                spread::<V, BITS, TABLE>(&p, next, codes[(b + 1) % 2].as_mut_ptr());
             }
             for tile in 0..tokens.div_ceil(TILE) {
                 let at = ((p.token / TILE + tile) * p.layout.steps + block.step) * L * TILE_BYTES;
@@ -92,9 +95,13 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
 /// # Safety
 /// As [`panel`], with room for the codes of its panels at `to`.
 #[inline(always)]
-unsafe fn spread<V: Lanes, const BITS: u32>(p: &Panel<'_>, block: &Block, to: *mut Codes) {
+unsafe fn spread<V: Lanes, const BITS: u32, const TABLE: bool>(p: &Panel<'_>, block: &Block, to: *mut Codes) {
     let (lines, inputs) = (unit_lines(BITS), unit_inputs(BITS));
-    let middle = if p.layout.grid.symmetric { 1 << (BITS - 1) } else { 0 };
+    let middle = match (TABLE, p.layout.grid.symmetric) {
+        (true, _) => V::RAISED,
+        (false, true) => 1 << (BITS - 1),
+        (false, false) => 0,
+    };
     let (planes, filled) = (block.units * inputs / 4, block.steps(BITS) * TILE);
     // SAFETY: the layout's offsets, which the panels' length was compared with; a block has at most 256 inputs, 64 planes.
     unsafe {
@@ -110,7 +117,7 @@ unsafe fn spread<V: Lanes, const BITS: u32>(p: &Panel<'_>, block: &Block, to: *m
                 for plane in 0..inputs / 4 {
                     let offset = (unit * inputs / 4 + plane) * LINE;
                     for half in 0..2 {
-                        let plane = V::minus(codes_of::<V, BITS>(strips[half], plane), middle);
+                        let plane = V::minus(values_of::<V, BITS, TABLE>(p, strips[half], plane), middle);
                         V::store_codes(halves[half].add(offset), plane);
                     }
                 }
@@ -205,7 +212,7 @@ unsafe fn add_up<V: Lanes, const L: usize, const SYMMETRIC: bool>(
         let minus_sums = p.rows.minus_sums[from * L..(to + 1) * L].as_ptr();
         let out = p.out.as_mut_ptr().add((panel * tokens + first) * PANEL);
         for row in 0..rows {
-            let scale = V::splat_float(*token_scales.add(row * step));
+            let scale = V::splat_float(*token_scales.add(row * step) * p.layout.unit);
             for half in 0..2 {
                 let mut digits = [V::splat(0); L];
                 for (limb, digit) in digits.iter_mut().enumerate() {

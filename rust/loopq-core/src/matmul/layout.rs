@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use crate::grid::{Grid, ScaleType, Trellis};
+use crate::grid::{Grid, ScaleType, Trellis, Values, PARTS};
 use crate::memory::reserve;
 use crate::{dims, Error, Result};
 
@@ -38,7 +38,8 @@ impl ScaleFormat {
     fn of(scales: ScaleType) -> Self {
         match scales {
             ScaleType::F32 => Self::F32,
-            ScaleType::Bf16 => Self::Bf16,
+            // Numbers of 8 bits, times a power of two, are numbers of bfloat16.
+            ScaleType::Bf16 | ScaleType::E4m3 { .. } | ScaleType::E8m0 => Self::Bf16,
             ScaleType::F16 => Self::F16,
             ScaleType::Short { stored, .. } => Self::of(*stored),
         }
@@ -130,6 +131,9 @@ pub struct Layout {
     pub(super) inputs: usize,
     pub(super) grid: Grid,
     pub(super) scales: ScaleFormat,
+    /// Levels of codes on a table, and the share of a scale that they and codes count.
+    pub(super) levels: [i8; 16],
+    pub(super) unit: f32,
     pub(super) blocks: Vec<Block>,
     /// Bytes of a panel.
     pub(super) panel: usize,
@@ -196,10 +200,12 @@ impl Layout {
             }
         }
         let (panel, row) = (offset, row_bytes(at));
-        let plain = Self { outputs, inputs, grid, scales, blocks, panel, row, steps: step, streams: None };
-        match grid.trellis {
-            Some(trellis) => plain.cut(trellis),
-            None => Ok(plain),
+        let (levels, unit) = grid.table().map_or(([0; 16], 1.0), |table| (*table.bytes(), 1.0 / PARTS));
+        let (steps, streams) = (step, None);
+        let plain = Self { outputs, inputs, grid, scales, levels, unit, blocks, panel, row, steps, streams };
+        match grid.values {
+            Values::Trellis(trellis) => plain.cut(trellis),
+            Values::Even | Values::Table(_) => Ok(plain),
         }
     }
 

@@ -53,6 +53,7 @@ impl Lanes for Neon {
 
     // Eight sums for each limb: as many as are under way at once.
     const WAITS: bool = false;
+    const RAISED: u8 = 0;
 
     #[inline(always)]
     unsafe fn line(at: *const u8) -> Self::Codes {
@@ -98,6 +99,21 @@ impl Lanes for Neon {
             }
             sum
         }
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(c: Self::Codes, levels: &[i8; 16]) -> Self::Codes {
+        // SAFETY: see above.
+        unsafe {
+            let levels = vld1q_u8(levels.as_ptr().cast());
+            c.map(|c| vqtbl1q_u8(levels, c))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_levels(sum: Self::Ints, c: Self::Codes, x: *const i8) -> Self::Ints {
+        // SAFETY: see above.
+        unsafe { Self::dot::<false>(sum, c, x) }
     }
 
     #[inline(always)]

@@ -21,6 +21,7 @@ impl Lanes for Portable {
     type Floats = [f32; LANES];
 
     const WAITS: bool = false;
+    const RAISED: u8 = 0;
 
     #[inline(never)]
     unsafe fn line(at: *const u8) -> [u8; LINE] {
@@ -49,6 +50,21 @@ impl Lanes for Portable {
         let x = unsafe { x.cast::<[i8; 4]>().read() };
         from_fn(|lane| {
             let products = (0..4).map(|i| i32::from(c[lane * 4 + i]) * i32::from(x[i]));
+            sum[lane] + products.sum::<i32>()
+        })
+    }
+
+    #[inline(never)]
+    unsafe fn look_up(c: [u8; LINE], levels: &[i8; 16]) -> [u8; LINE] {
+        c.map(|c| levels[usize::from(c) % 16] as u8)
+    }
+
+    #[inline(never)]
+    unsafe fn dot_levels(sum: [i32; LANES], c: [u8; LINE], x: *const i8) -> [i32; LANES] {
+        // SAFETY: four bytes.
+        let x = unsafe { x.cast::<[i8; 4]>().read() };
+        from_fn(|lane| {
+            let products = (0..4).map(|i| i32::from(c[lane * 4 + i] as i8) * i32::from(x[i]));
             sum[lane] + products.sum::<i32>()
         })
     }

@@ -24,6 +24,8 @@ pub(super) trait Lanes {
     type Floats: Copy;
     /// Whether one sum for each output and limb of a single token would wait for itself.
     const WAITS: bool;
+    /// What the levels that [`Lanes::look_up`] gives are raised by.
+    const RAISED: u8;
 
     /// Reads a line.
     unsafe fn line(at: *const u8) -> Self::Codes;
@@ -36,6 +38,10 @@ pub(super) trait Lanes {
     /// Four signed bytes, repeated for all lanes, times four codes of each lane, added to its sum. `WIDE` codes may
     /// have all eight bits.
     unsafe fn dot<const WIDE: bool>(sum: Self::Ints, c: Self::Codes, x: *const i8) -> Self::Ints;
+    /// The level of each code, from a table of sixteen, raised by `RAISED`.
+    unsafe fn look_up(c: Self::Codes, levels: &[i8; 16]) -> Self::Codes;
+    /// [`Lanes::dot`] with raised levels.
+    unsafe fn dot_levels(sum: Self::Ints, c: Self::Codes, x: *const i8) -> Self::Ints;
     /// The same number in all lanes.
     unsafe fn splat(value: i32) -> Self::Ints;
     /// Sixteen bytes as numbers, each times `value`.
@@ -68,7 +74,13 @@ pub(super) trait Lanes {
     unsafe fn prefetch(at: *const u8);
     /// Adds the products of a block: [`multiply`], or the same sums in another way.
     #[inline(always)]
-    unsafe fn products_of<const BITS: u32, const L: usize, const T: usize, const S: usize>(
+    unsafe fn products_of<
+        const BITS: u32,
+        const TABLE: bool,
+        const L: usize,
+        const T: usize,
+        const S: usize,
+    >(
         p: &Panel<'_>,
         panel: usize,
         block: &Block,
@@ -78,7 +90,7 @@ pub(super) trait Lanes {
         Self: Sized,
     {
         // SAFETY: the caller's.
-        unsafe { multiply::<Self, BITS, L, T, S>(p, panel, block, x, sums) }
+        unsafe { multiply::<Self, BITS, TABLE, L, T, S>(p, panel, block, x, sums) }
     }
 }
 
@@ -145,9 +157,11 @@ pub(super) const AHEAD: usize = 8192;
 /// # Safety
 /// The instruction set of `V` must exist.
 #[inline(always)]
-pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: usize>(p: Panel<'_>) {
+pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const TABLE: bool, const L: usize, const T: usize>(
+    p: Panel<'_>,
+) {
     p.check();
-    assert!(p.rows.limbs == L && p.layout.grid.bits == BITS);
+    assert!(p.rows.limbs == L && p.layout.grid.bits == BITS && p.layout.grid.table().is_some() == TABLE);
     let tokens = p.tokens();
     for number in 0..p.panels() {
         let mut token = 0;
@@ -157,15 +171,15 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
             unsafe {
                 let out = p.out.as_mut_ptr().add((number * tokens + token) * PANEL);
                 if T > 1 && tokens - token >= T {
-                    tile::<V, BITS, L, T, 1>(&p, number, token, out);
+                    tile::<V, BITS, TABLE, L, T, 1>(&p, number, token, out);
                     token += T;
                     continue;
                 }
                 if V::WAITS {
                     // Two sums for each output, in turns.
-                    tile::<V, BITS, L, 1, 2>(&p, number, token, out);
+                    tile::<V, BITS, TABLE, L, 1, 2>(&p, number, token, out);
                 } else {
-                    tile::<V, BITS, L, 1, 1>(&p, number, token, out);
+                    tile::<V, BITS, TABLE, L, 1, 1>(&p, number, token, out);
                 }
                 token += 1;
             }
@@ -178,7 +192,14 @@ pub(super) unsafe fn panel<V: Lanes, const BITS: u32, const L: usize, const T: u
 /// # Safety
 /// As [`panel`]; the slices of `p` must have been checked, with `T` tokens from `token` on and as many at `out`.
 #[inline(always)]
-unsafe fn tile<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
+unsafe fn tile<
+    V: Lanes,
+    const BITS: u32,
+    const TABLE: bool,
+    const L: usize,
+    const T: usize,
+    const S: usize,
+>(
     p: &Panel<'_>,
     panel: usize,
     token: usize,
@@ -189,12 +210,15 @@ unsafe fn tile<V: Lanes, const BITS: u32, const L: usize, const T: usize, const 
         let x = p.rows.bytes().as_ptr().add((p.token + token) * L * p.rows.stride);
         let mut results = [[V::splat_float(0.0); 2]; T];
         for (b, block) in p.layout.blocks.iter().enumerate() {
-            let mut sums = start::<V, L, T, S>(p, panel, token, b);
-            V::products_of::<BITS, L, T, S>(p, panel, block, x.add(block.at), &mut sums);
+            let mut sums = start::<V, TABLE, L, T, S>(p, panel, token, b);
+            V::products_of::<BITS, TABLE, L, T, S>(p, panel, block, x.add(block.at), &mut sums);
             for half in 0..2 {
                 let weight_scales = p.scales_of::<V>(panel, block, half);
                 for t in 0..T {
-                    let scales = V::mul(weight_scales, V::splat_float(p.rows.scale(p.token + token + t, b)));
+                    let scales = V::mul(
+                        weight_scales,
+                        V::splat_float(p.rows.scale(p.token + token + t, b) * p.layout.unit),
+                    );
                     let mut digits = [V::splat(0); L];
                     for (limb, digit) in digits.iter_mut().enumerate() {
                         *digit = sums[0][t][limb][half];
@@ -232,12 +256,12 @@ pub(super) unsafe fn value_of<V: Lanes, const L: usize>(digits: [V::Ints; L]) ->
 /// Integer sums of a tile: `[set][token][limb][half of the panel]`.
 pub(super) type Sums<I, const L: usize, const T: usize, const S: usize> = [[[[I; 2]; L]; T]; S];
 
-/// What the zero point takes away: its code times the sum of the activations.
+/// What the zero point takes away, or what levels are raised by: that times the sum of the activations.
 ///
 /// # Safety
 /// As [`tile`].
 #[inline(always)]
-unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
+unsafe fn start<V: Lanes, const TABLE: bool, const L: usize, const T: usize, const S: usize>(
     p: &Panel<'_>,
     panel: usize,
     token: usize,
@@ -250,7 +274,9 @@ unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
             for limb in 0..L {
                 let minus_sum = p.rows.minus_sum(p.token + token + t, b, limb);
                 for half in 0..2 {
-                    sums[0][t][limb][half] = if p.layout.grid.symmetric {
+                    sums[0][t][limb][half] = if TABLE {
+                        V::splat(minus_sum * i32::from(V::RAISED))
+                    } else if p.layout.grid.symmetric {
                         V::splat(minus_sum << (p.layout.grid.bits - 1))
                     } else {
                         V::times(p.zeros_of(panel, &p.layout.blocks[b], half), minus_sum)
@@ -267,7 +293,14 @@ unsafe fn start<V: Lanes, const L: usize, const T: usize, const S: usize>(
 /// # Safety
 /// As [`tile`]; `x` is where the block begins in the first row.
 #[inline(always)]
-pub(super) unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T: usize, const S: usize>(
+pub(super) unsafe fn multiply<
+    V: Lanes,
+    const BITS: u32,
+    const TABLE: bool,
+    const L: usize,
+    const T: usize,
+    const S: usize,
+>(
     p: &Panel<'_>,
     panel: usize,
     block: &Block,
@@ -285,12 +318,18 @@ pub(super) unsafe fn multiply<V: Lanes, const BITS: u32, const L: usize, const T
                 V::prefetch(at.wrapping_add(AHEAD + line * LINE));
             }
             for plane in 0..inputs / 4 {
-                let codes = [codes_of::<V, BITS>(strips[0], plane), codes_of::<V, BITS>(strips[1], plane)];
+                let codes = [
+                    values_of::<V, BITS, TABLE>(p, strips[0], plane),
+                    values_of::<V, BITS, TABLE>(p, strips[1], plane),
+                ];
                 for t in 0..T {
                     for limb in 0..L {
                         let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
                         let pair = &mut sums[plane % S][t][limb];
-                        if BITS == 8 {
+                        if TABLE {
+                            *pair =
+                                [V::dot_levels(pair[0], codes[0], x), V::dot_levels(pair[1], codes[1], x)];
+                        } else if BITS == 8 {
                             *pair =
                                 [V::dot::<true>(pair[0], codes[0], x), V::dot::<true>(pair[1], codes[1], x)];
                         } else {
@@ -323,6 +362,27 @@ pub(super) unsafe fn lines_of<V: Lanes, const BITS: u32>(at: *const u8) -> [[V::
             *line = V::line(at.add(i * LINE));
         }
         lines
+    }
+}
+
+/// A plane of a unit's codes, or of their raised levels, a byte each.
+///
+/// # Safety
+/// As [`panel`].
+#[inline(always)]
+pub(super) unsafe fn values_of<V: Lanes, const BITS: u32, const TABLE: bool>(
+    p: &Panel<'_>,
+    lines: [V::Codes; 3],
+    plane: usize,
+) -> V::Codes {
+    // SAFETY: the caller's.
+    unsafe {
+        let codes = codes_of::<V, BITS>(lines, plane);
+        if TABLE {
+            V::look_up(codes, &p.layout.levels)
+        } else {
+            codes
+        }
     }
 }
 

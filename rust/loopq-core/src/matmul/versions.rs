@@ -1,23 +1,32 @@
 //! One function for each number of bits and limbs, compiled for an instruction set.
 
-/// Calls a function for a panel's bits and limbs, with tiles of so many tokens.
+/// Calls a function for a panel's bits, limbs and kind of codes, with tiles of so many tokens.
 macro_rules! for_bits_and_limbs {
     ($run:path, $lanes:ty, $tokens:literal, $panel:expr) => {{
         use $run as run;
         let panel = $panel;
-        match (panel.layout.grid.bits, panel.rows.limbs) {
-            (2, 1) => run::<$lanes, 2, 1, $tokens>(panel),
-            (2, 2) => run::<$lanes, 2, 2, $tokens>(panel),
-            (2, _) => run::<$lanes, 2, 3, $tokens>(panel),
-            (3, 1) => run::<$lanes, 3, 1, $tokens>(panel),
-            (3, 2) => run::<$lanes, 3, 2, $tokens>(panel),
-            (3, _) => run::<$lanes, 3, 3, $tokens>(panel),
-            (4, 1) => run::<$lanes, 4, 1, $tokens>(panel),
-            (4, 2) => run::<$lanes, 4, 2, $tokens>(panel),
-            (4, _) => run::<$lanes, 4, 3, $tokens>(panel),
-            (_, 1) => run::<$lanes, 8, 1, $tokens>(panel),
-            (_, 2) => run::<$lanes, 8, 2, $tokens>(panel),
-            _ => run::<$lanes, 8, 3, $tokens>(panel),
+        match (panel.layout.grid.table().is_some(), panel.layout.grid.bits, panel.rows.limbs) {
+            (true, 2, 1) => run::<$lanes, 2, true, 1, $tokens>(panel),
+            (true, 2, 2) => run::<$lanes, 2, true, 2, $tokens>(panel),
+            (true, 2, _) => run::<$lanes, 2, true, 3, $tokens>(panel),
+            (true, 3, 1) => run::<$lanes, 3, true, 1, $tokens>(panel),
+            (true, 3, 2) => run::<$lanes, 3, true, 2, $tokens>(panel),
+            (true, 3, _) => run::<$lanes, 3, true, 3, $tokens>(panel),
+            (true, _, 1) => run::<$lanes, 4, true, 1, $tokens>(panel),
+            (true, _, 2) => run::<$lanes, 4, true, 2, $tokens>(panel),
+            (true, _, _) => run::<$lanes, 4, true, 3, $tokens>(panel),
+            (_, 2, 1) => run::<$lanes, 2, false, 1, $tokens>(panel),
+            (_, 2, 2) => run::<$lanes, 2, false, 2, $tokens>(panel),
+            (_, 2, _) => run::<$lanes, 2, false, 3, $tokens>(panel),
+            (_, 3, 1) => run::<$lanes, 3, false, 1, $tokens>(panel),
+            (_, 3, 2) => run::<$lanes, 3, false, 2, $tokens>(panel),
+            (_, 3, _) => run::<$lanes, 3, false, 3, $tokens>(panel),
+            (_, 4, 1) => run::<$lanes, 4, false, 1, $tokens>(panel),
+            (_, 4, 2) => run::<$lanes, 4, false, 2, $tokens>(panel),
+            (_, 4, _) => run::<$lanes, 4, false, 3, $tokens>(panel),
+            (_, _, 1) => run::<$lanes, 8, false, 1, $tokens>(panel),
+            (_, _, 2) => run::<$lanes, 8, false, 2, $tokens>(panel),
+            _ => run::<$lanes, 8, false, 3, $tokens>(panel),
         }
     }};
 }

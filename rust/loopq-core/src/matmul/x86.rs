@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::layout::{unit_inputs, unit_lines, Block, ScaleFormat, LANES, LINE};
 use super::streams::Part;
-use super::tile::{codes_of, lines_of, multiply, panel, Lanes, Panel, Sums, AHEAD};
+use super::tile::{codes_of, lines_of, multiply, panel, values_of, Lanes, Panel, Sums, AHEAD};
 use super::versions::{stream_versions, versions};
 use super::windows::Windows;
 use crate::grid::{FACTOR, OFFSET};
@@ -22,6 +22,8 @@ impl Lanes for Vnni {
     type Floats = __m512;
 
     const WAITS: bool = true;
+    /// Signed levels become unsigned.
+    const RAISED: u8 = 128;
 
     #[inline(always)]
     unsafe fn line(at: *const u8) -> __m512i {
@@ -57,6 +59,21 @@ impl Lanes for Vnni {
     unsafe fn dot<const WIDE: bool>(sum: __m512i, c: __m512i, x: *const i8) -> __m512i {
         // SAFETY: see above.
         unsafe { _mm512_dpbusd_epi32(sum, c, _mm512_set1_epi32(x.cast::<i32>().read_unaligned())) }
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(c: __m512i, levels: &[i8; 16]) -> __m512i {
+        // SAFETY: see above.
+        unsafe {
+            let levels = _mm_xor_si128(_mm_loadu_si128(levels.as_ptr().cast()), _mm_set1_epi8(i8::MIN));
+            _mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), c)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_levels(sum: __m512i, c: __m512i, x: *const i8) -> __m512i {
+        // SAFETY: see above.
+        unsafe { Self::dot::<true>(sum, c, x) }
     }
 
     #[inline(always)]
@@ -195,10 +212,17 @@ impl Lanes for Avx2 {
     type Floats = [__m256; 2];
 
     const WAITS: bool = false;
+    const RAISED: u8 = 0;
 
     /// Products of codes of up to 4 bits are added up in 16 bits as far as they fit, and only then in 32.
     #[inline(always)]
-    unsafe fn products_of<const BITS: u32, const L: usize, const T: usize, const S: usize>(
+    unsafe fn products_of<
+        const BITS: u32,
+        const TABLE: bool,
+        const L: usize,
+        const T: usize,
+        const S: usize,
+    >(
         p: &Panel<'_>,
         panel: usize,
         block: &Block,
@@ -211,8 +235,32 @@ impl Lanes for Avx2 {
         let units_at_once = i16::MAX as usize / largest / (inputs / 4);
         // SAFETY: as in `multiply`.
         unsafe {
+            if TABLE {
+                let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
+                for unit in 0..block.units {
+                    let x = x.add(unit * inputs);
+                    for line in 0..2 * lines {
+                        Self::prefetch(at.wrapping_add(AHEAD + line * LINE));
+                    }
+                    let strips = lines_of::<Self, BITS>(at);
+                    for half in 0..2 {
+                        for plane in 0..inputs / 4 {
+                            let levels = values_of::<Self, BITS, TABLE>(p, strips[half], plane);
+                            for t in 0..T {
+                                for limb in 0..L {
+                                    let x = x.add((t * L + limb) * p.rows.stride + plane * 4);
+                                    let sum = sums[0][t][limb][half];
+                                    sums[0][t][limb][half] = Self::dot_levels(sum, levels, x);
+                                }
+                            }
+                        }
+                    }
+                    at = at.add(2 * lines * LINE);
+                }
+                return;
+            }
             if units_at_once == 0 {
-                return multiply::<Self, BITS, L, T, S>(p, panel, block, x, sums);
+                return multiply::<Self, BITS, TABLE, L, T, S>(p, panel, block, x, sums);
             }
             let one = _mm256_set1_epi16(1);
             let mut at = p.bytes.as_ptr().add(panel * p.layout.panel + block.codes);
@@ -308,6 +356,26 @@ impl Lanes for Avx2 {
             } else {
                 both!(|sum, c| _mm256_add_epi32(sum, Self::products(c, x, 1)))
             }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(c: [__m256i; 2], levels: &[i8; 16]) -> [__m256i; 2] {
+        // SAFETY: see above.
+        unsafe {
+            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(levels.as_ptr().cast()));
+            both!(|c| _mm256_shuffle_epi8(levels, c))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn dot_levels(sum: [__m256i; 2], c: [__m256i; 2], x: *const i8) -> [__m256i; 2] {
+        // SAFETY: see above. The sign of the input is given to the level, which is at least -127, so that two products stay
+        // within 2 * 128 * 127, which fits 16 bits.
+        unsafe {
+            let x = _mm256_set1_epi32(x.cast::<i32>().read_unaligned());
+            let size = _mm256_abs_epi8(x);
+            both!(|sum, c| _mm256_add_epi32(sum, Self::products(size, _mm256_sign_epi8(c, x), 1)))
         }
     }
 

@@ -119,19 +119,19 @@ impl Isa {
 /// calls nothing that is not inlined too. Its arithmetic is exact or correctly rounded element by element, and Rust
 /// never fuses or reorders it, so every version gives the same bits.
 macro_rules! per_isa {
-    ($(#[$doc:meta])* $vis:vis fn $name:ident $(<$t:ident: $bound:ident>)? ($($arg:ident: $of:ty),*) $(-> $out:ty)?
+    ($(#[$doc:meta])* $vis:vis fn $name:ident $(<$($t:ident: $bound:ident),+>)? ($($arg:ident: $of:ty),*) $(-> $out:ty)?
         = $body:path;) => {
         $(#[$doc])*
         #[allow(unsafe_code)] // calls of functions whose instructions `isa` has shown to exist
-        $vis fn $name$(<$t: $bound>)?(isa: $crate::simd::Isa, $($arg: $of),*) $(-> $out)? {
+        $vis fn $name$(<$($t: $bound),+>)?(isa: $crate::simd::Isa, $($arg: $of),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,fma")]
-                fn narrow$(<$t: $bound>)?($($arg: $of),*) $(-> $out)? {
+                fn narrow$(<$($t: $bound),+>)?($($arg: $of),*) $(-> $out)? {
                     $body($($arg),*)
                 }
                 #[target_feature(enable = "avx512f,avx512dq,avx512bw,avx512vl,fma")]
-                fn wide$(<$t: $bound>)?($($arg: $of),*) $(-> $out)? {
+                fn wide$(<$($t: $bound),+>)?($($arg: $of),*) $(-> $out)? {
                     $body($($arg),*)
                 }
                 match isa.level() {

@@ -1,0 +1,313 @@
+"""Floats of 4 bits, E2M1, with scales of 8 bits: NVFP4 and MXFP4, as compressed-tensors stores them.
+
+Layout: docs/formats/levels.md. Two weights take a byte, the first the low half.
+A half is a sign, two bits of exponent and one of mantissa.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.errors import CheckpointError, ConfigError
+from loopq.layers.grid import Arrays, Grid, ScaleSearch, halved
+from loopq.layers.grids import GRIDS, LEVELS
+from loopq.layers.grids.table import Leveled
+from loopq.layers.reader import TensorReader
+from loopq.storage.files import RawTensor
+from loopq.storage.schema import between, checked
+
+#: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in sixteenths.
+E2M1 = (-96, -64, -48, -32, -24, -16, -8, 0, 8, 16, 24, 32, 48, 64, 96)
+#: The half byte of each level: sign and place among the magnitudes.
+_HALVES = np.array([8 | -k if k < 0 else k for k in range(-7, 8)], dtype=np.uint8)
+#: The place of zero among the levels.
+_ZERO = 7
+#: Largest level and largest scale.
+_LARGEST = 6.0 * 448.0
+#: The power for weights of which the largest is 0.003 to 1.3: layers that engines fuse must share one.
+_POWER = -11
+_USUAL = range(_POWER - 8, _POWER + 1)
+
+
+@dataclass(frozen=True)
+class _FP4(Leveled):
+    """E2M1 in groups of one size, with scales that have no sign."""
+
+    portable: ClassVar[bool] = False
+    size: ClassVar[int]
+    strategy: ClassVar[str] = "group"
+    scale_kept: ClassVar[str] = "torch.uint8"
+
+    def __post_init__(self) -> None:
+        if self.bits != 4 or self.group_size != self.size:
+            raise ConfigError(
+                f"{self.name} has 4 bits and groups of {self.size}; got {self.bits} bits and groups of "
+                f"{self.group_size}: give --bits 4 --group-size {self.size}"
+            )
+        super().__post_init__()
+
+    @classmethod
+    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
+        """Symmetric codes with this kind's entry."""
+        return symmetric and set(more) == {cls.name}
+
+    def sixteenths(self) -> tuple[int, ...]:
+        """The levels."""
+        return E2M1
+
+    @property
+    def label(self) -> str:
+        """Name in reports."""
+        return self.name.upper()
+
+    @property
+    def compressed(self) -> tuple[str, dict[str, Any]]:
+        """Format and scheme in compressed-tensors."""
+        kept = {"scale_dtype": self.scale_kept, "zp_dtype": self.scale_kept}
+        return f"{self.name}-pack-quantized", {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "strategy": self.strategy,
+            "group_size": self.size,
+            "dynamic": False,
+            **kept,
+        }
+
+    @classmethod
+    def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any]:
+        """Return the settings of a module: rows and columns as the packed halves have them."""
+        rows, half = reader.get(f"{module}.weight_packed", ("U8",), (None, None)).shape
+        return {
+            "name": f"{module}.weight",
+            "bits": 4,
+            "group_size": cls.size,
+            "symmetric": True,
+            "scale_dtype": cls.scale_dtypes[0],
+            "shape": [rows, 2 * half],
+        }
+
+    def core(
+        self,
+        *,
+        scale_search: ScaleSearch = "max",
+        signed: bool = False,
+        scale_bits: int | None = None,
+        scale_dtype: str | None = None,
+    ) -> native.Grid:
+        """Return the grid as the core takes it; scales are positive."""
+        return Grid.core(self, scale_search=scale_search, scale_bits=scale_bits, scale_dtype=scale_dtype)
+
+    def n_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of `tensors` without the shape."""
+        return rows * (-(-columns // 2) + self.n_groups(columns))
+
+    def tensors(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
+    ) -> dict[str, RawTensor]:
+        """Return the stored tensors: names as of compressed-tensors."""
+        halves = _HALVES[np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)), constant_values=_ZERO - 8) + 8]
+        return {
+            "weight_packed": RawTensor.of(halves[:, ::2] | halves[:, 1::2] << 4),
+            "weight_scale": self.scales_to_raw(scales),
+            "weight_shape": RawTensor.of(np.array(codes.shape, dtype=np.int64)),
+        }
+
+    def read(self, reader: TensorReader, module: str, rows: int, columns: int) -> Arrays:
+        """Read what `tensors` gave."""
+        packed = reader.get(f"{module}.weight_packed", ("U8",), (rows, -(-columns // 2))).array()
+        halves = np.stack([packed & 15, packed >> 4], axis=2).reshape(rows, -1).astype(np.int8)
+        codes = np.where(halves & 8, -(halves & 7), halves) + np.int8(_ZERO - 8)
+        shape = (rows, self.n_groups(columns))
+        return np.ascontiguousarray(codes[:, :columns]), self.scales_of(reader, module, shape), None
+
+    @abstractmethod
+    def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
+        """Return scales as they are stored."""
+
+    @abstractmethod
+    def scales_of(self, reader: TensorReader, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+        """Read the scales of a module."""
+
+
+@GRIDS.register("nvfp4")
+@dataclass(frozen=True)
+class NVFP4(_FP4):
+    """E2M1 in groups of 16; scales are E4M3 times a power of two for the whole weight.
+
+    Parameters
+    ----------
+    exponent : int
+        The power.
+    """
+
+    exponent: int
+
+    name: ClassVar[str] = "nvfp4"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e4m3fn",)
+    size: ClassVar[int] = 16
+    strategy: ClassVar[str] = "tensor_group"
+    scale_kept: ClassVar[str] = "torch.float8_e4m3fn"
+
+    @classmethod
+    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The power."""
+        return {"exponent": checked(_Power, more["nvfp4"], "nvfp4", ConfigError).exponent}
+
+    def more(self) -> dict[str, Any]:
+        """The power."""
+        return {"nvfp4": {"exponent": self.exponent}}
+
+    def fitted(
+        self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int
+    ) -> NVFP4:
+        """Return the grid of a power that suits the largest weight: the usual one, or the least that reaches so far."""
+        largest = float(np.abs(weight).max()) or 1.0
+        exponent = math.ceil(math.log2(largest / _LARGEST))
+        return (
+            self if exponent in _USUAL else dataclasses.replace(self, exponent=min(max(exponent, -100), 100))
+        )
+
+    @classmethod
+    def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any]:
+        """Return the settings of a module."""
+        divisor = reader.get(f"{module}.weight_global_scale", ("F32",), (1,)).array()
+        fraction, exponent = np.frexp(divisor[0])
+        if fraction != 0.5:
+            raise CheckpointError(
+                f"{reader.where}: tensor '{module}.weight_global_scale': {divisor[0]} is no power of two, and loopq "
+                "reads no other"
+            )
+        return {**super().from_compressed(reader, module), "nvfp4": {"exponent": 1 - int(exponent)}}
+
+    def n_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of `tensors` without the shape."""
+        return super().n_bytes(rows, columns) + 4
+
+    def tensors(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.uint8] | None
+    ) -> dict[str, RawTensor]:
+        """Beside the others what scales are divided by."""
+        divisor = np.array([2.0**-self.exponent], dtype=np.float32)
+        return super().tensors(codes, scales, zeros) | {"weight_global_scale": RawTensor.of(divisor)}
+
+    def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
+        """E4M3 numbers."""
+        values = scales * np.float32(2.0**-self.exponent)
+        bits = np.searchsorted(_E4M3, values).astype(np.uint8)
+        if (_E4M3[np.minimum(bits, len(_E4M3) - 1)] != values).any():
+            raise CheckpointError(f"a scale is no number of float8_e4m3fn times 2^{self.exponent}")
+        return RawTensor.of(bits, "F8_E4M3")
+
+    def scales_of(self, reader: TensorReader, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+        """Numbers of E4M3 over the divisor, which must be the power that the description says."""
+        divisor = reader.get(f"{module}.weight_global_scale", ("F32",), (1,)).array()
+        bits = reader.get(f"{module}.weight_scale", ("F8_E4M3",), shape).array()
+        if divisor[0] != np.float32(2.0**-self.exponent) or (bits == 0).any() or (bits >= len(_E4M3)).any():
+            raise CheckpointError(
+                f"{reader.where}: module {module!r}: its scales are not positive numbers times 2^{self.exponent}"
+            )
+        found: NDArray[np.float32] = _E4M3[bits] * np.float32(2.0**self.exponent)
+        return found
+
+    def _native(self) -> dict[str, Any]:
+        return super()._native() | {"scale_exponent": self.exponent}
+
+
+@GRIDS.register("mxfp4")
+@dataclass(frozen=True)
+class MXFP4(_FP4):
+    """E2M1 in groups of 32; scales are powers of two."""
+
+    name: ClassVar[str] = "mxfp4"
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("float8_e8m0fnu",)
+    size: ClassVar[int] = 32
+
+    @classmethod
+    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing."""
+        checked(_Nothing, more["mxfp4"], "mxfp4", ConfigError)
+        return {}
+
+    def more(self) -> dict[str, Any]:
+        """The kind's name."""
+        return {"mxfp4": {}}
+
+    @classmethod
+    def from_compressed(cls, reader: TensorReader, module: str) -> dict[str, Any]:
+        """Return the settings of a module."""
+        return {**super().from_compressed(reader, module), "mxfp4": {}}
+
+    @property
+    def gguf(self) -> str:
+        """MXFP4."""
+        return "MXFP4"
+
+    def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
+        """Exponents and halves as elsewhere."""
+        kept = self.scales_to_raw(scales).data.reshape(*scales.shape, 1)
+        return [kept, halved(_HALVES[codes + 8])]
+
+    def scales_to_raw(self, scales: NDArray[np.float32]) -> RawTensor:
+        """Exponents, 127 more than they are."""
+        fraction, exponent = np.frexp(scales)
+        if (fraction != 0.5).any() or (np.abs(exponent - 1) > 127).any():
+            raise CheckpointError("a scale is no power of two from 2^-127 to 2^127")
+        return RawTensor.of((exponent + 126).astype(np.uint8))
+
+    def scales_of(self, reader: TensorReader, module: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+        """Powers of two."""
+        bits = reader.get(f"{module}.weight_scale", ("U8",), shape).array()
+        if (bits == 255).any():
+            raise CheckpointError(
+                f"{reader.where}: tensor '{module}.weight_scale' holds a scale that is no number"
+            )
+        return np.ldexp(np.float32(1), bits.astype(np.int32) - 127).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class _Power:
+    exponent: Annotated[int, between(-100, 100)]
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    pass
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """Positive numbers of float8_e4m3fn by their bits: 1.mmm times 2^(eeee - 7), and 0.mmm times 2^-6."""
+    bits = np.arange(127)
+    exponent, mantissa = bits >> 3, bits & 7
+    value = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
+    return value.astype(np.float32)
+
+
+_E4M3 = _e4m3()
+
+
+def _asked(kind: type[_FP4], bits: int, group_size: int, scale_dtype: str, **more: Any) -> Grid:
+    if scale_dtype != "float16":
+        raise ConfigError(f"{kind.name} has scales of a type of its own: leave --scale-dtype away")
+    return kind(bits, group_size, kind.scale_dtypes[0], **more)
+
+
+@LEVELS.register("nvfp4")
+def nvfp4(bits: int, group_size: int, scale_dtype: str) -> Grid:
+    """Return NVFP4, whose power is still to be found."""
+    return _asked(NVFP4, bits, group_size, scale_dtype, exponent=_POWER)
+
+
+@LEVELS.register("mxfp4")
+def mxfp4(bits: int, group_size: int, scale_dtype: str) -> Grid:
+    """Return MXFP4."""
+    return _asked(MXFP4, bits, group_size, scale_dtype)

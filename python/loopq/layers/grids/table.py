@@ -1,0 +1,152 @@
+"""Levels of a table, times the scale of their group: docs/formats/levels.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import loopq._native as native
+from loopq.errors import CheckpointError, ConfigError
+from loopq.layers.grid import Grid, ScaleSearch
+from loopq.layers.grids import GRIDS, LEVELS
+from loopq.storage.schema import between, checked
+
+#: A level is a whole number of these parts of a scale.
+PARTS = 16
+#: Tables that weights of language models have, by bits: that of GGUF's IQ4_NL, and two fitted to SmolLM2's loop.
+UNEVEN = {
+    2: (-110, -20, 43, 127),
+    3: (-124, -69, -34, -6, 18, 46, 79, 127),
+    4: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+}
+
+
+class Leveled(Grid):
+    """Codes that stand for the levels of a table, ascending with the code, times the scale."""
+
+    portable: ClassVar[bool] = False
+
+    @abstractmethod
+    def sixteenths(self) -> tuple[int, ...]:
+        """Return the levels in sixteenths of the scale, from -127 to 127, of both signs."""
+
+    @property
+    def levels(self) -> NDArray[np.float32]:
+        """What each code stands for, in scales."""
+        return np.array(self.sixteenths(), dtype=np.float32) / np.float32(PARTS)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Smallest and largest code."""
+        return -self.offset, len(self.sixteenths()) - 1 - self.offset
+
+    def _native(self) -> dict[str, Any]:
+        return {"levels": list(self.sixteenths())}
+
+
+@GRIDS.register("table")
+@dataclass(frozen=True)
+class Table(Leveled):
+    """Codes of 2, 3 or 4 bits, kept as `Integer` keeps them: a level, ascending with the code, times the scale.
+
+    Parameters
+    ----------
+    table : tuple of int
+        Levels in sixteenths of the scale, from -127 to 127, of both signs.
+    """
+
+    table: tuple[int, ...]
+
+    name: ClassVar[str] = "table"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.core()
+
+    @classmethod
+    def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
+        """Symmetric codes with levels."""
+        return symmetric and set(more) == {"levels"}
+
+    @classmethod
+    def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The levels."""
+        told = list(more["levels"]) if isinstance(more["levels"], tuple) else more["levels"]
+        return {"table": checked(tuple[Annotated[int, between(-127, 127)], ...], told, "levels", ConfigError)}
+
+    def more(self) -> dict[str, Any]:
+        """The levels."""
+        return {"levels": list(self.table)}
+
+    def sixteenths(self) -> tuple[int, ...]:
+        """The levels."""
+        return self.table
+
+    @property
+    def label(self) -> str:
+        """Name in reports."""
+        return f"{self.bits} bits, uneven levels"
+
+    @property
+    def gguf(self) -> str | None:
+        """IQ4_NL."""
+        return "IQ4_NL" if self.table == UNEVEN[4] else None
+
+    def gguf_blocks(self, codes: NDArray[Any], scales: NDArray[np.float32]) -> list[NDArray[np.uint8]]:
+        """There a level is a whole number of scales."""
+        parts = scales / np.float32(PARTS)
+        if (parts.astype(np.float16) != parts).any():
+            raise CheckpointError("a scale that float16 cannot hold as sixteenths: it is below 2^-10")
+        return super().gguf_blocks(codes, parts)
+
+    def core(
+        self,
+        *,
+        scale_search: ScaleSearch = "max",
+        signed: bool = False,
+        scale_bits: int | None = None,
+        scale_dtype: str | None = None,
+    ) -> native.Grid:
+        """Return the grid as the core takes it; a scale's sign says which tail of the table a group takes."""
+        return super().core(
+            scale_search=scale_search, signed=True, scale_bits=scale_bits, scale_dtype=scale_dtype
+        )
+
+
+@LEVELS.register("uneven")
+def uneven(bits: int, group_size: int, scale_dtype: str) -> Table:
+    """Return the grid of the table for so many bits."""
+    return Table(bits, group_size, scale_dtype, _table(bits))
+
+
+@LEVELS.register("fitted")
+def fitted(bits: int, group_size: int, scale_dtype: str) -> Table:
+    """Return the grid that becomes one with a table for each weight."""
+    return Fitted(bits, group_size, scale_dtype, _table(bits))
+
+
+def _table(bits: int) -> tuple[int, ...]:
+    if bits not in UNEVEN:
+        raise ConfigError(f"uneven levels have {', '.join(map(str, UNEVEN))} bits; got {bits}")
+    return UNEVEN[bits]
+
+
+@dataclass(frozen=True)
+class Fitted(Table):
+    """A table that is still to be fitted: levels of least square error, with the energy of the inputs."""
+
+    def fitted(
+        self, weight: NDArray[np.float32], energies: NDArray[np.float64] | None, threads: int
+    ) -> Table:
+        """Return the table for one weight."""
+        counts = np.ones(weight.shape[1]) if energies is None else energies
+        levels = native.fit_levels(weight, counts, self.core(scale_search="mse"), threads=threads)
+        return Table(
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"table": tuple(levels)}
+        )

@@ -504,15 +504,15 @@ def coupled(
     settings : GptqCdSettings
         Grid and stages, for each row.
     passes : int
-        Most times that every row is solved again with all others fixed, and taken where the loss falls.
+        Most times that descents go on in every row with all others fixed, and are taken where the loss falls.
     threads : int
-        Number of threads; 0 for all. Blocks run side by side; rows of a block do not.
+        Number of threads; 0 for all. Blocks are dealt to threads; rows of a block are not.
 
     Returns
     -------
     dict
         ``codes``, ``scales``, ``zeros`` as in `rtn`; ``coupled_swept >= coupled_settled``, the damped loss after
-        the sweep over rows and at the end; ``n_replaced``, rows taken anew after the sweep.
+        the sweep over rows and at the end; ``n_replaced``, rows changed after the sweep.
 
     Raises
     ------

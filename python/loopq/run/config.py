@@ -23,6 +23,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "metric": "loop",
         "metric_prompts": 128,
         "metric_draws": 4,
+        "rounds": 4,
         "inputs": "asymmetric",
     },
     "fast": {"method": "gptq-cd", "metric": "inputs"},

@@ -2,17 +2,32 @@
 //!
 //! With `A = U diag(p) U^T`, `U` unit upper triangular, the loss is `sum_i p_i || D_i + sum_{k<i} U_ki D_k ||_S^2`: rows are
 //! solved one tile after the other, each towards what makes up for the errors of the rows before it, exactly as a
-//! sweep treats columns. Then every row is solved again with all others fixed and taken where the whole loss falls.
+//! sweep treats columns. Then the descents go on from where the rows stand, tile by tile with all others fixed, and what
+//! they change in a row is taken where the whole loss falls. `Z = D S` is kept: the gradient of row `i` is `(A Z)_i`, so
+//! that going on costs no product with `S` but of the columns that change.
+//!
+//! Rows of different blocks are not coupled. A thread takes a tile of each of its blocks at a time, so that one reading
+//! of `S` and of its factor serves them all.
 
-use crate::blocks::in_blocks;
+use rayon::prelude::*;
+
+use crate::coordinate::tile::Tile;
 use crate::coordinate::{Problem, Settings, SCRATCH};
 use crate::factor::DampedHessian;
 use crate::grid::Quantized;
 use crate::lanes::{Lane, LANES};
-use crate::memory::{collected, zeros};
-use crate::simd::add_times;
+use crate::memory::{collected, copied, extend, zeros};
+use crate::simd::add_rows;
 use crate::weight::Weight;
-use crate::{dims, Execution, Result};
+use crate::{dims, Error, Execution, Result};
+
+/// Columns of a tile that are added to together, and rows of a block that are added at once: both fit the first-level cache.
+const COLUMNS: usize = 256;
+const ROWS: usize = 16;
+
+/// Rows of a block in which descents go on together. Fewer read `S` more often, more know less of each other. A sweep takes
+/// one tile at a time: two cost 1 to 2 % of the loss.
+const TOGETHER: usize = 4 * LANES;
 
 /// How the loss fell.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,25 +36,47 @@ pub struct CoupledReport {
     pub swept: f64,
     /// At the end.
     pub settled: f64,
-    /// Rows replaced after the sweep.
+    /// Rows changed after the sweep, counted once a pass.
     pub replaced: u64,
 }
 
-/// Rows of one block in the order of their solution, with errors and codes.
+/// Rows of one block in the order of their solution.
 struct Block<'a> {
-    problem: &'a Problem<'a>,
-    execution: &'a Execution<'a>,
-    /// `A`, row-major, full, and its factor.
-    metric: &'a [f64],
+    /// Place of its first row in the weight.
+    from: usize,
+    /// Rows of the block in the order of solution.
+    order: &'a [usize],
     left: DampedHessian<'a>,
-    /// The block's weight in the order of the left side.
+    /// `A`, row-major, full, in the block's own order.
+    metric: &'a [f64],
     target: Vec<f64>,
+    /// `D`.
     error: Vec<f64>,
+    /// `D S`, once the sweep has ended.
+    image: Vec<f64>,
     out: Quantized,
+    replaced: u64,
+}
+
+/// A tile as it stood before descents went on in it.
+struct Begun {
+    first: usize,
+    /// Half the gradient of the whole loss; it follows what is taken over.
+    slope: Vec<Lane>,
+    values: Vec<Lane>,
+    /// Of the tile's own loss.
+    gradient: Vec<Lane>,
+}
+
+/// Blocks that one thread takes through their rows together.
+struct Team<'a> {
+    problem: &'a Problem<'a>,
+    execution: Execution<'a>,
+    blocks: Vec<Block<'a>>,
 }
 
 /// Quantizes `W`; `left` are the metrics of consecutive blocks of rows, which are coupled within only. Up to `passes`
-/// times every row is solved again.
+/// times the descents go on in every row.
 pub fn coupled(
     w: Weight<'_>,
     input: &DampedHessian<'_>,
@@ -49,208 +86,285 @@ pub fn coupled(
     execution: &Execution<'_>,
 ) -> Result<(Quantized, CoupledReport)> {
     let problem = Problem::new(w, input, settings)?;
-    let (out, reports) = in_blocks(w, left, execution, |rows, &metric| {
-        Block::new(rows, &problem, metric, execution)?.run(passes)
-    })?;
+    let covered: usize = left.iter().map(|l| l.factor().dim()).sum();
+    if covered != w.rows() {
+        return Err(Error::shape("A", w.rows(), covered));
+    }
+    let pool = execution.pool()?;
+    let mut from = 0;
+    let mut teams: Vec<Team<'_>> = Vec::new();
+    let alone = Execution { threads: 1, cancel: execution.cancel };
+    for blocks in left.chunks(left.len().div_ceil(pool.current_num_threads()).max(1)) {
+        let mut team = Team { problem: &problem, execution: alone, blocks: Vec::new() };
+        for &block in blocks {
+            let n = block.factor().dim();
+            team.blocks.push(Block::new(w.slice(from, n), from, &problem, block)?);
+            from += n;
+        }
+        teams.push(team);
+    }
+    let solved: Vec<Result<(Vec<Block<'_>>, f64, f64)>> =
+        pool.install(|| teams.into_par_iter().with_max_len(1).map(|team| team.run(passes)).collect());
+    let mut out = Quantized { codes: Vec::new(), scales: Vec::new(), zeros: Vec::new() };
     let mut report = CoupledReport { swept: 0.0, settled: 0.0, replaced: 0 };
-    for facts in reports {
-        report.swept += facts.swept;
-        report.settled += facts.settled;
-        report.replaced += facts.replaced;
+    for team in solved {
+        let (blocks, swept, settled) = team?;
+        report.swept += swept;
+        report.settled += settled;
+        for block in blocks {
+            report.replaced += block.replaced;
+            extend("codes", &mut out.codes, &block.out.codes)?;
+            extend("scales", &mut out.scales, &block.out.scales)?;
+            extend("zero points", &mut out.zeros, &block.out.zeros)?;
+        }
     }
     Ok((out, report))
 }
 
-impl<'a> Block<'a> {
-    fn new(
-        w: Weight<'_>,
-        problem: &'a Problem<'a>,
-        left: DampedHessian<'a>,
-        execution: &'a Execution<'a>,
-    ) -> Result<Self> {
-        let (rows, dim) = (w.rows(), w.dim());
-        let size = dims::product("errors of the rows", rows, dim)?;
-        let mut target = zeros("the target of the rows", size)?;
-        for (to, &r) in target.chunks_exact_mut(dim).zip(left.factor().order()) {
-            for (to, &v) in to.iter_mut().zip(&w.values()[r * dim..(r + 1) * dim]) {
-                *to = f64::from(v);
-            }
-        }
-        let error = zeros("errors of the rows", size)?;
-        let out = Quantized::zeroed(rows, dim, &problem.grid)?;
-        Ok(Self { problem, execution, metric: left.matrix()?, left, target, error, out })
-    }
-
-    fn rows(&self) -> usize {
-        self.left.factor().dim()
-    }
-
-    fn run(mut self, passes: usize) -> Result<(Quantized, CoupledReport)> {
-        let rows = self.rows();
+impl<'a> Team<'a> {
+    fn run(mut self, passes: usize) -> Result<(Vec<Block<'a>>, f64, f64)> {
+        let rows = self.blocks.iter().map(Block::rows).max().unwrap_or(0);
         for first in (0..rows).step_by(LANES) {
-            self.sweep(first, LANES.min(rows - first))?;
+            self.sweep(first)?;
+        }
+        for block in &mut self.blocks {
+            block.image = self.problem.images(&block.error, &self.execution)?;
         }
         let swept = self.loss()?;
-        let mut replaced = 0;
         for _ in 0..passes {
-            let before = replaced;
-            for first in (0..rows).step_by(LANES) {
-                replaced += self.again(first, LANES.min(rows - first))?;
+            let before: u64 = self.blocks.iter().map(|b| b.replaced).sum();
+            for first in (0..rows).step_by(TOGETHER) {
+                self.go_on(first)?;
             }
-            if replaced == before {
+            if self.blocks.iter().map(|b| b.replaced).sum::<u64>() == before {
                 break;
             }
         }
-        let report = CoupledReport { swept, settled: self.loss()?, replaced };
-        Ok((self.out, report))
+        let settled = self.loss()?;
+        Ok((self.blocks, swept, settled))
     }
 
-    /// Solves the rows of a tile for the first time.
-    fn sweep(&mut self, first: usize, n: usize) -> Result<()> {
-        let (dim, factor, isa) = (self.problem.dim, self.left.factor(), self.problem.isa);
-        let mut shift: Vec<f64> = zeros(SCRATCH, n * dim)?;
-        for i in 0..n {
-            self.execution.check()?;
-            let (done, shift) = shift.split_at_mut(i * dim);
-            let shift = &mut shift[..dim];
-            for k in 0..first {
-                add_times(isa, factor.entry(k, first + i), &self.error[k * dim..(k + 1) * dim], shift);
-            }
-            // Rows of the same tile have no codes yet: they stand at their own best real values.
-            for k in 0..i {
-                add_times(isa, -factor.entry(first + k, first + i), &done[k * dim..(k + 1) * dim], shift);
+    /// Solves one tile of each block for the first time.
+    fn sweep(&mut self, first: usize) -> Result<()> {
+        let (dim, groups) = (self.problem.dim, self.problem.grid.n_groups(self.problem.dim));
+        let mut wanted: Vec<f32> = Vec::new();
+        let mut rows: Vec<(usize, usize)> = Vec::new();
+        for (b, block) in self.blocks.iter().enumerate().filter(|(_, block)| first < block.rows()) {
+            let shift = block.shift(first, self.problem, &self.execution)?;
+            for i in 0..block.lanes(first) {
+                let target = &block.target[(first + i) * dim..(first + i + 1) * dim];
+                let row = target.iter().zip(&shift).map(|(target, shift)| (target - shift[i]) as f32);
+                extend(SCRATCH, &mut wanted, &collected(SCRATCH, row)?)?;
+                rows.push((b, first + i));
             }
         }
-        let (part, values) = self.solve(first, n, &shift)?;
-        for i in 0..n {
-            let row = first + i;
-            for (j, (to, value)) in self.error[row * dim..(row + 1) * dim].iter_mut().zip(&values).enumerate()
-            {
-                *to = value[i] - self.target[row * dim + j];
+        // These rows count from 0 and in the order of their solution.
+        let w = Weight::new("the target of the rows", &wanted, rows.len(), dim)?;
+        let place = |at: usize| {
+            let (b, row) = rows[at];
+            self.blocks[b].from + self.blocks[b].order[row]
+        };
+        let (part, _) = self.problem.solve(w, &self.execution).map_err(|e| e.moved(place))?;
+        for (at, &(b, row)) in rows.iter().enumerate() {
+            let block = &mut self.blocks[b];
+            let (to, codes) = (block.order[row], &part.codes[at * dim..(at + 1) * dim]);
+            let (own, from) = (to * groups..(to + 1) * groups, at * groups..(at + 1) * groups);
+            block.out.codes[to * dim..(to + 1) * dim].copy_from_slice(codes);
+            block.out.scales[own.clone()].copy_from_slice(&part.scales[from.clone()]);
+            block.out.zeros[own].copy_from_slice(&part.zeros[from.clone()]);
+            let places = row * dim..(row + 1) * dim;
+            let (error, target) = (&mut block.error[places.clone()], &block.target[places]);
+            for (j, (error, target)) in error.iter_mut().zip(target).enumerate() {
+                let g = from.start + self.problem.group_of(j);
+                let step = self.problem.rounding.step(codes[j], f32::from(part.zeros[g]));
+                *error = f64::from(step * part.scales[g]) - target;
             }
-            self.keep(row, i, &part);
         }
         Ok(())
     }
 
-    /// Solves the rows of a tile with all others fixed, and takes each over where the loss falls; returns how many.
-    fn again(&mut self, first: usize, n: usize) -> Result<u64> {
-        let dim = self.problem.dim;
-        let mut pull: Vec<f64> = zeros(SCRATCH, n * dim)?;
-        for (i, pull) in pull.chunks_exact_mut(dim).enumerate() {
-            self.pull(first + i, pull)?;
-        }
-        let mut shift = zeros(SCRATCH, n * dim)?;
-        for i in 0..n {
-            let own = self.entry(first + i, first + i);
-            for j in 0..dim {
-                shift[i * dim + j] = pull[i * dim + j] / own - self.error[(first + i) * dim + j];
+    /// Descends in some rows of each block with all other rows fixed, and takes over what lowers the whole loss.
+    fn go_on(&mut self, from: usize) -> Result<()> {
+        let problem = self.problem;
+        let (mut owners, mut tiles, mut begun) = (Vec::new(), Vec::new(), Vec::new());
+        for (b, block) in self.blocks.iter().enumerate() {
+            for first in (from..block.rows().min(from + TOGETHER)).step_by(LANES) {
+                let slope = block.slope(first, problem, &self.execution)?;
+                let tile = block.tile(first, problem, &slope)?;
+                let (values, gradient) = (copied(SCRATCH, &tile.values)?, copied(SCRATCH, &tile.gradient)?);
+                owners.push(b);
+                tiles.push(tile);
+                begun.push(Begun { first, slope, values, gradient });
             }
         }
-        let (part, values) = self.solve(first, n, &shift)?;
-        let lane = |j: usize| {
-            std::array::from_fn(|i| {
-                if i >= n {
-                    return 0.0;
-                }
-                let at = (first + i) * dim + j;
-                values[j][i] - self.target[at] - self.error[at]
-            })
-        };
-        let change: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
-        let image = self.problem.image(&change)?;
-        let mut taken = 0;
-        for i in 0..n {
-            let own = self.entry(first + i, first + i);
-            let gain: f64 =
-                (0..dim).map(|j| image[j][i] * (2.0 * pull[i * dim + j] + own * change[j][i])).sum();
-            if !(gain < 0.0) {
-                continue;
-            }
-            taken += 1;
-            for j in 0..dim {
-                self.error[(first + i) * dim + j] += change[j][i];
-            }
-            for k in 0..n {
-                let a = self.entry(first + k, first + i);
-                for j in 0..dim {
-                    pull[k * dim + j] += a * change[j][i];
-                }
-            }
-            self.keep(first + i, i, &part);
-        }
-        Ok(taken)
-    }
-
-    /// Solves a tile towards its targets less `shift`; returns codes and values by column.
-    fn solve(&self, first: usize, n: usize, shift: &[f64]) -> Result<(Quantized, Vec<Lane>)> {
-        let dim = self.problem.dim;
-        let from = &self.target[first * dim..(first + n) * dim];
-        let w: Vec<f32> = collected(SCRATCH, from.iter().zip(shift).map(|(g, s)| (g - s) as f32))?;
-        // A tile counts its rows from 0 and in the order of their solution.
-        let (part, _) = self
-            .problem
-            .solve(Weight::new("the target of the rows", &w, n, dim)?, self.execution)
-            .map_err(|e| e.moved(|row| self.left.factor().order()[first + row]))?;
-        let groups = self.problem.grid.n_groups(dim);
-        let lane = |j: usize| {
-            let g = self.problem.group_of(j);
-            std::array::from_fn(|i| {
-                if i >= n {
-                    return 0.0;
-                }
-                let zero = f32::from(part.zeros[i * groups + g]);
-                let step = self.problem.rounding.step(part.codes[i * dim + j], zero);
-                f64::from(step * part.scales[i * groups + g])
-            })
-        };
-        let values = collected(SCRATCH, (0..dim).map(lane))?;
-        Ok((part, values))
-    }
-
-    /// Puts row `i` of a tile where it belongs.
-    fn keep(&mut self, row: usize, i: usize, part: &Quantized) {
-        let (dim, groups) = (self.problem.dim, self.problem.grid.n_groups(self.problem.dim));
-        let to = self.left.factor().order()[row];
-        self.out.codes[to * dim..(to + 1) * dim].copy_from_slice(&part.codes[i * dim..(i + 1) * dim]);
-        let (own, at) = (to * groups..(to + 1) * groups, i * groups..(i + 1) * groups);
-        self.out.scales[own.clone()].copy_from_slice(&part.scales[at.clone()]);
-        self.out.zeros[own].copy_from_slice(&part.zeros[at]);
-    }
-
-    /// Entry of `A` for two places of the order.
-    fn entry(&self, i: usize, k: usize) -> f64 {
-        let order = self.left.factor().order();
-        self.metric[order[i] * order.len() + order[k]]
-    }
-
-    /// Adds `(A D)` at one place to `out`. A wide block takes long enough to be stopped in between.
-    fn pull(&self, row: usize, out: &mut [f64]) -> Result<()> {
-        self.execution.check()?;
-        for (k, error) in self.error.chunks_exact(self.problem.dim).enumerate() {
-            add_times(self.problem.isa, self.entry(row, k), error, out);
+        problem.descend(&mut tiles, &self.execution)?;
+        let mut done = 0;
+        for own in owners.chunk_by(|a, b| a == b) {
+            let its = done..done + own.len();
+            self.blocks[own[0]].take(problem, &tiles[its.clone()], &mut begun[its])?;
+            done += own.len();
         }
         Ok(())
     }
 
     /// `tr(A D S D^T)`.
     fn loss(&self) -> Result<f64> {
-        let dim = self.problem.dim;
         let mut total = 0.0;
-        let mut pull: Vec<f64> = zeros(SCRATCH, dim)?;
-        for first in (0..self.rows()).step_by(LANES) {
-            let n = LANES.min(self.rows() - first);
-            let lane = |j: usize| {
-                std::array::from_fn(|i| if i < n { self.error[(first + i) * dim + j] } else { 0.0 })
-            };
-            let errors: Vec<Lane> = collected(SCRATCH, (0..dim).map(lane))?;
-            let image = self.problem.image(&errors)?;
-            for i in 0..n {
-                pull.fill(0.0);
-                self.pull(first + i, &mut pull)?;
-                total += pull.iter().zip(&image).map(|(p, lane)| p * lane[i]).sum::<f64>();
+        for block in &self.blocks {
+            for first in (0..block.rows()).step_by(LANES) {
+                let slope = block.slope(first, self.problem, &self.execution)?;
+                for i in 0..block.lanes(first) {
+                    let error = block.error[(first + i) * self.problem.dim..].iter();
+                    total += slope.iter().zip(error).map(|(slope, error)| slope[i] * error).sum::<f64>();
+                }
             }
         }
         Ok(total)
+    }
+}
+
+impl<'a> Block<'a> {
+    fn new(w: Weight<'_>, from: usize, problem: &Problem<'_>, left: DampedHessian<'a>) -> Result<Self> {
+        let (rows, dim, order) = (w.rows(), w.dim(), left.factor().order());
+        let size = dims::product("errors of the rows", rows, dim)?;
+        let mut target = zeros("the target of the rows", size)?;
+        for (to, &r) in target.chunks_exact_mut(dim).zip(order) {
+            for (to, &v) in to.iter_mut().zip(&w.values()[r * dim..(r + 1) * dim]) {
+                *to = f64::from(v);
+            }
+        }
+        Ok(Self {
+            from,
+            order,
+            left,
+            metric: left.matrix()?,
+            target,
+            error: zeros("errors of the rows", size)?,
+            image: Vec::new(),
+            out: Quantized::zeroed(rows, dim, &problem.grid)?,
+            replaced: 0,
+        })
+    }
+
+    fn rows(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Rows of the tile that begins at `first`.
+    fn lanes(&self, first: usize) -> usize {
+        LANES.min(self.rows() - first)
+    }
+
+    /// Entry of `A` for two places of the order.
+    fn entry(&self, i: usize, k: usize) -> f64 {
+        self.metric[self.order[i] * self.order.len() + self.order[k]]
+    }
+
+    /// What the errors of the rows before move a tile by. Rows of the same tile have no codes yet: they stand at their own
+    /// best real values.
+    fn shift(&self, first: usize, problem: &Problem<'_>, execution: &Execution<'_>) -> Result<Vec<Lane>> {
+        let factor = self.left.factor();
+        let by = |k: usize, i: usize| factor.entry(k, first + i);
+        let mut shift = self.sum(&self.error[..first * problem.dim], first, by, problem, execution)?;
+        for i in 1..self.lanes(first) {
+            for k in 0..i {
+                let by = factor.entry(first + k, first + i);
+                for lane in &mut shift {
+                    lane[i] -= by * lane[k];
+                }
+            }
+        }
+        Ok(shift)
+    }
+
+    /// Half the gradient of the whole loss in the rows of a tile, `A Z`.
+    fn slope(&self, first: usize, problem: &Problem<'_>, execution: &Execution<'_>) -> Result<Vec<Lane>> {
+        self.sum(&self.image, first, |k, i| self.entry(first + i, k), problem, execution)
+    }
+
+    /// Rows of a matrix added up for each row of a tile, `sum_k by(k, i) rows_k`.
+    fn sum(
+        &self,
+        rows: &[f64],
+        first: usize,
+        by: impl Fn(usize, usize) -> f64,
+        problem: &Problem<'_>,
+        execution: &Execution<'_>,
+    ) -> Result<Vec<Lane>> {
+        let (dim, n) = (problem.dim, self.lanes(first));
+        let mut out: Vec<Lane> = zeros(SCRATCH, dim)?;
+        let lane = |k: usize| std::array::from_fn(|i| if i < n { by(k, i) } else { 0.0 });
+        let by: Vec<Lane> = collected(SCRATCH, (0..rows.len() / dim).map(lane))?;
+        for from in (0..dim).step_by(COLUMNS) {
+            execution.check()?;
+            let strip = from..dim.min(from + COLUMNS);
+            for (rows, by) in rows.chunks(ROWS * dim).zip(by.chunks(ROWS)) {
+                let mut parts: [&[f64]; ROWS] = [&[]; ROWS];
+                for (part, row) in parts.iter_mut().zip(rows.chunks_exact(dim)) {
+                    *part = &row[strip.clone()];
+                }
+                add_rows(problem.isa, &mut out[strip.clone()], &parts[..by.len()], by);
+            }
+        }
+        Ok(out)
+    }
+
+    /// The tile as it stands, with the gradient of its loss when all other rows are fixed, in units of each row's own
+    /// entry of `A`. Its loss is that of its own error, which tells when a gain is small.
+    fn tile(&self, first: usize, problem: &Problem<'_>, slope: &[Lane]) -> Result<Tile> {
+        let (dim, groups, n) = (problem.dim, problem.grid.n_groups(problem.dim), self.lanes(first));
+        let (mut codes, mut scales, mut points) =
+            (zeros(SCRATCH, n * dim)?, zeros(SCRATCH, n * groups)?, zeros(SCRATCH, n * groups)?);
+        for i in 0..n {
+            let from = self.order[first + i];
+            codes[i * dim..(i + 1) * dim].copy_from_slice(&self.out.codes[from * dim..(from + 1) * dim]);
+            let (to, own) = (i * groups..(i + 1) * groups, from * groups..(from + 1) * groups);
+            scales[to.clone()].copy_from_slice(&self.out.scales[own.clone()]);
+            points[to].copy_from_slice(&self.out.zeros[own]);
+        }
+        let mut tile = Tile::new(problem, (&codes, &scales, &points), 0, n)?;
+        for i in 0..n {
+            let own = self.entry(first + i, first + i);
+            for (to, slope) in tile.gradient.iter_mut().zip(slope) {
+                to[i] = slope[i] / own;
+            }
+            let places = (first + i) * dim..(first + i + 1) * dim;
+            let (error, image) = (&self.error[places.clone()], &self.image[places]);
+            tile.loss[i] = error.iter().zip(image).map(|(error, image)| error * image).sum();
+        }
+        Ok(tile)
+    }
+
+    /// Takes over the rows of tiles in which the whole loss falls.
+    fn take(&mut self, problem: &Problem<'_>, tiles: &[Tile], begun: &mut [Begun]) -> Result<()> {
+        let (dim, groups) = (problem.dim, problem.grid.n_groups(problem.dim));
+        for (t, tile) in tiles.iter().enumerate() {
+            for i in 0..self.lanes(begun[t].first) {
+                let Begun { first, slope, values, gradient } = &begun[t];
+                let (row, own) = (first + i, self.entry(first + i, first + i));
+                let change = |j: usize| tile.values[j][i] - values[j][i];
+                let image = |j: usize| tile.gradient[j][i] - gradient[j][i];
+                let gain: f64 = (0..dim).map(|j| change(j) * (2.0 * slope[j][i] + own * image(j))).sum();
+                if !(gain < 0.0) {
+                    continue;
+                }
+                self.replaced += 1;
+                for j in 0..dim {
+                    self.error[row * dim + j] += change(j);
+                    self.image[row * dim + j] += image(j);
+                }
+                let to = self.order[row];
+                let codes = &mut self.out.codes[to * dim..(to + 1) * dim];
+                tile.store(problem, i, codes, &mut self.out.scales[to * groups..(to + 1) * groups]);
+                let moved: Vec<f64> = collected(SCRATCH, (0..dim).map(image))?;
+                for other in &mut begun[t..] {
+                    let n = self.lanes(other.first);
+                    let by: Lane =
+                        std::array::from_fn(|k| if k < n { self.entry(other.first + k, row) } else { 0.0 });
+                    add_rows(problem.isa, &mut other.slope, &[&moved], &[by]);
+                }
+            }
+        }
+        Ok(())
     }
 }

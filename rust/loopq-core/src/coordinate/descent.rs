@@ -9,6 +9,7 @@
 
 use std::ops::Range;
 
+use crate::coordinate::settle::TILES;
 use crate::coordinate::tile::{values_of, Tile};
 use crate::coordinate::{Problem, SCRATCH};
 use crate::grid::{by_steps, Steps};
@@ -208,6 +209,35 @@ impl Problem<'_> {
             }
         }
         Ok(())
+    }
+
+    /// `D S` for rows of `D`, row-major.
+    pub(super) fn images(&self, rows: &[f64], execution: &Execution<'_>) -> Result<Vec<f64>> {
+        let dim = self.dim;
+        let mut out = zeros(SCRATCH, rows.len())?;
+        let together = TILES * LANES * dim;
+        for (rows, out) in rows.chunks(together).zip(out.chunks_mut(together)) {
+            let row = |at: usize, j: usize| rows.get(at * dim + j).copied().unwrap_or(0.0);
+            let mut images: Vec<Vec<Lane>> = Vec::new();
+            for _ in (0..rows.len()).step_by(LANES * dim) {
+                images.push(zeros(SCRATCH, dim)?);
+            }
+            for block in self.blocks() {
+                execution.check()?;
+                let s: Vec<&[f64]> = collected(SCRATCH, block.clone().map(|j| self.s_row(j)))?;
+                for (t, image) in images.iter_mut().enumerate() {
+                    let lane = |j: usize| std::array::from_fn(|r| row(t * LANES + r, j));
+                    let by: Vec<Lane> = collected(SCRATCH, block.clone().map(lane))?;
+                    add_rows(self.isa, image, &s, &by);
+                }
+            }
+            for (at, out) in out.chunks_exact_mut(dim).enumerate() {
+                for (to, lane) in out.iter_mut().zip(&images[at / LANES]) {
+                    *to = lane[at % LANES];
+                }
+            }
+        }
+        Ok(out)
     }
 
     /// The columns of each block.

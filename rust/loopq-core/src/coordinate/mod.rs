@@ -20,9 +20,7 @@ pub use coupled::{coupled, CoupledReport};
 
 use crate::factor::{DampedFactor, DampedHessian};
 use crate::grid::{Grid, Quantized, Rounding};
-use crate::lanes::Lane;
-use crate::memory::{collected, zeros};
-use crate::simd::{add_rows, Isa};
+use crate::simd::Isa;
 use crate::weight::Weight;
 use crate::{Execution, Result};
 
@@ -85,14 +83,6 @@ impl<'a> Problem<'a> {
 
     fn s_row(&self, j: usize) -> &[f64] {
         &self.s[j * self.dim..(j + 1) * self.dim]
-    }
-
-    /// `by S` for every lane.
-    fn image(&self, by: &[Lane]) -> Result<Vec<Lane>> {
-        let mut out = zeros(SCRATCH, self.dim)?;
-        let rows = collected(SCRATCH, (0..self.dim).map(|j| self.s_row(j)))?;
-        add_rows(self.isa, &mut out, &rows, by);
-        Ok(out)
     }
 }
 

@@ -16,7 +16,7 @@ use crate::{Execution, Result};
 const SETTLED: f64 = 1e-3;
 
 /// Tiles that are taken through the columns together: reading `S` once for all of them keeps the solver out of main memory.
-const TILES: usize = 8;
+pub(super) const TILES: usize = 8;
 
 /// Most turns of a descent on codes and one on scales.
 const TURNS: usize = 3;
@@ -113,7 +113,7 @@ impl Problem<'_> {
     }
 
     /// Descends on codes and on scales in turn, until neither gains.
-    fn descend(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<u64> {
+    pub(super) fn descend(&self, tiles: &mut [Tile], execution: &Execution<'_>) -> Result<u64> {
         let mut moves = 0;
         for _ in 0..TURNS {
             let before: Vec<Lane> = tiles.iter().map(|tile| tile.loss).collect();

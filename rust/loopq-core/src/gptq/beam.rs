@@ -17,7 +17,7 @@ use crate::Result;
 /// Columns of a block.
 pub(super) const BLOCK: usize = 64;
 
-/// Columns that are changed together.
+/// Columns of a strip: inside it errors reach the columns ahead at once, and later strips together at its end.
 const STRIP: usize = 16;
 
 /// Columns of a block, strip by strip.
@@ -28,6 +28,15 @@ pub(super) const SCRATCH: &str = "paths of codes";
 
 /// The paths of one row.
 pub(super) struct Beam {
+    /// Codes of the block before, and of this one up to the strip.
+    codes: Vec<[[u8; BLOCK]; 2]>,
+    /// Columns of the block from the strip on, as the errors before the strip change them.
+    ahead: Vec<Strips>,
+    /// Both as they were before the strip, while they change.
+    old_codes: Vec<[[u8; BLOCK]; 2]>,
+    old_ahead: Vec<Strips>,
+    /// The paths inside the strip, each with a place of `codes` and `ahead` that it comes from: of most paths little more
+    /// than a strip is copied when a path is.
     paths: Vec<Path>,
     /// Above that of the best path; infinite where no path is.
     cost: Vec<f32>,
@@ -36,16 +45,21 @@ pub(super) struct Beam {
     /// What each path can go on with.
     nearest: Choices,
     second: Choices,
+    /// Paths that end in a column, and those that go on with both codes.
+    ended: Vec<u32>,
+    taken: Vec<u32>,
     /// Cost of the best path.
     spent: f64,
 }
 
-#[derive(Clone)]
+/// A path through one strip.
+#[derive(Clone, Copy, Default)]
 struct Path {
-    /// Codes of the block before, and of this one.
-    codes: [[u8; BLOCK]; 2],
-    /// Columns of this block, as the errors before change them.
-    ahead: Strips,
+    /// Columns of the strip, as the errors before change them.
+    ahead: [f32; STRIP],
+    errors: [f32; STRIP],
+    codes: [u8; STRIP],
+    origin: u32,
 }
 
 /// One code for each path.
@@ -78,13 +92,18 @@ impl Beam {
     pub(super) fn new(n: usize) -> Result<Self> {
         let mut cost = zeros(SCRATCH, n)?;
         cost[1..].fill(f32::INFINITY);
-        let path = Path { codes: [[0; BLOCK]; 2], ahead: Strips::default() };
         Ok(Self {
-            paths: collected(SCRATCH, (0..n).map(|_| path.clone()))?,
+            codes: collected(SCRATCH, (0..n).map(|_| [[0; BLOCK]; 2]))?,
+            ahead: collected(SCRATCH, (0..n).map(|_| Strips::default()))?,
+            old_codes: collected(SCRATCH, (0..n).map(|_| [[0; BLOCK]; 2]))?,
+            old_ahead: collected(SCRATCH, (0..n).map(|_| Strips::default()))?,
+            paths: collected(SCRATCH, (0..n).map(|_| Path::default()))?,
             cost,
             wanted: zeros(SCRATCH, n)?,
             nearest: Choices { code: zeros(SCRATCH, n)?, cost: zeros(SCRATCH, n)? },
             second: Choices { code: zeros(SCRATCH, n)?, cost: zeros(SCRATCH, n)? },
+            ended: zeros(SCRATCH, n)?,
+            taken: zeros(SCRATCH, n)?,
             spent: 0.0,
         })
     }
@@ -92,12 +111,12 @@ impl Beam {
     /// Decides the codes of the block before, those of the best path, and makes this block the one before. Paths with
     /// other codes end here.
     pub(super) fn decide(&mut self) -> [u8; BLOCK] {
-        let [decided, _] = self.paths[self.best()].codes;
-        for (path, cost) in self.paths.iter_mut().zip(&mut self.cost) {
-            if path.codes[0] != decided {
+        let [decided, _] = self.codes[self.best()];
+        for (codes, cost) in self.codes.iter_mut().zip(&mut self.cost) {
+            if codes[0] != decided {
                 *cost = f32::INFINITY;
             }
-            path.codes[0] = path.codes[1];
+            codes[0] = codes[1];
         }
         decided
     }
@@ -110,10 +129,16 @@ impl Beam {
     /// Takes the paths through a block.
     pub(super) fn advance<S: Steps>(&mut self, block: &Block<'_, S>, row: &Row) {
         begin(block.isa, self, block, row);
-        for j in 0..block.pivots.len() {
-            weigh(block.isa, self, block, row, j);
-            choose(block.isa, self, j);
-            go_on(block.isa, self, block, row, j);
+        for (strip, pivots) in block.pivots.chunks(STRIP).enumerate() {
+            for (p, (path, ahead)) in self.paths.iter_mut().zip(&self.ahead).enumerate() {
+                *path = Path { ahead: ahead[strip], origin: p as u32, ..Path::default() };
+            }
+            for j in strip * STRIP..strip * STRIP + pivots.len() {
+                weigh(block.isa, self, block, row, j);
+                choose(block.isa, self, j % STRIP);
+                go_on(block.isa, self, block, row, j);
+            }
+            end(block.isa, self, block, strip);
         }
     }
 
@@ -133,27 +158,34 @@ per_isa! {
 }
 
 per_isa! {
-    fn choose(beam: &mut Beam, j: usize) = choose_body;
+    fn choose(beam: &mut Beam, at: usize) = choose_body;
 }
 
 per_isa! {
     fn go_on<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usize) = go_on_body;
 }
 
+per_isa! {
+    fn end<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, strip: usize) = end_body;
+}
+
 /// Changes the columns ahead by the errors of the block before.
 #[inline(always)]
 fn begin_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row) {
-    for path in &mut beam.paths {
-        let mut errors = [0.0; BLOCK];
-        for (i, error) in errors.iter_mut().enumerate() {
-            let step = block.steps.step(f32::from(path.codes[0][i]), row.zero[i]);
-            *error = row.original[i] - step * row.scale[i];
+    for ((codes, to), &cost) in beam.codes.iter().zip(&mut beam.ahead).zip(&beam.cost) {
+        if cost == f32::INFINITY {
+            continue;
         }
-        let mut ahead = row.updated;
-        for (a, &error) in block.a.iter().zip(&errors) {
-            change(&mut ahead, a, error);
+        let [mut first, mut second, mut third, mut fourth] = row.updated;
+        for (i, a) in block.a[..BLOCK].iter().enumerate() {
+            let step = block.steps.step(f32::from(codes[0][i]), row.zero[i]);
+            let error = row.original[i] - step * row.scale[i];
+            first = added(&first, error, &a[0]);
+            second = added(&second, error, &a[1]);
+            third = added(&third, error, &a[2]);
+            fourth = added(&fourth, error, &a[3]);
         }
-        path.ahead = ahead;
+        *to = [first, second, third, fourth];
     }
 }
 
@@ -164,7 +196,7 @@ fn weigh_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usi
     let (scale, zero, steps, pivot) =
         (row.scale[BLOCK + j], row.zero[BLOCK + j], block.steps, block.pivots[j]);
     for (wanted, path) in beam.wanted.iter_mut().zip(&beam.paths) {
-        *wanted = path.ahead[j / STRIP][j % STRIP];
+        *wanted = path.ahead[j % STRIP];
     }
     let (wanted, costs) = (&beam.wanted[..n], &beam.cost[..n]);
     let (near_code, near_cost) = (&mut beam.nearest.code[..n], &mut beam.nearest.cost[..n]);
@@ -183,27 +215,47 @@ fn weigh_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usi
     }
 }
 
-/// Keeps the cheapest choices. A path goes on with its nearest code where it stands, and one with a second code where a
-/// path has ended.
+/// Keeps the cheapest choices of column `at` of the strip. A path goes on with its nearest code where it stands, and one
+/// with a second code where a path has ended.
 #[inline(always)]
-fn choose_body(beam: &mut Beam, j: usize) {
-    let Beam { paths, cost, nearest, second, .. } = beam;
+fn choose_body(beam: &mut Beam, at: usize) {
+    let Beam { paths, cost, nearest, second, ended, taken, .. } = beam;
     let n = paths.len();
     let (near, other) = (&nearest.cost[..n], &second.cost[..n]);
     let least = near.iter().copied().fold(f32::INFINITY, f32::min);
     let most = dearest(near, other);
     for p in 0..n {
-        paths[p].codes[1][j] = nearest.code[p] as u8;
+        paths[p].codes[at] = nearest.code[p] as u8;
         cost[p] = near[p] - least;
     }
-    let ended = (0..n).filter(|&p| near[p] > most).chain((0..n).filter(|&p| near[p] == most));
-    let taken = (0..n).filter(|&p| other[p] < most).chain((0..n).filter(|&p| other[p] == most));
-    for (from, to) in taken.zip(ended).take_while(|&(from, to)| other[from] < near[to]) {
-        paths[to] = paths[from].clone();
-        paths[to].codes[1][j] = second.code[from] as u8;
+    let mut ends = marked(ended, 0, near, |c| c > most);
+    let mut takes = marked(taken, 0, other, |c| c < most);
+    // Choices that cost just as much as the dearest make up the number; there is room for those of one side only.
+    if takes > ends {
+        ends = marked(ended, ends, near, |c| c == most);
+    } else if ends > takes {
+        takes = marked(taken, takes, other, |c| c == most);
+    }
+    for (&from, &to) in taken[..takes].iter().zip(&ended[..ends]) {
+        let (from, to) = (from as usize, to as usize);
+        paths[to] = paths[from];
+        paths[to].codes[at] = second.code[from] as u8;
         cost[to] = other[from] - least;
     }
     beam.spent += f64::from(least);
+}
+
+/// Appends to the first `n` entries of a list the places of the costs that fulfil a condition; returns how many it has.
+#[inline(always)]
+fn marked(list: &mut [u32], mut n: usize, costs: &[f32], is: impl Fn(f32) -> bool) -> usize {
+    for (p, &cost) in costs.iter().enumerate() {
+        // Written before it is known to count, so that nothing is guessed.
+        if let Some(to) = list.get_mut(n) {
+            *to = p as u32;
+        }
+        n += usize::from(is(cost));
+    }
+    n
 }
 
 /// Cost of the dearest choice that is kept, the `n`-th cheapest of `2 n`: by bisection, on the bits of costs, which are in
@@ -231,21 +283,42 @@ fn dearest(near: &[f32], other: &[f32]) -> f32 {
     f32::from_bits(high)
 }
 
-/// Changes the columns ahead by the errors of this one.
+/// Changes the columns of the strip by the errors of this one.
 #[inline(always)]
 fn go_on_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, row: &Row, j: usize) {
-    let (from, a) = (j / STRIP, &block.a[BLOCK + j]);
+    let (strip, at) = (j / STRIP, j % STRIP);
+    let a = &block.a[BLOCK + j][strip];
     let (original, scale, zero) = (row.original[BLOCK + j], row.scale[BLOCK + j], row.zero[BLOCK + j]);
     for path in &mut beam.paths {
-        let error = original - block.steps.step(f32::from(path.codes[1][j]), zero) * scale;
-        change(&mut path.ahead[from..], &a[from..], error);
+        let error = original - block.steps.step(f32::from(path.codes[at]), zero) * scale;
+        path.errors[at] = error;
+        path.ahead = added(&path.ahead, error, a);
     }
 }
 
-/// Adds `error a`. A strip is loaded whole before it is stored, so that the compiler can make it vectors.
+/// Brings codes and the strips after this one up to date, each path from where it comes from.
 #[inline(always)]
-fn change(ahead: &mut [[f32; STRIP]], a: &[[f32; STRIP]], error: f32) {
-    for (to, a) in ahead.iter_mut().zip(a) {
-        *to = std::array::from_fn(|k| to[k] + error * a[k]);
+fn end_body<S: Steps>(beam: &mut Beam, block: &Block<'_, S>, strip: usize) {
+    let Beam { codes, ahead, paths, old_codes, old_ahead, .. } = beam;
+    std::mem::swap(codes, old_codes);
+    std::mem::swap(ahead, old_ahead);
+    let a = &block.a[BLOCK + strip * STRIP..][..STRIP];
+    for ((path, codes), ahead) in paths.iter().zip(codes).zip(ahead) {
+        let origin = path.origin as usize;
+        *codes = old_codes[origin];
+        codes[1][strip * STRIP..][..STRIP].copy_from_slice(&path.codes);
+        for later in strip + 1..BLOCK / STRIP {
+            let mut to = old_ahead[origin][later];
+            for (a, &error) in a.iter().zip(&path.errors) {
+                to = added(&to, error, &a[later]);
+            }
+            ahead[later] = to;
+        }
     }
+}
+
+/// `to + error a`, as a value, so that the compiler keeps it in vectors.
+#[inline(always)]
+fn added(to: &[f32; STRIP], error: f32, a: &[f32; STRIP]) -> [f32; STRIP] {
+    std::array::from_fn(|k| to[k] + error * a[k])
 }

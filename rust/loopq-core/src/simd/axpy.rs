@@ -14,18 +14,6 @@ per_isa! {
     pub(crate) fn axpy<T: Real>(s: T, x: &[T], y: &mut [T]) = body;
 }
 
-#[inline(always)]
-fn times_body(s: f64, x: &[f64], y: &mut [f64]) {
-    for (y, &x) in y.iter_mut().zip(x) {
-        *y += s * x;
-    }
-}
-
-per_isa! {
-    /// The same with the product rounded before it is added, which the bits of results under two metrics rest on.
-    pub(crate) fn add_times(s: f64, x: &[f64], y: &mut [f64]) = times_body;
-}
-
 /// Sum of products in four fixed partial sums: a plain chain cannot be vectorised, and any other split would tie the
 /// bits to the machine.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {

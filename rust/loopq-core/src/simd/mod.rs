@@ -16,7 +16,7 @@ mod tile;
 mod x86;
 
 pub(crate) use answer::Answer;
-pub(crate) use axpy::{add_times, axpy, dot};
+pub(crate) use axpy::{axpy, dot};
 pub(crate) use dots::dots;
 pub(crate) use operands::Short;
 pub use operands::MR;

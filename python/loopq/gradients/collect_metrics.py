@@ -297,8 +297,7 @@ class _Collector:
                 energy = torch.from_numpy(np.diag(hessian).astype(np.float32))
                 found[key] = self.system.to_device(whole), self.system.to_device(energy)
             self._roots[task.name], energy = found[key]
-            weight = self.system.parameter(p).detach()
-            weight = weight.T if p.orientation == "in_out" else weight
+            weight = p.matrix(self.system.parameter(p).detach())
             self._sizes[task.name] = weight.float().square() @ energy
 
     def _scales(self) -> dict[str, Tensor]:

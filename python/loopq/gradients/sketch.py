@@ -333,9 +333,7 @@ class Taps:
                 # As of a call whose rows are the unit matrix.
                 p = task.parameter
                 rows = torch.eye(p.in_features, device=gradient.device)
-                plain = gradient[..., 0] if p.orientation == "conv" else gradient
-                turned = plain if p.orientation == "in_out" else plain.T
-                self.side.take(p.name, self.side.keep(task, rows), turned)
+                self.side.take(p.name, self.side.keep(task, rows), p.matrix(gradient).T)
         self.side.end()
 
     def _on_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Any:

@@ -175,6 +175,11 @@ class SharedParameter:
     fused: str = ""
     routed_in: str = ""
 
+    def matrix(self, stored: Tensor) -> Tensor:
+        """View what the model stores as this weight, or its gradient, in shape (out_features, in_features)."""
+        plain = stored[..., 0] if self.orientation == "conv" else stored
+        return plain.T if self.orientation == "in_out" else plain
+
     def __post_init__(self) -> None:
         """Refuse a name that cannot stand for a file, as it does in a dump and while layers are solved."""
         checked(Name, self.name, "parameter", SystemContractError)
@@ -384,6 +389,8 @@ class LoopedSystem(ABC):
 
     def parameter(self, shared: SharedParameter) -> nn.Parameter:
         """Return the parameter object that `shared` names."""
+        if not shared.owners:
+            return self.weight(shared.name)
         found: nn.Parameter = self.model.get_submodule(shared.owners[0]).weight
         return found
 

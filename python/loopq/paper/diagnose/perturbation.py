@@ -148,7 +148,7 @@ def _weight_gradients(
     out = {}
     for p, gradient in zip(parameters, found, strict=True):
         value = gradient.double().cpu()
-        out[p.name] = value.T if p.orientation == "in_out" else value
+        out[p.name] = p.matrix(value)
     return out
 
 

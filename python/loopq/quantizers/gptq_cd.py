@@ -116,7 +116,7 @@ class GPTQCD(Method):
 
     @property
     def work(self) -> tuple[float, float, float]:
-        """An inverse and its pivots beside the factor; each start is some GPTQs, paths and descents, each pass descents."""
+        """An inverse and its pivots beside the factor; a start is some GPTQs, paths and descents, a pass descents."""
         passes = 6.0 * self.passes if self.metric.kind == "loop" else 0.0
         paths = 200.0 * self.paths * max(1, self.starts) if self.paths > 1 else 0.0
         return 4.0, 8.0 + 25.0 * self.starts + passes, paths

@@ -15,7 +15,7 @@ RUST_SOURCES := $(shell find rust kernels -name '*.rs' -o -name '*.toml' -o -nam
 NEXTEST := $(shell cargo nextest --version >/dev/null 2>&1 && echo yes)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build ci-tools demo demo-pages test test-rust test-py test-ptx test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
+.PHONY: help setup build ci-tools demo demo-pages test test-rust test-py test-ptx test-ptx-slow test-slow interop interop-vllm peers soak mutation-core fuzz sanitize aarch64 audit test-gpu fmt fmt-check lint types docs bench check counts wheels sdist-vendored compat clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -90,7 +90,10 @@ $(PTX_STAMP): $(PTX_SOURCES) | setup
 	@mkdir -p $(@D) && touch $@
 
 test-slow: setup $(GPTQ)/stamp ## The tests that `make test` leaves out for their time
-	$(PY) -m pytest -m "slow and not gpu" tests tools/ptx $(WORKERS)
+	$(PY) -m pytest -m "slow and not gpu" tests $(WORKERS)
+
+test-ptx-slow: setup ## Every shape of every kernel's PTX, interpreted: for a change of a kernel
+	$(PY) -m pytest -m slow tools/ptx $(WORKERS)
 
 # An environment for another tool: it sees torch and transformers of the development environment and has its own
 # setuptools, since pins clash. Where it cannot be made, a warning says so and the next make tries again.

@@ -193,8 +193,8 @@ def add_quantizer(parser: argparse.ArgumentParser, *, model: bool) -> None:
             "--preset",
             choices=tuple(PRESETS),
             help="best: closest to full precision, with gradients on all prompts and layers one after the other; fast: "
-            "without gradients; paper: GPTQ over the trajectory as published (default: as fast, with gradients on half "
-            "of the prompts where they are cheap)",
+            "without gradients; paper: GPTQ over the trajectory as published (default: with gradients on half "
+            "of the prompts)",
         )
     needs_model = () if model else (*_RUN_THE_MODEL, *_METRIC)
     hidden = [name for name in leaves(QuantConfig) if name.startswith(needs_model)] if needs_model else []

@@ -9,8 +9,7 @@
 
 use std::ops::Range;
 
-use crate::coordinate::settle::TILES;
-use crate::coordinate::tile::{values_of, Tile};
+use crate::coordinate::tile::{values_of, Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
 use crate::grid::{by_steps, Steps};
 use crate::lanes::{Lane, LANES};

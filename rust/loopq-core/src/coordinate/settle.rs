@@ -3,7 +3,7 @@
 use bytemuck::Pod;
 use rayon::prelude::*;
 
-use crate::coordinate::tile::Tile;
+use crate::coordinate::tile::{Tile, TILES};
 use crate::coordinate::{Problem, SCRATCH};
 use crate::gptq::{again, gptq, Options, Scales};
 use crate::grid::Quantized;
@@ -14,9 +14,6 @@ use crate::{Execution, Result};
 
 /// Relative gain below which a row is done.
 const SETTLED: f64 = 1e-3;
-
-/// Tiles that are taken through the columns together: reading `S` once for all of them keeps the solver out of main memory.
-pub(super) const TILES: usize = 8;
 
 /// Most turns of a descent on codes and one on scales.
 const TURNS: usize = 3;

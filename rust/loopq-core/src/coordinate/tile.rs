@@ -5,6 +5,9 @@ use crate::lanes::{Lane, LANES};
 use crate::memory::{self, collected};
 use crate::Result;
 
+/// Tiles that are taken through the columns together: reading `S` once for all of them keeps the solver out of main memory.
+pub(super) const TILES: usize = 8;
+
 /// Eight rows: where they stand, by column, and the gradient of their loss.
 pub(super) struct Tile {
     /// What codes stand for, in scales.

@@ -1,6 +1,6 @@
 //! Levels of a table: values of codes that are not evenly spaced. Format: `docs/formats/levels.md`.
 
-use crate::grid::rounding::Steps;
+use crate::grid::steps::Steps;
 use crate::{Error, Result};
 
 /// A level is a whole number of these parts of a scale, so that products with levels are products of signed bytes.

@@ -27,11 +27,12 @@ from loopq.run.config import PROMPTS, QuantConfig, flat_names
 from loopq.run.export import quantized_format, refuse_early
 from loopq.run.kept import Kept
 from loopq.run.plan import Plan
-from loopq.run.result import Write, apart, check_out, output
+from loopq.run.result import Write, apart, output
 from loopq.run.route import carry_out, prepare
 from loopq.run.source import DumpSource, ModelSource, refuse_rollouts
 from loopq.run.together import Ranks
 from loopq.settings.execution import Execution
+from loopq.storage.lock import check_out
 from loopq.storage.model_files import model_tensors
 from loopq.systems.base import LoopedSystem
 from loopq.systems.depths import Depths

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
+import signal
+
 import pytest
 
-from loopq.cli import parser
+from loopq.cli import main, parser
 from loopq.commands import COMMANDS
+from tests.soak.runs import AT_END, at_event, begin, finish
+from tests.support.runs import TINY, digest
 
 
 def subparsers():
@@ -67,3 +73,65 @@ def test_the_list_of_commands_has_one_line_each(command):
     assert [line.split()[0] for line in listed] == list(subparsers())
     assert text.startswith("usage: loopq COMMAND [options]")
     assert command("--version")[1].startswith("loopq ")
+
+
+@pytest.fixture(scope="module")
+def sums(saved_model, tmp_path_factory):
+    """Two dumps of Hessians that can be merged."""
+    place = tmp_path_factory.mktemp("sums")
+    for seed in (0, 1):
+        argv = ["collect", saved_model, "--out", place / str(seed), "--hessian", "--seed", seed, *TINY]
+        assert main([str(a) for a in argv]) == 0
+    return place
+
+
+WRITERS = ("quantize", "solve", "export", "collect", "merge")
+
+
+def writer(name, saved_model, sums, quantized):
+    """The command line of a command that writes a folder, without its output."""
+    return {
+        "quantize": ("quantize", saved_model, "--preset", "fast", "--group-size", "16", *TINY),
+        "solve": ("solve", sums / "0", "--method", "rtn"),
+        "export": ("export", quantized, "--format", "gptq"),
+        "collect": ("collect", saved_model, "--hessian", *TINY),
+        "merge": ("merge", sums / "0", sums / "1"),
+    }[name]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_output_that_cannot_be_is_one_line(
+    name, command, saved_model, sums, quantized, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    for out in ("", ".", "..", "loop", "loop/under", "a\0b"):
+        code, _, err = command(*writer(name, saved_model, sums, quantized), "--out", out)
+        assert code == 1
+        assert err.splitlines()[-1].startswith("loopq: error: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["loop"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_kill_after_the_last_byte_is_no_end(name, saved_model, sums, quantized, tmp_path):
+    argv = [str(a) for a in (*writer(name, saved_model, sums, quantized), "--out", tmp_path / "q")]
+    log, count = tmp_path / "log", tmp_path / "count"
+
+    def counted():
+        seen = at_event(0)
+        AT_END.append(lambda: count.write_text(str(len(seen))))
+
+    # Here first, so that what is imported on the way is imported once.
+    assert main(argv) == 0
+    want = digest(tmp_path / "q")
+    shutil.rmtree(tmp_path / "q")
+    assert finish(begin(argv, log, counted)) == 0
+    n = int(count.read_text())
+    count.unlink()
+    # The last operations are those on a whole output; `make soak` kills at each.
+    for number in range(n - 2, n + 1):
+        shutil.rmtree(tmp_path / "q")
+        assert finish(begin(argv, log, functools.partial(at_event, number))) == -signal.SIGKILL
+        assert finish(begin(argv, log)) == 0, log.read_text()
+        assert digest(tmp_path / "q") == want
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "q"]

@@ -10,6 +10,7 @@ import torch
 
 from loopq.calibrate.data import from_ids
 from loopq.errors import ConfigError
+from loopq.evaluate import compare as module
 from loopq.evaluate.compare import Measurement, compare
 from loopq.settings.execution import Execution
 from loopq.systems.base import Batch
@@ -136,3 +137,25 @@ def test_answers_are_right_as_a_whole_and_scored_behind_the_question(loaded, tok
     logp = torch.from_numpy(logits).double().log_softmax(-1).numpy()
     expected = [-np.mean([logp[p, at - 1, ids[p, at]] for at in range(20, 24)]) for p in range(3)]
     assert compare(loaded.system, {}, task)[0].nll[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_are_scored_in_pieces_and_the_numbers_are_those_of_the_whole(loaded, tokens, monkeypatch):
+    name = loaded.system.shared_parameters(3)[0].name
+    weights = {name: np.zeros(tuple(loaded.model.get_parameter(name).shape), np.float32)}
+    whole = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))
+    score, sizes = module._tokens, []
+
+    def tracked(reference, out, targets, **more):
+        sizes.append(out.numel())
+        return score(reference, out, targets, **more)
+
+    monkeypatch.setattr(module, "_tokens", tracked)
+    # Pieces of seven positions, which do not divide the prompt; and of one.
+    for limit in (7 * 3 * 256, 1):
+        monkeypatch.setattr(module, "_PIECE", limit)
+        sizes.clear()
+        found = compare(loaded.system, {"zero": weights}, tokens, execution=Execution(batch_size=3))
+        assert max(sizes) <= max(limit, 3 * 256)
+        for a, b in zip(whole, found, strict=True):
+            for what in ("kl", "agreement", "nll", "answered"):
+                np.testing.assert_allclose(getattr(a, what), getattr(b, what), rtol=1e-12)

@@ -49,7 +49,7 @@ COMMANDS = {
     "merge": "merge {sums} {more} --out {out}",
     "export": "export {checkpoint} --out {out} --format compressed-tensors",
 }
-_AT_END: list[Callable[[], object]] = []
+AT_END: list[Callable[[], object]] = []
 THERE = re.compile("exists and is not empty|holds a finished dump")
 
 
@@ -96,7 +96,7 @@ class Bench:
         for name, command in made.items():
             self.inputs[name] = base / name
             line = COMMANDS[command].format(**self.inputs, out=base / name)
-            assert finish(_start(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
+            assert finish(begin(line.split() + ["--seed", "1"] * (name == "more"), base / "log")) == 0, name
         began = time.monotonic()
         subprocess.run([sys.executable, "-c", "import loopq.run.source, transformers"], check=True)
         self.start_up = time.monotonic() - began
@@ -118,11 +118,11 @@ class Bench:
 
     def _observe(self) -> None:
         file, seen = self.base / "observed", at_event(0)
-        _AT_END.append(lambda: file.write_text("\n".join([str(len(seen)), *sys.modules])))
+        AT_END.append(lambda: file.write_text("\n".join([str(len(seen)), *sys.modules])))
 
     def start(self, name: str, out: Path, before: Callable[[], object] = lambda: None) -> int:
         """Start a command in a process of its own; return its number."""
-        return _start(self.commands[name].format(**self.inputs, out=out).split(), self.base / "log", before)
+        return begin(self.commands[name].format(**self.inputs, out=out).split(), self.base / "log", before)
 
     def said(self) -> str:
         """What the last process said."""
@@ -168,7 +168,7 @@ def place(base: Path) -> Iterator[Path]:
 _OUTPUTS: dict[int, tuple[int, Path]] = {}
 
 
-def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: None) -> int:
+def begin(argv: list[str], log: Path, before: Callable[[], object] = lambda: None) -> int:
     read, write = os.pipe()
     process = os.fork()
     if process:
@@ -186,7 +186,7 @@ def _start(argv: list[str], log: Path, before: Callable[[], object] = lambda: No
         loopq.storage.journal.SNAPSHOT_SECONDS = loopq.storage.journal.SNAPSHOT_TIMES = 0.0
         before()
         code = main(argv)
-        for function in _AT_END:
+        for function in AT_END:
             function()
     except SystemExit as stop:
         code = int(stop.code or 0)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors
 
-from loopq.errors import CheckpointError, SystemContractError
+from loopq.errors import CheckpointError, LoopqError, SystemContractError
 from loopq.formats.convert import read_any, write_as
 from loopq.storage.files import (
     RawTensor,
@@ -25,6 +26,7 @@ from loopq.storage.files import (
     remove_own,
     replacing,
     write_tensors,
+    write_text,
 )
 from loopq.systems.base import SharedParameter
 
@@ -214,3 +216,22 @@ def test_a_link_is_refused_as_output_before_the_work(tmp_path):
         CheckpointError, match=rf"link: a symbolic link; name the folder itself: {tmp_path}/real"
     ):
         check_new(tmp_path / "link")
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "a/..", "/", "a\0b", "loop", "loop/under", "{cwd}"])
+def test_an_output_that_no_system_can_make_is_refused_in_one_line(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    if out.startswith("loop"):
+        (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(LoopqError) as refused, new_folder(Path(out.format(cwd=tmp_path)), 0) as folder:
+        (folder / "x").touch()
+    assert "\n" not in str(refused.value)
+    assert "\0" not in str(refused.value)
+    assert not (tmp_path / "x").exists()
+    assert tmp_path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["", ".", "a\0b"])
+def test_a_file_without_a_name_is_refused(name):
+    with pytest.raises(LoopqError):
+        write_text(name, "text")

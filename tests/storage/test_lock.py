@@ -11,9 +11,10 @@ import time
 
 import pytest
 
-from loopq.errors import LoopqError
+from loopq.errors import CheckpointError, LoopqError
 from loopq.storage import lock
-from loopq.storage.lock import Claims
+from loopq.storage.files import _HOST, new_folder, own_folder, write_text
+from loopq.storage.lock import Claims, held, new_or_same
 
 
 def claim(folder, name, host, process):
@@ -124,3 +125,49 @@ def test_a_lock_that_is_no_plain_file_is_refused_and_nothing_behind_it_is_touche
             raise AssertionError("held")
     assert kept.exists() == (kind == "link")
     assert not kept.exists() or kept.read_text() == "years of work"
+
+
+def left(place):
+    """What a killed run leaves beside its output: the lock, and a folder whose removal had begun."""
+    (place / ".q.lock").write_text(json.dumps({"host": socket.gethostname(), "pid": ended()}))
+    going = own_folder(place / ".q.work")
+    (going / "piece").touch()
+    return going.rename(place / f".q.work.{_HOST}-{ended()}-0a0b0c0d.partial")
+
+
+@pytest.mark.parametrize("one_file", [False, True])
+def test_what_a_killed_run_had_written_is_compared_and_its_leftovers_go(tmp_path, one_file):
+    out = tmp_path / "q"
+
+    def write(text):
+        with new_or_same(out) as place:
+            if one_file:
+                write_text(place, text)
+            else:
+                with new_folder(place, 0) as folder:
+                    (folder / "a").write_text(text)
+        return place == out
+
+    assert write("one")
+    left(tmp_path)
+    assert not write("one")
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]
+    left(tmp_path)
+    with pytest.raises(CheckpointError, match="q: holds something else than this command writes"):
+        write("two")
+    assert (out if one_file else out / "a").read_text() == "one"
+    # A run that ended well leaves no lock: its output is not looked at again.
+    with pytest.raises(CheckpointError, match=r"(choose|name) a new folder"):
+        write("one")
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path):
+    out = tmp_path / "q"
+    with held(out) as late:
+        assert not late
+        with new_folder(out, 0) as folder:
+            (folder / "a").touch()
+        # Also in the moments after it wrote.
+        with pytest.raises(LoopqError, match=f"process {os.getpid()} on .* is writing it"), held(out):
+            pass
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]

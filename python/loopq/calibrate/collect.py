@@ -31,6 +31,7 @@ from loopq.errors import CalibrationError, ConfigError, DumpError
 from loopq.settings.execution import POLL, Execution
 from loopq.storage.files import (
     RawTensor,
+    check_named,
     check_new,
     free_bytes,
     read_json,
@@ -422,6 +423,7 @@ def _begin(out: Path, key: str) -> bool:
 
     What another collection left there is an error.
     """
+    check_named(out, DumpError)
     claim = out / _CLAIM
     if claim.is_file():
         if checked(_Claim, read_json(claim, DumpError), claim, DumpError).key != key:

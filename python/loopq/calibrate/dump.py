@@ -22,7 +22,6 @@ from loopq.storage.files import (
     RawTensor,
     Stored,
     check_folder,
-    check_new,
     inside,
     new_folder,
     read_bytes,
@@ -34,6 +33,7 @@ from loopq.storage.files import (
     write_json,
     write_tensors,
 )
+from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import TENSORS, FileEntry, check_files, raw
 from loopq.storage.schema import (
     Allowed,
@@ -51,6 +51,7 @@ from loopq.storage.schema import (
 )
 from loopq.storage.weights import ModelWeights, stored_shape
 from loopq.systems.base import SharedParameter
+from loopq.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -462,7 +463,7 @@ def gradient_sums_from(
     return GradientSums(tuple(left), right)
 
 
-def merge(parts: Sequence[Path], out: Path) -> Manifest:
+def merge(parts: Sequence[Path], out: Path, progress: Progress | None = None) -> Manifest:
     """Add Hessian dumps that were collected apart.
 
     Parameters
@@ -471,6 +472,8 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
         Hessian dumps of the same model, system, depth and steps.
     out : Path
         New dump. The sum is of integers, so that the order of the parts changes no bit of it.
+    progress : Progress, optional
+        Told of a dump that is there already, of a run that was killed when it had written it.
 
     Raises
     ------
@@ -479,7 +482,15 @@ def merge(parts: Sequence[Path], out: Path) -> Manifest:
     """
     if len(parts) < 2:
         raise ConfigError("merge needs at least two parts")
-    check_new(out, DumpError)
+    with new_or_same(out, DumpError) as place:
+        merged = _merged(parts, place)
+    if place != out and progress is not None:
+        progress.note(f"{out} was written before the interruption; compared, byte for byte")
+    return merged
+
+
+def _merged(parts: Sequence[Path], out: Path) -> Manifest:
+    """Write the sum of dumps to a new folder."""
     ordered = sorted((Dump(p) for p in parts), key=lambda d: sha256(d.folder / MANIFEST))
     _check_parts(ordered)
     first = ordered[0].manifest

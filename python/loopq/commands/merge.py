@@ -8,6 +8,7 @@ from pathlib import Path
 from loopq.calibrate.dump import merge
 from loopq.commands import COMMANDS, Command
 from loopq.commands.output import print_dump
+from loopq.terminal.progress import Line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +21,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge and print what the sum holds."""
-    print_dump(merge([Path(p) for p in args.parts], Path(args.out)))
+    with Line() as progress:
+        merged = merge([Path(p) for p in args.parts], Path(args.out), progress)
+    print_dump(merged)
     print(f"written to {args.out}")
     return 0
 

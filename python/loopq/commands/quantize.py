@@ -42,9 +42,9 @@ from loopq.lazy import require
 from loopq.models.load import LoadedModel
 from loopq.quantizers.config import LayerConfig
 from loopq.report.page import write_page
-from loopq.run.export import Exported, export, quantized_format, refuse_early
-from loopq.run.result import check_out, work_folder
+from loopq.run.export import Exported, exported, quantized_format, refuse_early
 from loopq.settings.execution import Execution
+from loopq.storage.lock import check_out, work_folder
 from loopq.terminal.progress import Line
 
 _HINT = "hint: --preset best is more accurate at the same bytes, and slower"
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     target = quantized_format(args.format)
     options = target.taken(format_options(args))
-    check_out(out, one_file=target.one_file)
+    check_out(out)
     config = quant_config(args, adopt_like(args))
     if args.html:
         require("matplotlib")
@@ -112,10 +112,10 @@ def run(args: argparse.Namespace) -> int:
     n_steps = args.n_steps
     *others, args = each_depth(args)
     refuse_early(loaded, config, args.format, args.n_steps, **options)
-    exported: list[Exported] = []
+    reports: list[Exported] = []
 
     def write(checkpoint: Checkpoint) -> None:
-        exported.append(_export(args, out, checkpoint, options))
+        reports.append(_export(args, out, checkpoint, options))
 
     tokens = calibration_tokens(loaded, args.calibration, calibration_take(args), matters=config.reads_text)
     if args.evaluate:
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if ranks is not None and ranks.rank > 0:
         return 0
     print_checkpoint(result, str(out) if target.own else None)
-    print("".join(f"{line}\n" for found in exported for line in found.lines()), end="")
+    print("".join(f"{line}\n" for found in reports for line in found.lines()), end="")
     measured = None
     if args.evaluate:
         written = read_any(out) if target.reads else result
@@ -163,7 +163,7 @@ def _export(
     args: argparse.Namespace, out: Path, checkpoint: Checkpoint, options: Mapping[str, Any]
 ) -> Exported:
     try:
-        return export(checkpoint, out, args.format, trust_remote_code=args.trust_remote_code, **options)
+        return exported(checkpoint, out, args.format, trust_remote_code=args.trust_remote_code, **options)
     except LoopqError:
         print(
             f"{work_folder(out)}: what was solved is kept here: the same command with another --format goes on from it",

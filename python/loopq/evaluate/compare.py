@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 CountBytes = Callable[[NDArray[np.int64]], int | None]
+#: Logits that are scored at once: 32 MiB in float64, of which a few copies are held.
+_PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -176,26 +178,50 @@ def _bytes_per_token(tokens: TokenSet, count_bytes: CountBytes | None) -> float 
 
 
 def _output(system: LoopedSystem, batch: Batch, n_steps: int) -> Tensor:
-    """Log-probabilities of the rollout in float64, or its hidden states in float64."""
+    """Logits of the rollout, or its hidden states in float64."""
     with model_code(f"rollout of prompt {batch.prompts[0]}"):
-        out = system.rollout(batch, n_steps).double()
-    return out.log_softmax(-1) if system.output == "logits" else out
+        out = system.rollout(batch, n_steps)
+        return out if system.output == "logits" else out.double()
 
 
 def _score(
     system: LoopedSystem, reference: Tensor, out: Tensor, batch: Batch, first: int
 ) -> NDArray[np.float64]:
     """KL, agreement, negative log-likelihood and whether the answer is right, shape (4, n_prompts)."""
+    import torch
+
     if system.output == "hidden":
         return _score_hidden(reference, out)
-    reference, out = reference[:, first:], out[:, first:]
-    kl = (reference.exp() * (reference - out)).sum(-1).mean(-1)
-    same = (reference.argmax(-1) == out.argmax(-1)).double().mean(-1)
-    target = system.to_device(batch.input_ids)[:, first + 1 :, None]
-    nll = -out[:, :-1].gather(-1, target).squeeze(-1).mean(-1)
-    right = out[:, :-1].argmax(-1) == target.squeeze(-1)
-    answered = (right if first else right[:, -1:]).all(-1).double()
-    return np.stack([v.cpu().numpy() for v in (kl, same, nll, answered)])
+    targets = system.to_device(batch.input_ids)[:, 1:]
+    found = [
+        _tokens(reference[:, part], out[:, part], targets[:, part], same=out is reference)
+        for part in _pieces(reference.shape, first)
+    ]
+    kl, same, nll, right = (torch.cat(values, 1) for values in zip(*found, strict=True))
+    answered = (right if first else right[:, -1:]).all(-1)
+    means = (kl.mean(-1), same.double().mean(-1), nll.mean(-1), answered.double())
+    return np.stack([v.cpu().numpy() for v in means])
+
+
+def _pieces(shape: Sequence[int], first: int) -> list[slice]:
+    """Positions from the first that is scored on, as many at once as float64 copies of them are small."""
+    size = max(1, _PIECE // (shape[0] * shape[2]))
+    return [slice(start, min(start + size, shape[1])) for start in range(first, shape[1], size)]
+
+
+def _tokens(
+    reference: Tensor, out: Tensor, targets: Tensor, *, same: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each token KL and whether the choice is the same, shape (n_prompts, n); of each with a next one its negative
+    log-likelihood and whether it is chosen. `targets` are the next tokens, one fewer at the end of a prompt.
+    """
+    a = reference.double().log_softmax(-1)
+    b = a if same else out.double().log_softmax(-1)
+    kl = (a.exp() * (a - b)).sum(-1)
+    best = b.argmax(-1)
+    n = targets.shape[1]
+    nll = -b[:, :n].gather(-1, targets[..., None]).squeeze(-1)
+    return kl, a.argmax(-1) == best, nll, best[:, :n] == targets
 
 
 def _score_hidden(reference: Tensor, out: Tensor) -> NDArray[np.float64]:

@@ -70,10 +70,12 @@ class CompressedTensors(QuantizedFolder):
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Cut ragged groups where that was chosen."""
-        if layer.orientation != "out_in":
+        if layer.orientation == "in_out":
+            other = "gptq" if layer.grid.symmetric else "gptq_v2"
+            instead = f" or use the format {other!r}" if layer.grid.portable else ""
             raise CheckpointError(
                 f"layer {layer.name}: the model keeps it transposed (Conv1D), and compressed-tensors quantizes "
-                "nn.Linear alone; leave the layer dense (--exclude) or use the format 'gptq'"
+                f"nn.Linear alone; leave the layer dense (--exclude){instead}"
             )
         if not layer.grid.portable and is_ragged(layer):
             raise CheckpointError(

@@ -191,7 +191,7 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     if name is None or layer.transform:
         kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
         raise CheckpointError(
-            f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric"
+            f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric, --levels even"
         )
     width = layer.grid.width(columns)
     if columns % _BLOCK or width % _BLOCK:

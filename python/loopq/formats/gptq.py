@@ -68,7 +68,7 @@ class GPTQ(QuantizedFolder):
         if not layer.grid.symmetric and self.version == 1:
             raise CheckpointError(
                 f"layer {layer.name}: an asymmetric grid in GPTQ version 1 is refused by GPTQModel, since tools "
-                "disagree on its zero points; use the format 'gptq_v2'"
+                "disagree on its zero points; use the format 'gptq_v2', or a symmetric grid"
             )
         half = in_scale_type(layer, "float16", self.name)
         return split(half) if self.choose(layer, ragged) == "split" else StoredLayer(half)

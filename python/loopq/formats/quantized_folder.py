@@ -177,7 +177,15 @@ class QuantizedFolder(Format):
 
         Where a format has one group size for a file, the groups of all layers that had one size are cut alike.
         """
-        stored = {name: self.prepare(layer, ragged) for name, layer in layers.items()}
+        whole = layers.items()
+        refuse_own(
+            [name for name, layer in whole if layer.transform is not None],
+            [name for name, layer in whole if not self.can_hold(layer.grid)],
+            self,
+            [name for name, layer in whole if layer.orientation == "table"],
+            [n for n, layer in whole if layer.orientation == "conv" or not n.endswith(".weight")],
+        )
+        stored = {name: self.prepare(layer, ragged) for name, layer in whole}
         if not self.one_group_size:
             return stored
         sizes: dict[int, int] = {}
@@ -205,8 +213,7 @@ class QuantizedFolder(Format):
         What depends on the values of scales (float16 for GPTQ and Marlin) is seen after the run alone.
         """
         super().refuse(planned)
-        for layer in planned.layers:
-            self.prepare(layer, ragged)
+        self.prepare_all({layer.name: layer for layer in planned.layers}, ragged)
 
     def write(
         self,
@@ -246,14 +253,6 @@ class QuantizedFolder(Format):
     def _prepared(self, checkpoint: Checkpoint, ragged: Ragged | None) -> dict[str, StoredLayer]:
         if not checkpoint.layers:
             raise ConfigError("nothing to export: the checkpoint has no quantized layer")
-        whole = checkpoint.layers.items()
-        refuse_own(
-            [name for name, layer in whole if layer.transform is not None],
-            [name for name, layer in whole if not self.can_hold(layer.grid)],
-            self,
-            [name for name, layer in whole if layer.orientation == "table"],
-            [n for n, layer in whole if layer.orientation == "conv" or not n.endswith(".weight")],
-        )
         return self.prepare_all(checkpoint.layers, ragged)
 
     def _files(self, checkpoint: Checkpoint, ragged: Ragged | None, quantization: Object) -> dict[str, bytes]:

@@ -139,7 +139,7 @@ RULES = (
         _where(lambda x: x.grid.bits == 3 and x.shape[0] % 32 != 0),
     ),
     Rule(
-        ("gptqmodel",), _GPTQ, "groups of fewer than 16 columns", "a group size that divides in_features",
+        ("gptqmodel",), _GPTQ, "groups of fewer than 16 columns", "a group size of 16 or more that divides in_features",
         "GPTQModel 7.7: run (groups of 4 refused, of 32 taken)", _where(lambda x: 0 < x.grid.group_size < 16),
     ),
     Rule(

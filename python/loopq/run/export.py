@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from loopq.calibrate.select import treat
 from loopq.errors import CheckpointError, ConfigError, MissingExtraError, SystemContractError
 from loopq.formats import FORMATS
-from loopq.formats.base import Format, Planned, Written
+from loopq.formats.base import Format, Planned, Written, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import read_any, read_model
 from loopq.inference.restore import load_checkpoint
@@ -24,7 +25,8 @@ from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig, refuse_outside
 from loopq.run.imatrix import ObservedDump
 from loopq.run.plan import Plan
-from loopq.storage.files import DTYPE_NAMES, check_new
+from loopq.storage.files import DTYPE_NAMES
+from loopq.storage.lock import new_or_same
 from loopq.storage.model_files import stored_state
 from loopq.systems.base import Batch
 
@@ -111,9 +113,27 @@ def export(
     ConfigError
         No such format, or an option that the format does not read.
     """
+    out = Path(out)
+    with new_or_same(out) as place:
+        done = exported(source, place, format_name, n_prompts, seq_len, trust_remote_code, **options)
+    if place != out:
+        said = (f"{out} was written before the interruption; compared, byte for byte",)
+        return dataclasses.replace(done, written=WrittenFile(out, format_name, said))
+    return done
+
+
+def exported(
+    source: str | Path | Checkpoint,
+    out: Path,
+    format_name: str,
+    n_prompts: int = 2,
+    seq_len: int = 16,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Exported:
+    """As `export`, of a caller that holds the output (`loopq.storage.lock`)."""
     target = FORMATS.get(format_name)
     given = target.taken(options)
-    check_new(Path(out))
     if isinstance(source, Checkpoint):
         target.refuse_checkpoint()
     opened = source if isinstance(source, Checkpoint) else _OPEN[target.takes](source)
@@ -131,7 +151,7 @@ def export(
         if difference != 0.0:
             raise CheckpointError(f"{out}: logits differ by {difference:g} from those before")
 
-    written = target.write(Path(out), opened, also=compare_logits, **given)
+    written = target.write(out, opened, also=compare_logits, **given)
     if reason or not target.reads:
         return Exported(written, 0, None, reason)
     return Exported(written, n_prompts, difference, "")

@@ -12,43 +12,14 @@ from loopq.formats import FORMATS
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.convert import verify, write_as
 from loopq.formats.native import NATIVE
-from loopq.run.export import export
+from loopq.run.export import exported
 from loopq.run.plan import Plan
 from loopq.run.source import Layers, Source
 from loopq.settings.execution import Execution
-from loopq.storage.files import check_new, file_order, is_own, own_folder, remove_leftovers, remove_own
-from loopq.storage.lock import locked
+from loopq.storage.files import file_order, own_folder, remove_leftovers, remove_own
+from loopq.storage.lock import held, work_folder
 
 Write: TypeAlias = Callable[[Checkpoint], object]
-
-
-def work_folder(out: str | Path) -> Path:
-    """Where a run for that output folder saves its progress."""
-    return Path(out).with_name(f".{Path(out).name}.work")
-
-
-def was_killed_late(out: Path, *, one_file: bool = False) -> bool:
-    """Whether a run was killed after it wrote an output, a folder or one file, and before it removed its work."""
-    return is_own(work_folder(out)) and not out.is_symlink() and is_written(out, one_file=one_file)
-
-
-def check_out(out: Path, *, one_file: bool = False) -> None:
-    """Refuse an output that is neither new nor that of a run that was killed late.
-
-    Parameters
-    ----------
-    out : Path
-        Output folder.
-    one_file : bool
-        Whether the output is a file.
-
-    Raises
-    ------
-    CheckpointError
-        As of `check_new`.
-    """
-    if not was_killed_late(out, one_file=one_file):
-        check_new(out)
 
 
 def assemble(plan: Plan, source: Source, layers: Layers, facts: Mapping[str, Any]) -> Checkpoint:
@@ -71,11 +42,6 @@ def apart(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, dense=dense)
 
 
-def is_written(out: Path, *, one_file: bool = False) -> bool:
-    """Whether a checkpoint is there: a folder or a file gets its name when it is whole."""
-    return out.is_file() if one_file else out.is_dir() and any(out.iterdir())
-
-
 @contextlib.contextmanager
 def output(
     path: str | Path | None, execution: Execution, write: str | Write | None = None
@@ -89,13 +55,7 @@ def output(
         yield execution, lambda checkpoint: None
         return
     out = Path(path)
-    # What a function writes is not known: a file or a folder.
-    one_file = out.is_file() if callable(write) else FORMATS.get(write or NATIVE.name).one_file
-    check_out(out, one_file=one_file)
-    with locked(out):
-        # Another run may have written meanwhile.
-        check_out(out, one_file=one_file)
-        late = was_killed_late(out, one_file=one_file)
+    with held(out) as late:
 
         def finish(checkpoint: Checkpoint) -> None:
             if late:
@@ -107,7 +67,7 @@ def output(
             elif write is None or FORMATS.get(write).own:
                 write_as(out, checkpoint, NATIVE.name)
             else:
-                export(checkpoint, out, write)
+                exported(checkpoint, out, write)
 
         work = own_folder(work_folder(out))
         try:

@@ -26,13 +26,13 @@ from loopq.quantizers.task import Task
 from loopq.run.config import QuantConfig
 from loopq.run.dumped import Needs
 from loopq.run.plan import Plan, solve_work
-from loopq.run.result import assemble, is_written, output, work_folder
+from loopq.run.result import assemble, output
 from loopq.run.solver import Solver, groups_of, save_layer
 from loopq.run.source import DumpSource, Layers, ModelSource, refuse_rollouts
 from loopq.settings.execution import POLL, Execution
 from loopq.storage.files import json_bytes, own_folder, remove_own
 from loopq.storage.journal import Journal
-from loopq.storage.lock import Claims
+from loopq.storage.lock import Claims, is_written, work_folder
 
 #: Seconds that a process waits for the last word of others.
 PATIENCE = 10.0

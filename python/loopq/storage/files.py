@@ -318,12 +318,21 @@ def _clear(folder: Path) -> None:
         folder.rmdir()
 
 
+def check_named(out: Path, error: type[LoopqError] = LoopqError) -> None:
+    """Refuse a path without a name of its own, by which others are made beside it; or that no system takes."""
+    if "\0" in str(out):
+        raise error(f"{shown(str(out))}: holds a zero byte, which no path can")
+    if out.name in ("", ".."):
+        raise error(f"{str(out)!r}: the folder that the command runs in, or one above it; give a new name")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path` and rename it over `path` if the block ends well.
 
     Readers see the old file or the new one, never a part; an error leaves nothing behind.
     """
+    check_named(path)
     temporary = _temporary(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,9 +358,14 @@ def check_new(out: Path, error: type[LoopqError] = CheckpointError) -> None:
         Of the class given: something is in the folder, a file or a link stands in its place or a file above it, or the
         place cannot be written.
     """
+    check_named(out, error)
     if out.is_symlink():
-        raise error(f"{out}: a symbolic link; name the folder itself: {out.resolve()}")
+        raise error(f"{out}: a symbolic link; name the folder itself: {os.path.realpath(out)}")
     if out.is_dir():
+        with contextlib.suppress(OSError):
+            # A folder is renamed to its name: the shell that gave the command would stand in one that is gone.
+            if out.samefile(os.curdir):
+                raise error(f"{out}: the folder that the command runs in; name a new one in it")
         if any(out.iterdir()):
             # The kill of an earlier run may have come between the rename and the removal of what was around it.
             remove_leftovers(out.parent, out.name)
@@ -403,9 +417,34 @@ def new_folder(out: Path, n_bytes: int, error: type[LoopqError] = CheckpointErro
         remove_own(outer)
 
 
+@contextlib.contextmanager
+def second(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
+    """Give a path for a second copy of an output, which is compared byte for byte and removed.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given: the two differ.
+    """
+    remove_leftovers(out.parent, out.name)
+    outer = own_folder(_temporary(out, "partial"), error)
+    try:
+        yield outer / out.name
+        if _digests(outer / out.name) != _digests(out):
+            raise error(f"{out}: holds something else than this command writes; choose a new folder")
+    finally:
+        remove_own(outer)
+
+
+def _digests(out: Path) -> dict[str, str]:
+    paths = [out] if out.is_file() else [p for p in out.rglob("*") if p.is_file()]
+    return {str(p.relative_to(out)): sha256(p) for p in paths}
+
+
 def nearest(path: Path) -> Path:
     """The path, or what is nearest above it, that exists."""
-    place = path.resolve()
+    # Of a link to itself `Path.resolve` makes an error of no class of ours.
+    place = Path(os.path.realpath(path))
     while not place.exists():
         place = place.parent
     return place

@@ -15,16 +15,73 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from loopq.errors import LoopqError
-from loopq.storage.files import runs
+from loopq.errors import CheckpointError, LoopqError
+from loopq.storage.files import check_named, check_new, is_own, runs, second
 
 if sys.platform != "win32":
     import fcntl
 
 
+def work_folder(out: str | Path) -> Path:
+    """Where a run for that output saves its progress."""
+    return Path(out).parent / f".{Path(out).name}.work"
+
+
+def _lock(out: Path) -> Path:
+    return out.parent / f".{out.name}.lock"
+
+
+def is_written(out: Path) -> bool:
+    """Whether an output is there: a folder or a file gets its name when it is whole."""
+    return not out.is_symlink() and (out.is_file() or (out.is_dir() and any(out.iterdir())))
+
+
+def check_out(out: Path, error: type[LoopqError] = CheckpointError) -> None:
+    """Refuse an output that is neither new, nor that of a run that was killed late or goes on.
+
+    Raises
+    ------
+    LoopqError
+        Of the class given, as of `check_new`.
+    """
+    check_named(out, error)
+    begun = os.path.lexists(_lock(out)) or is_own(work_folder(out))
+    if not (begun and is_written(out)):
+        check_new(out, error)
+
+
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Be the only run that writes an output, inside the block.
+def held(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[bool]:
+    """Be the only run that writes a new output, inside the block; give whether a run that was killed had written it.
+
+    Raises
+    ------
+    LoopqError
+        Another run is writing it; or as of `check_out`.
+    """
+    check_out(out, error)
+    with locked(out) as left:
+        late = (left or is_own(work_folder(out))) and is_written(out)
+        if not late:
+            # Another run may have written meanwhile.
+            check_new(out, error)
+        yield late
+
+
+@contextlib.contextmanager
+def new_or_same(out: Path, error: type[LoopqError] = CheckpointError) -> Iterator[Path]:
+    """As `held`; give the path to write, which is another where the output is there: what both hold is compared."""
+    with held(out, error) as late:
+        if not late:
+            yield out
+            return
+        with second(out, error) as again:
+            yield again
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[bool]:
+    """Be the only run that writes an output, inside the block; give whether one that was killed had begun to.
 
     Parameters
     ----------
@@ -37,16 +94,16 @@ def locked(out: Path) -> Iterator[None]:
     LoopqError
         Another run is writing it; the message says which.
     """
-    path = out.with_name(f".{out.name}.lock")
+    path = _lock(out)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _hold(path)
+        handle, left = _hold(path)
     except OSError as cause:
         raise LoopqError(f"{out}: cannot be written ({cause.strerror or cause})") from cause
     try:
         os.truncate(handle, 0)
         os.write(handle, _own())
-        yield
+        yield left
     finally:
         # Removed while it is held, so that nobody can hold the file that is going.
         with contextlib.suppress(OSError):
@@ -54,16 +111,26 @@ def locked(out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _hold(path: Path) -> int:
+def _hold(path: Path) -> tuple[int, bool]:
+    """Open and lock the file; also whether it was there."""
     while True:
         if sys.platform == "win32":
             try:
-                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), False
             except FileExistsError as cause:
                 raise _taken(path) from cause
         # Never through a link, which would empty the file that it leads to.
+        plain, left = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, False
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            try:
+                handle = os.open(path, plain | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                handle, left = os.open(path, plain), True
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise
+            # Its holder has just removed it.
+            continue
         except OSError as cause:
             if path.is_symlink():
                 raise _no_file(path) from cause
@@ -79,7 +146,7 @@ def _hold(path: Path) -> int:
         # Its last holder may have removed it between the two calls.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), path.lstat()):
-                return handle
+                return handle, left
         os.close(handle)
 
 

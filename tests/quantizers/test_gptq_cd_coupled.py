@@ -59,7 +59,7 @@ def gone_on(targets, s, codes, scales, size):
 
 
 def twin(weight, s, a, right, passes):
-    """The same rows in the same tiles, in NumPy: a tile's first codes are the plain solver's; and how many rows change."""
+    """The same rows in the same tiles, in NumPy, a tile begun by the plain solver; and how many rows change."""
     rows, d = weight.shape
     order = np.asarray(reference.conditional_order(a))
     ordered, target = a[np.ix_(order, order)], weight[order].astype(np.float64)

@@ -17,7 +17,9 @@ def test_inspect_says_the_settings_by_their_flat_names(quantized, command):
     assert "INT4" in text
     assert "system huginn, 3 steps, seed 0; calibrated on 6 prompts" in text
     layer, run = text.splitlines()[-2:]
-    assert layer.startswith("layer settings: bits 4, group_size 16, symmetric true, scale_dtype float16")
+    assert layer.startswith(
+        "layer settings: bits 4, group_size 16, symmetric true, levels even, scale_dtype float16"
+    )
     assert "method gptq, damping 0.01, damping_kind mean, scales group" in layer
     assert run.startswith("run settings: inputs open, include none, exclude none, rank_threshold none")
     found = json.loads(command("inspect", quantized, "--json")[1])

@@ -40,6 +40,8 @@ def test_every_setting_has_its_option(name):
         value = {
             "allocate": 3.25,
             "beam": 8,
+            "rounds": 3,
+            "rank_threshold": 0.01,
             "scale_bits": 5,
             "metric_prompts": 4,
             "outside": 8,

@@ -138,6 +138,14 @@ def cases(rng: np.random.Generator, m: int, d: int) -> dict[str, tuple[Callable[
     factor = native.DampedFactor(h, mu)
     return {
         "rtn": (lambda w: core.rtn(w, **grid), [w]),
+        "fit_levels": (
+            lambda w, mu: np.array(
+                native.fit_levels(
+                    w, mu, native.Grid(bits=2, group_size=4, signed=True, levels=[-110, -20, 43, 127])
+                )
+            ),
+            [w, mu],
+        ),
         "DampedFactor, gptq": (
             lambda w, h, mu: core.gptq(w, native.DampedFactor(h, mu), **grid),
             [w, h, mu],

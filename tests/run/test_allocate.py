@@ -19,7 +19,7 @@ from tests.golden.quantized import ExactLoop, ids
 from tests.support.kills import Kill, Killer, counting
 from tests.support.runs import digest, tensors_of
 
-FULL = QuantConfig.of(method="gptq-cd", bits=3, group_size=16, rank_threshold=None)
+FULL = QuantConfig.of(method="gptq-cd", metric="inputs", bits=3, group_size=16, rank_threshold=None)
 
 
 @pytest.mark.parametrize("score", ["fisher", pytest.param("ablation", marks=pytest.mark.slow)])
@@ -40,7 +40,7 @@ def test_mixed_bits_reach_the_file_and_come_back(tiny_folder, tiny, tokens, tmp_
         assert facts["layers"][name] == {"bits": layer.grid.bits, "group_size": layer.grid.group_size}
         grid = config.for_layer(name).grid
         assert (grid.bits, grid.group_size) == (layer.grid.bits, layer.grid.group_size)
-        assert config.for_layer(f"{name}.more") == FULL.with_metric("inputs").layer
+        assert config.for_layer(f"{name}.more") == FULL.layer
         assert again.layers[name].same_as(layer)
     loaded = loopq.load(tmp_path / "q")
     name = "transformer.adapter.weight"

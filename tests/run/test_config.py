@@ -49,6 +49,7 @@ def test_a_preset_is_its_settings_and_keywords_win_over_it(loaded, tokens, tmp_p
         metric="loop",
         metric_prompts=128,
         metric_draws=4,
+        rounds=4,
         inputs="asymmetric",
         **grid,
     )

@@ -21,7 +21,7 @@ def dump(loaded, tokens, tmp_path):
 
 
 BEST = {"preset": "best", "bits": 3, "group_size": 20, "metric_prompts": 3, "metric_draws": 2,
-        "inputs": "open"}  # fmt: skip
+        "inputs": "open", "rounds": 2}  # fmt: skip
 
 
 def same(result, other):

@@ -5,23 +5,12 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from loopq.errors import CalibrationError, ConfigError, SystemContractError
+from loopq.errors import CalibrationError, ConfigError
 from loopq.systems.base import gates, routing_module
 from tests.support.experts import routed_loop
 from tests.support.odd_models import quantized
 
 from ..soak.inputs import Loop
-
-
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
-def test_a_weight_that_is_computed_is_called_so(name):
-    made = getattr(nn.utils.parametrizations, name)(nn.Linear(16, 16))
-    with pytest.raises(
-        SystemContractError, match=r"Loop: core: its weight is computed from other parameters"
-    ):
-        quantized(Loop(made))
-    nn.utils.parametrize.remove_parametrizations(made, "weight")
-    assert len(quantized(Loop(made)).layers) == 1
 
 
 @pytest.mark.parametrize(

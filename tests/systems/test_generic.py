@@ -273,7 +273,7 @@ def test_weights_that_no_module_is_called_with_are_quantized_like_others(use: st
 def test_other_formats_refuse_weights_of_no_linear_layer(use: str, target: str, tmp_path: Path) -> None:
     part, run, _ = _USES[use]
     result = loopq.quantize(_Used(part(), run), _ids(6).input_ids, group_size=16, threads=1, method="rtn")
-    with pytest.raises(CheckpointError, match=r"layer part\.w.*of no linear layer .1 such layers."):
+    with pytest.raises(CheckpointError, match=r"layer part\.w.*of no linear layer"):
         loopq.export(result, tmp_path / "q", target)
 
 

@@ -55,8 +55,8 @@ class Take(Settings):
 
     n_prompts: int | None = setting(None, at_least=1, common=True)
     seq_len: int = setting(128, at_least=2, common=True)
-    field: str | None = setting(None, common=True)
-    template: bool = setting(False, common=True)
+    field: str | None = setting(None)
+    template: bool = setting(False)
 
     def served(self, loaded: LoadedModel) -> Served:
         """How text becomes token ids of a model."""

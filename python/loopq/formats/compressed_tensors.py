@@ -18,7 +18,7 @@ from loopq.errors import CheckpointError
 from loopq.formats import FORMATS
 from loopq.formats.fitting import Ragged, StoredLayer, as_channel, is_ragged, split
 from loopq.formats.float_codes import plain
-from loopq.formats.quantized_folder import Export, QuantizedFolder, matches
+from loopq.formats.quantized_folder import RECORD, Export, QuantizedFolder, matches
 from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS
 from loopq.layers.layer import Bits, GroupSize, LayerSettings, QuantizedLayer
@@ -127,7 +127,9 @@ class CompressedTensors(QuantizedFolder):
         }
 
     def plain(self, tensors: Mapping[str, RawTensor], path: Path) -> Mapping[str, RawTensor]:
-        """FP8, INT8, NVFP4 and MXFP4 as float32."""
+        """FP8, INT8, NVFP4 and MXFP4 of other tools as float32."""
+        if (path / RECORD).exists():
+            return tensors
         found = plain(tensors, path)
         return tensors if found.keys() == tensors.keys() else found
 

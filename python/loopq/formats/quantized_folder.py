@@ -183,7 +183,7 @@ class QuantizedFolder(Format):
             [name for name, layer in whole if not self.can_hold(layer.grid)],
             self,
             [name for name, layer in whole if layer.orientation == "table"],
-            [n for n, layer in whole if layer.orientation == "conv" or not n.endswith(".weight")],
+            [n for n, layer in whole if layer.orientation == "conv"],
         )
         stored = {name: self.prepare(layer, ragged) for name, layer in whole}
         if not self.one_group_size:
@@ -225,8 +225,8 @@ class QuantizedFolder(Format):
         **options: Any,
     ) -> WrittenLayers:
         """Write the folder; `ragged` says what to do with a last group that is shorter than the others."""
-        prepared = self._prepared(source, ragged)
         owners = _owners(source)
+        prepared = self._prepared(source, ragged)
         tensors: dict[str, RawTensor] = {}
         layers = {}
         for name, stored in prepared.items():
@@ -447,7 +447,8 @@ def _owners(checkpoint: Checkpoint) -> dict[str, list[str]]:
     for name in checkpoint.layers:
         if not name.endswith(".weight") and name not in modules:
             raise CheckpointError(
-                f"layer {name}: other tools take a module's 'weight' alone; --exclude the layer"
+                f"layer {name}: its codes are of no linear layer, and other tools take a module's 'weight' alone; "
+                "--exclude the layer"
             )
     owners = {name: [modules.get(name, layer.module)] for name, layer in checkpoint.layers.items()}
     for name, source in checkpoint.ties.items():

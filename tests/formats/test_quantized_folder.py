@@ -198,7 +198,10 @@ def test_records_that_do_not_fit_are_refused(tmp_path):
         ({"name": "../a.weight"}, r"name: '\.\./a\.weight'; allowed: a plain name"),
         ({"trellis": {"state_bits": 40, "stream_rows": 512}}, "trellis: state_bits: 40; allowed: 4 to 16"),
         ({"trellis": {"state_bits": 8, "stream_rows": 0}}, "trellis: stream_rows: 0; allowed: 1 to"),
-        ({"trellis": {"state_bits": 8, "stream_rows": 9, "function": "x"}}, "trellis: function: 'x'; allowed"),
+        (
+            {"trellis": {"state_bits": 8, "stream_rows": 9, "function": "x"}},
+            "trellis: function: 'x'; allowed",
+        ),
         ({"colour": "red"}, "colour red for 4 bits"),
     ],
 )

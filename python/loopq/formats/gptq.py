@@ -63,8 +63,6 @@ class GPTQ(QuantizedFolder):
 
     def prepare(self, layer: QuantizedLayer, ragged: Ragged | None) -> StoredLayer:
         """Cut ragged groups where that was chosen; scales must be exact in float16."""
-        if not layer.name.endswith(".weight"):
-            raise CheckpointError(f"layer {layer.name}: GPTQ files take a module's 'weight' alone")
         if not layer.grid.symmetric and self.version == 1:
             raise CheckpointError(
                 f"layer {layer.name}: an asymmetric grid in GPTQ version 1 is refused by GPTQModel, since tools "

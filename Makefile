@@ -233,7 +233,7 @@ docs: setup ## Pages and Python reference into target/html, the Rust core into t
 	$(PY) -m sphinx -q -W --keep-going -b html docs target/html
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --package loopq-core
 
-check: fmt-check lint types docs test ## What to run before a change is sent; CI runs test-slow too
+check: fmt-check lint types docs test ## What to run before a change is sent
 
 counts: ## Lines of each folder, floors and arguments of the trunk: what the house rules bound
 	@$(PYTHON) tests/house/counts.py

@@ -36,7 +36,7 @@ def test_help_shows_the_options_that_most_runs_need_with_their_defaults(command)
     assert "--act-order" not in text
     assert "`loopq quantize --help-all` explains these options and" in text
     shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
-    assert 12 <= len(shown) <= 16
+    assert 12 <= len(shown) <= 15
     assert shown[:2] == ["--out", "--preset"]
 
 

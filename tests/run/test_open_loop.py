@@ -76,8 +76,12 @@ def test_closed_loop_solves_original_weights_on_the_inputs_of_the_first_quantize
             tiny.system.rollout(batch, 3)
         hook.remove()
     x = np.concatenate(rows)
-    assert again.report["proxy_total"] == pytest.approx(np.square(x @ own.T).sum(), rel=0.02)
-    assert again.report["proxy"] == pytest.approx(np.square(x @ (again.dequantize() - own).T).sum(), rel=0.02)
+    # Reports look at every k-th row of a weight that has more than 32.
+    part = slice(None, None, -(-len(own) // 32))
+    share = len(own) / len(own[part])
+    assert again.report["proxy_total"] == pytest.approx(np.square(x @ own[part].T).sum() * share, rel=1e-4)
+    lost = (again.dequantize() - own)[part]
+    assert again.report["proxy"] == pytest.approx(np.square(x @ lost.T).sum() * share, rel=1e-4)
     assert first[f"{name}.weight"].report["proxy_total"] != pytest.approx(
         again.report["proxy_total"], rel=1e-3
     )

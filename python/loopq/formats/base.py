@@ -51,6 +51,8 @@ class Planned:
         The layers, one row each, with zero codes and scales of 1.
     transformed, trellis : tuple of str
         Layers whose codes will be for a transformed input, or on a trellis.
+    loose : tuple of str
+        Layers whose weight no module is called with.
     dense : mapping of str to str
         The other tensors of the model, and their types, named as in safetensors.
     ties : mapping of str to str
@@ -62,6 +64,7 @@ class Planned:
     layers: tuple[QuantizedLayer, ...]
     transformed: tuple[str, ...] = ()
     trellis: tuple[str, ...] = ()
+    loose: tuple[str, ...] = ()
     dense: Mapping[str, str] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     side_files: Mapping[str, bytes] = field(default_factory=dict)
@@ -234,7 +237,7 @@ class Format(ABC):
         """
         if not self.own:
             other = [x.name for x in planned.layers if not self.can_hold(x.grid)]
-            refuse_own(planned.transformed, [*planned.trellis, *other], self)
+            refuse_own(planned.transformed, [*planned.trellis, *other], self, loose=planned.loose)
 
     def can_hold(self, grid: Grid) -> bool:
         """Whether it can hold codes of such a grid, as far as their kind tells."""

@@ -71,6 +71,8 @@ class Grid(ABC):
     symmetric: ClassVar[bool] = True
     plain: ClassVar[bool] = True
     portable: ClassVar[bool] = True
+    #: Whether scales may be negative; None where the solver is asked.
+    signed: ClassVar[bool | None] = None
     scale_dtypes: ClassVar[tuple[str, ...]] = SCALE_DTYPES
 
     def __post_init__(self) -> None:
@@ -206,7 +208,7 @@ class Grid(ABC):
             bits=self.bits,
             group_size=self.group_size,
             symmetric=self.symmetric,
-            signed=signed,
+            signed=signed if self.signed is None else self.signed,
             scale_dtype=scale_dtype or self.scale_dtype,
             scale_bits=scale_bits,
             scale_search=scale_search,

@@ -37,7 +37,7 @@ class GridSettings(Settings):
     bits: Bits = setting(4, common=True)
     group_size: int = setting(128, common=True)
     symmetric: bool = setting(True, off="asymmetric")
-    levels: str = setting("even", common=True)
+    levels: str = setting("even")
     scale_dtype: ScaleType = setting("float16")
     scale_bits: int | None = setting(None)
 

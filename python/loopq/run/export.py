@@ -213,6 +213,7 @@ def refuse_early(
         tuple(map(_stand_in, tasks)),
         tuple(t.name for t in tasks if t.config.rotation.kind != "none" or t.config.method.name == "awq"),
         tuple(t.name for t in tasks if t.config.method.name == "trellis"),
+        tuple(t.name for t in tasks if not t.parameter.owners),
         dense,
         ties,
         loaded.side_files,

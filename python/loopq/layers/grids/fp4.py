@@ -16,9 +16,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Arrays, Grid, ScaleSearch, halved
+from loopq.layers.grid import Arrays, Grid, halved
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.layers.grids.table import Leveled
 from loopq.layers.reader import TensorReader
@@ -43,6 +42,7 @@ class _FP4(Leveled):
     """E2M1 in groups of one size, with scales that have no sign."""
 
     portable: ClassVar[bool] = False
+    signed: ClassVar[bool | None] = False
     size: ClassVar[int]
     strategy: ClassVar[str] = "group"
     scale_kept: ClassVar[str] = "torch.uint8"
@@ -95,17 +95,6 @@ class _FP4(Leveled):
             "scale_dtype": cls.scale_dtypes[0],
             "shape": [rows, 2 * half],
         }
-
-    def core(
-        self,
-        *,
-        scale_search: ScaleSearch = "max",
-        signed: bool = False,
-        scale_bits: int | None = None,
-        scale_dtype: str | None = None,
-    ) -> native.Grid:
-        """Return the grid as the core takes it; scales are positive."""
-        return Grid.core(self, scale_search=scale_search, scale_bits=scale_bits, scale_dtype=scale_dtype)
 
     def n_bytes(self, rows: int, columns: int) -> int:
         """Bytes of `tensors` without the shape."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
-from loopq.layers.grid import Grid, ScaleSearch
+from loopq.layers.grid import Grid
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.storage.schema import between, checked
 
@@ -61,6 +61,8 @@ class Table(Leveled):
         Levels in sixteenths of the scale, from -127 to 127, of both signs.
     """
 
+    #: A scale's sign says which tail of the table a group takes.
+    signed: ClassVar[bool | None] = True
     table: tuple[int, ...]
 
     name: ClassVar[str] = "table"
@@ -104,19 +106,6 @@ class Table(Leveled):
         if (parts.astype(np.float16) != parts).any():
             raise CheckpointError("a scale that float16 cannot hold as sixteenths: it is below 2^-10")
         return super().gguf_blocks(codes, parts)
-
-    def core(
-        self,
-        *,
-        scale_search: ScaleSearch = "max",
-        signed: bool = False,
-        scale_bits: int | None = None,
-        scale_dtype: str | None = None,
-    ) -> native.Grid:
-        """Return the grid as the core takes it; a scale's sign says which tail of the table a group takes."""
-        return super().core(
-            scale_search=scale_search, signed=True, scale_bits=scale_bits, scale_dtype=scale_dtype
-        )
 
 
 @LEVELS.register("uneven")

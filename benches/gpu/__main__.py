@@ -13,15 +13,15 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benches.gpu import check, phases
 from benches.kernels import sections as kernels
 
-Section = Callable[[float, bool], Iterator[dict[str, Any]]]
-SECTIONS: dict[str, Section] = {
+SECTIONS: dict[str, kernels.Section] = {
     "check": check.section,
     **{name: phases.section(name) for name in phases.RUNS},
     **{name: kernels.section(name) for name in kernels.SECTIONS},
@@ -61,12 +61,13 @@ def add_section(path: Path, machine: dict[str, Any], section: str, found: dict[s
 
 def run_section(name: str, path: Path, dry: bool, seconds: float) -> None:
     """Run a section; what it has found by then is in the record whenever it is stopped."""
-    started, taken_on = datetime.datetime.now(datetime.UTC), machine(dry)
-    taken = 0.0
-    for found in SECTIONS[name](seconds, dry):
-        taken = (datetime.datetime.now(datetime.UTC) - started).total_seconds()
-        add_section(path, taken_on, name, {**found, "seconds": round(taken, 1)})
-    print(f"{name}: {taken:.0f} s -> {path}")
+    began, taken_on = time.monotonic(), machine(dry)
+
+    def keep(found: dict[str, Any]) -> None:
+        add_section(path, taken_on, name, {**found, "seconds": round(time.monotonic() - began, 1)})
+
+    SECTIONS[name](seconds, dry, keep)
+    print(f"{name}: {time.monotonic() - began:.0f} s -> {path}")
 
 
 def rows(record: dict[str, Any]) -> kernels.Rows:

@@ -16,13 +16,15 @@ import queue
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benches.kernels.sections import Keep
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("huginn_small", str(ROOT / "benches" / "zoo" / "weights" / "ouro_small"))
@@ -209,11 +211,12 @@ def judge(name: str, ours: Result, theirs: Result) -> tuple[bool, str]:
 
 
 def end_of(error: BaseException) -> list[str]:
-    """The last lines of an error's traceback, that of its first cause."""
+    """The last frames of an error's first cause, and the beginning of its message."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = "".join(traceback.format_exception(error, chain=False)).rstrip().splitlines()
-    return [line[:200] for line in lines[-LINES:]]
+    frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-LINES:]
+    said = str(error).strip().splitlines() or [""]
+    return [line[:200] for line in (*frames, f"{type(error).__name__}: {said[0]}", *said[1:3])]
 
 
 def compared(name: str, work: Callable[[Place, Place], Result], near: Place, far: Place) -> Row:
@@ -329,7 +332,7 @@ def work_through(group: str, seconds: float, dry: bool, rows: Any) -> None:
     rows.put(None)
 
 
-def section(seconds: float, dry: bool) -> Iterator[dict[str, Any]]:
+def section(seconds: float, dry: bool, keep: Keep) -> None:
     """Compare all, in several processes, while time is left; a dry run takes two of them."""
     # Threads that spin while they wait take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -362,10 +365,10 @@ def section(seconds: float, dry: bool) -> Iterator[dict[str, Any]]:
         )
         for line in row.get("traceback", ()):
             print("   ", line, flush=True)
-        yield {"rows": found, "unfinished": at_work}
+        keep({"rows": found, "unfinished": at_work})
     for worker in workers:
         worker.kill()
-    yield {"rows": found, "unfinished": at_work}
+    keep({"rows": found, "unfinished": at_work})
 
 
 def rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from benches.kernels.sections import Keep, Section
+
 Stage = dict[str, Any]
+#: Seconds between two looks of the record at a stage that goes on.
+KEEP_EVERY = 5.0
 
 
 class Late(BaseException):
@@ -29,6 +33,7 @@ class Clock:
 
     deadline: float
     on_gpu: bool
+    keep: Callable[[], None]
     stages: dict[str, Stage] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -41,7 +46,8 @@ class Clock:
             label, {"seconds": 0.0, "done": 0, "of": 0, "unit": unit, "peak_gib": 0.0}
         )
         self._now["of"] += total
-        self._began = time.monotonic()
+        self._began = self._kept = time.monotonic()
+        self.keep()
 
     def advance(self, n: int = 1) -> None:
         """Count; end the run where its time is over."""
@@ -49,6 +55,9 @@ class Clock:
         if time.monotonic() > self.deadline:
             self.stop()
             raise Late
+        if time.monotonic() - self._kept > KEEP_EVERY:
+            self._kept = time.monotonic()
+            self.keep()
 
     def stop(self) -> None:
         """End a stage."""
@@ -57,6 +66,7 @@ class Clock:
         if self.on_gpu:
             peak = torch.cuda.max_memory_allocated() / 2**30
             self._now["peak_gib"] = round(max(self._now["peak_gib"], peak), 2)
+        self.keep()
 
     def note(self, text: str) -> None:
         """Keep what a run says of itself."""
@@ -115,50 +125,35 @@ RUNS: dict[str, Run] = {
 }
 
 
-def section(name: str) -> Callable[[float, bool], Iterator[dict[str, Any]]]:
-    """A section as the bench runs it: a run of the default settings, then the evaluation of what it made."""
-
-    def run(seconds: float, dry: bool) -> Iterator[dict[str, Any]]:
-        yield from measure(RUNS[name], seconds, dry)
-
-    return run
+def section(name: str) -> Section:
+    """A section as the bench runs it."""
+    return lambda seconds, dry, keep: measure(RUNS[name], seconds, dry, keep)
 
 
-def measure(run: Run, seconds: float, dry: bool) -> Iterator[dict[str, Any]]:
-    """Give what is known so far, after each step."""
+def measure(run: Run, seconds: float, dry: bool, keep: Keep) -> None:
+    """Quantize by the default settings, and evaluate the result; keep what is known after each stage."""
     import loopq
 
     began = time.monotonic()
     device = "cpu" if dry else run.device
-    settings = {} if dry else run.settings
-    clock = Clock(began + seconds, device == "cuda")
-    found: dict[str, Any] = {
-        "device": device,
-        "n_threads": len(os.sched_getaffinity(0)),
-        "stages": clock.stages,
-    }
+    found: dict[str, Any] = {"device": device, "n_threads": len(os.sched_getaffinity(0))}
+    clock = Clock(began + seconds, device == "cuda", lambda: keep(found))
+    found |= {"stages": clock.stages, "notes": clock.notes}
     model = made(run, device, dry)
     found["load_seconds"] = round(time.monotonic() - began, 1)
     found["parameters"] = sum(p.numel() for p in model.parameters())
-    yield found
-    ids = np.random.default_rng(0).integers(
-        0, 64 if dry else run.vocabulary, (2 * run.n_prompts, run.seq_len)
-    )
-    if dry:
-        ids = ids[:4, :16]
+    size = (4, 16) if dry else (2 * run.n_prompts, run.seq_len)
+    ids = np.random.default_rng(0).integers(0, 64 if dry else run.vocabulary, size)
     calibration, text = np.split(ids, 2)
     start = time.monotonic()
     try:
-        result = loopq.quantize(model, calibration.tolist(), progress=clock, **settings)
-        found["quantize_seconds"] = round(time.monotonic() - start, 1)
-        found["layers"] = len(result.layers)
-        yield found
+        result = loopq.quantize(model, calibration.tolist(), progress=clock, **({} if dry else run.settings))
+        found |= {"quantize_seconds": round(time.monotonic() - start, 1), "layers": len(result.layers)}
         measured = loopq.evaluate(model, {"": result}, text.tolist(), progress=clock)
         found["kl"] = float(measured[1].kl.mean())
     except Late:
         found["stopped_after"] = round(time.monotonic() - start, 1)
-    found["notes"] = clock.notes
-    yield found
+    keep(found)
 
 
 def made(run: Run, device: str, dry: bool) -> nn.Module:
@@ -180,5 +175,5 @@ def rows(data: dict[str, Any]) -> list[tuple[str, str, str]]:
         memory = f", {stage['peak_gib']} GiB" if data["device"] == "cuda" else ""
         found.append((f"{where}: {label}", f"{stage['seconds']} s{memory}{part}", "reported"))
     whole = data.get("quantize_seconds")
-    text = f"stopped after {data.get('stopped_after')} s" if whole is None else f"{whole} s"
+    text = f"stopped after {data.get('stopped_after', data['seconds'])} s" if whole is None else f"{whole} s"
     return [*found, (f"{where}: quantize, all", text, "open" if whole is None else "reported")]

@@ -7,13 +7,18 @@ place: nothing it reports as a time means anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benches.kernels.shapes import HUGINN, MODELS, Projection
+
+#: Puts what a section has found so far into the record.
+Keep = Callable[[dict[str, Any]], None]
+#: Takes seconds, whether the run is dry, and where findings go.
+Section = Callable[[float, bool, Keep], None]
 
 
 @dataclass(frozen=True)
@@ -203,11 +208,11 @@ SECTIONS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }
 
 
-def section(name: str) -> Callable[[float, bool], Iterator[dict[str, Any]]]:
-    """A section as the bench runs it: by seconds and whether it is a dry run."""
+def section(name: str) -> Section:
+    """A section as the bench runs it."""
 
-    def run(seconds: float, dry: bool) -> Iterator[dict[str, Any]]:
-        yield SECTIONS[name]((emulated if dry else on_gpu)(seconds))
+    def run(seconds: float, dry: bool, keep: Keep) -> None:
+        keep(SECTIONS[name]((emulated if dry else on_gpu)(seconds)))
 
     return run
 

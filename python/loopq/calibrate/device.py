@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 import loopq._native as native
 from loopq.errors import SolveError
+from loopq.quantizers.twin.precision import true_float32
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,19 +20,6 @@ if TYPE_CHECKING:
 _STRIP = 1 << 24
 #: Bits of the low limb (docs/formats/hessian.md).
 _LIMB_BITS = 62
-
-
-@contextlib.contextmanager
-def true_float32() -> Iterator[None]:
-    """Keep float32 products from being rounded to tf32 or bfloat16 first, and put the settings back."""
-    import torch  # lazy: loopq imports without torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class DeviceSums:

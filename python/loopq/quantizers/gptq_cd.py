@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 import loopq._native as native
-from loopq.errors import SolveError, naming
+from loopq.errors import naming
 from loopq.layers.layer import QuantizedLayer
 from loopq.quantizers import QUANTIZERS, Method, Problem
 from loopq.quantizers.damping import Damping
@@ -85,6 +88,7 @@ class GPTQCD(Method):
 
     name: ClassVar[str] = "gptq-cd"
     rounds_as_published: ClassVar[bool] = False
+    has_twin: ClassVar[bool] = True
     metric: Metric = block(Metric, "metric")
     damping: Damping = block(Damping, "damping", kind="diagonal")
     order: Literal["conditional", "diagonal", "natural"] = setting("conditional")
@@ -133,6 +137,22 @@ class GPTQCD(Method):
             result = self._coupled(problem) if self.metric.kind == "loop" else self._plain(problem)
         return problem.layer(result, self.name)
 
+    def twin(self, problems: Sequence[Problem]) -> list[dict[str, Any]]:
+        """Solve layers on their device."""
+        from loopq.quantizers.twin.solve import GptqCd  # lazy: loopq imports without torch
+
+        loop = self.metric.kind == "loop"
+        return GptqCd(
+            self.damping,
+            self.order,
+            signed=self.signed_scales,
+            n_paths=self.paths,
+            sweeps=self.descent,
+            rounds=self.starts,
+            refit=self.refit,
+            passes=self.passes if loop else None,
+        ).solve(problems)
+
     def _settings(self, problem: Problem) -> native.GptqCdSettings:
         return native.GptqCdSettings(
             problem.core(scale_search="mse", signed=self.signed_scales and problem.grid.symmetric),
@@ -172,11 +192,12 @@ def sides(
     SolveError
         No gradients were collected.
     """
-    metric = problem.metric
-    if metric is None:
-        raise SolveError("metric 'loop' needs gradients through the loop, and none were collected")
+    metric = problem.require_metric()
     combined = metric.combined(problem.require_observed())
     # Of this layer alone: no other one has its gradients.
     factor = replace(problem, hessian=combined, shared={}).factor(damping, columns)
-    left = metric.factors(problem.target, combined, problem.threads, rows)
+    left = [
+        native.DampedFactor(a, np.zeros(len(a)), order=rows, threads=problem.threads)
+        for a in metric.floored(problem.target, combined)
+    ]
     return factor, left, {"metric": "loop", "metric_gradients": metric.n_gradients}

@@ -45,6 +45,11 @@ class Source(ABC):
         """Threads, memory, progress and the work folder."""
 
     @property
+    def device(self) -> str:
+        """Where layers are solved, if their method can."""
+        return "cpu"
+
+    @property
     @abstractmethod
     def weights(self) -> ModelWeights:
         """Stored weights of the full-precision model."""
@@ -86,7 +91,15 @@ class Source(ABC):
     ) -> Solver:
         """What solves layers from Hessians."""
         threshold = plan.config.rank_threshold
-        return Solver(self.weights, hessians, self.execution, threshold, metrics, journal or Journal(None))
+        return Solver(
+            self.weights,
+            hessians,
+            self.execution,
+            threshold,
+            metrics,
+            journal or Journal(None),
+            self.device,
+        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,11 @@ class ModelSource(Source):
     def execution(self) -> Execution:
         """As of `Source`."""
         return self.job.execution
+
+    @property
+    def device(self) -> str:
+        """The model's."""
+        return str(self.job.system.device)
 
     @cached_property
     def weights(self) -> ModelWeights:

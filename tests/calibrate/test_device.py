@@ -9,7 +9,7 @@ import torch
 import loopq._native as native
 from loopq.calibrate import device
 from loopq.calibrate.collect import Collection, HessianSet
-from loopq.calibrate.device import DeviceSums, true_float32
+from loopq.calibrate.device import DeviceSums
 from loopq.calibrate.select import select
 from loopq.errors import SolveError
 
@@ -86,17 +86,6 @@ def test_rows_beyond_the_grid_are_refused(value, said):
     rows[2][1, 7] = value
     with pytest.raises(SolveError, match=said):
         on_device(rows, per_step=True)
-
-
-def test_precision_setting_is_put_back():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        with true_float32():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +22,28 @@ BLOCK = 64
 #: Columns of a strip: inside it errors reach the columns ahead at once, and later strips together at its end.
 STRIP = 16
 #: Paths of all rows that are open at once: they take some KiB each.
-PATHS = 1 << 21
+PATHS = 1 << 20
 
 
 def search(
-    target: Tensor, factors: Factors, codes: Codes, known: tuple[Tensor, Tensor], n_paths: int
+    target: Tensor,
+    factors: Factors,
+    codes: Codes,
+    known: tuple[Tensor, Tensor],
+    n_paths: int,
+    kept: dict[Any, Paths],
 ) -> Tensor:
     """Codes (L, rows, places), uint8, of targets (L, rows, places), float32.
 
-    `known` are scales and zero points (L, rows, groups).
+    `known` are scales and zero points (L, rows, groups); `kept` has what searches of the same shape share.
     """
     height = max(1, PATHS // (n_paths * len(target)))
-    parts = [slice(i, i + height) for i in range(0, target.shape[1], height)]
-    scale, zero = known
-    return torch.cat(
-        [_Search(target[:, p], factors, codes, scale[:, p], zero[:, p]).run(n_paths) for p in parts], 1
-    )
+    found = []
+    for first in range(0, target.shape[1], height):
+        own = slice(first, first + height)
+        scale, zero = (levels[:, own] for levels in known)
+        found.append(_Search(target[:, own], factors, codes, scale, zero).run(n_paths, kept))
+    return torch.cat(found, 1)
 
 
 class _Search:
@@ -56,10 +63,13 @@ class _Search:
         self._errors = torch.zeros_like(self._target, dtype=torch.float64)
         self._out = torch.zeros_like(self._target, dtype=torch.uint8)
 
-    def run(self, n_paths: int) -> Tensor:
+    def run(self, n_paths: int, kept: dict[Any, Paths]) -> Tensor:
         """Codes (L, rows, places)."""
-        paths = Paths(self._codes, self._target, n_paths)
-        advance = Replayed(paths.advance, self._target.device)
+        shape = self._target.shape[:2]
+        if shape not in kept:
+            kept[shape] = Paths(self._codes, self._target, n_paths)
+        paths = kept[shape]
+        paths.restart()
         for first in range(0, self._d, BLOCK):
             before, own = slice(first - BLOCK, first), slice(first, first + BLOCK)
             # What is decided are the codes of the block before the last.
@@ -71,7 +81,7 @@ class _Search:
                 if block.start >= 0:
                     self._show(paths, slice(side * BLOCK, (side + 1) * BLOCK), block)
                     paths.upper[:, side * BLOCK : (side + 1) * BLOCK] = self._upper[:, block, own].float()
-            advance()
+            paths.advance()
         last = (self._d - 1) // BLOCK * BLOCK
         self._take(slice(last - BLOCK, last), paths.decide())
         self._out[..., last:] = paths.decide()
@@ -124,8 +134,17 @@ class Paths:
         self._moved = zeros(n, rows, BLOCK)
         self._taken = zeros(n, rows, n_paths, 2 * BLOCK, dtype=torch.uint8)
         #: Above that of the best path, which is the first; infinite where no path is.
-        self._cost = zeros(n, rows, n_paths).fill_(math.inf)
+        self._cost = zeros(n, rows, n_paths)
+        #: The nearest code of each path and the one on the other side.
+        self._both = zeros(n, rows, 2, n_paths)
+        self.advance = Replayed(self._advance, target.device)
+
+    def restart(self) -> None:
+        """Before the first block: one path."""
+        self._cost.fill_(math.inf)
         self._cost[..., 0] = 0.0
+        for tensor in (self.original, self.zero, self.upper, self._taken):
+            tensor.zero_()
 
     def begin(self, moved: Tensor, pivots: Tensor) -> None:
         """Take over the next block of columns."""
@@ -140,7 +159,7 @@ class Paths:
         self._taken[..., :BLOCK] = self._taken[..., BLOCK:]
         return decided
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """Take the paths through the block."""
         errors = self._errors(self._taken[..., :BLOCK].float(), slice(0, BLOCK))
         ahead = self._moved[:, :, None] + _product(errors, self.upper[:, :BLOCK])
@@ -171,22 +190,23 @@ class Paths:
         """Go on with the cheapest of all that the two nearest codes of each path make."""
         column = slice(BLOCK + first + at, BLOCK + first + at + 1)
         scale, zero, codes = self.scale[..., column], self.zero[..., column], self._codes
-        wanted = strip[..., at]
+        wanted, both = strip[..., at], self._both
         near, other, none = codes.two(wanted / scale, zero)
-        both = torch.cat((near, other), -1)
-        gap = torch.cat((wanted, wanted), -1) - codes.step(both, zero) * scale
-        cost = gap * gap * self._pivots[:, first + at, None, None] + torch.cat((self._cost, self._cost), -1)
-        cost[..., self._n_paths :].masked_fill_(none, math.inf)
-        cost, chosen = cost.sort(dim=-1, stable=True)
+        both[:, :, 0], both[:, :, 1] = near, other
+        gap = torch.addcmul(wanted[:, :, None], codes.step(both, zero[..., None]), scale[..., None], value=-1)
+        pivots = self._pivots[:, first + at, None, None, None]
+        cost = torch.addcmul(self._cost[:, :, None], gap * gap, pivots)
+        cost[:, :, 1].masked_fill_(none, math.inf)
+        cost, chosen = cost.flatten(2).sort(dim=-1, stable=True)
         chosen = chosen[..., : self._n_paths]
         torch.sub(cost[..., : self._n_paths], cost[..., :1], out=self._cost)
         strip = strip.gather(2, (chosen % self._n_paths)[..., None].expand_as(strip))
-        code = both.gather(2, chosen)
+        code = both.flatten(2).gather(2, chosen)
         strip[..., at] = code
         if at + 1 < STRIP:
-            error = self.original[..., column] - codes.step(code, zero) * scale
+            error = torch.addcmul(self.original[..., column], codes.step(code, zero), scale, value=-1)
             a = self.upper[:, BLOCK + first + at, first + at + 1 : first + STRIP]
-            strip[..., at + 1 : STRIP] += error[..., None] * a[:, None, None]
+            strip[..., at + 1 : STRIP].addcmul_(error[..., None], a[:, None, None])
         return strip
 
 

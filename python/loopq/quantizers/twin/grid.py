@@ -100,7 +100,7 @@ class Codes:
         else:
             place = self._place(steps)
             near, higher = place.to(steps.dtype), steps > self.table[place]
-        other = torch.where(higher, near + 1, near - 1)
+        other = near + torch.where(higher, 1.0, -1.0)
         held = other.clamp(0, self.top)
         return near, held, held != other
 

@@ -14,7 +14,6 @@ from loopq.errors import NonFiniteError, SystemContractError
 from loopq.gradients.sketch import Both, Outputs, Sketch, Taps, cycled, root
 from loopq.quantizers.loop_metric import ridged
 
-
 CPU = torch.device("cpu")
 
 

@@ -139,12 +139,14 @@ def solved(model: str, at: Place, _: Place) -> Result:
 
 
 def diagnosed(model: str, at: Place, _: Place) -> Result:
-    """All sections of a diagnosis."""
+    """The sections of a diagnosis that train nothing."""
     call(
         "diagnose",
         model,
         "--json",
         at / "diagnosis.json",
+        "--only",
+        "ranks,overlap,ablation,injection,feedback,groups",
         "--n-prompts",
         "2",
         "--seq-len",

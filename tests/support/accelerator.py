@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,12 +58,25 @@ class Far(torch.Tensor):  # type: ignore[misc]  # torch does not say its type
         self.near = value.near
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        # torch makes the tensor of a list's numbers past every mode.
-        parts = index if isinstance(index, tuple) else (index,)
-        return super().__getitem__(tuple(Far(torch.tensor(i)) if isinstance(i, list) else i for i in parts))
+        return super().__getitem__(_far_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_far_lists(index), value)
 
     def data_ptr(self) -> int:
         return int(self.near.data_ptr())
+
+
+def _far_lists(index: Any) -> Any:
+    """An index without lists, whose tensors torch makes past every mode."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return tuple(Far(_TENSOR(i)) if isinstance(i, list) else i for i in parts)
+
+
+def _tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """As `torch.tensor`, which makes one past every mode."""
+    made = _TENSOR(*args, **kwargs)
+    return made if device is None else made.to(device)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -99,8 +113,24 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]
         return _run(func, args, kwargs or {})
 
 
+def _moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """As `nn.Module.to`, which gives a parameter of another class to each of its holders anew."""
+    tied: dict[int, list[tuple[Any, str]]] = {}
+    for holder in module.modules():
+        for name, parameter in holder._parameters.items():
+            tied.setdefault(id(parameter), []).append((holder, name))
+    _TO(module, *args, **kwargs)
+    for (first, own), *others in tied.values():
+        for holder, name in others:
+            holder._parameters[name] = first._parameters[own]
+    return module
+
+
+_TO, _TENSOR = torch.nn.Module.to, torch.tensor
+
+
 @contextlib.contextmanager
 def accelerator() -> Iterator[None]:
-    """A second device "cuda" inside the block."""
-    with _Mode():
+    """A second device inside the block."""
+    with mock.patch.object(torch.nn.Module, "to", _moved), mock.patch("torch.tensor", _tensor), _Mode():
         yield

@@ -241,7 +241,8 @@ class Method(Chosen):
         found = {id(p): p.layer(one, self.name) for p, one in zip(theirs, solved, strict=True)}
         layers = []
         for p in problems:
-            layer = found.get(id(p)) or self.quantize(p)
-            where = {"solved_on": p.device.split(":")[0] if id(p) in found else "cpu"}
-            layers.append(layer.with_report(**where) if has_twins(p.device) else layer)
+            layer = found[id(p)] if id(p) in found else self.quantize(p)
+            if has_twins(p.device):
+                layer = layer.with_report(solved_on=p.device.split(":")[0] if id(p) in found else "cpu")
+            layers.append(layer)
         return layers

@@ -43,7 +43,7 @@ limit() {
     local most=60
     case $1 in
         check) most=130 ;;
-        smol | ouro | ouro_two | smol_cpu) most=75 ;;
+        smol | ouro | ouro_two | smol_cpu) most=90 ;;
         rollout | threshold | sweep | models) most=150 ;;
     esac
     [ "$(left)" -lt "$most" ] && most=$(left)

@@ -133,7 +133,7 @@ class Twin:
         found: dict[int, Found] = {}
         for batch in batches(problems, joined=self.joined):
             try:
-                with true_float32(), torch.inference_mode():
+                with true_float32(), torch.no_grad():
                     solved = self.run(batch)
             except torch.OutOfMemoryError as cause:
                 reason = str(cause).split(".", 1)[0]

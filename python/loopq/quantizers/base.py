@@ -181,7 +181,7 @@ class Method(Chosen):
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: a share), and label draws for each, that the loop metric takes; None without one."""
+        """Most prompts (None: all), and label draws for each, that the loop metric takes; None without one."""
         return None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from loopq.quantizers.twin import solve
 from tests.support.twins import compared, problems
 
 CASES = [
@@ -28,6 +29,17 @@ def test_codes_are_the_cores_but_for_rounding(shape, case):
     for core, twin in reports:
         for key in ("proxy_swept", "proxy_settled"):
             assert twin[key] == pytest.approx(core[key], rel=0.005)
+
+
+def test_parts_of_the_rows_give_the_same(monkeypatch):
+    config, layers = problems(24, 40, 2, method="gptq-cd", metric="inputs", group_size=8, beam=4)
+    whole = config.method.twin(layers)
+    # One input fits into no less than its batch, of which some rows at a time.
+    monkeypatch.setattr(solve, "BYTES", 7 * 40 * solve.ROW_BYTES)
+    for part, found in zip(config.method.twin(layers), whole, strict=True):
+        np.testing.assert_array_equal(part["codes"], found["codes"])
+        np.testing.assert_array_equal(part["scales"], found["scales"])
+        assert part["proxy_settled"] == pytest.approx(found["proxy_settled"], rel=1e-12)
 
 
 def test_layers_of_two_inputs_do_not_know_of_each_other():

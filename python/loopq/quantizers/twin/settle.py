@@ -91,6 +91,13 @@ def settle(target: Tensor, factors: Factors, stages: Stages) -> Solved:
     return found
 
 
+def joined(parts: Sequence[Solved]) -> Solved:
+    """Parts of the rows, which do not know of each other, as one."""
+    arrays = ("codes", "scale", "zero", "swept", "settled", "moves")
+    found = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in arrays}
+    return Solved(**found, rounds=max(part.rounds for part in parts))
+
+
 def fitted(target: Tensor, factors: Factors, codes: Codes, names: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Static scales and zero points (L, rows, groups): errors of columns count as they cost in the factor's order."""
     weights = codes.groups(factors.energies()[:, None])

@@ -19,12 +19,14 @@ from loopq.quantizers.twin.coupled import Left, coupled
 from loopq.quantizers.twin.factor import Factors, Order
 from loopq.quantizers.twin.grid import Codes, refuse_scales
 from loopq.quantizers.twin.precision import true_float32
-from loopq.quantizers.twin.settle import Stages, fitted, settle
+from loopq.quantizers.twin.settle import Stages, fitted, joined, settle
 from loopq.quantizers.twin.sweep import sweep
 
 Found = dict[str, Any]
 #: Bytes of a batch where the device does not say how much it has.
 BYTES = 1 << 30
+#: Bytes for each weight of the rows whose codes change, with what a change is computed by.
+ROW_BYTES = 160
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Twin:
         found: dict[int, Found] = {}
         for batch in batches(problems, joined=self.joined):
             try:
-                with true_float32(), torch.inference_mode():
+                with true_float32(), torch.no_grad():
                     solved = self.run(batch)
             except torch.OutOfMemoryError as cause:
                 reason = str(cause).split(".", 1)[0]
@@ -211,7 +213,9 @@ class GptqCd(Twin):
             return self._coupled(batch, stages, self.passes)
         hessians = [own[0].require_observed() for own in batch.inputs]
         factors = batch.factors(hessians, self.damping, self.order, "float64")
-        solved = settle(batch.target(), factors, stages)
+        target = batch.target()
+        height = max(1, _room(batch.device) // (ROW_BYTES * target[:, 0].numel()))
+        solved = joined([settle(rows, factors, stages) for rows in target.split(height, 1)])
         facts = zip(*(batch.sums(x) for x in (solved.swept, solved.settled, solved.moves)), strict=True)
         return [
             one

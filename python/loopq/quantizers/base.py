@@ -181,7 +181,7 @@ class Method(Chosen):
 
     @property
     def gradients(self) -> tuple[int | None, int] | None:
-        """Most prompts (None: a share), and label draws for each, that the loop metric takes; None without one."""
+        """Most prompts (None: all), and label draws for each, that the loop metric takes; None without one."""
         return None
 
     @property
@@ -241,7 +241,8 @@ class Method(Chosen):
         found = {id(p): p.layer(one, self.name) for p, one in zip(theirs, solved, strict=True)}
         layers = []
         for p in problems:
-            layer = found.get(id(p)) or self.quantize(p)
-            where = {"solved_on": p.device.split(":")[0] if id(p) in found else "cpu"}
-            layers.append(layer.with_report(**where) if has_twins(p.device) else layer)
+            layer = found[id(p)] if id(p) in found else self.quantize(p)
+            if has_twins(p.device):
+                layer = layer.with_report(solved_on=p.device.split(":")[0] if id(p) in found else "cpu")
+            layers.append(layer)
         return layers

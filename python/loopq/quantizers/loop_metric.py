@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,14 +19,11 @@ DAMPING = 0.01
 FLOOR = 0.01
 #: Outputs that are taken as coupled with each other: those of other blocks are not.
 BLOCK = 512
-#: Share of the calibration prompts that gradients are taken on where no number is asked for, and the least number:
-#: with a share their cost stays the same multiple of the rollouts'.
-SHARE, LEAST = 0.5, 16
 
 
 def n_gradient_prompts(most: int | None, n_prompts: int) -> int:
-    """Prompts, of so many, that gradients are taken on: at most as many as asked for, or `SHARE` of them."""
-    return min(n_prompts, max(LEAST, math.ceil(SHARE * n_prompts)) if most is None else most)
+    """Prompts, of so many, that gradients are taken on: all, or at most as many as asked for."""
+    return n_prompts if most is None else min(n_prompts, most)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from loopq.storage.weights import ModelWeights
 
 #: Rows of a weight that the losses of a report are taken over, at most: they take less than a tenth of a sweep of GPTQ.
 REPORTED_ROWS = 32
+#: Rows that are solved together on a device: fewer leave a GPU without work, with more it takes longer to save some.
+ROWS_TOGETHER = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -98,21 +100,17 @@ class Solver:
                 yield layer, True
 
     def _together(self, tasks: Sequence[Task]) -> list[list[Task]]:
-        """Groups that are solved together: each alone on the CPU, else as many as a quarter of the memory holds."""
+        """Groups that are solved together: each alone on the CPU, else those alike, within a quarter of the memory."""
         groups = groups_of(tasks)
         if not has_twins(self.device):
             return groups
         room = (self.execution.memory or available_bytes() or 1 << 34) // 4
-        groups.sort(key=lambda group: [t.parameter.in_features for t in group])
-        batches: list[list[Task]] = []
-        held = room + 1
-        for group in groups:
-            size = sum(map(solve_bytes, group))
-            if held + size > room:
-                batches.append([])
-                held = 0
-            batches[-1] += group
-            held += size
+        batches: list[list[Task]] = [[]]
+        for group in sorted(groups, key=_shapes):
+            both = [*batches[-1], *group]
+            fits = sum(map(solve_bytes, both)) <= room
+            fits &= sum(t.parameter.out_features for t in both) <= ROWS_TOGETHER
+            batches[-1:] = [both] if fits or not batches[-1] else [batches[-1], group]
         return batches
 
     def _prepare(self, task: Task, shared: _Shared) -> _Prepared:
@@ -199,6 +197,10 @@ def groups_of(tasks: Sequence[Task]) -> list[list[Task]]:
     for task in tasks:
         groups.setdefault(_group_of(task), []).append(task)
     return list(groups.values())
+
+
+def _shapes(group: Sequence[Task]) -> list[tuple[int, int]]:
+    return [(t.parameter.in_features, t.parameter.out_features) for t in group]
 
 
 def _group_of(task: Task) -> tuple[Any, ...]:

@@ -20,7 +20,8 @@ from tests.support.twins import loss, problems
 
 @pytest.fixture
 def twins(monkeypatch):
-    """The CPU as a device with twins."""
+    """The CPU as a device with twins, which solves some layers of a model together, but not all."""
+    monkeypatch.setattr(solver, "ROWS_TOGETHER", 150)
     for module in (base, solver):
         monkeypatch.setattr(module, "has_twins", lambda device: True)
 

@@ -42,7 +42,7 @@ left() { echo $((total - SECONDS)); }
 limit() {
     local most=60
     case $1 in
-        check) most=130 ;;
+        check) most=120 ;;
         smol | ouro | ouro_two | smol_cpu) most=75 ;;
         rollout | threshold | sweep | models) most=150 ;;
     esac

@@ -42,8 +42,9 @@ left() { echo $((total - SECONDS)); }
 limit() {
     local most=60
     case $1 in
-        check) most=130 ;;
-        smol | ouro | ouro_two | smol_cpu) most=90 ;;
+        check) most=120 ;;
+        smol | smol_cpu) most=90 ;;
+        ouro | ouro_two) most=180 ;;
         rollout | threshold | sweep | models) most=150 ;;
     esac
     [ "$(left)" -lt "$most" ] && most=$(left)

@@ -8,7 +8,7 @@ import torch
 
 from loopq.errors import ConfigError
 from loopq.inference.layout import Held
-from loopq.inference.linear import LAYOUTS, QuantLinear
+from loopq.inference.linear import LAYOUTS, QuantLinear, _first_fit
 from loopq.layers.grids import grid_of
 from loopq.layers.transforms import Rotation
 from tests.support.cuda.layers import dense, layer_parts
@@ -34,6 +34,14 @@ def test_what_the_int4_kernel_takes(changes, fits):
     fields = {"bits": 4, "group_size": 64, "symmetric": True, "scale_dtype": "float16"}
     grid = grid_of(**{name: given.pop(name, value) for name, value in fields.items()})
     assert LAYOUTS["lq-w4"].fits(Held(**given, grid=grid)) is fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.bfloat16, "lq-w4"), (torch.float16, "lq-w4"), (torch.float32, "codes")]
+)
+def test_a_gpu_gets_the_int4_kernel_where_activations_have_16_bits(dtype, layout):
+    grid = grid_of(bits=4, group_size=64, symmetric=True, scale_dtype="float16")
+    assert _first_fit(Held(48, 160, grid), "cuda", dtype) == layout
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

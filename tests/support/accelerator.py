@@ -82,7 +82,9 @@ def _tensor(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     flat = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     far = any(isinstance(x, Far) for x in flat)
-    wanted = kwargs.get("device")
+    # In inference mode `Tensor.to` comes whole, with its device by place.
+    named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    wanted = named.get("device")
     to_far = far if wanted is None else torch.device(wanted).type == DEVICE
     name = func._schema.name
     moves = name in ("aten::_to_copy", "aten::copy_", "aten::to")
@@ -93,7 +95,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                     f"Expected all tensors to be on the same device, but found at least two, lazy:0 and cpu! ({name})"
                 )
     if wanted is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
+        here = torch.device("cpu")
+        kwargs = {name: here if name == "device" else value for name, value in kwargs.items()}
+        args = tuple(here if value is wanted else value for value in args)
     known = {id(x.near): x for x in flat if isinstance(x, Far)}
     near = [tree_map_only(Far, lambda x: x.near, part) for part in (args, kwargs)]
     out = func(*near[0], **near[1])
@@ -101,9 +105,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return args[0]
 
     def back(x: torch.Tensor) -> torch.Tensor:
-        if id(x) in known:
-            return known[id(x)]
-        return Far(x) if to_far and not isinstance(x, Far) else x
+        if not to_far or isinstance(x, Far):
+            return x
+        return known[id(x)] if id(x) in known else Far(x)
 
     return tree_map_only(torch.Tensor, back, out)
 

@@ -89,8 +89,11 @@ class _PlainCodes:
 LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
 
 
-def _first_fit(held: Held, device: str) -> str:
+def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:
     for name, found in LAYOUTS.items():
+        # The int4 kernel takes activations of 16 bits.
+        if name == "lq-w4" and device == "cuda" and dtype == torch.float32:
+            continue
         if device in found.devices and found.fits(held):
             return name
     raise ConfigError(
@@ -233,7 +236,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         rows = torch.from_numpy(np.array(layer.scales, dtype=np.float32)).t().contiguous()
         held = Held(*layer.shape, layer.grid, layer.transform is not None)
         if layout is None:
-            layout = _first_fit(held, "cpu")
+            layout = _first_fit(held, "cpu", torch.float32)
         elif layout not in LAYOUTS or not LAYOUTS[layout].fits(held):
             raise ConfigError(f"layout {layout!r} does not take {held}; there are {', '.join(LAYOUTS)}")
         rows = _narrowest(rows) if scale_dtype is None else rows.to(scale_dtype)
@@ -333,7 +336,8 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         """Moves between devices, but keeps types: `model.bfloat16()` must not round the scales."""
         device = fn(self.scales).device.type
         if device not in LAYOUTS[self.layout].devices:
-            self._repack(_first_fit(self.held, device))
+            dtype = fn(torch.empty(0, dtype=self.dtype, device=self.scales.device)).dtype
+            self._repack(_first_fit(self.held, device, dtype))
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)

@@ -238,6 +238,7 @@ def end_of(error: BaseException) -> list[str]:
         error = error.__cause__
     frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-LINES:]
     said = str(error).strip().splitlines() or [""]
+    frames = [line.replace(f"{ROOT}{os.sep}", "") for line in frames]
     return [line[:200] for line in (*frames, f"{type(error).__name__}: {said[0]}", *said[1:3])]
 
 

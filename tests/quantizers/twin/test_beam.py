@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -51,3 +53,16 @@ def test_parts_of_rows_give_the_same_codes_and_shapes_are_kept(monkeypatch):
     monkeypatch.setattr(beam, "PATHS", 4 * 5)
     assert torch.equal(search(ordered, factors, codes, known, 4, kept), whole)
     assert list(kept) == [(1, 12), (1, 5), (1, 2)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_nothing_is_collected_while_a_graph_is_recorded(before):
+    kept = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError), beam.uncollected():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == before
+    finally:
+        (gc.enable if kept else gc.disable)()

@@ -6,8 +6,10 @@ double precision. Only codes are taken from here.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -210,6 +212,19 @@ class Paths:
         return strip
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing is freed by the collector of cycles meanwhile: a graph that ends breaks the one that is recorded."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 class Replayed:
     """A function over tensors that stay where they are: on a GPU recorded as one graph of kernels, and replayed.
 
@@ -228,7 +243,7 @@ class Replayed:
             return
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with uncollected(), torch.cuda.graph(self._graph):
                 self._run()
         self._graph.replay()
 

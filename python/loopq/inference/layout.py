@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from loopq.inference.transforms import InputTransform
     from loopq.layers.grid import Grid
 
-__all__ = ["Activations", "Held", "Layout", "PackedLayer"]
+__all__ = ["Activations", "Backend", "Held", "PackedLayer"]
 
 #: How activations enter a product: "float" in 24-bit fixed point (16-bit where they are bfloat16), or "int8".
 Activations = Literal["float", "int8"]
@@ -56,7 +56,7 @@ class PackedLayer(Protocol):
         """Return the weight in float32, (out, in)."""
 
 
-class Layout(Protocol):
+class Backend(Protocol):
     """How codes lie in memory, and the routine that multiplies by them; it holds no tensors of its own.
 
     Another backend is another entry of `loopq.inference.linear.LAYOUTS`: nothing else knows how codes are stored.

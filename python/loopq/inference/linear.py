@@ -14,7 +14,7 @@ from loopq.cuda.plan import fold_of
 from loopq.cuda.w4a16 import Product, spread_scales, w4a16_linear
 from loopq.errors import ConfigError, KernelError
 from loopq.inference.cpu import CpuPanels
-from loopq.inference.layout import Activations, Held, Layout, PackedLayer
+from loopq.inference.layout import Activations, Backend, Held, PackedLayer
 from loopq.inference.transforms import InputTransform
 from loopq.layers.grids.integer import Integer
 
@@ -86,7 +86,7 @@ class _PlainCodes:
 
 
 # A layer for which none is named takes the first that fits.
-LAYOUTS: dict[str, Layout] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
+LAYOUTS: dict[str, Backend] = {"lq-w4": _Int4Tiles(), "codes": _PlainCodes(), "lq-cpu": CpuPanels()}
 
 
 def _first_fit(held: Held, device: str, dtype: torch.dtype) -> str:

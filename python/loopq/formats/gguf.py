@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
@@ -28,8 +28,6 @@ from loopq.terminal.table import render, size
 
 #: Classes whose layers are Llama's, and what llama.cpp calls them.
 ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
-#: Weights of a GGUF block share a scale.
-_BLOCK = 32
 _MODULES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -186,27 +184,26 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     CheckpointError
         Another grid, rows that are no whole blocks, or scales that float16 cannot hold.
     """
-    rows, columns = layer.shape
+    columns = layer.shape[1]
     name = layer.grid.gguf
     if name is None or layer.transform:
         kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
         raise CheckpointError(
             f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric, --levels even"
         )
-    width = layer.grid.width(columns)
-    if columns % _BLOCK or width % _BLOCK:
+    width, size = layer.grid.width(columns), layer.grid.gguf_width
+    if columns % size or width % size:
         raise CheckpointError(
-            f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block is {_BLOCK} weights of one row "
-            f"and one scale; quantize with groups of a multiple of {_BLOCK}, or --exclude the layer"
+            f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block of {name} is {size} weights of one row "
+            f"and one scale; quantize with groups of a multiple of {size}, or --exclude the layer"
         )
-    cut = split(layer.on_grid(group_size=width), _BLOCK).layer
+    cut = split(layer.on_grid(group_size=width), size).layer
     if cut.grid.scale_dtype in SCALE_DTYPES:
         cut = in_scale_type(cut, "float16", "GGUF")
     try:
-        parts = cut.grid.gguf_blocks(cut.codes.reshape(rows, -1, _BLOCK), cut.scales)
-    except CheckpointError as cause:
+        return name, cut.grid.gguf_data(cut.codes, cut.scales, cut.zeros)
+    except (CheckpointError, ConfigError) as cause:
         raise CheckpointError(f"layer {layer.name}: {cause}") from None
-    return name, np.concatenate(parts, -1).reshape(rows, -1)
 
 
 class GGUF(Format):

@@ -114,8 +114,9 @@ fn half(value: f64) -> f64 {
 }
 
 /// Shrunken ranges that the search of a group begins with, and how much each is smaller than the one before.
-const SHRINKS: usize = 16;
-const SHRINK: f64 = 0.035;
+const SHRINKS: usize = 26;
+const SHRINK: f64 = 0.02;
+const WIDEST: f64 = 1.04;
 /// Whole numbers from the largest on that the largest scale or offset is tried as.
 const TOPS: i16 = 8;
 /// Turns of single steps and of units.
@@ -227,7 +228,7 @@ impl Block<'_> {
             sums
         };
         for k in 0..SHRINKS {
-            let shrink = 1.0 - k as f64 * SHRINK;
+            let shrink = WIDEST - k as f64 * SHRINK;
             if self.units.has_offsets() {
                 let low = if self.units.groups > 1 { low.min(0.0) } else { low };
                 let middle = f64::midpoint(low, high);

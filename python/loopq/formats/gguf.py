@@ -1,10 +1,11 @@
-"""GGUF, exact: INT4 and INT8 codes as Q4_0 and Q8_0 blocks, bit for bit. Spec: docs/formats/gguf.md."""
+"""GGUF, exact: codes and scales as blocks of llama.cpp, bit for bit. Spec: docs/formats/gguf.md."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ from loopq.formats import FORMATS
 from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
-from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, told
+from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, package, told
 from loopq.formats.hf_folder import CONFIG
 from loopq.layers.grid import SCALE_DTYPES, Grid
 from loopq.layers.layer import QuantizedLayer
@@ -40,8 +41,11 @@ _MODULES = {
     "mlp.down_proj": "ffn_down",
 }
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-#: Types of tensors; a file is called by the first that it has.
-_KINDS = ("Q4_0", "IQ4_NL", "MXFP4", "Q8_0", "F16", "BF16", "F32")
+#: Types of tensors, and what a file is called by the first that it has.
+_KINDS = {
+    "Q2_0": 41, "Q2_K": 10, "Q3_K": 11, "IQ4_XS": 30, "Q4_0": 2, "IQ4_NL": 25, "Q4_K": 14, "MXFP4": 38, "Q4_1": 3,
+    "Q5_0": 8, "Q5_K": 16, "Q5_1": 9, "Q6_K": 18, "Q8_0": 7, "F16": 1, "BF16": 32, "F32": 0,
+}  # fmt: skip
 #: Keys of config.json without which the file has no header.
 _NEEDED = (
     "vocab_size",
@@ -54,9 +58,6 @@ _NEEDED = (
 )
 #: Key of the file by which llama.cpp runs the stack again.
 _LOOPS = "nanbeige.num_loops"
-_NEITHER = (
-    "llama.cpp has a type for INT4, INT8, --levels uneven of 4 bits and mxfp4, and loopq writes no other"
-)
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,9 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
 
     Returns
     -------
-    kind : {"Q4_0", "Q8_0", "IQ4_NL", "MXFP4"}
-    data : uint8, shape (out, in / 32 * bytes of a block)
-        Of each block its scale, then its codes: 4 bits, the first sixteen in the low halves of the bytes, or int8.
+    kind : str
+        Name of the type.
+    data : uint8, shape (out, blocks of a row * bytes of a block)
 
     Raises
     ------
@@ -189,7 +190,8 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     if name is None or layer.transform:
         kind = f"{layer.grid.label}{' for a transformed input' if layer.transform else ''}"
         raise CheckpointError(
-            f"layer {layer.name}: {kind}: {_NEITHER}; quantize with --bits 4 or 8, symmetric, --levels even"
+            f"layer {layer.name}: {kind}: llama.cpp has no type for it; quantize with --levels q4_k or another type of "
+            "docs/formats/gguf.md, or with --bits 2, 4 or 8, symmetric"
         )
     width, size = layer.grid.width(columns), layer.grid.gguf_width
     if columns % size or width % size:
@@ -383,7 +385,7 @@ def _dense(name: str, tensor: RawTensor, order: NDArray[np.int64]) -> tuple[str,
 def _write(
     path: Path, shape: Shape, stored: Mapping[str, tuple[str, NDArray[Any]]], vocabulary: str | Path | None
 ) -> None:
-    gguf = require("gguf")
+    gguf = package()
     writer = gguf.GGUFWriter(path, shape.architecture)
     config, kinds = shape.config, {kind for kind, _ in stored.values()}
     writer.add_vocab_size(config["vocab_size"])
@@ -402,9 +404,7 @@ def _write(
     if shape.architecture == "nanbeige":
         writer.add_uint32(_LOOPS, shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
-    kind = next(k for k in _KINDS if k in kinds)
-    called = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}.get(kind, f"MOSTLY_{kind}")
-    writer.add_file_type(gguf.LlamaFileType[called])
+    writer.add_file_type(next(number for kind, number in _KINDS.items() if kind in kinds))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if vocabulary is None:
         writer.add_tokenizer_model("none")
@@ -435,10 +435,12 @@ def _copy_tokenizer(writer: Any, path: Path) -> None:
 
 def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     """Read the file by gguf and compare every tensor with the checkpoint's, dequantized."""
-    gguf = require("gguf")
+    gguf = package()
     found = {t.name: t for t in open_gguf(path).tensors}
     expected = {n: layer.dequantize for n, layer in checkpoint.layers.items()}
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
+    # The package knows how long these blocks are, not what they stand for.
+    expected |= {n: partial(_bytes, x) for n, x in checkpoint.layers.items() if x.grid.gguf == "Q2_0"}
     n_compared = len(found)
     for name, value in expected.items():
         numbers = value()
@@ -447,7 +449,9 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
             tensor = found.pop(target, None)
             if tensor is None:
                 raise CheckpointError(f"{path}: tensor {target}: not in the file")
-            again = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(numbers.shape)
+            data = np.asarray(tensor.data)
+            again = data if tensor.tensor_type.name == "Q2_0" else gguf.quants.dequantize(data, tensor.tensor_type)
+            again = again.reshape(numbers.shape)
             if not np.array_equal(again, ordered):
                 raise CheckpointError(
                     f"{path}: tensor {tensor.name}: reads back differently from what was written"
@@ -455,6 +459,10 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     if found:
         raise CheckpointError(f"{path}: tensor {sorted(found)[0]}: written and not in the checkpoint")
     return n_compared
+
+
+def _bytes(layer: QuantizedLayer) -> NDArray[np.uint8]:
+    return blocks(layer)[1]
 
 
 FORMATS.register(GGUF.name)(GGUF())

@@ -320,7 +320,8 @@ class Blocks(Grid):
         name = f"{module}.weight_packed"
         if columns % self.facts.size:
             raise CheckpointError(f"{reader.where}: tensor {name!r}: {columns} columns in {self.label}")
-        found = self.from_gguf(reader.get(name, ("U8",), (rows, self.n_bytes(1, columns))).array())
+        with np.errstate(invalid="ignore"):  # said below
+            found = self.from_gguf(reader.get(name, ("U8",), (rows, self.n_bytes(1, columns))).array())
         if not all(np.isfinite(numbers).all() for numbers in found[1:] if numbers is not None):
             raise CheckpointError(f"{reader.where}: tensor {name!r} holds a scale or an offset that is not finite")
         return found

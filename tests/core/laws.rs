@@ -277,7 +277,8 @@ fn fitted_levels_have_no_more_error_than_the_ones_that_they_start_from() {
     let of = |table| Grid { search: Search::Mse, values: Values::Table(table), signed: true, ..grid(2, 32) };
     let loss = |table| {
         let q = rtn(weight(&w, dim), &of(table), &on(1)).unwrap();
-        let hat = dequantize(&q.codes, |c| table.level(c), &q.scales().unwrap(), None, rows, dim, 32).unwrap();
+        let hat =
+            dequantize(&q.codes, |c| table.level(c), &q.scales().unwrap(), None, rows, dim, 32).unwrap();
         hat.iter().zip(&w).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>()
     };
     let even = vec![1.0; dim];
@@ -607,8 +608,14 @@ fn scales_and_offsets_are_whole_numbers_of_shared_units_and_report_the_proxy_the
                 assert_eq!(level.units, levels[0].units);
                 assert!(level.units.iter().all(|&unit| half::f16::from_f32(unit).to_f32() == unit));
                 let [scale, offset] = [level.scale / level.units[0], level.offset / level.units[1]];
-                assert!(scale.is_nan() || scale.fract() == 0.0 && (f32::from(scales.0)..=f32::from(scales.1)).contains(&scale));
-                assert!(offset.is_nan() || offset.fract() == 0.0 && (0.0..=f32::from(offsets)).contains(&offset));
+                assert!(
+                    scale.is_nan()
+                        || scale.fract() == 0.0
+                            && (f32::from(scales.0)..=f32::from(scales.1)).contains(&scale)
+                );
+                assert!(
+                    offset.is_nan() || offset.fract() == 0.0 && (0.0..=f32::from(offsets)).contains(&offset)
+                );
             }
         }
     }
@@ -621,7 +628,9 @@ fn gptq_beats_rtn_and_reports_the_proxy_it_has() {
     let (w, h) = (noise(rows * dim, 2), hessian(dim, 400, 4));
     let h_view = Symmetric::f64(&h, dim).unwrap();
     let loss = |q: &Quantized| {
-        let hat = dequantize(&q.codes, f32::from, &q.scales().unwrap(), Some(&q.zeros().unwrap()), rows, dim, 50).unwrap();
+        let hat =
+            dequantize(&q.codes, f32::from, &q.scales().unwrap(), Some(&q.zeros().unwrap()), rows, dim, 50)
+                .unwrap();
         proxy(weight(&w, dim), Some(weight(&hat, dim)), h_view, &on(1)).unwrap()
     };
     for order in [Order::Natural, Order::Diagonal, Order::Conditional] {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,7 +196,7 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     width, size = layer.grid.width(columns), layer.grid.gguf_width
     if columns % size or width % size:
         raise CheckpointError(
-            f"layer {layer.name}: {columns} columns in groups of {width}: a GGUF block of {name} is {size} weights of one row "
+            f"layer {layer.name}: {columns} columns in groups of {width}: a block of {name} is {size} weights of one row "
             f"and one scale; quantize with groups of a multiple of {size}, or --exclude the layer"
         )
     cut = split(layer.on_grid(group_size=width), size).layer
@@ -437,7 +437,9 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
     """Read the file by gguf and compare every tensor with the checkpoint's, dequantized."""
     gguf = package()
     found = {t.name: t for t in open_gguf(path).tensors}
-    expected = {n: layer.dequantize for n, layer in checkpoint.layers.items()}
+    expected: dict[str, Callable[[], NDArray[Any]]] = {
+        n: layer.dequantize for n, layer in checkpoint.layers.items()
+    }
     expected |= {n: tensor.float32 for n, tensor in checkpoint.dense.items()}
     # The package knows how long these blocks are, not what they stand for.
     expected |= {n: partial(_bytes, x) for n, x in checkpoint.layers.items() if x.grid.gguf == "Q2_0"}
@@ -450,7 +452,11 @@ def _compare(path: Path, checkpoint: Checkpoint, shape: Shape) -> int:
             if tensor is None:
                 raise CheckpointError(f"{path}: tensor {target}: not in the file")
             data = np.asarray(tensor.data)
-            again = data if tensor.tensor_type.name == "Q2_0" else gguf.quants.dequantize(data, tensor.tensor_type)
+            again = (
+                data
+                if tensor.tensor_type.name == "Q2_0"
+                else gguf.quants.dequantize(data, tensor.tensor_type)
+            )
             again = again.reshape(numbers.shape)
             if not np.array_equal(again, ordered):
                 raise CheckpointError(

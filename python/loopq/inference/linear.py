@@ -320,7 +320,7 @@ class QuantLinear(torch.nn.Module):  # type: ignore[misc]  # torch is untyped he
         points = None
         if self.zeros is not None:
             points = spread_scales(self.zeros[:, outputs], self.in_features, self.group_size)
-        offsets = points is not None and points.is_floating_point()
+        offsets = self.zeros is not None and self.zeros.is_floating_point()
         if points is not None and not offsets:
             weight = weight - points
         weight = weight * spread_scales(self.scales[:, outputs], self.in_features, self.group_size)

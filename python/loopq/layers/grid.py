@@ -28,7 +28,7 @@ SIGNIFICANT_BITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 PER_CHANNEL = -1
 
 #: Codes, scales, zero points of a layer.
-Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.uint8] | None]
+Arrays = tuple[NDArray[Any], NDArray[np.float32], NDArray[Any] | None]
 
 
 def halved(values: NDArray[np.uint8]) -> NDArray[np.uint8]:

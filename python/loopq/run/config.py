@@ -52,8 +52,9 @@ class QuantConfig(Settings):
     rank_threshold : float, optional
         Threshold of the rank in the report, relative to the largest eigenvalue of H; absent, no rank is computed.
     outside : {4, 8, "q4_k", "q5_k", "q6_k", "q8_0"}, optional
-        Bits, or type of GGUF, of the matrices outside the loop (embedding tables, heads, layers before and after it), which are rounded
-        to nearest with searched scales; they stay as they are when absent. In loopq's own format and in GGUF alone.
+        Bits, or type of GGUF, of the matrices outside the loop (embedding tables, heads, layers before and after it),
+        which are rounded to nearest with searched scales; they stay as they are when absent. In loopq's own format and
+        in GGUF alone.
     allocate : Allocate, optional
         Bits and group size of each layer under a budget.
     """

@@ -12,6 +12,7 @@ import loopq._native as native
 from loopq.errors import CheckpointError, ConfigError
 from loopq.inference.linear import QuantLinear
 from loopq.layers.grids.blocks import KINDS, Blocks
+from loopq.layers.grids.planes import Half
 from loopq.layers.layer import QuantizedLayer
 from loopq.layers.reader import TensorReader
 from loopq.quantizers.base import Problem
@@ -64,11 +65,11 @@ def test_any_blocks_are_read_as_the_package_reads_them_and_written_again(kind):
     facts = grid.facts
     data = rng.integers(0, 256, (5, 4, facts.n_bytes), dtype=np.uint8)
     at = 0
-    for part in facts.parts:
-        if isinstance(part, str):
+    for what, plane in facts.parts:
+        if isinstance(plane, Half):
             unit = (rng.uniform(0.001, 0.1, (5, 4, 1)) * rng.choice([-1, 1], (5, 4, 1))).astype("<f2")
             data[:, :, at : at + 2] = unit.view(np.uint8)
-        at += facts.size_of(*part) if isinstance(part, tuple) else 2
+        at += plane.size(facts.count(what))
     data = data.reshape(5, -1)
     layer = QuantizedLayer("a.weight", grid, *grid.from_gguf(data))
     assert np.array_equal(layer.dequantize(), by_package(grid, data))
@@ -103,7 +104,9 @@ def test_weights_that_need_no_scale_and_those_too_large_for_one(kind):
     layer = QuantizedLayer("a.weight", grid, found["codes"], found["scales"], found["zeros"])
     assert np.abs(layer.dequantize()[[0, 2]]).max() < 1e-8
     assert np.abs(layer.dequantize()[1] - 0.25).max() < 1e-3
-    assert np.array_equal(by_package(grid, grid.gguf_data(layer.codes, layer.scales, layer.zeros)), layer.dequantize())
+    assert np.array_equal(
+        by_package(grid, grid.gguf_data(layer.codes, layer.scales, layer.zeros)), layer.dequantize()
+    )
     with pytest.raises(Exception, match="float16"):
         native.rtn(weight + np.float32(3e9) * (np.arange(256) % 3 - 1).astype(np.float32), grid.core())
 

@@ -15,65 +15,11 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.layers.grid import Arrays, Grid, ScaleSearch
 from loopq.layers.grids import GRIDS, LEVELS
 from loopq.layers.grids.integer import Integer
+from loopq.layers.grids.planes import Bytes, Half, Plane, Sixes
 from loopq.layers.grids.table import PARTS, UNEVEN, Table
 from loopq.layers.reader import TensorReader
 from loopq.storage.files import RawTensor
 from loopq.storage.schema import Allowed, checked
-
-Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Plane:
-    """`bits` of every number, from bit `shift` on: a byte holds them of numbers that lie apart by a part of a chunk."""
-
-    shift: int
-    bits: int
-    chunk: int
-
-    def pack(self, numbers: Bytes) -> Bytes:
-        """Bytes (n, numbers * bits / 8) of numbers (n, numbers)."""
-        parts = 8 // self.bits
-        kept = numbers >> self.shift & (1 << self.bits) - 1
-        apart = kept.reshape(len(numbers), -1, parts, self.chunk // parts)
-        return np.bitwise_or.reduce(apart << self._shifts, axis=2).reshape(len(numbers), -1)
-
-    def unpack(self, packed: Bytes) -> Bytes:
-        """What `pack` kept, in its place."""
-        parts = 8 // self.bits
-        apart = packed.reshape(len(packed), -1, 1, self.chunk // parts) >> self._shifts
-        return (apart & (1 << self.bits) - 1).reshape(len(packed), -1) << self.shift
-
-    def size(self, n_numbers: int) -> int:
-        """Bytes of so many numbers."""
-        return n_numbers * self.bits // 8
-
-    @property
-    def _shifts(self) -> Bytes:
-        return np.arange(0, 8, self.bits, dtype=np.uint8)[:, None]
-
-
-class Sixes:
-    """Eight scales and eight offsets of 6 bits in 12 bytes: low bits of the last four of each, and high bits above others."""
-
-    def pack(self, numbers: Bytes) -> Bytes:
-        """Bytes (n, 12) of scales and offsets (n, 16)."""
-        first, last = np.split(self._turned(numbers), 2, axis=1)
-        return np.hstack([first | last >> 4 << 6, last[:, :4] & 15 | last[:, 4:] << 4])
-
-    def unpack(self, packed: Bytes) -> Bytes:
-        """Scales and offsets again."""
-        low = np.hstack([packed[:, 8:] & 15, packed[:, 8:] >> 4])
-        return self._turned(np.hstack([packed[:, :8] & 63, low | packed[:, :8] >> 6 << 4]))
-
-    def size(self, n_numbers: int) -> int:
-        """12."""
-        return 12
-
-    @staticmethod
-    def _turned(numbers: Bytes) -> Bytes:
-        """Quarters in the order 0, 2, 1, 3."""
-        return numbers.reshape(-1, 2, 2, 4).swapaxes(1, 2).reshape(-1, 16)
 
 
 @dataclass(frozen=True)
@@ -89,8 +35,12 @@ class Kind:
     offsets : int
         Largest number of units of an offset; 0: values have none, and codes are signed.
     parts : tuple
-        What follows in a block: "scale" and "offset", the units as float16; "less", the offset's less than nothing;
-        planes of "codes" and of "numbers", the scales from the least on and then the offsets.
+        What follows in a block, and how: the units of "scale" and "offset", or "less", an offset's with the other sign;
+        "codes"; "numbers", of units of scales and then of offsets.
+    raised : int
+        What numbers of units of scales are less than in the file.
+    table : bool
+        Codes stand for the levels of IQ4_NL.
     """
 
     bits: int
@@ -98,7 +48,8 @@ class Kind:
     size: int
     scales: tuple[int, int]
     offsets: int
-    parts: tuple[Any, ...]
+    parts: tuple[tuple[str, Any], ...]
+    raised: int = 0
     table: bool = False
 
     @property
@@ -107,39 +58,43 @@ class Kind:
         return self.size // self.group_size
 
     @property
+    def unit(self) -> int:
+        """What the file's unit of scales is a part of."""
+        return PARTS if self.table else 1
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of a block."""
-        return sum(self.size_of(*p) if isinstance(p, tuple) else 2 for p in self.parts)
+        return sum(plane.size(self.count(what)) for what, plane in self.parts)
 
-    def size_of(self, what: str, plane: Any) -> int:
-        """Bytes of a plane."""
-        count = self.size if what == "codes" else self.groups * (1 + (self.offsets > 0))
-        return int(plane.size(count))
+    def count(self, what: str) -> int:
+        """How many codes or numbers a block has."""
+        return self.size if what == "codes" else self.groups * (1 + (self.offsets > 0))
 
 
 def _codes(*planes: Plane) -> tuple[tuple[str, Plane], ...]:
     return tuple(("codes", plane) for plane in planes)
 
 
-_LOW, _LOW_K, _LOW_2 = Plane(0, 4, 32), Plane(0, 4, 64), Plane(0, 2, 128)
+_D, _M, _LESS, _SIXES = ("scale", Half()), ("offset", Half()), ("less", Half()), ("numbers", Sixes())
+_LOW, _LOW_K, _LOW_2, _HIGH = Plane(0, 4, 32), Plane(0, 4, 64), Plane(0, 2, 128), Plane(4, 1, 8)
 _ONE, _SIX, _SIGNED = (1, 1), (0, 63), (-32, 31)
 KINDS = {
-    "q4_1": Kind(4, 32, 32, _ONE, 1, ("scale", "offset", *_codes(_LOW))),
-    "q5_0": Kind(5, 32, 32, _ONE, 0, ("scale", *_codes(Plane(4, 1, 8), _LOW))),
-    "q5_1": Kind(5, 32, 32, _ONE, 1, ("scale", "offset", *_codes(Plane(4, 1, 8), _LOW))),
-    "q2_k": Kind(2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), "scale", "less")),
+    "q4_1": Kind(4, 32, 32, _ONE, 1, (_D, _M, *_codes(_LOW))),
+    "q5_0": Kind(5, 32, 32, _ONE, 0, (_D, *_codes(_HIGH, _LOW))),
+    "q5_1": Kind(5, 32, 32, _ONE, 1, (_D, _M, *_codes(_HIGH, _LOW))),
+    "q2_k": Kind(2, 16, 256, (0, 15), 15, (("numbers", _LOW), *_codes(_LOW_2), _D, _LESS)),
     "q3_k": Kind(
         3, 16, 256, _SIGNED, 0,
-        (*_codes(Plane(2, 1, 256), _LOW_2), ("numbers", Plane(0, 4, 16)), ("numbers", Plane(4, 2, 16)), "scale"),
+        (*_codes(Plane(2, 1, 256), _LOW_2), ("numbers", Plane(0, 4, 16)), ("numbers", Plane(4, 2, 16)), _D), -32,
     ),
-    "q4_k": Kind(4, 32, 256, _SIX, 63, ("scale", "less", ("numbers", Sixes()), *_codes(_LOW_K))),
-    "q5_k": Kind(5, 32, 256, _SIX, 63, ("scale", "less", ("numbers", Sixes()), *_codes(Plane(4, 1, 256), _LOW_K))),
+    "q4_k": Kind(4, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(_LOW_K))),
+    "q5_k": Kind(5, 32, 256, _SIX, 63, (_D, _LESS, _SIXES, *_codes(Plane(4, 1, 256), _LOW_K))),
     "q6_k": Kind(
-        6, 16, 256, (-128, 127), 0, (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), "scale")
+        6, 16, 256, (-128, 127), 0, (*_codes(Plane(0, 4, 128), Plane(4, 2, 128)), ("numbers", Plane(0, 8, 1)), _D)
     ),
     "iq4_xs": Kind(
-        4, 32, 256, _SIGNED, 0,
-        ("scale", ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), table=True,
+        4, 32, 256, _SIGNED, 0, (_D, ("numbers", Plane(4, 2, 4)), ("numbers", Plane(0, 4, 2)), *_codes(_LOW)), -32, True
     ),
 }  # fmt: skip
 _Name = Annotated[str, Allowed(", ".join(KINDS), KINDS.__contains__)]
@@ -174,7 +129,9 @@ class Blocks(Grid):
     @classmethod
     def holds(cls, symmetric: bool, more: Mapping[str, Any]) -> bool:
         """Codes of a type of GGUF."""
-        return set(more) == {"gguf"} and (more["gguf"] not in KINDS or symmetric == (KINDS[more["gguf"]].offsets == 0))
+        return set(more) == {"gguf"} and (
+            more["gguf"] not in KINDS or symmetric == (KINDS[more["gguf"]].offsets == 0)
+        )
 
     @classmethod
     def given(cls, more: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,8 +181,8 @@ class Blocks(Grid):
         """Rows are whole blocks."""
         if columns % self.facts.size:
             raise ConfigError(
-                f"{self.label} has blocks of {self.facts.size} weights, and {columns} columns are no whole number of them; "
-                "take another type for these layers, such as --layer 'PATTERN:levels=q5_0', or --exclude them"
+                f"{self.label} has blocks of {self.facts.size} weights, and {columns} columns are no whole number of "
+                "them; take another type for these layers, such as --layer 'PATTERN:levels=q5_0', or --exclude them"
             )
 
     def core(
@@ -241,14 +198,17 @@ class Blocks(Grid):
             raise ConfigError(f"{self.label} has scales of its own: leave --scale-bits away")
         if scale_dtype is not None:
             return native.Grid(
-                bits=self.bits, group_size=self.group_size, scale_dtype=scale_dtype, signed=True, **self._table()
+                bits=self.bits,
+                group_size=self.group_size,
+                scale_dtype=scale_dtype,
+                signed=True,
+                **self._table(),
             )
         return super().core()
 
     def _native(self) -> dict[str, Any]:
         known = self.facts
-        parts = PARTS if known.table else 1
-        return {"units": (known.groups, known.scales, known.offsets, parts), **self._table()}
+        return {"units": (known.groups, known.scales, known.offsets, known.unit), **self._table()}
 
     def _table(self) -> dict[str, Any]:
         return {"levels": list(UNEVEN[4])} if self.facts.table else {}
@@ -264,47 +224,44 @@ class Blocks(Grid):
         """Bytes of `tensors` without the shape."""
         return rows * columns // self.facts.size * self.facts.n_bytes
 
-    def gguf_data(self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None) -> Bytes:
+    def gguf_data(
+        self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
+    ) -> Bytes:
         """Return the blocks (out, bytes)."""
         known, (rows, columns) = self.facts, codes.shape
         self.check_columns(columns)
-        flat = (codes + np.array(self.offset, codes.dtype)).astype(np.uint8).reshape(-1, known.size)
-        unit, numbers = _counted(scales.reshape(-1, known.groups), known.scales, PARTS if known.table else 1)
-        halves = {"scale": unit / np.float32(PARTS) if known.table else unit}
-        numbers -= known.scales[0] if known.bits < 6 else 0
-        if known.offsets:
-            assert zeros is not None
-            halves["offset"], more = _counted(zeros.reshape(-1, known.groups), (int(known.groups == 1), known.offsets))
-            halves["less"], numbers = -halves["offset"], np.hstack([numbers, more])
-        planes = {"codes": flat, "numbers": numbers.astype(np.int8).view(np.uint8)}
-        found = [planes[p[0]] if isinstance(p, tuple) else halves[p].astype("<f2")[:, None].view(np.uint8) for p in known.parts]
-        packed = [p[1].pack(x) if isinstance(p, tuple) else x for p, x in zip(known.parts, found, strict=True)]
-        return np.hstack(packed).reshape(rows, -1)
+        unit, numbers = _counted(scales.reshape(-1, known.groups), known.scales, known.unit)
+        found: dict[str, NDArray[Any]] = {
+            "codes": (codes + np.array(self.offset, codes.dtype)).astype(np.uint8).reshape(-1, known.size),
+            "scale": unit / np.float32(known.unit),
+        }
+        numbers -= known.raised
+        if zeros is not None:
+            limits = int(known.groups == 1), known.offsets
+            found["offset"], more = _counted(zeros.reshape(-1, known.groups), limits)
+            found["less"], numbers = -found["offset"], np.hstack([numbers, more])
+        found["numbers"] = numbers.astype(np.int8).view(np.uint8)
+        return np.hstack([plane.pack(found[what]) for what, plane in known.parts]).reshape(rows, -1)
 
     def from_gguf(self, data: Bytes) -> Arrays:
         """Codes, scales and offsets of blocks (out, bytes)."""
         known, rows = self.facts, len(data)
         flat, at = data.reshape(-1, known.n_bytes), 0
-        planes: dict[str, Any] = {"codes": np.uint8(0), "numbers": np.uint8(0)}
-        halves: dict[str, NDArray[np.float32]] = {}
-        for part in known.parts:
-            size = known.size_of(*part) if isinstance(part, tuple) else 2
-            piece, at = np.ascontiguousarray(flat[:, at : at + size]), at + size
-            if isinstance(part, tuple):
-                planes[part[0]] = planes[part[0]] | part[1].unpack(piece)
-            else:
-                halves[part] = piece.view("<f2").astype(np.float32)
-        codes = (planes["codes"].astype(np.int16) - self.offset).astype(self.dtype).reshape(rows, -1)
-        numbers = np.asarray(planes["numbers"])
-        whole = numbers.view(np.int8) if known.bits == 6 else numbers.astype(np.int8) + np.int8(known.scales[0])
-        counts = whole[:, : known.groups] if known.groups > 1 else np.float32(1)
-        scales = halves["scale"] * np.float32(PARTS if known.table else 1) * counts
+        found: dict[str, NDArray[Any]] = {}
+        for what, plane in known.parts:
+            size = plane.size(known.count(what))
+            piece, at = plane.unpack(np.ascontiguousarray(flat[:, at : at + size])), at + size
+            found[what] = found[what] | piece if what in found else piece
+        codes = (found["codes"].astype(np.int16) - self.offset).astype(self.dtype).reshape(rows, -1)
+        one = np.ones((len(flat), 1), np.int8)
+        numbers = found["numbers"].view(np.int8) if known.groups > 1 else np.hstack([one - known.raised, one])
+        counts = numbers[:, : known.groups] + np.int8(known.raised)
+        scales = (found["scale"] * np.float32(known.unit) * counts).reshape(rows, -1)
         zeros = None
         if known.offsets:
-            others = numbers[:, known.groups :] if known.groups > 1 else np.float32(1)
-            unit = halves["offset"] if "offset" in halves else -halves["less"]
-            zeros = (unit * others).astype(np.float32).reshape(rows, -1)
-        return codes, scales.astype(np.float32).reshape(rows, -1), zeros
+            unit = found["offset"] if "offset" in found else -found["less"]
+            zeros = (unit * numbers[:, known.groups :]).reshape(rows, -1)
+        return codes, scales, zeros
 
     def tensors(
         self, codes: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[Any] | None
@@ -323,7 +280,9 @@ class Blocks(Grid):
         with np.errstate(invalid="ignore"):  # said below
             found = self.from_gguf(reader.get(name, ("U8",), (rows, self.n_bytes(1, columns))).array())
         if not all(np.isfinite(numbers).all() for numbers in found[1:] if numbers is not None):
-            raise CheckpointError(f"{reader.where}: tensor {name!r} holds a scale or an offset that is not finite")
+            raise CheckpointError(
+                f"{reader.where}: tensor {name!r} holds a scale or an offset that is not finite"
+            )
         return found
 
 
@@ -348,7 +307,9 @@ def _counted(
         good &= (numbers >= min(limits[0], 0)).all(1) & (numbers <= limits[1]).all(1)
         unit[left[good]], left = tried[good], left[~good]
     if left.size:
-        raise CheckpointError(f"scales or offsets of a block are no whole numbers of a float16: {values[left[0]]}")
+        raise CheckpointError(
+            f"scales or offsets of a block are no whole numbers of a float16: {values[left[0]]}"
+        )
     numbers = np.rint(values / np.where(unit == 0, 1, unit)[:, None]).astype(np.int16)
     return unit, numbers
 

@@ -39,5 +39,7 @@ class Integer(Grid):
         """Q2_0 has codes from -1 to 2: a code is turned round, and so is its scale."""
         if self.bits != 2:
             return super().gguf_blocks(codes, scales)
-        turned = (1 - codes).astype(np.uint8).reshape(*codes.shape[:2], -1, 4) << np.arange(0, 8, 2, dtype=np.uint8)
+        turned = (1 - codes).astype(np.uint8).reshape(*codes.shape[:2], -1, 4) << np.arange(
+            0, 8, 2, dtype=np.uint8
+        )
         return [super().gguf_blocks(codes, -scales)[0], np.bitwise_or.reduce(turned, axis=-1)]

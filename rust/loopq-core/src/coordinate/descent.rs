@@ -192,7 +192,11 @@ impl Problem<'_> {
         let groups = self.group_of(columns.start)..self.group_of(columns.end - 1) + 1;
         let level = |g: usize, r: usize| {
             let old = tile.level(g, r);
-            if tile.active[r] { self.moved(&old, part, -slope[r] / curve[r]) } else { old }
+            if tile.active[r] {
+                self.moved(&old, part, -slope[r] / curve[r])
+            } else {
+                old
+            }
         };
         let wanted = groups.clone().map(|g| std::array::from_fn(|r| level(g, r)));
         let wanted: Vec<[Level; LANES]> = collected(SCRATCH, wanted)?;

@@ -93,12 +93,7 @@ impl Problem<'_> {
     }
 
     /// Tiles of rows with the codes and levels given.
-    fn load(
-        &self,
-        w: Weight<'_>,
-        found: (&[u8], &[Level]),
-        execution: &Execution<'_>,
-    ) -> Result<Vec<Tile>> {
+    fn load(&self, w: Weight<'_>, found: (&[u8], &[Level]), execution: &Execution<'_>) -> Result<Vec<Tile>> {
         let firsts = (0..w.rows()).step_by(LANES);
         let tiles = firsts.clone().map(|first| Tile::new(self, found, first, w.rows()));
         let mut tiles: Vec<Tile> = tiles.collect::<Result<_>>()?;

@@ -27,8 +27,8 @@ pub(crate) use steps::Steps;
 pub use table::{Table, PARTS};
 pub use trellis::{decode, value, Trellis};
 pub(crate) use trellis::{mix, FACTOR, OFFSET};
-pub(crate) use units::{fit_units, Part};
 pub use units::Units;
+pub(crate) use units::{fit_units, Part};
 
 use crate::memory::{collected, zeros};
 use crate::{dims, Error, Result};

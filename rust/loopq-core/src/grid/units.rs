@@ -175,8 +175,11 @@ impl Block<'_> {
         let scales = wanted.iter().map(|w| w.0);
         let tops = (low..=high).filter(|&top| top > high - TOPS || (low < 0 && top < low + TOPS));
         let rounded = |unit| self.units.scale_unit(unit);
-        let unit = self.unit(scales, (tops, rounded), |unit, g| (unit * self.count(wanted[g].0 / unit, low, high), wanted[g].1))?;
-        let scale = |g: usize| if unit == 0.0 { 0.0 } else { unit * self.count(wanted[g].0 / unit, low, high) };
+        let unit = self.unit(scales, (tops, rounded), |unit, g| {
+            (unit * self.count(wanted[g].0 / unit, low, high), wanted[g].1)
+        })?;
+        let scale =
+            |g: usize| if unit == 0.0 { 0.0 } else { unit * self.count(wanted[g].0 / unit, low, high) };
         let offsets = (0..n).map(|g| self.best_offset(g, scale(g), wanted[g].1));
         let offsets: Vec<f64> = offsets.collect();
         let most = self.units.offsets;
@@ -249,7 +252,11 @@ impl Block<'_> {
                 continue;
             }
             for sign in [1.0, -1.0] {
-                let ends = if sign > 0.0 { (low.min(0.0), high.max(0.0)) } else { ((-high).min(0.0), (-low).max(0.0)) };
+                let ends = if sign > 0.0 {
+                    (low.min(0.0), high.max(0.0))
+                } else {
+                    ((-high).min(0.0), (-low).max(0.0))
+                };
                 let s = take((sign * shrink * self.grid.widest(ends.0, ends.1), 0.0));
                 let scale = s.qx / s.qq;
                 if scale.is_finite() {
@@ -268,7 +275,11 @@ impl Block<'_> {
         let s = self.sums(g, scale, offset);
         let found = (s.x - scale * s.q) / s.one;
         let found = if self.units.groups > 1 { found.min(0.0) } else { found };
-        if found.is_finite() { found } else { offset }
+        if found.is_finite() {
+            found
+        } else {
+            offset
+        }
     }
 
     /// The unit of least error among those of which the largest number is `tops` units.
@@ -293,7 +304,8 @@ impl Block<'_> {
             if unit == 0.0 || !unit.is_finite() {
                 continue;
             }
-            let cost = (0..n).map(|g| level(unit, g)).enumerate().map(|(g, (s, m))| self.sums(g, s, m).cost).sum();
+            let cost =
+                (0..n).map(|g| level(unit, g)).enumerate().map(|(g, (s, m))| self.sums(g, s, m).cost).sum();
             if cost < least {
                 (best, least) = (unit, cost);
             }

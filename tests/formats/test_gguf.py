@@ -11,9 +11,10 @@ import torch
 
 import benches.zoo.models
 import loopq
-from loopq.errors import CheckpointError
+from loopq.errors import CheckpointError, ConfigError
+from loopq.formats import FORMATS
 from loopq.formats.checkpoint import load_into
-from loopq.formats.convert import write_as
+from loopq.formats.convert import read_any, write_as
 from loopq.formats.gguf import Shape, blocks
 from tests.support.interop import models
 
@@ -63,20 +64,67 @@ def test_blocks_of_levels_stand_for_the_very_weights(levels, kind, group_size):
     assert (layer.scales < 0).any() == (levels == "uneven")
 
 
+def test_int2_is_q2_0_with_codes_turned_round():
+    weight = np.random.default_rng(1).normal(size=(5, 128)).astype(np.float32)
+    for layer in (models.rounded("a.weight", weight, bits=2, group_size=g) for g in (64, -1)):
+        kind, data = blocks(layer)
+        assert kind == "Q2_0"
+        assert data.shape == (5, 2 * 18)
+        each = data.reshape(5, 2, 18)
+        codes = each[:, :, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+        scales = np.ascontiguousarray(each[:, :, :2]).view("<f2").astype(np.float32)
+        again = (codes.reshape(5, 2, 64).astype(np.float32) - 1) * scales
+        assert np.array_equal(again.reshape(5, 128), layer.dequantize())
+
+
+def test_one_file_mixes_types_and_gives_them_back(tmp_path):
+    model, checkpoint = looped(levels="q5_1")
+    down = [n for n in checkpoint.layers if "down_proj" in n]
+    others = dict(zip(down, ({"levels": "q4_0"}, {"levels": "q5_0"}), strict=True))
+    weights = dict(model.named_parameters())
+    for name, grid in {"model.layers.0.self_attn.q_proj.weight": {"levels": "q2_0"}, **others}.items():
+        weight = weights[name].detach().numpy()
+        layer = models.rounded(name, weight, bits=4, group_size=32, **grid)
+        checkpoint = dataclasses.replace(checkpoint, layers=checkpoint.layers | {name: layer})
+    write_as(tmp_path / "q", checkpoint, "native")
+    lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
+    assert "21 tensors equal" in lines[-1]
+    facts = FORMATS.get("gguf").facts(tmp_path / "m.gguf")
+    kinds = {t["name"]: t["type"] for t in facts["tensors"]}
+    assert kinds["blk.0.attn_q.weight"] == "Q2_0"
+    assert [kinds[f"blk.{i}.ffn_down.weight"] for i in (0, 1)] == ["Q4_0", "Q5_0"]
+    assert kinds["blk.1.ffn_up.weight"] == "Q5_1"
+    again = read_any(tmp_path / "q")
+    assert all(layer.same_as(again.layers[name]) for name, layer in checkpoint.layers.items())
+
+
+def test_outside_the_loop_a_type_may_be_named(tmp_path):
+    model, _ = looped()
+    settings = {"method": "rtn", "levels": "q5_0", "outside": "q8_0"}
+    found = loopq.quantize(model, [list(range(20))] * 2, out=tmp_path / "q", **settings)
+    assert found.layers["model.layers.0.mlp.up_proj.weight"].grid.gguf == "Q5_0"
+    assert found.layers["model.embed_tokens.weight"].grid.gguf == "Q8_0"
+    with pytest.raises(
+        ConfigError, match=r"layer model\.layers\.0\.\S+: Q4_K has blocks of 256 weights, and 64"
+    ):
+        loopq.quantize(model, [list(range(20))] * 2, method="rtn", levels="q4_k")
+
+
 @pytest.mark.parametrize(
     ("grid", "match"),
     [
         (
             {"bits": 4, "group_size": 16, "levels": "nvfp4"},
-            r"layer a\.weight: NVFP4: llama\.cpp has a type for",
+            r"layer a\.weight: NVFP4: llama\.cpp has no type for it",
         ),
         (
             {"bits": 3, "group_size": 32, "levels": "uneven"},
-            r"3 bits, uneven levels: llama\.cpp has a type for",
+            r"3 bits, uneven levels: llama\.cpp has no type for it",
         ),
-        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has a type for INT4"),
+        ({"bits": 3, "group_size": 32}, r"layer a\.weight: INT3: llama\.cpp has no type.*--levels q4_k"),
+        ({"bits": 2, "group_size": 32}, r"groups of 32: a block of Q2_0 is 64 weights"),
         ({"bits": 4, "group_size": 32, "symmetric": False}, r"INT4, asymmetric"),
-        ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a GGUF block is 32 weights"),
+        ({"bits": 4, "group_size": 16}, r"128 columns in groups of 16: a block of Q4_0 is 32 weights"),
         ({"bits": 4, "group_size": 48}, r"128 columns in groups of 48"),
         ({"bits": 4, "group_size": 32, "scale_dtype": "float32"}, r"GGUF stores scales in float16"),
     ],

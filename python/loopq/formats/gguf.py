@@ -196,7 +196,7 @@ def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
     width, size = layer.grid.width(columns), layer.grid.gguf_width
     if columns % size or width % size:
         raise CheckpointError(
-            f"layer {layer.name}: {columns} columns in groups of {width}: a block of {name} is {size} weights of one row "
+            f"layer {layer.name}: {columns} columns in groups of {width}: a block of {name} is {size} weights of a row "
             f"and one scale; quantize with groups of a multiple of {size}, or --exclude the layer"
         )
     cut = split(layer.on_grid(group_size=width), size).layer

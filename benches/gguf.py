@@ -121,7 +121,9 @@ def main() -> None:
     plan = source.plan(QuantConfig.of(exclude=bench.exclude, **LOOP_METRIC))
     sums = source.all_steps(plan)
     dense = {t.name: source.weights.tensors[t.name].float32() for t in plan.tasks}
-    importance = {t.name: np.diag(np.asarray(sums.matrix(t.input_group, list(t.steps)))) for t in plan.tasks}
+    importance = {
+        t.name: np.diag(sums.accumulator(t.input_group, t.steps).matrix(list(t.steps))) for t in plan.tasks
+    }
     rows: dict[str, dict[str, Any]] = {}
     for kind in args.type or TYPES:
         weights = {

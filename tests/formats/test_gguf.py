@@ -15,7 +15,8 @@ from loopq.errors import CheckpointError, ConfigError
 from loopq.formats import FORMATS
 from loopq.formats.checkpoint import load_into
 from loopq.formats.convert import read_any, write_as
-from loopq.formats.gguf import Shape, blocks
+from loopq.formats.gguf import blocks
+from loopq.formats.gguf_shape import Shape
 from tests.support.interop import models
 
 gguf = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
@@ -84,7 +85,7 @@ def test_one_file_mixes_types_and_gives_them_back(tmp_path):
     weights = dict(model.named_parameters())
     for name, grid in {"model.layers.0.self_attn.q_proj.weight": {"levels": "q2_0"}, **others}.items():
         weight = weights[name].detach().numpy()
-        layer = models.rounded(name, weight, bits=4, group_size=32, **grid)
+        layer = models.rounded(name, weight, bits=4, group_size=128, **grid)
         checkpoint = dataclasses.replace(checkpoint, layers=checkpoint.layers | {name: layer})
     write_as(tmp_path / "q", checkpoint, "native")
     lines = loopq.export(tmp_path / "q", tmp_path / "m.gguf", "gguf").lines()
@@ -163,7 +164,7 @@ def test_a_looped_model_is_written_with_its_loops_and_its_rows_in_order(tmp_path
 def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
     base = {"architectures": ["NanbeigeForCausalLM"]}
     assert Shape.of({**base, "loop_loss_weights": [0.1, 0.2], "num_loops": 2}).n_loops == 3
-    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2"):
+    with pytest.raises(CheckpointError, match=r"of looped models llama\.cpp runs Nanbeige4\.2 and HRM"):
         Shape.of({"architectures": ["OuroForCausalLM"]})
     with pytest.raises(CheckpointError, match=r"only plain rotary positions"):
         Shape.of({**base, "rope_scaling": {"type": "yarn"}})
@@ -171,6 +172,41 @@ def test_loops_follow_the_adapter_and_other_models_are_refused(tmp_path):
         Shape.of(base).tensors("model.gate.weight")
     with pytest.raises(CheckpointError, match=r"config\.json: the whole: \[\]; allowed: an object"):
         Shape.read({"config.json": b"[]"})
+
+
+def test_hrm_text_has_the_names_and_numbers_of_its_own_class(tmp_path):
+    """Names of llama.cpp's converter and loader; the low stack comes first, and halves of heads stay halves."""
+    from transformers import HrmTextConfig, HrmTextForCausalLM
+
+    config = HrmTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=96, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        num_layers_per_stack=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, H_cycles=2, L_cycles=3,
+    )  # fmt: skip
+    torch.manual_seed(2)
+    model = HrmTextForCausalLM(config).eval()
+    told = {**config.to_dict(), "architectures": ["HrmTextForCausalLM"]}
+    checkpoint = models.checkpoint_of(model, told, bits=4, levels="q5_0", group_size=32)
+    write_as(tmp_path / "m.gguf", checkpoint, "gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    found = {name.removeprefix("hrm_text."): field.contents() for name, field in reader.fields.items()}
+    expected = {
+        "general.architecture": "hrm_text", "block_count": 2 * 2 * (3 + 1), "hrm.layers_per_stack": 2,
+        "hrm.h_cycles": 2, "hrm.l_cycles": 3, "hrm.prefix_lm": True, "embedding_scale": config.embedding_scale,
+        "rope.dimension_count": 16, "context_length": config.max_position_embeddings,
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
+    tensors = {t.name: t for t in reader.tensors}
+    parts = ["attn_q", "attn_k", "attn_v", "attn_gate", "attn_output", "ffn_gate", "ffn_up", "ffn_down"]
+    names = {f"blk.{i}.{part}.weight" for i in range(4) for part in parts}
+    assert set(tensors) == names | {"hrm.z_l_init", "token_embd.weight", "output.weight"}
+    for stack, first in (("L", 0), ("H", 2)):
+        layer = checkpoint.layers[f"model.{stack}_module.layers.1.self_attn.q_proj.weight"]
+        value = tensors[f"blk.{first + 1}.attn_q.weight"]
+        assert np.array_equal(gguf.quants.dequantize(value.data, value.tensor_type), layer.dequantize())
+    with pytest.raises(CheckpointError, match=r"has no place in a GGUF of architecture hrm_text"):
+        Shape.of(told).tensors("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(CheckpointError, match=r"config\.json: L_cycles is None"):
+        Shape.of({**told, "L_cycles": None}).check_whole()
 
 
 def test_the_tokenizer_of_another_file_is_copied(tmp_path):

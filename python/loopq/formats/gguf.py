@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,157 +17,20 @@ from loopq.formats.base import Check, Format, Option, Planned, WrittenFile
 from loopq.formats.checkpoint import Checkpoint
 from loopq.formats.fitting import in_scale_type, split
 from loopq.formats.gguf_file import contents, holds_gguf, open_gguf, package, told
-from loopq.formats.hf_folder import CONFIG
+from loopq.formats.gguf_shape import CYCLES, HRM, Shape
 from loopq.layers.grid import SCALE_DTYPES, Grid
 from loopq.layers.layer import QuantizedLayer
-from loopq.layers.loop_spec import LOOP, PREFIX, layer_order
 from loopq.lazy import require
 from loopq.storage.files import RawTensor, check_new, replacing
-from loopq.storage.schema import checked, parse_json, shown
 from loopq.terminal.table import render, size
 
-#: Classes whose layers are Llama's, and what llama.cpp calls them.
-ARCHITECTURES = {"NanbeigeForCausalLM": "nanbeige", "LlamaForCausalLM": "llama"}
-_MODULES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: Types of tensors, and what a file is called by the first that it has.
 _KINDS = {
     "Q2_0": 41, "Q2_K": 10, "Q3_K": 11, "IQ4_XS": 30, "Q4_0": 2, "IQ4_NL": 25, "Q4_K": 14, "MXFP4": 38, "Q4_1": 3,
     "Q5_0": 8, "Q5_K": 16, "Q5_1": 9, "Q6_K": 18, "Q8_0": 7, "F16": 1, "BF16": 32, "F32": 0,
 }  # fmt: skip
-#: Keys of config.json without which the file has no header.
-_NEEDED = (
-    "vocab_size",
-    "max_position_embeddings",
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "rms_norm_eps",
-)
 #: Key of the file by which llama.cpp runs the stack again.
 _LOOPS = "nanbeige.num_loops"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What config.json says of a Llama-shaped model."""
-
-    architecture: str
-    config: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, side_files: Mapping[str, bytes]) -> Shape:
-        """Read the config.json among the files of a checkpoint or a dump; see `of`."""
-        config = parse_json(side_files.get(CONFIG, b"{}"), CONFIG, finite=False)
-        return cls.of(checked(dict[str, Any], config, CONFIG))
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Shape:
-        """Take what a config.json says.
-
-        Raises
-        ------
-        CheckpointError
-            llama.cpp has no such architecture, or a setting has no place in the file.
-        """
-        names = config.get("architectures") or []
-        dense = [str(n).removeprefix(PREFIX) for n in names]
-        found = next((ARCHITECTURES[n] for n in dense if n in ARCHITECTURES), None)
-        if found is None:
-            raise CheckpointError(
-                f"config.json: architectures {names}; of looped models llama.cpp runs Nanbeige4.2, and loopq writes "
-                f"GGUF for {', '.join(ARCHITECTURES)}"
-            )
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-            raise CheckpointError(
-                f"config.json: rope_scaling {scaling}: only plain rotary positions are written"
-            )
-        return cls(found, config)
-
-    def check_whole(self) -> Shape:
-        """Return the shape if config.json has everything that the file's header says.
-
-        Raises
-        ------
-        CheckpointError
-            A key is missing, or is no number.
-        """
-        for key in _NEEDED:
-            value = self.config.get(key)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise CheckpointError(
-                    f"config.json: {key} is {shown(value)}; a GGUF file needs a number there"
-                )
-        return self
-
-    @property
-    def n_loops(self) -> int:
-        """Runs of the stack; one of a plain Llama."""
-        weights = self.config.get("loop_loss_weights")
-        return len(weights) + 1 if weights else int(self.config.get("num_loops") or 1)
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        own = self.config.get("head_dim")
-        return int(own or self.config["hidden_size"] // self.config["num_attention_heads"])
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return int(self.config.get("num_key_value_heads") or self.config["num_attention_heads"])
-
-    @property
-    def order(self) -> list[int]:
-        """Numbers of the layers in the order of the file: a loop of `looped:` is written out, Nanbeige's is a key."""
-        n = int(self.config["num_hidden_layers"])
-        return layer_order(self.config[LOOP], n) if LOOP in self.config else list(range(n))
-
-    def tensors(self, name: str) -> list[str]:
-        """Return llama.cpp's names of a tensor: one for each layer of the file that has it.
-
-        Raises
-        ------
-        CheckpointError
-            It has no place in the architecture.
-        """
-        module, _, last = name.rpartition(".")
-        if module in _OTHERS:
-            return [f"{_OTHERS[module]}.{last}"]
-        layer, _, part = module.removeprefix("model.layers.").partition(".")
-        if not module.startswith("model.layers.") or part not in _MODULES:
-            raise CheckpointError(
-                f"tensor {name!r}: has no place in a GGUF of architecture {self.architecture}"
-            )
-        places = [k for k, i in enumerate(self.order) if str(i) == layer] if LOOP in self.config else [layer]
-        return [f"blk.{place}.{_MODULES[part]}.{last}" for place in places]
-
-    def rows(self, name: str, n: int) -> NDArray[np.int64]:
-        """Return the order in which a tensor's rows are stored.
-
-        llama.cpp turns neighbours in a head where transformers turns one half against the other: rows of q and k are
-        reordered within each head, which is exact for codes and scales.
-        """
-        heads = {"q_proj": int(self.config["num_attention_heads"]), "k_proj": self.n_kv_heads}
-        n_heads = heads.get(name.rpartition(".")[0].rpartition(".")[2])
-        order = np.arange(n)
-        if n_heads is None:
-            return order
-        if n % (2 * n_heads):
-            raise CheckpointError(f"tensor {name!r}: {n} rows are no pairs in each of {n_heads} heads")
-        return order.reshape(n_heads, 2, n // n_heads // 2).swapaxes(1, 2).reshape(-1)
 
 
 def blocks(layer: QuantizedLayer) -> tuple[str, NDArray[np.uint8]]:
@@ -404,6 +266,11 @@ def _write(
     if shape.architecture == "nanbeige":
         writer.add_uint32(_LOOPS, shape.n_loops)
         writer.add_bool("nanbeige.skip_loop_final_norm", bool(config.get("skip_loop_final_norm")))
+    if shape.architecture == HRM:
+        for name, key in CYCLES.items():
+            writer.add_uint32(f"{HRM}.hrm.{key}", config[name])
+        writer.add_bool(f"{HRM}.hrm.prefix_lm", bool(config.get("prefix_lm")))
+        writer.add_embedding_scale(float(config["embedding_scale"]))
     writer.add_file_type(next(number for kind, number in _KINDS.items() if kind in kinds))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if vocabulary is None:

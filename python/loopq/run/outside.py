@@ -57,7 +57,7 @@ def tasks_outside(plan: Plan, source: ModelSource) -> list[Task]:
             found.append((module, {"role": "outside", "treatment": "rtn", "reason": "outside the loop"}))
     grid = plan.config.layer.grid
     if isinstance(asked, str):
-        grid = dataclasses.replace(grid, levels=asked, symmetric=True)
+        grid = dataclasses.replace(grid, bits=4, group_size=128, levels=asked, symmetric=True)
     else:
         # Tables and floats have 4 bits at most.
         levels = grid.levels if asked == 4 else "even"

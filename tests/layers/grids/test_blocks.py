@@ -124,6 +124,10 @@ def test_what_is_not_of_a_type_is_refused():
         grid.core(scale_bits=4)
     with pytest.raises(ConfigError, match="leave --asymmetric away"):
         GridSettings(levels="q4_k", symmetric=False)
+    with pytest.raises(
+        ConfigError, match="'q4_k' has 4 bits and groups of 32; got bits 3: leave --bits away"
+    ):
+        GridSettings(3, levels="q4_k")
     with pytest.raises(ConfigError, match="Q4_K has 4 bits"):
         dataclasses.replace(grid, bits=3)
     data = layer.tensors()["a.weight_packed"].array().copy()

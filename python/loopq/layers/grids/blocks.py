@@ -182,7 +182,7 @@ class Blocks(Grid):
         if columns % self.facts.size:
             raise ConfigError(
                 f"{self.label} has blocks of {self.facts.size} weights, and {columns} columns are no whole number of "
-                "them; take another type for these layers, such as --layer 'PATTERN:levels=q5_0', or --exclude them"
+                "them; take another type for these layers, such as --layer 'PATTERN=>levels=q5_0', or --exclude them"
             )
 
     def core(

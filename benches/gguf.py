@@ -98,16 +98,15 @@ def page(args: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> str:
         f"# Types of GGUF by loopq and by llama.cpp, {datetime.date.today()}", "",
         f"`python -m benches.gguf`: `down_proj` of layers {', '.join(map(str, args.layer))} of "
         f"`{Path(args.model).name}`, {args.n_calibration} x {args.seq_len} tokens, one thread of {processor()}. "
-        f"KL on {args.n_evaluation} x {args.seq_len} other tokens (95 % over prompts).", "",
+        f"KL on {args.n_evaluation} x {args.seq_len} other tokens.", "",
         "| type | bits | llama.cpp | with importance | loopq, rounding | loopq | over importance | bar |",
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for kind, row in rows.items():
         size, n_bytes, bar = TYPES[kind]
-        low, high = row["loopq"]["kl_95"]
         lines.append(
             f"| {kind.upper()} | {8 * n_bytes / size:.4g} | {row['plain']['kl']:.2e} | {row['importance']['kl']:.2e} | "
-            f"{row['rounding']['kl']:.2e} | {row['loopq']['kl']:.2e} ({low:.2e}-{high:.2e}) | "
+            f"{row['rounding']['kl']:.2e} | {row['loopq']['kl']:.2e} | "
             f"{row['loopq']['kl'] / row['importance']['kl']:.2f} | {bar} |"
         )
     return "\n".join(lines) + "\n"
@@ -125,6 +124,8 @@ def main() -> None:
         t.name: np.diag(sums.accumulator(t.input_group, t.steps).matrix(list(t.steps))) for t in plan.tasks
     }
     rows: dict[str, dict[str, Any]] = {}
+    for older in args.out.glob("gguf-*.md"):
+        older.unlink()
     for kind in args.type or TYPES:
         weights = {
             "plain": {n: engine.weight(kind, w, None) for n, w in dense.items()},
@@ -137,11 +138,9 @@ def main() -> None:
         found = bench.measured([{} for _ in weights], dict(enumerate(weights.values())))
         rows[kind] = dict(zip(weights, found, strict=True))
         print(kind, {name: row["kl"] for name, row in rows[kind].items()}, flush=True)
-    text = page(args, rows)
-    for older in args.out.glob("gguf-*.md"):
-        older.unlink()
-    (args.out / f"gguf-{datetime.date.today()}.md").write_text(text, "utf-8")
-    print(text)
+        # What is done is written: an interrupted run leaves a table.
+        (args.out / f"gguf-{datetime.date.today()}.md").write_text(page(args, rows), "utf-8")
+    print(page(args, rows))
 
 
 if __name__ == "__main__":
